@@ -58,13 +58,13 @@ def train(config: Config, world: World) -> None:
             loss /= targets
 
             # ---- judge, update ---------------------------------------------------------------------------------------
-            verdict = run.guard.judge(step, loss, grad_norm, run.can_roll_back)
+            verdict = run.guard.judge(step, loss, grad_norm)
             if verdict in (Verdict.OK, Verdict.SPIKE):
                 run.saver.staged()                          # the save under way has its copy of the weights
                 optimizer.step()
                 run.progress.updates += 1
                 fp8.refresh_weight_copies(model)
-            if verdict is not Verdict.STOP:                 # whose gradients the diagnosis looks at
+            if verdict not in (Verdict.ROLLBACK, Verdict.STOP):     # whose gradients a diagnosis looks at
                 fp8.zero_gradients(model)
 
             run.end_step(verdict, loss, grad_norm, lr, step_scale, is_stopping=stops > 0,    # log, probe, save, roll back

@@ -6,18 +6,16 @@
     out/<run>/checkpoints/bad_step_00013500/    one that was found damaged, kept for inspection
     out/<run>/checkpoints/.tmp_step_00013500/   one that is being written or deleted; the next save or start removes leftovers
 
-Save, on every rank alike: the tensors are copied to host memory (12 bytes for each parameter of the rank's share); then, in the
-background, DCP writes and syncs them under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE,
-renames the folder and deletes what the keep policy no longer wants. A stage that fails on one rank fails on all, is noted and
-leaves nothing behind; the next due save tries again.
+Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background, DCP writes and syncs them
+under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE, renames the folder and deletes what the
+keep policy no longer wants. A stage that fails on one rank fails on all and leaves nothing behind; the next due save tries again.
 
 Read: DCP notices a truncated file but no flipped bit, ignores tensors that nobody asked for, casts other dtypes, and unpickles
 whatever `.metadata` names, so that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and
 dtype is compared with the manifest first, and the unpickler knows only the classes that describe tensors.
 
-Branch: a branch continues with all that its parent had (weights, moments, step); see runtime/optim.py for when it may. Of an
-imported model (eval/from_hf.py: a checkpoint of step 0 without moments) and of a finished run that start_from names as a whole
-a run takes the weights alone, and has its own data order and schedule.
+Branch: a branch continues with all that its parent had; see runtime/optim.py for when it may. Of an imported model
+(eval/from_hf.py: a checkpoint of step 0 without moments) and of a finished run as a whole a run takes the weights alone.
 """
 
 import hashlib
@@ -30,6 +28,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -109,12 +108,9 @@ class Saver:
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
                     "config": config.to_dict(), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
-        self._name, problem = name_of(step), None
-        try:
-            self._stage(tensors)
-        except Exception as error:      # such as too little memory; told by all ranks together, in the background
-            problem = error
-        self._pending = self._thread.submit(self._write, manifest, problem)
+        self._name = name_of(step)
+        self._stage(tensors)
+        self._pending = self._thread.submit(self._write, manifest)
 
     def staged(self) -> None:
         """Wait until the tensors may change again. On CUDA the device waits, the host goes on."""
@@ -162,21 +158,24 @@ class Saver:
 
     # The rest runs in the background thread of each rank.
 
-    def _write(self, manifest: dict, problem: Exception | None) -> None:
+    def _write(self, manifest: dict) -> None:
         """All of a save but the copies. Where it fails, it raises the same error on every rank."""
-        final = self.dir / name_of(manifest["step"])
+        final, is_main = self.dir / self._name, self.world.is_main
         tmp = final.with_name(f".tmp_{final.name}")
         try:
-            if self._together(lambda: self._begin(tmp, final, problem))[0]:
+            if self._together(lambda: self._begin(tmp, final))[0]:
                 return
             files = self._together(lambda: self._dump(tmp))
-            self._together(lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
+            self._together(lambda: is_main and self._commit(tmp, final, manifest, files))
         finally:
-            if self.world.is_main:
+            if is_main:
                 shutil.rmtree(tmp, ignore_errors=True)      # renamed by now, unless a stage failed
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
-        if self.world.is_main and not manifest["state"].get("guard", {}).get("consecutive"):
-            self._prune()
+        if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
+            there = {step_of(path): path for path in checkpoints(self.dir.parent)}
+            for step in there.keys() - kept(list(there), self.policy, dict(self._losses)):
+                with suppress(OSError):     # the save itself is good; the next one tries again
+                    _remove(there[step])
 
     def _together(self, stage: Callable[[], T]) -> list[T]:
         """The stage's result on each rank. Raises RuntimeError on every rank where it failed on one."""
@@ -190,10 +189,8 @@ class Saver:
 
         return together(attempt, self.world)
 
-    def _begin(self, tmp: Path, final: Path, problem: Exception | None) -> bool:
+    def _begin(self, tmp: Path, final: Path) -> bool:
         """Wait for the copies; rank 0 makes the folder. Returns whether the checkpoint exists already, as after a resume."""
-        if problem:
-            raise problem
         if self._copied:
             torch.cuda.set_device(self.world.device)        # each thread has a current device of its own
             self._copied.synchronize()
@@ -219,14 +216,6 @@ class Saver:
         os.rename(tmp, final)
         sync_folder(self.dir)
 
-    def _prune(self) -> None:
-        there = {step_of(path): path for path in checkpoints(self.dir.parent)}
-        try:
-            for step in there.keys() - kept(list(there), self.policy, dict(self._losses)):
-                _remove(there[step])
-        except OSError as error:        # the save itself is good
-            self.failures.append(f"an old checkpoint could not be removed: {error}")
-
     def _sweep(self) -> None:
         """Remove what a killed or failed save left."""
         self.dir.mkdir(parents=True, exist_ok=True)
@@ -242,8 +231,7 @@ def _host_buffer(live: torch.Tensor) -> torch.Tensor:
     """Host memory for `live`, or for this rank's shard of it; pinned for a GPU, or the copy would not be asynchronous."""
     local = _local(live)
     buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
-    # from_local() would move the buffer to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way, from
-    # torch 2.11 to 2.13 alike.
+    # from_local() would move the buffer to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way.
     return DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
 
 
@@ -287,24 +275,25 @@ def read_manifest(path: Path) -> dict:
 
     Raises DamagedError naming the file that is missing or changed, UserError for another format version.
     """
-    def check(name: str, is_same: bool) -> None:
-        if not is_same:
-            raise DamagedError(f"{path / name} differs from what was written: move {path} away to use the one before it")
+    def damaged(name: str) -> DamagedError:
+        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away to use the one "
+                            f"before it")
 
     try:
         text = (path / "manifest.json").read_bytes()
-        check("manifest.json", (path / "DONE").read_bytes() == hashlib.sha256(text).hexdigest().encode())
+        if (path / "DONE").read_bytes() != hashlib.sha256(text).hexdigest().encode():
+            raise damaged("manifest.json")
         manifest = json.loads(text)
         if (version := manifest["format_version"]) not in (2, FORMAT_VERSION):
             raise UserError(f"{path} has checkpoint format {version}, this version reads 2 and {FORMAT_VERSION}: "
                             f"use the version that wrote it, or start the run anew")
         with ThreadPoolExecutor(HASHERS) as pool:
-            hashes = pool.map(lambda name: file_sha256(path / name), manifest["files"])
-            for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
-                check(name, found == entry["sha256"])
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:     # any other OSError is the machine's
-        raise DamagedError(f"{error.filename} cannot be read ({error.strerror}): move {path} away to use the one before "
-                           f"it") from error
+            hashes = list(pool.map(lambda name: file_sha256(path / name), manifest["files"]))
+    except FileNotFoundError as error:      # any other OSError is the machine's
+        raise damaged(Path(error.filename).name) from error
+    for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
+        if found != entry["sha256"]:
+            raise damaged(name)
     if version == 2:
         manifest["state"] = {FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()}
     return manifest
@@ -319,18 +308,14 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
 
 def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callable[[str], None],
             before: int | None = None) -> tuple[Path, dict] | None:
-    """Fill `tensors` in place from the newest checkpoint (of a step below `before`, where given) that is whole; returns its
-    folder and manifest, or None where there is none. All ranks of `world` call it together and get the same.
+    """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where given), by all ranks together;
+    returns its folder and manifest, None where there is none. No save may be under way, whose collectives would mix with these.
 
-    A checkpoint whose files are not what was written is renamed to bad_step_00000400, and `say`, on rank 0 alone, gets a line
-    about it. Raises MachineError where there are only damaged ones, now or from an earlier start: a run never starts over
-    silently; UserError where the newest has another format or does not fit `tensors`. No save may be under way, whose
-    collectives would mix with these.
+    A damaged one is renamed to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises UserError where the
+    newest has another format or does not fit `tensors`.
     """
     def newest_whole() -> tuple[Path, dict] | None:
-        for path in reversed(checkpoints(run_dir)):
-            if before is not None and step_of(path) >= before:
-                continue
+        for path in reversed([p for p in checkpoints(run_dir) if before is None or step_of(p) < before]):
             try:
                 return path, read_manifest(path)
             except DamagedError as error:
@@ -339,9 +324,6 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
                     aside = aside.with_name(f"{aside.name}_again")
                 os.rename(path, aside)
                 say(f"checkpoint {path.name} is damaged, set aside as {aside.name}: {str(error).partition(': move ')[0]}")
-        if bad := sorted(p.name for p in run_dir.glob("checkpoints/bad_step_*")):
-            raise MachineError(f"{run_dir}/checkpoints holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back "
-                               f"a copy of one as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
         return None
 
     if found := run_on_rank0(world, newest_whole):
@@ -356,16 +338,10 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
     where reading failed on one of them.
     """
     for name, want in describe(tensors).items():
-        have = manifest["tensors"].get(name)
-        if have != want:
+        if (have := manifest["tensors"].get(name)) != want:
             raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
-    def read() -> None:
-        reader = TensorReader(path)
-        reader.read_metadata()      # what is wrong with it, said as it is: DCP of torch 2.11 goes on without
-        dcp.load(tensors, storage_reader=reader, **_process_group(world))
-
     try:
-        together(read, world)
+        together(lambda: dcp.load(tensors, storage_reader=TensorReader(path), **_process_group(world)), world)
     except (Exception, CheckpointException) as error:
         raise MachineError(f"{path} could not be loaded ({cause(error)}): run the same command again, or move it away to use "
                            f"the one before it") from error
@@ -430,11 +406,8 @@ WEIGHTS_FREE = {"n_ctx", "loss_chunk"}      # of the model section: no weight de
 
 
 def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
-    """Fill `tensors` ("model." and "optim." names), in place, from the checkpoint config.start_from; its path and manifest.
-
-    Of a checkpoint that is_weights_only() the weights alone are filled. By all ranks of `world` together. Raises UserError
-    where there is no such checkpoint, it is damaged, or it does not fit this run.
-    """
+    """Fill `tensors` in place from the checkpoint config.start_from, the weights alone where it is_weights_only(), by all ranks
+    together; its path and manifest. Raises UserError where there is none, it is damaged, or it does not fit this run."""
     path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_sha256))
     if is_weights_only(manifest):
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
@@ -474,14 +447,13 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
         manifest |= {"step": 0, "state": {"imported": {
             "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
-    if changes := [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
-                   if key not in WEIGHTS_FREE and ours[key] != theirs[key]]:
-        raise UserError(f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model section of its "
-                        f"config.json, of which n_ctx and loss_chunk alone are free")
+    changes = [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
+               if key not in WEIGHTS_FREE and ours[key] != theirs[key]]
     if tokenizer_sha256 != manifest["state"]["imported"]["tokenizer_sha256"]:
-        raise UserError(f"start_from={config.start_from} has another tokenizer than data.tokenizer={config.data.tokenizer}, so "
-                        f"its ids mean other text: give data.tokenizer={tokenizer_of(run_dir, parent.data.tokenizer)}, and "
-                        f"shards that were prepared with it")
+        changes.append(f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there, {config.data.tokenizer} here")
+    if changes:
+        raise UserError(f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model section of its "
+                        f"config.json, of which n_ctx and loss_chunk alone are free, and shards of its tokenizer")
     manifest["state"]["imported"]["run"] = run_dir.name     # which an import's own name is not
     return path, manifest
 

@@ -6,7 +6,7 @@ deviations above their median, both on logarithms. In mode act the guard escalat
 
     SKIP        leave weights and moments alone, go on with the next data
     ROLLBACK    after guard.skips in a row: back to a checkpoint from before them, on with new data; guard.rollbacks times at most
-    STOP        when those are used up, or there is no such checkpoint
+    STOP        when those are used up
 
 A permanent change of level must not be skipped for ever: guard.skips finite spikes in a row are accepted as the new level, and
 the window begins anew, where the weights cannot be the cause:
@@ -20,12 +20,10 @@ Modes log and off never roll back: there, guard.skips steps in a row that are no
 
 import enum
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +51,7 @@ class Verdict(enum.Enum):
     OK = "OK"               # apply the update
     SPIKE = "SPIKE"         # apply the update, and log it: mode log, or a new level
     SKIP = "SKIP"           # leave weights and moments alone: an update multiplied by zero would still spread a NaN
-    ROLLBACK = "ROLLBACK"   # skip, and go back to a checkpoint of less than `suspect_since` steps
+    ROLLBACK = "ROLLBACK"   # skip, and go back to a checkpoint of less than `suspect_since` steps, or STOP where there is none
     STOP = "STOP"           # skip, and end the run with a diagnosis
 
 
@@ -68,7 +66,7 @@ class Guard:
     skipped: int = 0                    # steps since the run began, those undone by a rollback included
     rollbacks: int = 0                  # since the run began
     is_back: bool = False               # no step has been accepted since the last rollback
-    suspect_since: int | None = None    # steps done before the first skip in a row
+    suspect_since: int | None = None    # steps done before the first skip in a row, or before a bad validation
     accepted: list[list[float]] = field(default_factory=list)       # [loss, norm] of the window's steps
     spikes: list[list[float]] = field(default_factory=list)         # [loss, norm] of the finite spikes in a row
     reason: str = ""                    # of the last verdict that was not OK
@@ -81,15 +79,11 @@ class Guard:
         """Go on from a checkpoint that holds `state`: with its window, but the current counts, which nothing undoes."""
         vars(self).update(state, skipped=self.skipped, rollbacks=self.rollbacks + 1, is_back=True)
 
-    def judge(self, step: int, loss: float, grad_norm: float, can_roll_back: Callable[[int], bool]) -> Verdict:
-        """The verdict on a step that comes after `step` others.
-
-        can_roll_back(before): whether there is a checkpoint of fewer than `before` steps. It waits for a save under way and for
-        all ranks, so it is asked only at the end of a row of skips.
-        """
+    def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
+        """The verdict on a step that comes after `step` others."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.spikes = []
-            return self._skip(step, f"loss {loss:.6g}, gradient norm {grad_norm:.6g}", can_roll_back)
+            return self._skip(step, f"loss {loss:.6g}, gradient norm {grad_norm:.6g}")
         spike = self._describe_spike(loss, grad_norm) if self.settings.mode != "off" else None
         if spike is None:
             self._accept([[loss, grad_norm]])
@@ -104,36 +98,31 @@ class Guard:
             self.consecutive, self.suspect_since = 0, None
             self.reason = spike
             return Verdict.SPIKE
-        return self._skip(step, spike, can_roll_back)
+        return self._skip(step, spike)
 
-    def reject_validation(self, step: int, what: str, can_roll_back: Callable[[int], bool]) -> Verdict:
-        """ROLLBACK or STOP for weights whose validation after `step` steps was not finite; can_roll_back as in judge()."""
+    def reject_validation(self, step: int, what: str) -> Verdict:
+        """ROLLBACK or STOP for weights whose validation after `step` steps was not finite."""
         self.suspect_since, self.reason = step, what
-        return self._give_up(can_roll_back)
+        return self._escalate()
 
     def _accept(self, steps: list[list[float]]) -> None:
         self.accepted = (self.accepted + steps)[-self.settings.window:]
         self.spikes = []
         self.consecutive, self.suspect_since, self.is_back = 0, None, False
 
-    def _skip(self, step: int, what: str, can_roll_back: Callable[[int], bool]) -> Verdict:
+    def _skip(self, step: int, what: str) -> Verdict:
         if self.consecutive == 0:
             self.suspect_since = step
         self.consecutive += 1
         self.skipped += 1
         self.reason = f"{what}; {self.consecutive} skipped in a row"
-        return Verdict.SKIP if self.consecutive < self.settings.skips else self._give_up(can_roll_back)
+        return Verdict.SKIP if self.consecutive < self.settings.skips else self._escalate()
 
-    def _give_up(self, can_roll_back: Callable[[int], bool]) -> Verdict:
+    def _escalate(self) -> Verdict:
         s = self.settings
-        if s.mode != "act":
-            self.reason += f", and guard.mode={s.mode} never goes back"
-        elif self.rollbacks >= s.rollbacks:
-            self.reason += f", and all guard.rollbacks={s.rollbacks} are used up"
-        elif not can_roll_back(self.suspect_since or 0):
-            self.reason += f", and there is no checkpoint from before step {self.suspect_since} to go back to"
-        else:
+        if s.mode == "act" and self.rollbacks < s.rollbacks:
             return Verdict.ROLLBACK
+        self.reason += f"; no rollback is left (guard.mode={s.mode}, guard.rollbacks={s.rollbacks})"
         return Verdict.STOP
 
     def _is_new_level(self) -> bool:
@@ -179,22 +168,24 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
         step, reason                    the last step, and the guard's reason
         weights, moments, gradients     by name: how many values, how many not_finite; after clipping, which spreads a NaN
         modules                         the same of outputs in a new eager forward pass over x, in order of completion
-        problems                        what kept this from being completed
+        problem                         what kept this from being completed
     """
-    found: dict[str, Any] = {"step": step, "reason": reason, "weights": {}, "moments": {}, "gradients": {}, "modules": {},
-                             "problems": []}
-    path = run_dir / "diagnosis.json"
+    counts: dict[str, dict[str, dict[str, int]]] = {}
+    path, problem, said = run_dir / "diagnosis.json", "", []
     try:
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
-            found[kind] = {name.removeprefix(prefix): _count(t) for name, t in tensors.items() if name.startswith(prefix)}
-        found["gradients"] = {name: _count(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        found["modules"] = _count_outputs(model, x, y)
+            counts[kind] = {name.removeprefix(prefix): _count(t) for name, t in tensors.items() if name.startswith(prefix)}
+        counts["gradients"] = {name: _count(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        counts["modules"] = _count_outputs(model, x, y)
     except Exception as error:
-        found["problems"].append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     with suppress(OSError):
         if is_main:
-            write_json(path, found)
-    return f"{reason}: lower optim.lr, or go on from an older checkpoint\n{_findings(found)}\nmore in {path}"
+            write_json(path, {"step": step, "reason": reason, **counts, "problem": problem})
+    for kind, named in counts.items():
+        bad = [f"{name}: {c['not_finite']:,} of {c['values']:,} values" for name, c in named.items() if c["not_finite"]]
+        said.append(f"{len(bad)} of {len(named)} {kind} are not finite" + f" ({'; '.join(bad[:3])})" * bool(bad))
+    return f"{reason}: lower optim.lr, or go on from an older checkpoint\n{', '.join(said)} {problem}\nmore in {path}"
 
 
 def _count(tensor: torch.Tensor) -> dict[str, int]:
@@ -222,17 +213,3 @@ def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[s
     if dist.is_initialized():
         dist.all_reduce(sums)
     return {name: {"values": values, "not_finite": bad} for name, (values, bad) in zip(seen, sums.tolist(), strict=True)}
-
-
-def _findings(found: dict) -> str:
-    """One line for people."""
-    bad = {kind: [f"{name}: {c['not_finite']:,} of {c['values']:,} values" for name, c in found[kind].items() if c["not_finite"]]
-           for kind in ("weights", "moments", "gradients", "modules")}
-    spoilt = ", ".join(f"{len(bad[kind])} of {len(found[kind])} {kind} ({'; '.join(bad[kind][:3])})"
-                       for kind in ("weights", "moments", "gradients") if bad[kind])
-    said = [f"not finite: {spoilt}" if spoilt else "weights, moments and gradients are finite"]
-    if bad["modules"]:
-        said.append(f"in the last micro-batch the first output that is not finite is that of {bad['modules'][0]}")
-    elif found["modules"]:
-        said.append("all outputs of the last micro-batch, computed anew, are finite")
-    return "; ".join(said + found["problems"])

@@ -19,14 +19,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 import numpy as np
 import torch
 
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
-from runtime.checkpoint import Saver, branch, checkpoints, is_weights_only, origin_of, restore, run_on_rank0, step_of
+from runtime.checkpoint import Saver, branch, is_weights_only, origin_of, restore, run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.data import open_data
@@ -55,7 +55,7 @@ class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block.
 
     For the training step: model, optimizer, guard, saver, stop, progress, loss_scale, scales; next_step, next_batch,
-    count_targets, at, can_roll_back, end_step.
+    count_targets, at, end_step.
     """
 
     @classmethod
@@ -121,7 +121,6 @@ class Run:
         self.stop = StopRequest()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
-        self._has_trunk = config.parent is not None and config.parent[1] > 0    # whose checkpoint has all that a rollback needs
         # A kill may have come between a save and its validation: that is made up for.
         step = self.progress.step
         is_unknown = self._is_resumed and run_on_rank0(world, lambda: not (self.log and step in self.log.validated))
@@ -215,11 +214,9 @@ class Run:
             if val is None:
                 self._is_stopping = True
             elif not math.isfinite(val.loss):
-                what = f"validation loss {val.loss}"
-                if self.guard.reject_validation(self.progress.step, what, self.can_roll_back) is Verdict.STOP:
-                    source = self._val_sets[self.data.sources[0]]
-                    self._give_up(*(t.to(self.world.device) for t in source.batch(0, self.config.micro_batch)))
-                self._roll_back()
+                x, y = self._val_sets[self.data.sources[0]].batch(0, self.config.micro_batch)
+                self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
+                self._act_on(self.guard.reject_validation(self.progress.step, f"validation loss {val.loss}"))
             elif self.progress.step == self.config.total_steps:
                 self._finish(val)
                 return None
@@ -244,13 +241,6 @@ class Run:
         """Targets of this step over all ranks: fewer than tokens_per_step where prompts are masked."""
         return max(1, self.data.targets(self.progress.step + self.progress.data_offset))
 
-    def can_roll_back(self, before: int) -> bool:
-        """Whether there is a checkpoint of fewer than `before` steps, a branch's branch point included; by all ranks."""
-        self._at_slow("waiting for the save under way")
-        self.saver.wait()
-        paths = [*checkpoints(self.config.run_dir), *([Path(self.config.start_from or "")] if self._has_trunk else [])]
-        return run_on_rank0(self.world, lambda: any(step_of(path) < before and (path / "DONE").exists() for path in paths))
-
     def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
                  n_saturated: int = 0) -> None:
         """Log the step, then what is due after it: probe, save; a rollback or the end of the run where the guard says so."""
@@ -272,11 +262,8 @@ class Run:
             gc.collect()
             gc.freeze()
             self._is_frozen = True
-        if verdict is Verdict.STOP:
-            self._give_up(*self._batch)
-        if verdict is Verdict.ROLLBACK:
-            self._roll_back()
-            self._is_save_due = False
+        if verdict in (Verdict.ROLLBACK, Verdict.STOP):
+            self._act_on(verdict)
             return
         if is_due(config.probe.every, step):
             began = time.perf_counter()
@@ -329,18 +316,27 @@ class Run:
         while self.saver.failures:      # of an earlier save: training goes on, and this one tries again
             self._log_event("save_failed", step, self.saver.failures.pop(0))
 
-    def _roll_back(self) -> None:
-        """Back to the newest checkpoint from before the skipped steps, whose weights were sane, and on with data not seen yet."""
-        bad, progress, guard = self.progress.step, self.progress, self.guard
-        self._at_slow("going back to a checkpoint")
-        found = restore(self.config.run_dir, self._tensors, self.world, lambda line: self._log_event("bad_checkpoint", bad, line),
-                        guard.suspect_since)
-        if found is None and self._has_trunk:
-            found = branch(self.config, self.tokenizer.sha256, self._tensors, self.world)
+    def _act_on(self, verdict: Verdict) -> None:
+        """ROLLBACK: back to the newest checkpoint from before the skipped steps, whose weights were sane, on with new data.
+        STOP, or no such checkpoint: raises MachineError with what is wrong."""
+        config, bad, progress, guard, found = self.config, self.progress.step, self.progress, self.guard, None
+        self._at_slow("going back to a checkpoint, or looking for the cause")
+        self.saver.wait()       # what it has to save is the newest there will be
+        if verdict is Verdict.ROLLBACK:
+            before = guard.suspect_since or 0
+            found = restore(config.run_dir, self._tensors, self.world,
+                            lambda line: self._log_event("bad_checkpoint", bad, line), before)
+            if found is None and config.parent and 0 < config.parent[1] < before:
+                found = branch(config, self.tokenizer.sha256, self._tensors, self.world)
+            if found is None:
+                guard.reason += f", and there is no checkpoint from before step {before} to go back to"
         if found is None:
-            raise MachineError(f"step {bad}: {guard.reason}, and no checkpoint from before to go back to: lower optim.lr")
+            raise MachineError(f"step {bad}: " + diagnose(self.model, self._tensors, *self._batch, bad, guard.reason,
+                                                          config.run_dir, self.world.is_main))
+        self._is_save_due = False
         to, state = found[1]["step"], found[1]["state"]
         self.saver.roll_back(to)
+        fp8.zero_gradients(self.model)
         fp8.reshard(self.model)
         optim.set_updates(self.optimizer, state["updates"])
         fp8.refresh_weight_copies(self.model)
@@ -353,15 +349,7 @@ class Run:
             self.log.roll_back(to, {"event": "rollback", "step": bad, "to": to, "reason": guard.reason,
                                     "data_offset": progress.data_offset})
             self.log.say(f"step {bad}: {guard.reason}; back to step {to}, on with data not seen yet "
-                         f"({guard.rollbacks} of {self.config.guard.rollbacks} times)")
-
-    def _give_up(self, x: torch.Tensor, y: torch.Tensor) -> NoReturn:
-        """Raises MachineError with what is wrong; x, y (B, T): the last micro-batch."""
-        step = self.progress.step
-        self._at_slow("looking for the cause")
-        self.saver.wait()       # what it has to save is the newest there will be
-        raise MachineError(f"step {step}: " + diagnose(self.model, self._tensors, x, y, step, self.guard.reason,
-                                                       self.config.run_dir, self.world.is_main))
+                         f"({guard.rollbacks} of {config.guard.rollbacks} times)")
 
     def _save_and_stop(self) -> None:
         """A stop was requested."""
@@ -483,14 +471,17 @@ def is_finished(config: Config) -> bool:
 
 
 def refuse_to_start_over(config: Config) -> None:
-    """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more.
+    """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more; MachineError
+    where only damaged ones are.
 
     The first save that was due may have been cut short; the second one has waited for it."""
     rows = metrics_rows(read_rows(config.run_dir / "metrics.jsonl"))
     steps = {row["step"] for row in rows if row["kind"] == "train"}      # a branch has rows of its own alone
-    if sum(step in config.checkpoint.at or is_regular(config.checkpoint, step) for step in steps) > 1:
-        raise UserError(f"{config.run_dir} has come to step {max(steps)}, yet no checkpoint of it is left: put its checkpoints/ "
-                        f"back, or delete the folder to start the run anew")
+    bad = ", ".join(sorted(path.name for path in config.run_dir.glob("checkpoints/bad_step_*")))
+    if bad or sum(step in config.checkpoint.at or is_regular(config.checkpoint, step) for step in steps) > 1:
+        raise (MachineError if bad else UserError)(
+            f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is left{bad and ' but damaged '}"
+            f"{bad}: put its checkpoints/ back, or delete the folder to start the run anew")
 
 
 # ----------------------------------------------------------------------------------------------------- requests to stop

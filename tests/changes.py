@@ -26,10 +26,8 @@ def on_change(is_counted: Callable[[str], bool], call: Callable[[int, str], None
                 note("open", path_of(path))
         elif event in ("os.mkdir", "os.remove", "os.rmdir"):
             note(event[3:], path_of(arguments[0], arguments[-1]))     # the last one is the folder it is relative to
-        elif event == "os.truncate":
-            note("truncate", path_of(arguments[0]))
-        elif event in ("os.rename", "os.link", "os.symlink"):
-            note(event[3:], f"{path_of(arguments[0])} -> {path_of(arguments[1])}")
+        elif event == "os.rename":
+            note("rename", f"{path_of(arguments[0])} -> {path_of(arguments[1])}")
 
     def fsync_noted(descriptor):
         note("fsync", path_of(descriptor if isinstance(descriptor, int) else descriptor.fileno()))

@@ -39,12 +39,10 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor
 
@@ -55,7 +53,7 @@ from runtime.data import Data
 from runtime.machine import read_rows
 from runtime.run import Run as TrainingRun
 from tests.changes import on_change
-from tests.conftest import write_config
+from tests.conftest import ROOT, write_config
 
 HANG_S = 300        # a run that is silent so long on a loaded machine hangs; its stacks are in its log
 COUNT = itertools.count(1)
@@ -72,12 +70,13 @@ def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 
     argv = [*faults, str(write_config(config, log.with_suffix(".py"))), *overrides]
     launcher = [] if restarts is None else ["--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}",
                                             "--monitor-interval=0.1", "-m", "tests.faults"]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": s.getsockname()[1]}
     processes = []
-    env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in range(ranks):
-        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        processes.append(FORKS.Process(target=start_rank, args=(
-            argv, own, log, processes[0].pid if rank else 0, launcher)))
+        env = place | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+        processes.append(FORKS.Process(target=start_rank, args=(argv, env, log, processes and processes[0].pid or 0, launcher)))
         processes[-1].start()
     return Run(processes, log, config)
 
@@ -133,18 +132,21 @@ def children(pid: int) -> list[int]:
     return []
 
 
+def wait_for(condition: Callable, seconds: float = 120):
+    """What condition() returns as soon as it is true."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------- what a run has left
+
 def digest(config: Config) -> str:
-    """SHA-256 over every weight and moment of the newest checkpoint, and its step; read by DCP rather than by the code under
-    test."""
-    reader = dcp.FileSystemReader(max(p.parent for p in (config.run_dir / "checkpoints").glob("step_*/DONE")))
-    tensors = {name: torch.zeros(of.size, dtype=of.properties.dtype)
-               for name, of in reader.read_metadata().state_dict_metadata.items()}
-    with warnings.catch_warnings(action="ignore"):      # one process is no mistake
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    hash = hashlib.sha256(str(saved_steps(config)[-1]).encode())
-    for name, tensor in sorted(tensors.items()):
-        hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
-    return hash.hexdigest()
+    """SHA-256 over every weight and moment of the newest checkpoint, in the bytes of its files, which repeat; and its step."""
+    path = config.run_dir / f"checkpoints/step_{saved_steps(config)[-1]:08d}"
+    return hashlib.sha256(b"".join([path.name.encode(), *(p.read_bytes() for p in sorted(path.glob("__*")))])).hexdigest()
 
 
 def trajectory(config: Config) -> list[tuple]:
@@ -159,7 +161,7 @@ def summary(config: Config) -> dict:
 def record(config: Config) -> dict:
     """Of a finished run: everything that must be equal, bit for bit, whatever happened on the way."""
     told = summary(config)
-    losses = hashlib.sha256((config.run_dir / "val_losses.npz").read_bytes()).hexdigest()
+    losses = (config.run_dir / "val_losses.npz").read_bytes()
     return {"weights": digest(config), "trajectory": trajectory(config), "validation": losses,
             **{key: told[key] for key in ("loss_as_trained", "loss_bf16", "skipped_steps", "tokens", "status")}}
 
@@ -174,20 +176,19 @@ def last_step(config: Config) -> int:
 
 
 def saved_steps(config: Config) -> list[int]:
-    return sorted(int(p.parent.name[-8:]) for p in (config.run_dir / "checkpoints").glob("step_*/DONE"))
-
-
-def back_to(config: Config, step: int) -> None:
-    """Leave of a finished run what a kill right after the save of `step` leaves."""
-    (config.run_dir / "summary.json").unlink()
-    for path in (config.run_dir / "checkpoints").glob("step_*"):
-        if int(path.name[-8:]) > step:
-            shutil.rmtree(path)
+    return sorted(int(p.parent.name.removeprefix("step_")) for p in (config.run_dir / "checkpoints").glob("step_*/DONE"))
 
 
 def leftovers(config: Config) -> list[str]:
     """What no finished run has in its checkpoints folder: temporary names of any kind."""
     return sorted(p.name for p in (config.run_dir / "checkpoints").glob("*") if not p.name.startswith(("step_", "bad_")))
+
+
+def back_to(config: Config, step: int) -> None:
+    """Leave of a finished run what a kill right after the save of `step` leaves."""
+    (config.run_dir / "summary.json").unlink()
+    for later in filter(step.__lt__, saved_steps(config)):
+        shutil.rmtree(config.run_dir / f"checkpoints/step_{later:08d}")
 
 
 def flip_bit(file: Path, at: int) -> None:
@@ -197,22 +198,25 @@ def flip_bit(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def wait_for(condition: Callable, seconds: float = 120):
-    """What condition() returns as soon as it is true."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    return value
+# ------------------------------------------------------------------------------------------------- in the run's own process
 
+def start_rank(argv: list[str], env: dict, log: Path, leader: int, launcher: list[str]) -> None:
+    """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
+    gc.freeze()     # what was imported stays shared with the other runs
+    os.setpgid(0, 0)
+    with contextlib.suppress(OSError):      # the leader may have told of a mistake already and ended
+        if leader:
+            wait_for(lambda: os.getpgid(leader) == leader)
+            os.setpgid(0, leader)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    os.environ.update({key: str(value) for key, value in env.items()})
+    torch.set_num_threads(1)
+    faulthandler.enable(2)
+    sys.exit(torchrun([*launcher, *argv]) if launcher else main(argv))
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-# ------------------------------------------------------------------------------------- in the run's own process
 
 def main(argv: list[str]) -> int:
     split = next(i for i, argument in enumerate(argv) if argument.endswith(".py"))
@@ -224,35 +228,17 @@ def main(argv: list[str]) -> int:
     return train.main(sys.argv[1:])
 
 
-def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, launcher: list[str]) -> None:
-    """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
-    gc.freeze()     # what was imported stays shared with the other runs
-    os.setpgid(0, 0)
-    with contextlib.suppress(OSError):      # the leader may have told of a mistake already and ended
-        if leader:
-            wait_for(lambda: os.getpgid(leader) == leader)
-            os.setpgid(0, leader)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    os.chdir(Path(__file__).resolve().parents[1])
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    faulthandler.enable(2)
-    sys.exit(torchrun([*launcher, *argv]) if launcher else main(argv))
-
-
 class Faults:
     """Calls what is registered for the places of a step: `in_loss`, functions (step, losses, tokens) -> losses of every forward
-    pass that is trained on; `before_norm`, functions (step, run), once a step."""
+    pass that is trained on; `before_norm`, functions (step), once a step; `in_data`, functions (step) before data is read."""
 
     def __init__(self):
-        self.rank, self.run, self.in_loss, self.before_norm = int(os.environ.get("RANK", 0)), None, [], []
-        open_run, clip = TrainingRun.__init__, train.parallel.clip_gradients
+        self.rank, self.run, self.in_loss, self.before_norm, self.in_data = int(os.environ.get("RANK", 0)), None, [], [], []
+        open_run, clip, batch = TrainingRun.__init__, train.parallel.clip_gradients, Data.batch
 
         def opened(run, *rest):
             open_run(run, *rest)
-            self.run = run
+            self.run, self.weight = run, list(run.model.parameters())[-1]
             run.model.register_forward_hook(forwarded)
 
         def forwarded(model, inputs, losses):
@@ -262,16 +248,19 @@ class Faults:
 
         def clip_injected(*arguments):
             for call in self.before_norm:
-                call(self.step(), self.run)
+                call(self.step())
             return clip(*arguments)
 
-        TrainingRun.__init__, train.parallel.clip_gradients = opened, clip_injected
+        def read(data, step, *rest):
+            return batch(data, step + sum(call(step + 1) or 0 for call in self.in_data), *rest)
+
+        TrainingRun.__init__, train.parallel.clip_gradients, Data.batch = opened, clip_injected, read
 
     def step(self) -> int:
         return self.run.progress.step + self.run.progress.data_offset + 1
 
-    def at_step(self, step: float, rank: float, call: Callable) -> None:
-        self.before_norm.append(lambda now, run: call(run) if (now, self.rank) == (step, rank) else None)
+    def at(self, place: list, step: float, rank: float, call: Callable) -> None:
+        place.append(lambda now: call() if (now, self.rank) == (step, rank) else None)
 
     def scale_loss(self, first: float, last: float, factor: float) -> None:
         self.in_loss.append(lambda step, losses, x: losses * factor if first <= step <= last else losses)
@@ -283,38 +272,34 @@ class Faults:
             return losses
         self.in_loss.append(call)
 
-    def nan_gradient(self, at: float, on: float) -> None:
-        self.at_step(at, on, lambda run: _spoil(list(run.model.parameters())[-1].grad))
+    def nan_gradient(self, *at: float) -> None:
+        self.at(self.before_norm, *at, lambda: _spoil(self.weight.grad))
 
-    def nan_weight(self, at: float, on: float) -> None:
-        self.at_step(at, on, lambda run: _spoil(list(run.model.parameters())[-1].data))     # an update leaves NaN
+    def nan_weight(self, *at: float) -> None:
+        self.at(self.before_norm, *at, lambda: _spoil(self.weight.data))     # an update leaves NaN
 
     def omit_update(self, at: float) -> None:
-        self.at_step(at, self.rank, lambda run: setattr(run.optimizer, "step", lambda: delattr(run.optimizer, "step")))
+        def omit():
+            self.run.optimizer.step = lambda: delattr(self.run.optimizer, "step")       # once, the instance's own
+        self.at(self.before_norm, at, self.rank, omit)
 
     def signal_in_step(self, at: float, on: float, number: float) -> None:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            self.at_step(at, on, lambda run: run.saver.wait() or os.kill(os.getpid(), int(number)))
+            self.at(self.before_norm, at, on, lambda: self.run.saver.wait() or os.kill(os.getpid(), int(number)))
 
     def slow_steps(self, seconds: float) -> None:
-        self.before_norm.append(lambda step, run: time.sleep(seconds))
+        self.before_norm.append(lambda step: time.sleep(seconds))
 
-    def move_data(self, at: float, by: float) -> None:
-        batch = Data.batch
-        Data.batch = lambda data, step, *rest: batch(data, step + (int(by) if step + 1 >= at else 0), *rest)
-
-    def hang_in_data(self, at: float, on: float) -> None:
+    def hang_in_data(self, *at: float) -> None:
         def sleep_for_ever():
             time.sleep(600)
-        self.in_data(at, on, sleep_for_ever)
+        self.at(self.in_data, *at, sleep_for_ever)
 
-    def fail_in_data(self, at: float, on: float) -> None:
-        self.in_data(at, on, lambda: {}["a damaged shard"])
+    def fail_in_data(self, *at: float) -> None:
+        self.at(self.in_data, *at, lambda: {}["a damaged shard"])
 
-    def in_data(self, at: float, on: float, call: Callable) -> None:
-        batch = Data.batch
-        if on == self.rank:
-            Data.batch = lambda data, step, *rest: call() if step + 1 == at else batch(data, step, *rest)
+    def move_data(self, at: float, by: float) -> None:
+        self.in_data.append(lambda step: int(by) if step >= at else 0)
 
     def limit(self, what: float, most: float) -> None:
         resource.setrlimit(int(what), (int(most), resource.RLIM_INFINITY))
@@ -333,10 +318,8 @@ class Faults:
         on_change(_of_save(step), call)
 
     def fail_load(self, on: float) -> None:
-        def read_data(*_):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
         if on == self.rank:
-            TensorReader.read_data = read_data
+            TensorReader.read_data = lambda *_: os.read(-1, 1)      # EBADF
 
 
 def _spoil(tensor: torch.Tensor) -> None:
@@ -345,7 +328,7 @@ def _spoil(tensor: torch.Tensor) -> None:
     getattr(tensor, "_tensor", tensor).view(-1)[0] = math.nan       # _tensor: of a weight that is gathered as float8
 
 
-def _of_save(step: float):
+def _of_save(step: float) -> Callable[[str], bool]:
     """Whether a change is the save of `step`'s: from the first that names the step to the last before a later one's."""
     at = [0]
 

@@ -14,7 +14,7 @@ import pytest
 from runtime.config import Config, FP8Config
 from tests import faults
 from tests.faults import leftovers, record, saved_steps
-from tests.test_faults import EVERY, base, finish, whole2  # noqa: F401
+from tests.test_faults import EVERY, base, finish  # noqa: F401
 from tests.test_prepare import big, content  # noqa: F401
 from tests.test_prepare import finish as finish_command
 from tests.test_prepare import storm as storm_of_commands
@@ -91,13 +91,13 @@ def test_kills_under_one_torchrun(base):     # noqa: F811
     assert record(config) == record(finish(replace(config, run="no_restarts"), ranks=2))
 
 
-def test_a_rank_that_stands_still_ends_the_job_which_resumes(base, whole2):     # noqa: F811
+def test_a_rank_that_stands_still_ends_the_job_which_resumes(base):     # noqa: F811
     config = replace(base, run="still", parallel=replace(base.parallel, timeout=10.0))
     run = faults.start(config, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"], restarts=1)
     assert run.wait(300) == [0], run.output
     assert "rank 1" in run.output
     assert list((config.run_dir / "stacks").glob("rank_*.txt"))
-    assert record(config) == record(whole2)
+    assert record(config) == record(finish(replace(base, run="moving"), ranks=2))
 
 
 def test_finished_jobs_exit_cleanly(base):     # noqa: F811

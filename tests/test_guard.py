@@ -23,15 +23,11 @@ def quiet(rng, loss=3.0, norm=1.0):
     return loss * math.exp(rng.gauss(0, 0.01)), norm * math.exp(rng.gauss(0, 0.05))
 
 
-def always(before):     # there is a checkpoint of fewer steps
-    return True
-
-
 def filled(settings=SMALL, steps=64):
     """A guard that has seen a quiet run of so many steps."""
     guard, rng = Guard(settings), random.Random(0)
     for step in range(steps):
-        assert guard.judge(step, *quiet(rng), always) is OK
+        assert guard.judge(step, *quiet(rng)) is OK
     return guard
 
 
@@ -42,7 +38,7 @@ def run(settings, steps, values, sickening=(), every=8):
     saved, verdicts = {}, []
     while step < steps and STOP not in verdicts:
         loss, norm = values(sick, step + moved_on)
-        verdict = guard.judge(step, *quiet(rng, 3.0 * loss, norm), lambda before, saved=saved: any(s < before for s in saved))
+        verdict = guard.judge(step, *quiet(rng, 3.0 * loss, norm))
         verdicts.append(verdict)
         sick = sick or verdict in (OK, SPIKE) and step + moved_on in sickening
         step += 1
@@ -71,23 +67,21 @@ def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(loss_sca
     for factors, is_spike in (((1 - 1e-9, 1 - 1e-9), False), ((1 + 1e-9, 0), True), ((0, 1 + 1e-9), True)):
         for mode, verdict in (("act", SKIP), ("log", SPIKE), ("off", OK)):
             guard = Guard(GuardConfig(mode=mode), accepted=np.exp(logs).tolist())
-            assert guard.judge(128, *limits * factors, always) is (verdict if is_spike else OK), mode
+            assert guard.judge(128, *limits * factors) is (verdict if is_spike else OK), mode
 
 
-@pytest.mark.parametrize("mode, has_checkpoint, verdict, said", [
-    ("act", True, ROLLBACK, ""), ("act", False, STOP, "no checkpoint from before step 80"), ("log", True, STOP, "guard.mode=log"),
-    ("off", True, STOP, "guard.mode=off")])
-def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_there_is_a_way(mode, has_checkpoint, verdict, said):
-    guard, asked = filled(replace(SMALL, mode=mode)), []
-    not_finite = (math.nan, 1.0), (-math.inf, 1.0), (2.0, math.nan), (1.0, math.inf)
-    assert [guard.judge(80 + i, *not_finite[i], lambda before: asked.append(before) or has_checkpoint)
-            for i in range(4)] == [SKIP] * 3 + [verdict]
-    assert asked == [80] * (mode == "act"), "only at the end of a row: the answer waits for a save under way and for all ranks"
+@pytest.mark.parametrize("mode, rollbacks, verdict, said", [
+    ("act", 2, ROLLBACK, ""), ("act", 0, STOP, "guard.rollbacks=0"), ("log", 2, STOP, "guard.mode=log"),
+    ("off", 2, STOP, "guard.mode=off")])
+def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_that_is_left(mode, rollbacks, verdict, said):
+    settings = replace(SMALL, mode=mode, rollbacks=rollbacks)
+    guard, not_finite = filled(settings), [(math.nan, 1.0), (-math.inf, 1.0), (2.0, math.nan), (1.0, math.inf)]
+    assert [guard.judge(80 + i, *not_finite[i]) for i in range(4)] == [SKIP] * 3 + [verdict]
     assert "gradient norm inf" in guard.reason and said in guard.reason
     assert (guard.skipped, guard.consecutive, guard.suspect_since) == (4, 4, 80)
-    guard = filled(replace(SMALL, mode=mode))
-    assert guard.judge(79, 0.0, 0.0, always) is OK
-    assert guard.reject_validation(80, "validation loss nan", lambda before: has_checkpoint) is verdict
+    guard = filled(settings)
+    assert guard.judge(79, 0.0, 0.0) is OK
+    assert guard.reject_validation(80, "validation loss nan") is verdict
     assert guard.suspect_since == 80 and guard.reason.startswith("validation loss nan") and said in guard.reason
     assert (guard.skipped, guard.consecutive) == (0, 0), "no step was skipped"
 
@@ -103,17 +97,17 @@ def test_a_shift_of_the_data_is_accepted_and_what_a_rollback_does_not_cure_ends_
         assert verdicts[-1] is STOP and verdicts.count(ROLLBACK) == 2 and verdicts.count(SPIKE) == 0
     else:
         assert tuple(map(verdicts.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts and verdicts[-200:] == [OK] * 200
-        assert guard.judge(300, 3000.0, 1000.0, always) is SKIP, "and the new level is guarded"
+        assert guard.judge(300, 3000.0, 1000.0) is SKIP, "and the new level is guarded"
 
 
 def test_a_slow_rise_and_the_first_steps_are_no_spike_and_log_mode_follows_a_shift():
     slow_rise = Guard(GuardConfig())
-    assert all(slow_rise.judge(step, 2.0 * 1.001 ** step, 1.002 ** step, always) is OK for step in range(1000))
+    assert all(slow_rise.judge(step, 2.0 * 1.001 ** step, 1.002 ** step) is OK for step in range(1000))
     only_noted = filled(replace(SMALL, mode="log"))
-    assert [only_noted.judge(64 + i, 6.0, 1.0, always) for i in range(20)] == [SPIKE] * 4 + [OK] * 16
+    assert [only_noted.judge(64 + i, 6.0, 1.0) for i in range(20)] == [SPIKE] * 4 + [OK] * 16
     assert only_noted.skipped == only_noted.consecutive == 0
-    assert filled(steps=7).judge(7, 300.0, 100.0, always) is OK, "less than half the window is known"
-    assert filled(steps=8).judge(8, 300.0, 100.0, always) is SKIP
+    assert filled(steps=7).judge(7, 300.0, 100.0) is OK, "less than half the window is known"
+    assert filled(steps=8).judge(8, 300.0, 100.0) is SKIP
 
 
 @pytest.mark.parametrize("mode", ["off", "log", "act"])
@@ -124,10 +118,10 @@ def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_
     for step in range(400):
         loss, norm = quiet(rng, 3.0 * (4 if step % 90 > 80 or step % 41 == 0 else 1), 9.0 if step % 37 < 3 else 1.0)
         loss = math.nan if step % 53 == 0 else loss
-        verdict = plain.judge(step, loss, norm, always)
+        verdict = plain.judge(step, loss, norm)
         seen.add(verdict)
         resumed = Guard(settings, **json.loads(json.dumps(resumed.state(), allow_nan=False)))
-        assert resumed.judge(step, loss, norm, always) is verdict and resumed.state() == plain.state()
+        assert resumed.judge(step, loss, norm) is verdict and resumed.state() == plain.state()
         assert verdict is OK or resumed.reason == plain.reason
         if verdict is STOP:
             break
@@ -140,57 +134,58 @@ def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_
     assert seen >= {"off": {OK, SKIP}, "log": {OK, SKIP, SPIKE}, "act": set(Verdict)}[mode]
 
 
-def examine(folder, model, x, y, **spoilt):
-    """What diagnose() says and writes, and how many values are not finite, by kind and name; spoilt: other moments."""
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()} | spoilt
+def examine(folder, model, tensors, x, y):
+    """What diagnose() says and writes, and by kind and name how many values are not finite."""
     text = diagnose(model, tensors, x, y, 41, "loss nan", folder, True)
     assert text.startswith("loss nan: ") and str(folder / "diagnosis.json") in text
     found = json.loads((folder / "diagnosis.json").read_text(), parse_constant=pytest.fail)
-    return text, found, {kind: {name: c["not_finite"] for name, c in found[kind].items() if c["not_finite"]}
-                         for kind in ("weights", "moments", "gradients", "modules")}
+    bad = {kind: {name: c["not_finite"] for name, c in named.items() if c["not_finite"]}
+           for kind, named in found.items() if isinstance(named, dict)}
+    return text, found, bad
 
 
-@pytest.mark.parametrize("label, changes", [("off", {}), ("tensorwise", {}), ("off", {"loss_chunk": 16})])
-def test_a_sound_model_is_called_sound(tmp_path, label, changes):
-    model, (x, y) = build(label, **changes)[0], tokens()
-    model(x, y).sum().backward()
-    text, found, _ = examine(tmp_path, model, x, y)
-    assert (found["step"], found["reason"], found["problems"]) == (41, "loss nan", []) and "computed anew, are finite" in text
-    assert found["weights"] == found["gradients"] == {
-        name: {"values": p.numel(), "not_finite": 0} for name, p in model.named_parameters()}
-    assert list(found["modules"])[:2] == ["wte", "layers.0.norm1"] and list(found["modules"])[-1] == "head"
-    assert found["modules"]["head"] == {"values": 4 * 32 * 384, "not_finite": 0}
+def overflow(model, moments):
+    model.layers[0].attn.out.weight.fill_(3e38)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("recipe, outputs", [("off", 4 * 32), ("tensorwise", 4 * 32 * 192)])      # tensorwise, one NaN spoils all
-def test_weights_moments_and_gradients_that_are_not_finite_are_named(tmp_path, recipe, outputs):
-    model = build(recipe)[0]
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    moments = torch.zeros_like(model.wte.weight)
-    moments.view(-1)[:2] = torch.tensor([math.nan, -math.inf])
+def spoil(model, moments):
+    moments["optim.wte.weight.exp_avg"].view(-1)[:2] = torch.tensor([math.nan, -math.inf])
     model.layers[0].attn.qkv.weight.grad[0, :7] = math.inf
     model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
-    text, _, bad = examine(tmp_path, model, *tokens(), **{"optim.wte.weight.exp_avg": moments})
-    assert "1 of 14 weights (layers.1.mlp.gate_up.weight: 1 of 12,288 values)" in text
-    assert f"layers.1.mlp.gate_up: {outputs:,} of " in text and bad["modules"]["layers.1.mlp.gate_up"] == outputs
-    assert bad["moments"] == {"wte.weight.exp_avg": 2} and bad["gradients"] == {"layers.0.attn.qkv.weight": 7}
 
 
-@torch.no_grad()
-def test_the_first_output_that_overflows_is_named(tmp_path):
+SPOILT = {"weights": {"layers.1.mlp.gate_up.weight": 1}, "moments": {"wte.weight.exp_avg": 2},
+          "gradients": {"layers.0.attn.qkv.weight": 7}}
+
+
+@pytest.mark.parametrize("recipe, changes, fault, bad, first", [        # first: output, and how many of its values, if known
+    ("off", {}, None, {}, None), ("tensorwise", {}, None, {}, None), ("off", {"loss_chunk": 16}, None, {}, None),
+    ("off", {}, overflow, {}, ("layers.0.attn.out", None)), ("off", {}, spoil, SPOILT, ("layers.1.mlp.gate_up", 4 * 32)),
+    ("tensorwise", {}, spoil, SPOILT, ("layers.1.mlp.gate_up", 4 * 32 * 192))])     # where one NaN spoils all
+def test_the_diagnosis_names_what_is_not_finite_and_nothing_else(tmp_path, recipe, changes, fault, bad, first):
+    model, (x, y) = build(recipe, **changes)[0], tokens()
+    model(x, y).sum().backward()
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        if fault:
+            fault(model, tensors)
+    text, found, seen = examine(tmp_path, model, tensors, x, y)
+    outputs = seen.pop("modules")
+    assert (found["step"], found["reason"], found["problem"]) == (41, "loss nan", "")
+    assert seen == {"weights": {}, "moments": {}, "gradients": {}} | bad
+    name, values = first or (None, None)
+    assert next(iter(outputs), None) == name and (not name or f"modules are not finite ({name}: " in text)
+    assert values in (None, outputs.get(name))
+    assert ("1 of 14 weights are not finite (layers.1.mlp.gate_up.weight: 1 of 12,288 values)" in text) is bool(bad)
+    assert {name: c["values"] for name, c in found["weights"].items()} == {
+        name: p.numel() for name, p in model.named_parameters()}
+    assert list(found["modules"])[:2] == ["wte", "layers.0.norm1"] and list(found["modules"])[-1] == "head"
+    assert found["modules"]["head"]["values"] == 4 * 32 * 384
+
+
+def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path):
     model = build()[0]
-    model.layers[0].attn.out.weight.fill_(3e38)
-    text, _, bad = examine(tmp_path, model, *tokens())
-    assert not bad["weights"] and next(iter(bad["modules"])) == "layers.0.attn.out" and "layers.0.attn.out: " in text
-
-
-def test_what_fails_in_the_diagnosis_is_listed_and_never_raised(tmp_path):
-    model, (x, y) = build()[0], tokens()
-    text, found, _ = examine(tmp_path, model, x + 10**6, y)
-    assert len(found["problems"]) == 1 and "IndexError" in found["problems"][0] and found["problems"][0] in text
-    assert len(found["weights"]) == 14
-    text = diagnose(model, {"model.x": None}, x, y, 3, "loss inf", tmp_path / "gone", True)
-    assert text.startswith("loss inf: ") and "AttributeError" in text
+    text, found, _ = examine(tmp_path, model, {"model.x": torch.zeros(3), "optim.x": None}, *tokens())
+    assert list(found["weights"]) == ["x"] and "AttributeError" in found["problem"] and found["problem"] in text
+    assert diagnose(model, {}, *tokens(), 3, "loss inf", tmp_path / "gone", True).startswith("loss inf: ")

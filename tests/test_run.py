@@ -101,11 +101,17 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     assert faults.saved_steps(config) == [4, 6]
     before = (config.run_dir / "metrics.jsonl").read_bytes()
     (config.run_dir / "summary.json").unlink()
+    for step in 4, 6:
+        faults.flip_bit(config.run_dir / f"checkpoints/step_{step:08d}/.metadata", 9)
+    assert "but damaged bad_step_00000004, bad_step_00000006: " in refused(capsys, config, tmp_path, code=1)
     shutil.rmtree(config.run_dir / "checkpoints")
     assert "has come to step 6, yet no checkpoint" in refused(capsys, config, tmp_path)
     assert (config.run_dir / "metrics.jsonl").read_bytes() == before
-    # Killed over its very first save a run has nothing to go back to, and begins anew.
+    # Killed over its very first save a run has nothing to go back to, and begins anew; not where that save was found damaged.
     (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
+    (config.run_dir / "checkpoints/bad_step_00000002").mkdir(parents=True)
+    assert "but damaged bad_step_00000002: " in refused(capsys, config, tmp_path, code=1)
+    shutil.rmtree(config.run_dir / "checkpoints")
     assert call_train(capsys, config, tmp_path).returncode == 0
 
 
@@ -187,24 +193,17 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, capsys):
     assert summary(branch)["pair_id"] == pair_id(replace(branch, start_from=tuned.start_from)) != pair_id(branch)
 
 
-def watched_steps(monkeypatch):
-    """[number of the step that train.py is in, from its first micro-batch to its log line, else None]."""
-    at, beat = [None], Watchdog.at
-
-    def noted(self, what, step, *args, **kwargs):
-        at[0] = step if what.startswith("reading") else None if what == "after the step" else at[0]
-        return beat(self, what, step, *args, **kwargs)
-    monkeypatch.setattr(Watchdog, "at", noted)
-    return at
-
-
 READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__",
          "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
 
 def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, monkeypatch, capsys):
-    """Reads by Python's calls, and by what torch calls beneath its functions."""
-    seen, frozen, at = [], [], watched_steps(monkeypatch)
+    """By Python's calls, and by what torch calls beneath its functions, from a step's first micro-batch to its log line."""
+    seen, frozen, at, beat = [], [], [None], Watchdog.at
+
+    def noted(self, what, step, *args, **kwargs):
+        at[0] = step if what.startswith("reading") else None if what == "after the step" else at[0]
+        return beat(self, what, step, *args, **kwargs)
 
     def called(self, func, types, args=(), kwargs=None):
         name = func._schema.name if hasattr(func, "_schema") else getattr(func, "__name__", "")
@@ -214,6 +213,7 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_p
 
     Functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": called})
     Operators = type("Operators", (TorchDispatchMode,), {"__torch_dispatch__": called})
+    monkeypatch.setattr(Watchdog, "at", noted)
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(seen)))
     with Functions(), Operators():
         done = call_train(capsys, tiny, tmp_path)
@@ -222,36 +222,31 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_p
     assert frozen == [1], "after the first step, when all is compiled"
 
 
-def hold(run_dir, is_held):
+def hold(run_dir, is_held, fork=lambda: True):
     with lock_folder(run_dir):
-        if os.fork():
+        if fork():
             is_held.set()
         time.sleep(60)
 
 
-def hold_alone(run_dir):
-    with lock_folder(run_dir):
-        time.sleep(60)
-
-
-def test_a_run_that_waited_for_a_folder_which_was_removed_has_it_alone(tmp_path):
-    waits = [faults.FORKS.Process(target=hold_alone, args=(tmp_path / "run",)) for _ in range(2)]
-    with pytest.raises(UserError, match="refused"), lock_folder(tmp_path / "run"):
-        waits[0].start()
+def test_a_run_that_waited_for_a_folder_which_was_removed_has_it_alone(tmp_path, monkeypatch):
+    is_held, run_dir = faults.FORKS.Event(), tmp_path / "run"
+    second = faults.FORKS.Process(target=hold, args=(run_dir, is_held))
+    with pytest.raises(UserError, match="refused"), lock_folder(run_dir):
+        second.start()
         time.sleep(0.5)
         raise UserError("refused")
-    time.sleep(0.5)
-    waits[1].start()
-    time.sleep(room.LOCK_TIMEOUT_S + 0.5)
-    assert sorted(process.is_alive() for process in waits) == [False, True]
-    for process in waits:
-        process.kill()
+    assert is_held.wait(10)
+    monkeypatch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
+    with pytest.raises(UserError, match=f"process {second.pid} on host"), lock_folder(run_dir):
+        pass
+    second.kill()
 
 
 def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tiny, tmp_path, monkeypatch, capsys):
     """Not until its children end: a compile worker or data loader may outlive it."""
     is_held = faults.FORKS.Event()
-    first = faults.FORKS.Process(target=hold, args=(tiny.run_dir, is_held))
+    first = faults.FORKS.Process(target=hold, args=(tiny.run_dir, is_held, os.fork))
     first.start()
     assert is_held.wait(60)
     with monkeypatch.context() as patch:
