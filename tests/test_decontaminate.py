@@ -74,7 +74,7 @@ def test_every_string_of_a_file_is_looked_for(tmp_path, name, capsys):
 
 
 @pytest.mark.parametrize("name, content, sentence", [
-    ("none.txt", None, "is no file"), ("a.csv", b"", "ends in .txt, .json, .jsonl"), ("a.txt", b"", "no text of 13 words"),
+    ("none.txt", None, "No such file"), ("a.csv", b"", "as .txt, .json, .jsonl"), ("a.txt", b"", "no text of 13 words"),
     ("a.txt", LONG[:-9].encode(), "no text of 13 words"), ("a.json", b'{"a": ', "cannot be read .*Expecting value"),
     ("a.jsonl", b'{"a": 1} {"b": 2}', "cannot be read .*Extra data"), ("a.json", b"[" * 200_000, "cannot be read"),
     ("a.parquet", b"PAR1 no", "cannot be read")])

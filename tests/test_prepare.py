@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from prepare import assemble, harvest, pipeline, sources
+from prepare import harvest, pipeline, sources
 from prepare_data import main
 from runtime import cli, shards
 from runtime.tokenizer import load_tokenizer
@@ -99,17 +99,9 @@ def test_all_formats_and_packings_give_the_same_shards(tmp_path):
             assert found(folder / "mine") == due(DOCUMENTS if data else DOCUMENTS[:12]), folder
 
 
-@pytest.mark.parametrize("name, data", [("a.parquet", parquet(DOCUMENTS)), ("a.jsonl.gz", gzip.compress(jsonl(DOCUMENTS)))])
-def test_reading_goes_on_behind_rows_that_were_read(name, data):
-    """After a connection that was lost; the parquet file has row groups of 7."""
-    for skip in 0, 5, 7, 20, 40:
-        rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path(name), name, ("text",), skip_rows=skip)
-        assert list(rows) == [((text,), row) for row, text in enumerate(DOCUMENTS, 1)][skip:]
-
-
 def test_parquets_text_that_is_not_utf8_is_read():
     data = parquet(pyarrow.array([b"good", b"caf\xe9", None]).view(pyarrow.string()))
-    rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path("a.parquet"), "a.parquet", ("text",))
+    rows = sources.read_file(lambda: io.BytesIO(data), Path("a.parquet"), "a.parquet", ("text",))
     assert [texts[0] for texts, _ in rows] == ["good", "caf\ufffd", ""]
 
 
@@ -119,7 +111,7 @@ def test_a_relative_path_is_read_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     source = sources.local_source("mine", ["a.jsonl"], ("text",), None)
     monkeypatch.chdir(tmp_path)
-    assert [texts[0] for texts, _ in source.files()[0].read()] == DOCUMENTS
+    assert [texts[0] for texts, _ in source.list_files()[0].read()] == DOCUMENTS
 
 
 def test_odd_text(tmp_path, monkeypatch, capsys):
@@ -139,7 +131,7 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
 def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(assemble, "BLOCK", 70)
+    monkeypatch.setattr(pipeline, "BLOCK", 70)
     assert local(file, out=tmp_path / "cut") == 0
     assert found(tmp_path / "cut/mine") == due(DOCUMENTS)
     for split in shards.read_index(tmp_path / "cut/mine").splits.values():
@@ -158,7 +150,7 @@ def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys
 
 
 def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(assemble, "SORTED_AT_ONCE", 9)      # the hashes are taken in ranges
+    monkeypatch.setattr(pipeline, "SORTED_AT_ONCE", 9)      # the hashes are taken in ranges
     texts = {"one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
     for name, documents in texts.items():
         halves = [write(tmp_path / name / f"{i}.jsonl", documents[i * 15:(i + 1) * 15]) for i in range(2)]
@@ -239,9 +231,9 @@ def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path,
 
 CHILD = """
 import hashlib, os, sys, time
-from prepare import assemble, pipeline
+from prepare import pipeline
 from runtime import shards
-pipeline.TELL_S, shards.SHARD_TOKENS, assemble.BLOCK = 0.01, 20_000, 30_000
+pipeline.TELL_S, shards.SHARD_TOKENS, pipeline.BLOCK = 0.01, 20_000, 30_000
 if "SLOW" in os.environ:
     pipeline.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
 """
@@ -406,7 +398,9 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("no json")
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
     assert local(*files, out=tmp_path / "data") == 1
-    assert local(files[1], out=tmp_path / "other") == 1
+    two = write(tmp_path / "c.jsonl", DOCUMENTS + [""] * 9)
+    two.write_bytes(two.read_bytes() + b"no json")
+    assert local(files[1], two, out=tmp_path / "other") == 1
     assert local(files[0], out=tmp_path / "other") == 0, "nothing was made before"
     common = ["name=mine", "val_share=0.2", "processes=1", f"out={tmp_path / 'data'}"]
     assert "is of tokenizer='byte', not 'gpt2'" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
@@ -447,7 +441,7 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
 
 def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
-    monkeypatch.setattr(assemble, "BLOCK", 1_000_000)
+    monkeypatch.setattr(pipeline, "BLOCK", 1_000_000)
     rng = random.Random(0)
     with open(tmp_path / "a.jsonl", "w") as file:
         for _ in range(400):
