@@ -48,8 +48,6 @@ def test_case_punctuation_and_white_space_of_any_script(tmp_path):
     assert 40 < compare(texts[:100], texts[100:] + copies, tmp_path) < 450
 
 
-# --------------------------------------------------------------------------------------------------------------- reading
-
 TEXTS = [LONG, LONG.replace("one", "uno"), LONG.replace("two", "due")]
 ROWS = [{"q": TEXTS[0], "choices": {"text": [TEXTS[1], "short"], "n": 3}}, {"q": TEXTS[2], "choices": None}]
 
