@@ -511,7 +511,7 @@ def _find_fates(pieces: list[Piece], earlier: dict[str, Path]) -> list[np.ndarra
         order = np.argsort(hashes, kind="stable")       # of equal ones the first document stays first
         hashes, places = hashes[order], places[order]
         fates[places[1:][hashes[1:] == hashes[:-1]]] = COPY
-        for number, path in reversed(list(enumerate(earlier.values(), COPY + 1))):      # the first source has the last word
+        for number, path in enumerate(earlier.values(), COPY + 1):      # no two of them share a document
             there = np.load(path, mmap_mode="r")
             # Not by np.isin, which sorts both: 3 GB where an earlier source has 100M documents.
             there = np.array(there[np.searchsorted(there, low):np.searchsorted(there, high, "right")])
