@@ -30,17 +30,16 @@ moment, the same command goes on, and the shards end as if nothing had happened,
 
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
 from prepare import harvest
-from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
-from prepare.pipeline import Job, cached_tokenizer, cores, prepare
-from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, hub_source, local_source
+from prepare.pipeline import HASH_STEPS, Job, begun, cached_tokenizer, cores, prepare, show, verify
+from prepare.sources import PAIR, Source, any_dataset, check, local_source
 from runtime.cli import MachineError, UserError, help_page, nearest, read_options, run_command
 from runtime.shards import read_index
 
@@ -93,21 +92,21 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> lis
         dataset = command.removeprefix("hf:")
         name = options.name or dataset.partition("/")[2].lower()
         revision = options.revision or _revision(Path(options.out) / name, dataset)
-        return [hub_source(name, any_dataset(dataset, options.column, revision, options.files, options.license))]
+        return [replace(any_dataset(dataset, options.column, revision, options.files, options.license), name=name)]
     if options.name and words:
         raise UserError(f"name={options.name} can name one source, not {1 + len(words)}")
-    return [hub_source(options.name or name, _named(name)) for name in dict.fromkeys([command, *words])]
+    return [_named(name, options.name) for name in dict.fromkeys([command, *words])]
 
 
-def _named(name: str) -> HubSource:
+def _named(name: str, known_as: str | None = None) -> Source:
     if name not in SOURCES:
         raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
-    return SOURCES[name]
+    return replace(SOURCES[name], name=known_as or name)
 
 
 def _revision(folder: Path, dataset: str) -> str | None:
     """The commit of a data set that a folder holds, or part of it: one pushed meanwhile must not stop a resume."""
-    found = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder) or {}
+    found = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder)
     return found["revision"] if found.get("dataset") == dataset else None
 
 
@@ -171,9 +170,9 @@ def _check_sources(names: list[str]) -> int:
     code = 0
     for name in names:
         try:
-            for line in check(name, _named(name)):
+            for line in check(_named(name)):
                 print(line, flush=True)
-        except (UserError, OSError, BadFile) as error:
+        except (UserError, MachineError, OSError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             code = 2 if isinstance(error, UserError) else max(code, 1)
     return code

@@ -39,17 +39,14 @@ class Grams:
 
 def read_grams(paths: list[str]) -> Grams:
     """The grams of every text in the files: all of a .txt; each string of .json, .jsonl and .parquet, however nested. Prints a
-    line per file: texts, grams, texts that are too short to hold one.
-
-    Raises UserError: a file that is missing, of another kind, damaged or without any gram."""
+    line per file. Raises UserError: a file that cannot be read or has no gram."""
     files, found = [], []
     for path in map(Path, paths):
-        if not path.is_file() or path.suffix not in (".txt", ".json", ".jsonl", ".parquet"):
-            raise UserError(f"decontaminate={path} is no file whose name ends in .txt, .json, .jsonl or .parquet")
         try:
             grams = [_grams(text) for value in _values(path) for text in _strings(value)]
         except (ValueError, OSError, RecursionError) as error:      # pyarrow's own errors are the first two
-            raise UserError(f"decontaminate={path} cannot be read ({str(error).splitlines()[0]}): fetch it again") from error
+            raise UserError(f"decontaminate={path} cannot be read as .txt, .json, .jsonl or .parquet: "
+                            f"{str(error).splitlines()[0]}") from error
         if not (long := [some for some in grams if len(some)]):
             raise UserError(f"decontaminate={path} has no text of {WORDS} words or more to look for: leave it out")
         found.append(np.unique(np.concatenate(long)))

@@ -10,16 +10,15 @@ import ast
 import importlib.metadata
 import inspect
 import platform
-import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from prepare.sources import Source
+from prepare.sources import InputFile, Source
 from runtime.tokenizer import clean
 
 SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
@@ -31,27 +30,19 @@ LICENSES = {"python": "PSF-2.0", "c": "PSF-2.0 (CPython), BSD-3-Clause (NumPy, P
             "prose": "PSF-2.0 (CPython); each package's own for its description"}
 
 
-@dataclass(frozen=True)
-class Installed:
-    """A source of the demo as one input file (prepare.sources)."""
-    name: str
-    bytes: int | None = None
-    stamp: None = None
-
-    def read(self) -> Iterator[tuple[tuple[str], float]]:
-        for text in documents(self.name):
-            yield (clean(text),), 0.0
-
-
 def demo_sources() -> list[Source]:
     """What is installed; every machine has other versions, so an older harvest serves as well."""
-    return [Source(name, lambda name=name: [Installed(name)], "installed", revision(name), license, may_age=True)
-            for name, license in LICENSES.items()]
+    return [Source(name=name, dataset="installed", revision=revision(name), license=license, may_age=True,
+                   local_files=(InputFile(name, None, None, partial(_read, name)),)) for name, license in LICENSES.items()]
+
+
+def _read(source: str) -> Iterator[tuple[tuple[str], float]]:
+    yield from (((clean(text),), 0.0) for text in documents(source))
 
 
 def revision(source: str) -> str:
     """The versions that decide what documents(source) yields."""
-    versions = {d.metadata["Name"]: d.version for d in _distributions()}
+    versions = {d.name: d.version for d in _distributions()}
     names = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}.get(source, versions)
     found = [f"{name} {versions[name]}" for name in names if name in versions]
     return ", ".join([f"CPython {platform.python_version()}", *found])
@@ -87,24 +78,17 @@ def _package(name: str) -> Path | None:
 
 def _distributions() -> list[importlib.metadata.Distribution]:
     """Installed packages by name; the first on the path wins, as it does for import."""
-    found = {}
-    for d in importlib.metadata.distributions():
-        if d.metadata["Name"]:      # a half-removed package has no name
-            found.setdefault(d.metadata["Name"].lower(), d)
+    found = {d.name.lower(): d for d in reversed(list(importlib.metadata.distributions())) if d.name}    # half removed: no name
     return [found[name] for name in sorted(found)]
 
 
 def read_files(root: Path | None, pattern: str, mixed: bool = False) -> Iterator[str]:
     """The text of the files below `root`, if there is one: by path or, where the reader will stop early, by the hash of the path,
-    a fair sample of all folders. Prints which cannot be read."""
-    paths = {path.relative_to(root).as_posix(): path for path in root.rglob(pattern)} if root else {}
-    order = sorted(paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p)
-    for name in order:
+    a fair sample of all folders."""
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob(pattern) if path.is_file()} if root else {}
+    for name in sorted(paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p):
         if NOT_READ.isdisjoint(name.split("/")):
-            try:
-                yield paths[name].read_bytes().decode("utf-8", errors="replace")
-            except OSError as error:
-                print(f"{paths[name]} is left out: {error.strerror}", file=sys.stderr)
+            yield paths[name].read_bytes().decode("utf-8", errors="replace")
 
 
 def _at_most(chars: int, texts: Iterator[str]) -> Iterator[str]:

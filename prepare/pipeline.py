@@ -1,21 +1,27 @@
 """Take sources from text to shards: one task per input file, run by processes of this machine, or by datatrove as a Slurm array
-or on Ray.
+or on Ray; then one process makes the shards of what the tasks left.
 
-A task reads, drops what evaluation files hold, tokenises, and leaves a piece (prepare.assemble.Piece) in out/NAME/parts/. A
-piece appears by rename, so a command may be killed at any moment: finished tasks are skipped, an unfinished one begins its
-file again. When the pieces hold what is asked for, one process makes the shards.
+A task reads, drops what evaluation files hold, tokenises, and leaves a piece in out/NAME/parts/. A piece appears by rename, so
+a command may be killed at any moment: finished tasks are skipped, an unfinished one begins its file again. The pieces stay
+until index.json is there: where writing the shards is cut off, all of it is done again.
+
+The pieces' tables alone decide what becomes of a document (lay_out): it is left out if its text came before, in this source or
+in an earlier one; its hash says to which split it belongs; the source ends with the document that fills the budget of training
+tokens. So the result depends on the order of the documents and on nothing else. A document's name is the blake2b-64 of its
+text: among 30 million, some pair of different texts shares one, and loses one of the two, with odds of 2e-5.
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import multiprocessing
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,20 +35,29 @@ from pathlib import Path
 
 import numpy as np
 
-from prepare.assemble import HASH_STEPS, Piece, begun, lay_out, read_piece, show, write_shards
 from prepare.decontaminate import Grams
-from prepare.sources import BadFile, Source
-from runtime.cli import MachineError, UserError
-from runtime.machine import new_file, write_json
-from runtime.shards import DTYPES, LOSS_MASK_BIT, file_sha256, read_index, write_index
+from prepare.sources import BadFile, InputFile, Source
+from runtime import shards
+from runtime.cli import MachineError, ProgressLine, UserError, grid, si
+from runtime.machine import new_file, read_bytes, write_json
+from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = struct.Struct("<QII")     # prepare.assemble.DOCUMENT
 BORDER = b"\0"                  # between prompt and response where the two are hashed as one
 TELL_S = 0.5                    # between two words of a task about its progress
 TOKENS_A_BYTE = 0.4             # a guess where nobody says how many tokens a file has
 SLACK = 1.002                   # more than is asked for, at first: a few documents always turn out to be copies
+# A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left
+# out. A document that was left out has a row too, with no tokens: an empty one no bytes either, a contaminated one its bytes.
+DOCUMENT = np.dtype([("hash", "<u8"), ("tokens", "<u4"), ("bytes", "<u4")])
+HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
+SORTED_AT_ONCE = 8_000_000      # documents: memory stays below 0.5 GB and 4 bytes a document
+BLOCK = 1 << 24                 # bytes of a piece in memory at once
+FIRST, COPY = 0, 1              # fate of a document; COPY + 1 + i: the first copy is in the i-th of the earlier sources
+LEFT_OUT, TRAIN, VAL = 0, 1, 2  # where it goes
+HOMES = {"train": TRAIN, "val": VAL}
+COUNTS = ("documents", "text_bytes", "tokens")      # of a split
 
 
 @dataclass(frozen=True)
@@ -60,75 +75,137 @@ class Job:
     dry_run: bool
     budgets: dict[str, int] = field(default_factory=dict)       # source -> training tokens; a source not in it: all there are
 
-    def identity(self, source: Source) -> dict:
-        """What the shards of a source depend on, as index.json says it."""
-        rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {self.val_per_10k}"
-        return {"tokenizer": self.tokenizer.kind, "tokenizer_sha256": self.tokenizer.sha256, "split_rule": f"{rule}, else train",
-                "decontaminated_against": self.grams.files if self.grams else [], "dataset": source.dataset,
-                "revision": source.revision, "selection": source.selection}
 
-    def dtype(self, source: Source) -> str:
-        """Of a source's tokens, as index.json calls it: a mark for context needs room beside the id."""
-        return "uint32" if source.is_masked or self.tokenizer.dtype == DTYPES["uint32"] else "uint16"
+def prepare(sources: list[Source], job: Job) -> None:
+    """Makes out/<source>/ for each source that is not complete yet.
 
-    def first_target(self, source: Source) -> float:
-        """Tokens of pieces to begin with, those of validation among them."""
-        return SLACK * self.budgets.get(source.name, math.inf) / (1 - self.val_per_10k / HASH_STEPS)
+    Raises UserError: bad input, or a folder that holds something else. MachineError: files that could not be read."""
+    with ExitStack() as stack:
+        works = []
+        for work in (Work(source, job) for source in sources):
+            stack.enter_context(alone(work.folder, f"another process prepares {work.folder}: wait until it ends"))
+            if not work.is_complete():
+                work.begin()
+                works.append(work)
+        if job.on == "slurm" and works:
+            stack.close()       # the jobs take the locks
+            _submit(works, job)
+            return
+        for work in works:
+            target: float | None = work.first_target()
+            while target is not None:       # the pieces fell short, copies dropped
+                work.tokenise(target)
+                target = work.assemble()
+
+
+@contextmanager
+def alone(folder: Path, words: str | None = None) -> Iterator[None]:
+    """Holds a lock on `folder`, after whoever has it, or raises UserError(words). Where there are no locks it goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
+            except BlockingIOError as error:
+                raise UserError(words) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ----------------------------------------------------------------------------------------------------------------- tasks
 
 @dataclass(frozen=True)
+class Piece:
+    """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows), .json (the rest), which is
+    renamed last: a piece is there if and only if its .json is. One that `failed` has that alone."""
+    stem: Path
+    input: list                 # name, bytes and stamp of the file (prepare.sources)
+    documents: int = 0
+    tokens: int = 0
+    is_whole: bool = False      # whether the input file was read to its end, or until there were tokens enough
+    failed: str | None = None   # why it could not be read
+
+    def serves(self, tokens: float) -> bool:
+        """Whether the task of the file is done, where `tokens` are wanted of it."""
+        return self.is_whole or bool(self.failed) or self.tokens >= tokens
+
+    def table(self) -> np.ndarray:
+        """DOCUMENT (documents,)"""
+        return np.fromfile(f"{self.stem}.docs", DOCUMENT)
+
+
+def read_piece(parts: Path, file: int) -> Piece | None:
+    """Of input file number `file`; None where its task has not ended."""
+    facts = json.loads(read_bytes(parts / f"{file:05d}.json") or "null")
+    return facts and Piece(parts / f"{file:05d}", **facts)
+
+
+def read_pieces(parts: Path) -> list[Piece | None]:
+    """Of each input file; none where nothing was begun."""
+    return [read_piece(parts, number) for number in range(begun(parts.parent).get("files", 0))]
+
+
+def begun(folder: Path) -> dict:
+    """What was begun in a source's folder: what its tokens depend on, and the number of input `files`; {} where nothing was."""
+    return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
+
+
+@dataclass(frozen=True)
 class Task:
     """A step of datatrove's: input file `rank` to its piece, with `most` tokens or, if it ends before, fewer."""
-    files: dict[int, object]        # prepare.sources
-    folder: Path
+    files: list[InputFile]
+    parts: Path
     tokenizer: str
     most: float
     grams: Path | None
 
     def __call__(self, data, rank: int, world_size: int) -> Iterator[None]:
         """Yields now and then."""
-        if (piece := read_piece(self.folder, rank)) and piece.serves(self.most):
+        if (piece := read_piece(self.parts, rank)) and piece.serves(self.most):
             return
-        stem, sums, told, tokenizer = self.folder / f"{rank:05d}", [0, 0, 0], 0.0, cached_tokenizer(self.tokenizer)
-        file = self.files[rank]
-        prefix, grams = np.array(tokenizer.prefix, tokenizer.dtype), _read_grams(self.grams)
+        stem, file, sums, told = self.parts / f"{rank:05d}", self.files[rank], [0, 0, 0], 0.0
+        tokenizer, grams = cached_tokenizer(self.tokenizer), _read_grams(self.grams)
+
+        def tell(share: float) -> None:
+            stem.with_suffix(".now").write_text(json.dumps([*sums, share]))
         try:
             with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
                 for texts, share in file.read():
-                    raw, tokens, size, digest = [text.encode() for text in texts], 0, 0, 0
+                    raw, digest, tokens, size = [text.encode() for text in texts], 0, 0, 0
                     if texts[-1] and not texts[-1].isspace():
                         digest, size = int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), len(raw[-1])
                         if not (grams and grams.found_in(" ".join(texts))):
-                            for part in _masked(tokenizer, texts) if len(texts) > 1 else (prefix, tokenizer.encode(texts[0])):
+                            for part in _ids(tokenizer, texts):
                                 ids.write(part)
                                 tokens += len(part)
-                    table.write(ROW.pack(digest, tokens, size))
+                    table.write(np.array((digest, tokens, size), DOCUMENT))
                     sums = [sums[0] + 1, sums[1] + tokens, sums[2] + size]
                     if sums[1] >= self.most:
                         break
                     if time.monotonic() - told > TELL_S:
                         told = time.monotonic()
-                        stem.with_suffix(".now").write_text(json.dumps([*sums, share]))
+                        tell(share)
                         yield
-            facts = dict(zip(("documents", "tokens", "bytes"), sums, strict=True)) | {"is_whole": sums[1] < self.most}
-            stem.with_suffix(".now").write_text(json.dumps([*sums, 1.0]))
+            tell(1.0)
+            facts = {"documents": sums[0], "tokens": sums[1], "is_whole": sums[1] < self.most}
         except BadFile as error:
             facts = {"failed": str(error)}
-        write_json(stem.with_suffix(".json"), {"input": _input(file), **facts})
+        write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
 
 
-def _input(file) -> list:
-    """By which a piece tells whether its input file has changed."""
-    return [file.name, file.bytes, file.stamp]
-
-
-def _masked(tokenizer: Tokenizer, texts: tuple[str, str]) -> list[np.ndarray]:
-    """Prefix, prompt, response; LOSS_MASK_BIT marks what is no target: all but the prefix's first token, with which the document
-    before ends, and the response. The two are encoded by themselves, so no token reaches over the border."""
-    context, response = (tokenizer.encode(text).astype("<u4") for text in texts)
-    start = np.array(tokenizer.prefix, "<u4")
+def _ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[np.ndarray]:
+    """Prefix and text. Of a prompt and a response, LOSS_MASK_BIT marks what is no target: all but the prefix's first token, with
+    which the document before ends, and the response. The two are encoded by themselves: no token reaches over the border."""
+    start, ids = np.array(tokenizer.prefix, tokenizer.dtype), [tokenizer.encode(text) for text in texts]
+    if len(ids) == 1:
+        return [start, *ids]
+    start, context, response = (part.astype("<u4") for part in (start, *ids))
     return [start[:1], LOSS_MASK_BIT | start[1:], LOSS_MASK_BIT | context, response]
 
 
@@ -140,6 +217,8 @@ def _read_grams(path: Path | None) -> Grams | None:
     return path and Grams([], np.load(path))
 
 
+# ------------------------------------------------------------------------------------------------------------- executors
+
 def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], None]) -> None:
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
     mostly, and leaves workers behind that write on when it is killed itself. `tick` is called twice a second."""
@@ -149,7 +228,7 @@ def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], No
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker) as pool:
         try:
-            left = {pool.submit(_run_whole, replace(task, files={rank: task.files[rank]}), rank) for rank in ranks}
+            left = {pool.submit(_run_whole, task, rank) for rank in ranks}
             while left:
                 done, left = wait(left, TELL_S, FIRST_COMPLETED)
                 for future in done:
@@ -177,134 +256,17 @@ def _run_whole(task: Task, rank: int, tick: Callable[[], object] = int) -> None:
         tick()
 
 
-# ----------------------------------------------------------------------------------------------------------------- parts
-
-class Parts:
-    """What the tasks of one source wrote, in `folder`: begun.json (what the tokens depend on), pieces and <file>.now, the
-    progress of each."""
-
-    def __init__(self, source: Source, job: Job):
-        """Go on in the folder, or begin: failed files are tried again, and changed ones. Raises UserError: begun otherwise."""
-        self.folder, identity = job.out / source.name / "parts", job.identity(source)
-        there = begun(self.folder.parent) or {"files": 0}
-        if any((piece := read_piece(self.folder, number)) and not piece.failed for number in range(there["files"])):
-            check_same(self.folder, there, {key: value for key, value in identity.items() if key != "revision"})    # the stamps'
-        self.files = source.files()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "begun.json", {**identity, "files": len(self.files)})
-        for number, (file, piece) in enumerate(zip(self.files, self.pieces(), strict=True)):
-            if piece and (piece.failed or piece.input != _input(file)):
-                print(f"{self.folder}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
-                (self.folder / f"{number:05d}.json").unlink()
-
-    def pieces(self) -> list[Piece | None]:
-        """Of each input file."""
-        return [read_piece(self.folder, number) for number in range(len(self.files))]
-
-    def ranks(self, target: float, source_tokens: float | None) -> list[int]:
-        """The tasks to run: those that lack among the first input files that hold `target` tokens, which is known of the finished
-        ones, and guessed by their mean, by the source's size or by the file's."""
-        pieces, found, held = self.pieces(), [], 0.0
-        whole = [piece.tokens for piece in pieces if piece and piece.is_whole]
-        mean = sum(whole) / len(whole) if whole else source_tokens and source_tokens / max(1, len(self.files))
-        for rank, (file, piece) in enumerate(zip(self.files, pieces, strict=True)):
-            if held >= target:
-                break
-            if piece and piece.serves(target):
-                held += piece.tokens
-            else:
-                found.append(rank)
-                held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
-        return found
-
-    def progress(self) -> tuple[int, int, int, float]:
-        """Documents, tokens, bytes of text and share of the input read, by all tasks so far."""
-        sums, read, sizes = [0, 0, 0], 0.0, [file.bytes or 1 for file in self.files]
-        for path in self.folder.glob("*.now"):
-            with suppress(ValueError, OSError):         # it is being written
-                *found, share = json.loads(path.read_bytes())
-                sums, read = [a + b for a, b in zip(sums, found, strict=True)], read + share * sizes[int(path.stem)]
-        return *sums, read / max(1, sum(sizes))
-
-
-@contextmanager
-def alone(folder: Path, words: str | None = None) -> Iterator[None]:
-    """Holds a lock on `folder`, after whoever has it, or raises UserError(words). Where there are no locks it goes on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+def _run_on_ray(task: Task, tasks: int, workers: int) -> None:
     try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
-            except BlockingIOError as error:
-                raise UserError(words) from error
-        yield
-    finally:
-        os.close(descriptor)
+        import ray
+        from datatrove.executor.ray import RayPipelineExecutor
+    except ImportError as error:
+        raise UserError("on=ray needs the package ray: pip install ray") from error
+    ray.init(ignore_reinit_error=True)
+    RayPipelineExecutor([task], tasks=tasks, workers=workers, skip_completed=False, logging_dir=str(task.parts / "ray")).run()
 
 
-# ------------------------------------------------------------------------------------------------------------ preparing
-
-def prepare(sources: list[Source], job: Job) -> None:
-    """Makes out/<source>/ for each source that is not complete yet.
-
-    Raises UserError: bad input, or a folder that holds something else. MachineError: files that could not be read."""
-    with ExitStack() as stack:
-        opened: list[tuple[Source, Parts]] = []
-        for source in sources:
-            folder = job.out / source.name
-            stack.enter_context(alone(folder, f"another process prepares {folder}: wait until it ends"))
-            if is_complete(source, job):
-                shutil.rmtree(folder / "parts", ignore_errors=True)     # of a run that was killed between its index and its end
-            else:
-                opened.append((source, Parts(source, job)))
-        _check_room(opened, job)
-        if job.on == "slurm" and opened:
-            stack.close()       # the jobs take the locks
-            _submit(opened, job)
-            return
-        for source, parts in opened:
-            target: float | None = job.first_target(source)
-            while target is not None:       # the pieces fell short, copies dropped
-                tokenise(source, parts, target, job)
-                target = assemble(source, parts, job)
-
-
-def _task(parts: Parts, target: float, job: Job) -> Task:
-    name = str(Path(job.tokenizer.name).resolve()) if job.tokenizer.kind == "folder" else job.tokenizer.name
-    folder = parts.folder.resolve()
-    if job.grams:
-        np.save(folder / "grams.npy", job.grams.hashes)
-    return Task(dict(enumerate(parts.files)), folder, name, target, folder / "grams.npy" if job.grams else None)
-
-
-def tokenise(source: Source, parts: Parts, target: float, job: Job) -> None:
-    """Runs the tasks whose pieces hold `target` tokens, as far as they lack."""
-    from runtime.cli import ProgressLine, si
-    line, began, first = ProgressLine(source.name, "tokens"), time.monotonic(), parts.progress()[2]
-
-    def state() -> tuple:
-        documents, tokens, text_bytes, share = parts.progress()
-        rate = (text_bytes - first) / (time.monotonic() - began) / 1e6
-        return tokens, max(share, min(1.0, tokens / target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
-    task, ranks = _task(parts, target, job), parts.ranks(target, source.tokens)
-    if job.on == "ray" and ranks:
-        try:
-            import ray
-            from datatrove.executor.ray import RayPipelineExecutor
-        except ImportError as error:
-            raise UserError("on=ray needs the package ray: pip install ray") from error
-        ray.init(ignore_reinit_error=True)
-        RayPipelineExecutor([task], tasks=ranks[-1] + 1, workers=job.processes, skip_completed=False,
-                            logging_dir=str(task.folder / "ray")).run()
-        ranks = parts.ranks(target, source.tokens)      # what ended there with an error ends so here, and tells why
-    try:
-        run_here(task, ranks, job.processes, partial(line.show, state))
-    finally:
-        line.clear()
-
-
-def _submit(opened: list[tuple[Source, Parts]], job: Job) -> None:
+def _submit(works: list["Work"], job: Job) -> None:
     """An array of jobs for each source, and a job behind them all that makes the shards. With dry_run they are printed."""
     from datatrove.executor import slurm
     arrays = []
@@ -323,10 +285,10 @@ def _submit(opened: list[tuple[Source, Parts]], job: Job) -> None:
 
     if job.dry_run:
         slurm.launch_slurm_job = lambda content, *_: print(content) or "DRY_RUN"
-    for source, parts in opened:
-        if ranks := parts.ranks(target := job.first_target(source), source.tokens):
-            launch(source.name, _task(parts, target, job), tasks=ranks[-1] + 1, workers=job.processes)
-    launch("shards", partial(_finish, [source for source, _ in opened], replace(job, out=job.out.resolve())), tasks=1,
+    for work in works:
+        if ranks := work.ranks(target := work.first_target()):
+            launch(work.source.name, work.task(target), tasks=ranks[-1] + 1, workers=job.processes)
+    launch("shards", partial(_finish, [work.source for work in works], replace(job, out=job.out.resolve())), tasks=1,
            run_on_dependency_fail=True, depends_job_id=":".join(arrays) or None)
 
 
@@ -335,100 +297,331 @@ def _finish(sources: list[Source], job: Job, data, rank: int, world_size: int) -
     prepare(sources, replace(job, on="local", processes=cores()))
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# ------------------------------------------------------------------------------------------------------------ one source
 
+class Work:
+    """A source on its way to out/NAME/. In `parts` lie begun.json, pieces and <file>.now, the progress of each task."""
 
-def assemble(source: Source, parts: Parts, job: Job) -> float | None:
-    """Pieces -> shards and index.json. Returns None, or how many tokens of pieces it takes.
+    def __init__(self, source: Source, job: Job):
+        self.source, self.job, self.budget = source, job, job.budgets.get(source.name)
+        self.folder = job.out / source.name
+        self.parts, self.files = self.folder / "parts", []
+        rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {job.val_per_10k}"
+        # What the shards depend on, as index.json and begun.json say it.
+        self.identity = {"tokenizer": job.tokenizer.kind, "tokenizer_sha256": job.tokenizer.sha256,
+                         "split_rule": f"{rule}, else train", "decontaminated_against": job.grams.files if job.grams else [],
+                         "dataset": source.dataset, "revision": source.revision, "selection": source.selection}
 
-    Raises MachineError: a file needed could not be read."""
-    folder, budget = job.out / source.name, job.budgets.get(source.name)
-    with alone(job.out):      # no other source's shards meanwhile: copies are dropped across sources
-        found = parts.pieces()
-        failures = {file.name: piece.failed for file, piece in zip(parts.files, found, strict=True) if piece and piece.failed}
-        found = [piece for piece in found if not (job.skip_bad and piece and piece.failed)]
-        # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
-        end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
-        pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]
-        splits, layout, homes = lay_out(source.name, pieces, _earlier(source, job), job.val_per_10k, budget)
-        pieces, train = pieces[:len(homes)], splits["train"]["tokens"]
-        if layout["is_whole"] and end < len(found):
-            if failures:
-                listed = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
-                raise MachineError(f"{source.name} is not finished: {len(failures)} of {len(parts.files)} input files could "
-                                   f"not be read; run the command again, or add skip_bad=true to leave them out:{listed}")
-            there = sum(piece.tokens for piece in pieces)
-            return math.inf if budget is None else there + SLACK * (budget - train) * there / max(1, train) + 1
-        if empty := [name for name, split in splits.items() if not split["documents"]]:
-            raise UserError(f"{source.name} has no documents for {' and '.join(empty)}; left out are copies "
-                            f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, files "
-                            f"{list(failures.values())}: give more documents, or another val_share=")
-        last = len(parts.files) if layout["is_whole"] else int(pieces[-1].stem.name) + 1
-        names, failures = [file.name for file in parts.files[:last]], failures if job.skip_bad else {}
-        print(f"{folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
-        facts = {
-            "dtype": job.dtype(source), "source": source.name, **job.identity(source), "vocab_size": job.tokenizer.vocab_size,
-            "license": source.license, **layout, "files": [name for name in names if name not in failures],
-            "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
-            "budget": budget, **({"is_masked": True} if source.is_masked else {})}
-        write_index(folder, facts | write_shards(folder, pieces, homes, splits, facts["dtype"]))
-        shutil.rmtree(parts.folder)
-    print("\n".join(show(folder)))
-    if budget is not None and layout["is_whole"]:
-        print(f"{folder}: {train:,} training tokens are all there are, {budget:,} were asked for: a run that "
-              f"needs more sees some of them again (data.max_epochs)", file=sys.stderr)
-    return None
-
-
-# ----------------------------------------------------------------------------------------------------- what is there already
-
-def check_same(folder: Path, there: dict, wanted: dict) -> None:
-    """Raises UserError where what the shards depend on is not the same."""
-    for key, value in wanted.items():
-        if there.get(key) != value:
-            raise UserError(f"{folder} is of {key}={there.get(key)!r}, not {value!r}: give the same options and files again, "
+    def is_complete(self) -> bool:
+        """Raises UserError where the folder holds something else."""
+        if not (self.folder / "index.json").exists():
+            return False
+        index = read_index(self.folder)
+        aged = {"revision": self.source.revision} if self.source.may_age else {}
+        self._check_same(self.folder, vars(index) | aged)
+        if aged and index.revision != self.source.revision:
+            print(f"{self.folder} was made from {index.revision}; delete it to harvest what is installed now", file=sys.stderr)
+        if not index.is_whole and index.splits["train"].tokens < (self.budget or math.inf):
+            raise UserError(f"{self.folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked for: "
                             f"delete it, or give another out=")
+        shutil.rmtree(self.parts, ignore_errors=True)       # of a run that was killed between its index and its end
+        print(f"{self.folder} is complete", *show(self.folder), sep="\n")
+        return True
+
+    def begin(self) -> None:
+        """Or go on: failed files are tried again, and changed ones. Raises UserError where it was begun otherwise."""
+        if any(piece and not piece.failed for piece in read_pieces(self.parts)):
+            self._check_same(self.parts, begun(self.folder) | {"revision": self.source.revision})   # stamps tell of another
+        self.files = self.source.list_files()
+        self.parts.mkdir(parents=True, exist_ok=True)
+        write_json(self.parts / "begun.json", {**self.identity, "files": len(self.files)})
+        for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
+            if piece and (piece.failed or piece.input != [file.name, file.bytes, file.stamp]):
+                print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
+                piece.stem.with_suffix(".json").unlink()
+
+    def _check_same(self, folder: Path, there: dict) -> None:
+        for key, value in self.identity.items():
+            if there.get(key) != value:
+                raise UserError(f"{folder} is of {key}={there.get(key)!r}, not {value!r}: give the same options and files "
+                                f"again, delete it, or give another out=")
+
+    # ------------------------------------------------------------------------------------------------------ its pieces
+
+    def first_target(self) -> float:
+        """Tokens of pieces to begin with, those of validation among them."""
+        return SLACK * (self.budget or math.inf) / (1 - self.job.val_per_10k / HASH_STEPS)
+
+    def ranks(self, target: float) -> list[int]:
+        """The tasks to run: those that lack among the first input files that hold `target` tokens, which is known of the finished
+        ones, and guessed by their mean, by the source's size or by the file's."""
+        pieces, found, held = read_pieces(self.parts), [], 0.0
+        whole = [piece.tokens for piece in pieces if piece and piece.is_whole]
+        mean = sum(whole) / len(whole) if whole else self.source.tokens and self.source.tokens / len(self.files)
+        for rank, (file, piece) in enumerate(zip(self.files, pieces, strict=True)):
+            if held >= target:
+                break
+            if piece and piece.serves(target):
+                held += piece.tokens
+            else:
+                found.append(rank)
+                held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
+        return found
+
+    def task(self, target: float) -> Task:
+        parts, tokenizer = self.parts.resolve(), self.job.tokenizer
+        if self.job.grams:
+            np.save(parts / "grams.npy", self.job.grams.hashes)
+        name = str(Path(tokenizer.name).resolve()) if tokenizer.kind == "folder" else tokenizer.name
+        return Task(self.files, parts, name, target, parts / "grams.npy" if self.job.grams else None)
+
+    def tokenise(self, target: float) -> None:
+        """Runs the tasks whose pieces hold `target` tokens, as far as they lack."""
+        line, began, first = ProgressLine(self.source.name, "tokens"), time.monotonic(), self._progress()[2]
+
+        def state() -> tuple:
+            documents, tokens, text_bytes, share = self._progress()
+            rate = (text_bytes - first) / (time.monotonic() - began) / 1e6
+            return tokens, max(share, min(1.0, tokens / target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
+        task = self.task(target)
+        if self.job.on == "ray" and (ranks := self.ranks(target)):
+            _run_on_ray(task, ranks[-1] + 1, self.job.processes)
+        try:        # what ended on Ray with an error ends so here, and tells why
+            run_here(task, self.ranks(target), self.job.processes, lambda: line.show(state))
+        finally:
+            line.clear()
+
+    def _progress(self) -> tuple[int, int, int, float]:
+        """Documents, tokens, bytes of text and share of the input read, by all tasks so far."""
+        sums, read, sizes = np.zeros(3, np.int64), 0.0, [file.bytes or 1 for file in self.files]
+        for number, size in enumerate(sizes):
+            with suppress(ValueError):      # there is none yet, or it is being written
+                *found, share = json.loads(read_bytes(self.parts / f"{number:05d}.now"))
+                sums, read = sums + found, read + share * size
+        return *sums.tolist(), read / sum(sizes)
+
+    # ------------------------------------------------------------------------------------------------------ its shards
+
+    def assemble(self) -> float | None:
+        """Pieces -> shards and index.json. Returns None, or how many tokens of pieces it takes.
+
+        Raises MachineError: a file needed could not be read."""
+        source, job, name = self.source, self.job, self.source.name
+        with alone(job.out):      # no other source's shards meanwhile: copies are dropped across sources
+            found = read_pieces(self.parts)
+            failures = {piece.input[0]: piece.failed for piece in found if piece and piece.failed}
+            found = [piece for piece in found if not (job.skip_bad and piece and piece.failed)]
+            # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
+            end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
+            pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]
+            splits, layout, homes = lay_out(name, pieces, self._earlier(), job.val_per_10k, self.budget)
+            pieces, train = pieces[:len(homes)], splits["train"]["tokens"]
+            if layout["is_whole"] and end < len(found):
+                if failures:
+                    listed = "".join(f"\n  {file}: {reason}" for file, reason in failures.items())
+                    raise MachineError(f"{name} is not finished: {len(failures)} of {len(self.files)} input files could not be "
+                                       f"read; run the command again, or add skip_bad=true to leave them out:{listed}")
+                there = sum(piece.tokens for piece in pieces)
+                return there + SLACK * (self.budget - train) * there / max(1, train) + 1 if self.budget else math.inf
+            if empty := [split for split, counts in splits.items() if not counts["documents"]]:
+                raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are copies "
+                                f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, "
+                                f"files {list(failures.values())}: give more documents, or another val_share=")
+            last = len(self.files) if layout["is_whole"] else int(pieces[-1].stem.name) + 1
+            names, failures = [file.name for file in self.files[:last]], failures if job.skip_bad else {}
+            print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
+            # A mark for context needs room beside the id.
+            dtype = "uint32" if source.is_masked or job.tokenizer.dtype == DTYPES["uint32"] else "uint16"
+            write_index(self.folder, {
+                "dtype": dtype, "source": name, **self.identity, "vocab_size": job.tokenizer.vocab_size,
+                "license": source.license, **layout, "files": [file for file in names if file not in failures],
+                "skipped": [{"file": file, "reason": failures[file]} for file in names if file in failures],
+                "budget": self.budget, **({"is_masked": True} if source.is_masked else {}),
+                **write_shards(self.folder, pieces, homes, splits, dtype)})
+            shutil.rmtree(self.parts)
+        print(*show(self.folder), sep="\n")
+        if self.budget and layout["is_whole"]:
+            print(f"{self.folder}: {train:,} training tokens are all there are, {self.budget:,} were asked for: a run that "
+                  f"needs more sees some of them again (data.max_epochs)", file=sys.stderr)
+        return None
+
+    def _earlier(self) -> dict[str, Path]:
+        """The document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
+
+        Raises UserError where one has lost them."""
+        found = {}
+        for folder in sorted(path.parent for path in self.job.out.glob("*/index.json")):
+            index, hashes = read_index(folder), folder / "hashes.npy"
+            if index.tokenizer_sha256 == self.job.tokenizer.sha256:        # the same text by another is no copy
+                if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
+                    raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
+                found[folder.name] = hashes
+        return found
 
 
-def is_complete(source: Source, job: Job) -> bool:
-    """Raises UserError where the folder holds something else."""
-    folder, budget = job.out / source.name, job.budgets.get(source.name)
-    if not (folder / "index.json").exists():
-        return False
-    index, wanted = read_index(folder), job.identity(source)
-    if source.may_age and index.revision != wanted.pop("revision"):
-        print(f"{folder} was made from {index.revision}; delete it to harvest what is installed now", file=sys.stderr)
-    check_same(folder, vars(index), wanted)
-    if not index.is_whole and index.splits["train"].tokens < (budget or math.inf):
-        raise UserError(f"{folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked for: delete it, "
-                        f"or give another out=")
-    print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
-                                     if index.skipped else ""))
-    print("\n".join(show(folder)))
-    return True
+# --------------------------------------------------------------------------------------------------------------- layout
+
+def lay_out(name: str, pieces: list[Piece], earlier: dict[str, Path], val_per_10k: int,
+            budget: int | None) -> tuple[dict, dict, list[np.ndarray]]:
+    """What becomes of the documents of the pieces, which stand in the source's order.
+
+    earlier: source -> its hashes.npy, whose documents must not come again. Returns the splits, {split: {documents,
+    text_bytes, tokens}}; what else index.json says of them: duplicates {source of the first copy: documents}, its own name where
+    they came before within the source, empty, contaminated, is_whole, False where the budget was reached; and for each piece in
+    use uint8 (documents in use,): TRAIN, VAL or LEFT_OUT."""
+    totals, met = np.zeros((3, 3)), np.zeros(COPY + 1 + len(earlier), np.int64)     # COUNTS by home; documents by fate
+    homes, dropped, is_whole = [], np.zeros(2, np.int64), True
+    for piece, fate in zip(pieces, _find_fates(pieces, earlier), strict=True):
+        table = piece.table()
+        home = np.where(table["hash"] % np.uint64(HASH_STEPS) < val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
+        home[(fate != FIRST) | (table["tokens"] == 0)] = LEFT_OUT
+        if budget is not None:
+            train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
+            end = int(np.searchsorted(train, budget - totals[2, TRAIN])) + 1       # with the document that reaches it
+            is_whole = end > len(table)
+            table, fate, home = table[:end], fate[:end], home[:end]
+        totals += [np.bincount(home, weights, 3) for weights in (None, table["bytes"], table["tokens"])]
+        is_text = table["tokens"] > 0
+        met += np.bincount(fate[is_text], minlength=len(met))
+        dropped += np.bincount(table["bytes"][~is_text] > 0, minlength=2)
+        homes.append(home)
+        if not is_whole:
+            break
+    splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
+    duplicates = {key: int(n) for key, n in zip([name, *earlier], met[COPY:], strict=True) if n}
+    empty, contaminated = dropped.tolist()
+    return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}, homes
 
 
-def _earlier(source: Source, job: Job) -> dict[str, Path]:
-    """The document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
+def _find_fates(pieces: list[Piece], earlier: dict[str, Path]) -> list[np.ndarray]:
+    """uint16 (documents,) of each piece; FIRST also for those that were left out before. By ranges of hashes, of which each holds
+    about SORTED_AT_ONCE."""
+    sizes = [piece.documents for piece in pieces]
+    fates, count = np.full(sum(sizes), FIRST, np.uint16), -(-sum(sizes) // SORTED_AT_ONCE)
+    for i in range(count):
+        low, high = np.uint64(2**64 * i // count), np.uint64(2**64 * (i + 1) // count - 1)
+        hashes, places, start = [], [], 0
+        for piece in pieces:
+            table = piece.table()
+            rows = np.flatnonzero((table["tokens"] > 0) & (table["hash"] >= low) & (table["hash"] <= high))
+            hashes.append(table["hash"][rows])
+            places.append(start + rows)
+            start += len(table)
+        hashes, places = np.concatenate(hashes), np.concatenate(places)
+        order = np.argsort(hashes, kind="stable")       # of equal ones the first document stays first
+        hashes, places = hashes[order], places[order]
+        fates[places[1:][hashes[1:] == hashes[:-1]]] = COPY
+        for number, path in enumerate(earlier.values(), COPY + 1):      # no two of them share a document
+            there = np.load(path, mmap_mode="r")
+            # Not by np.isin, which sorts both: 3 GB where an earlier source has 100M documents.
+            there = np.array(there[np.searchsorted(there, low):np.searchsorted(there, high, "right")])
+            if len(there):
+                fates[places[there[np.minimum(np.searchsorted(there, hashes), len(there) - 1)] == hashes]] = number
+    return np.split(fates, np.cumsum(sizes[:-1])) if sizes else []
 
-    Raises UserError where one has lost them."""
-    found = {}
-    for folder in sorted(path.parent for path in job.out.glob("*/index.json")):
-        index, hashes = read_index(folder), folder / "hashes.npy"
-        if index.tokenizer_sha256 == job.tokenizer.sha256:        # the same text by another is no copy
-            if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
-                raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder}")
-            found[folder.name] = hashes
-    return found
+
+# --------------------------------------------------------------------------------------------------------------- shards
+
+def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], splits: dict, dtype: str) -> dict:
+    """Write hashes.npy and the shards of `dtype`, in place of what was there; returns `splits` and `hashes_sha256` of
+    index.json."""
+    remove_shards(folder)
+    kept = [piece.table()["hash"][:len(home)][home != LEFT_OUT] for piece, home in zip(pieces, homes, strict=True)]
+    hashes = np.concatenate(kept)
+    hashes.sort()
+    with new_file(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
+        file.write(hashes)
+    size, made = np.dtype(DTYPES[dtype]).itemsize, {}
+    for split, counts in splits.items():
+        stream, rest, found = _bytes_of(pieces, homes, HOMES[split], size), b"", []
+        for begin in range(0, counts["tokens"], shards.SHARD_TOKENS):
+            tokens = min(shards.SHARD_TOKENS, counts["tokens"] - begin)
+            path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", hashlib.sha256(), size * tokens
+            with new_file(path) as file:
+                while lacking:
+                    rest = rest or next(stream)
+                    data, rest = rest[:lacking], rest[lacking:]
+                    lacking -= len(data)
+                    file.write(data)
+                    digest.update(data)
+            found.append({"file": path.name, "tokens": tokens, "sha256": digest.hexdigest()})
+        made[split] = {**counts, "shards": found}
+    return {"hashes_sha256": file_sha256(folder / "hashes.npy"), "splits": made}
 
 
-def _check_room(opened: list[tuple[Source, Parts]], job: Job) -> None:
-    """Raises UserError where the disk cannot hold what was asked for: pieces, which turn into shards one source at a time."""
-    asked = [(parts, min(job.budgets.get(source.name, math.inf), source.tokens or math.inf) * np.dtype(
-        DTYPES[job.dtype(source)]).itemsize) for source, parts in opened]
-    needs = [size for _, size in asked if size < math.inf]
-    there = sum(path.stat().st_size for parts, size in asked if size < math.inf for path in parts.folder.glob("*.bin"))
-    if (lacking := sum(needs) + max(needs, default=0) - there) > (free := shutil.disk_usage(job.out).free):
-        raise UserError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
-                        f"free some, ask for fewer tokens=, or give another out=")
+def _bytes_of(pieces: list[Piece], homes: list[np.ndarray], number: int, size: int) -> Iterator[bytes]:
+    """The tokens, each of `size` bytes, of the documents whose home is `number`, BLOCK bytes at most at a time."""
+    for piece, home in zip(pieces, homes, strict=True):
+        borders = np.append(0, np.cumsum(piece.table()["tokens"], dtype=np.int64)) * size       # of the documents in the piece
+        runs = borders[np.flatnonzero(np.diff(home == number, prepend=False, append=False))].reshape(-1, 2)     # neighbours
+        with open(f"{piece.stem}.bin", "rb") as file:
+            if os.fstat(file.fileno()).st_size != borders[-1]:
+                raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")
+            for first, last in runs.tolist():
+                file.seek(first)
+                yield from (file.read(min(BLOCK, last - at)) for at in range(first, last, BLOCK))
+
+
+# ----------------------------------------------------------------------------------------------------- what a folder holds
+
+def show(folder: Path) -> Iterator[str]:
+    """Lines to print: a table of the sources' splits, then of each source where it came from, what was dropped, what failed, what
+    is unfinished."""
+    rows, told = [["source", "split", "documents", "tokens", "bytes/token", "GB on disk"]], []
+    for path in _sources(folder):
+        name, lines = path.resolve().name, []
+        if not (path / "index.json").exists():
+            lines = _progress(path)
+        else:
+            try:
+                index = read_index(path)
+                lines = _story(index)
+                rows += [[name, split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.text_bytes / s.tokens:.2f}",
+                          f"{s.tokens * np.dtype(index.dtype).itemsize / 1e9:.3f}"] for split, s in index.splits.items()]
+            except UserError as error:
+                lines = [f"damaged: {error}"]
+        told += [f"{name}: {line}" for line in lines]
+    return iter([grid(rows), *told])
+
+
+def verify(folders: list[Path]) -> None:
+    """Hashes every shard again and prints a line per source. Raises UserError naming all that differ or are unfinished."""
+    bad = []
+    for source in [source for folder in folders for source in _sources(folder)]:
+        is_finished = (source / "index.json").exists()
+        found = list(damage(source)) if is_finished else [f"{source} is unfinished: the same command goes on with it"]
+        print(f"{'BAD' if found else 'OK '} {source}", flush=True)
+        bad += found
+    if bad:
+        raise UserError("\n".join(bad))
+
+
+def _sources(folder: Path) -> list[Path]:
+    """The folders of the sources there, finished or not."""
+    finished, begun_ = folder.rglob("index.json"), folder.rglob("parts/begun.json")
+    if not (found := {path.parent for path in finished} | {path.parents[1] for path in begun_}):
+        raise UserError(f"there is no prepared source in {folder}: `python prepare_data.py` says how to make one")
+    return sorted(found)
+
+
+def _story(index: Index) -> Iterator[str]:
+    """What the index tells beside its splits."""
+    yield textwrap.shorten(f"from {index.dataset} @ {index.revision}, {index.license}", 300, placeholder=" ...")
+    yield f"tokenizer {index.tokenizer} (sha256 {index.tokenizer_sha256[:9]}..., {index.vocab_size:,} ids)"
+    if index.is_masked:
+        yield "targets are the responses and the ends of documents; prompts are context, and bytes are those of responses"
+    sources = ", ".join(f"{source} {count:,}" for source, count in index.duplicates.items())
+    yield (f"dropped: copies {sum(index.duplicates.values()):,}" + (f" (first met in {sources})" if sources else "") +
+           f", empty {index.empty:,}, contaminated {index.contaminated:,}")
+    yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
+    yield from (f"skipped: {entry['file']} ({entry['reason']})" for entry in index.skipped)
+
+
+def _progress(folder: Path) -> Iterator[str]:
+    """What is known of a source while it is being made, or after it was cut off."""
+    found = read_pieces(folder / "parts")
+    pieces = list(filter(None, found))
+    yield (f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {len(found):,} input files "
+           f"{sum(not piece.failed for piece in pieces)} are read; the same command goes on with it")
+    yield from (f"failed: {piece.input[0]} ({piece.failed})" for piece in pieces if piece.failed)

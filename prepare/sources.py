@@ -1,9 +1,4 @@
-"""Where documents come from: files of this machine, data sets of the Hugging Face Hub.
-
-An input file has name, bytes (as it lies on disk or on the server; None where nobody knows), stamp (changes with its content) and
-read(), which yields (texts, share of the file read): texts is (text,), or (prompt, response) of instructions. It yields the same
-at each call, and raises BadFile where the file cannot be read, whatever was tried.
-"""
+"""Where documents come from: files of this machine, data sets of the Hugging Face Hub."""
 
 import codecs
 import gzip
@@ -19,12 +14,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 
-from runtime.cli import UserError
+from runtime.cli import MachineError, UserError
 from runtime.tokenizer import clean
 
 FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet"), (".gz", ".xz", ".zst")
@@ -36,56 +31,66 @@ ROWS = 64                       # of parquet in memory at once: documents of a m
 BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte order mark) is no row
 TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)              # seconds before a question is asked again
-# Seconds before a file is opened again, while it comes no further: 18 minutes of silence cost no file. huggingface_hub's own
-# six tries add 23 s, to the first failure alone: the later ones fail when the file is opened, which it tries once.
-READ_WAITS = (1, 5, 25, 60, 120, 300, 600)
+READ_WAITS = (1, 5, 25, 60, 120, 300, 600)      # seconds before a block is: 18 minutes of silence cost no file
 BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
 HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
 
 
-class BadFile(Exception):
+class BadFile(MachineError):
     """An input file that cannot be read; the message says why. It is skipped, counted and listed."""
 
 
 @dataclass(frozen=True)
+class InputFile:
+    """One task's input."""
+    name: str
+    bytes: int | None       # as it lies on disk or on the server; None where nobody knows
+    stamp: str | int | None     # changes with its content
+    # Yields (texts, share of the file read), the same at each call: (text,), or (prompt, response). Raises BadFile: it cannot be
+    # read; UserError: another column is meant, or the Hub refuses.
+    read: Callable[[], Iterator[tuple[tuple[str, ...], float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Source:
-    """Input files, and what index.json says of them."""
-    name: str                       # of its folder
-    files: Callable[[], list]       # the input files in the order they are taken in; may ask a server
+    """A selection of one data set's files and rows."""
+    name: str | None = None         # of its folder
     dataset: str
-    revision: str
+    revision: str                   # a commit: a branch would change under a resume
     license: str
-    selection: dict = field(default_factory=dict)   # what is taken of each row, in JSON: column, filter
+    files: str | tuple[str, ...] = ()   # of the Hub: pattern of paths within the repository, or the paths themselves
+    local_files: tuple[InputFile, ...] = ()     # of this machine
+    column: str = "text"
+    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
+    grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
     tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
     may_age: bool = False           # whether shards of an older revision serve as well
     is_masked: bool = False         # whether its documents are prompts and responses, the responses alone to be learned
 
     def __post_init__(self):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
+        if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
             raise UserError(f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as "
                             f"name=mydata")
 
+    @property
+    def selection(self) -> dict:
+        """What is taken of each row, as index.json says it."""
+        if self.local_files:
+            return {"instruct": list(PAIR)} if self.is_masked else {}
+        return {"column": self.column, "files": self.files if isinstance(self.files, str) else list(self.files),
+                "keep": {column: list(values) for column, values in self.keep.items()}}
+
+    def list_files(self) -> list[InputFile]:
+        """The input files in the order in which they are taken in; asks the Hub for its own."""
+        found = list(self.local_files)
+        for path, size in () if found else _listing(self):
+            read = partial(read_file, partial(_opened, self, path, BLOCK), PurePath(path), f"{self.dataset}/{path}",
+                           (self.column,), self.keep, is_strict=False)
+            found.append(InputFile(path, size, self.revision, partial(_read_twice, read)))
+        return found
+
 
 # ---------------------------------------------------------------------------------------------------------- local files
-
-@dataclass(frozen=True)
-class LocalFile:
-    """An input file on this machine; `columns` names the text of .jsonl and .parquet."""
-    name: str
-    path: Path
-    bytes: int
-    columns: tuple[str, ...]    # one, or PAIR
-    stamp: int                  # time of its last change, in ns
-
-    def read(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Raises BadFile: it was cut short, or is malformed; UserError: another column is meant."""
-        try:
-            with open(self.path, "rb") as file:
-                for texts, _ in rows_of(file, self.path, str(self.path), self.columns):
-                    yield texts, file.tell() / max(1, self.bytes)
-        except OSError as error:
-            raise BadFile(f"{self.path} cannot be read ({error})") from error
-
 
 def local_source(name: str, words: list[str], columns: tuple[str, ...], license: str | None) -> Source:
     """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing or of another kind."""
@@ -100,12 +105,13 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
             raise UserError(f"{path}: its name must end in {', '.join(formats)}, where it is text optionally followed by "
                             f"{', '.join(PACKINGS)}")
         # Files of one name in several folders need their folders to be told apart.
-        known_as = path.name if alike[path.name] == 1 else str(path)
-        files.append(LocalFile(known_as, path.absolute(), path.stat().st_size, columns, path.stat().st_mtime_ns))
-    stats = [(file.path.name, file.bytes, file.stamp) for file in files]
-    dataset = f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}"
-    return Source(name, lambda: files, dataset, hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
-                  license or "not stated", {"instruct": list(columns)} if columns == PAIR else {}, is_masked=columns == PAIR)
+        known_as, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
+        read = partial(read_file, partial(open, path.absolute(), "rb"), path, str(path.absolute()), columns)
+        files.append(InputFile(known_as, stat.st_size, stat.st_mtime_ns, read))
+    stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
+    return Source(name=name, dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
+                  revision=hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], license=license or "not stated",
+                  local_files=tuple(files), is_masked=columns == PAIR)
 
 
 def _format(path: PurePath) -> str:
@@ -114,42 +120,44 @@ def _format(path: PurePath) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- readers
 
-def rows_of(file: io.BufferedIOBase, path: PurePath, where: str, columns: tuple[str, ...], keep: dict | None = None,
-            skip_rows: int = 0, is_strict: bool = True) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(texts of the columns, rows so far) of an open file in the format that `path` says, behind the first rows; a null is empty.
+def read_file(opened: Callable, path: PurePath, where: str, columns: tuple[str, ...], keep: dict | None = None,
+              is_strict: bool = True) -> Iterator[tuple[tuple[str, ...], float]]:
+    """InputFile.read of a file in the format that `path` says: the texts of the columns of each row, a null as an empty one.
 
     keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one alone.
-    Raises BadFile and UserError, which call the file `where`; OSError of the network or the disk."""
+    Its errors call the file `where`."""
     import pyarrow
     keep = keep or {}
     needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
     try:
-        for row, found in _numbered_rows(file, path, where, needed, skip_rows):
-            if row <= skip_rows or not all(_nested(found, name) in values for name, values in keep.items()):
-                continue
-            for column in columns:
-                if column not in found and (is_strict or row == 1):
-                    raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
-                        f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
-                if not isinstance(found.get(column), str | None):
-                    raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: "
-                                    f"set column=")
-            yield tuple(clean(found.get(column) or "") for column in columns), row
+        with opened() as file:
+            size = max(1, file.seek(0, os.SEEK_END))
+            file.seek(0)
+            for row, found in enumerate(_rows(file, path, where, needed), 1):
+                if not all(_nested(found, name) in values for name, values in keep.items()):
+                    continue
+                for column in columns:
+                    if column not in found and (is_strict or row == 1):
+                        raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
+                            f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
+                    if not isinstance(found.get(column), str | None):
+                        raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: "
+                                        f"set column=")
+                yield tuple(clean(found.get(column) or "") for column in columns), file.tell() / size
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
-        is_of_pyarrow = type(error) is OSError and error.errno is None
-        if isinstance(error, OSError) and not (is_of_pyarrow or isinstance(error, gzip.BadGzipFile)):
-            raise       # of the network or the disk
-        raise BadFile(f"{where} is damaged or was cut short ({_brief(error)}): fetch it again") from error
+        # Of the disk or the network; pyarrow and gzip have OSErrors for content.
+        is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
+        raise BadFile(f"{where} {'cannot be read' if is_unread else 'is damaged or was cut short'} ({_brief(error)}): fetch it "
+                      f"again") from error
 
 
-def _numbered_rows(file: io.BufferedIOBase, path: PurePath, where: str, columns: list[str],
-                   skip_rows: int) -> Iterator[tuple[int, dict]]:
+def _rows(file: io.BufferedIOBase, path: PurePath, where: str, columns: list[str]) -> Iterator[dict]:
     if path.suffix == ".parquet":
-        return _parquet_rows(file, columns, skip_rows)
+        return _parquet_rows(file, columns)
     stream = _unpacked(file, path)
     if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise UserError(f"{where} is UTF-16: save it as UTF-8")
-    return enumerate(_stretches(stream, columns[0]) if _format(path) == ".txt" else _json_rows(stream, where), 1)
+    return _stretches(stream, columns[0]) if _format(path) == ".txt" else _json_rows(stream, where)
 
 
 def _unpacked(file: io.BufferedIOBase, path: PurePath) -> io.BufferedIOBase:
@@ -175,23 +183,17 @@ def _json_rows(lines: Iterable[bytes], where: str) -> Iterator[dict]:
         yield found
 
 
-def _parquet_rows(file: io.BufferedIOBase, columns: list[str], skip_rows: int) -> Iterator[tuple[int, dict]]:
-    """From the row group on that holds the first row wanted; of a file that lacks one of the columns all columns.
+def _parquet_rows(file: io.BufferedIOBase, columns: list[str]) -> Iterator[dict]:
+    """Of a file that lacks one of the columns all columns.
 
     Not by the builder of `datasets`, which holds a row group in memory: 2.7 GB for one of 1 GB."""
     import pyarrow.parquet
     # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
     there = set(columns) <= set(table.schema_arrow.names)
-    row = 0
-    for group in range(table.num_row_groups):
-        if row + table.metadata.row_group(group).num_rows <= skip_rows:
-            row += table.metadata.row_group(group).num_rows
-            continue
-        for batch in table.iter_batches(ROWS, row_groups=[group], columns=columns if there else None):
-            values = zip(*map(_values, batch.columns), strict=True)
-            yield from enumerate((dict(zip(batch.schema.names, row_, strict=True)) for row_ in values), row + 1)
-            row += len(batch)
+    for batch in table.iter_batches(ROWS, columns=columns if there else None):
+        for values in zip(*map(_values, batch.columns), strict=True):
+            yield dict(zip(batch.schema.names, values, strict=True))
 
 
 def _values(column) -> list:
@@ -224,174 +226,139 @@ def _nested(record: dict, path: str):
 
 # -------------------------------------------------------------------------------------------------------------- the Hub
 
-@dataclass(frozen=True)
-class HubSource:
-    """A selection of one data set's files and rows, at one commit."""
-    dataset: str
-    revision: str                   # a commit: a branch would change under a resume
-    files: str | tuple[str, ...]    # pattern of paths within the repository, or the paths themselves
-    column: str                     # of the text
-    license: str
-    tokens: float | None            # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
-    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
-    grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
-
-
-@dataclass(frozen=True)
-class HubFile:
-    name: str               # its path within the repository
-    bytes: int | None
-    source: HubSource
-
-    @property
-    def stamp(self) -> str:
-        return self.source.revision
-
-    def read(self) -> Iterator[tuple[tuple[str], float]]:
-        """Raises BadFile where the file stays unreadable, UserError: no such column or data set, or no right to it."""
-        rows, failures = 0, 0
-        while True:
-            try:
-                with _opened(self.source, self.name, BLOCK) as file:
-                    for texts, row in rows_of(file, PurePath(self.name), f"{self.source.dataset}/{self.name}",
-                                              (self.source.column,), self.source.keep, rows, is_strict=False):
-                        rows, failures = row, 0
-                        yield texts, file.tell() / max(1, file.size)
-                return
-            except (*_faults(), BadFile) as error:
-                if refusal := _refused(error, self.source, is_reading=True):
-                    raise refusal from error
-                waits = READ_WAITS[:1] if isinstance(error, BadFile) else READ_WAITS    # the network may mend, the file hardly
-                if failures >= len(waits):
-                    raise BadFile(f"{_brief(error)}, after {rows:,} rows") from error
-                print(f"{self.name}: {_brief(error)} after {rows:,} rows; opened again in {waits[failures]} s", file=sys.stderr)
-                time.sleep(waits[failures])
-                failures += 1
-
-
-def hub_source(name: str, value: HubSource) -> Source:
-    """The source as the rest of the command knows it. The Hub is asked when its files() are, not before."""
-    selection = {"column": value.column, "files": value.files if isinstance(value.files, str) else list(value.files),
-                 "keep": {column: list(values) for column, values in value.keep.items()}}
-    return Source(name, lambda: [HubFile(path, size, value) for path, size in _listing(value)], value.dataset,
-                  value.revision, value.license, selection, value.tokens)
-
-
-def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> HubSource:
+def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> Source:
     """A data set that configs/sources.py does not name: its train split, or what the pattern `files` matches.
 
     The revision becomes the commit it means now. Raises UserError: no such data set, one with a script."""
+    from huggingface_hub import HfApi
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
         raise UserError(f"hf:{dataset}: the name must look like hf:OWNER/NAME")
-    value = HubSource(dataset, revision or "main", files or "", column, license or "", None)
-    info = _ask(lambda api: api.dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), value)
+    source = Source(dataset=dataset, revision=revision or "main", files=files or (), column=column, license=license or "")
+    info = _ask(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), source)
     licenses = [tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")]
-    value = replace(value, revision=info.sha, license=license or ", ".join(licenses) or "not stated")
-    return value if files else replace(value, files=_train_split(value))
+    source = replace(source, revision=info.sha, license=license or ", ".join(licenses) or "not stated")
+    return source if files else replace(source, files=_train_split(source))
 
 
-def _train_split(value: HubSource) -> tuple[str, ...]:
+def _train_split(source: Source) -> tuple[str, ...]:
     """The paths of the train split, as datasets itself finds it. Raises UserError."""
     import datasets
     datasets.disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
-    advice = "give files= a pattern, such as files=data/*.parquet"
+    paths, said = [], "it has no train split of its own"
     try:
-        builder = _ask(lambda api: datasets.load_dataset_builder(value.dataset, revision=value.revision), value)
+        builder = _ask(lambda: datasets.load_dataset_builder(source.dataset, revision=source.revision), source)
+        paths = [path.partition(f"@{source.revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{value.dataset}: {_brief(error)}: {advice}, or take revision=refs/convert/parquet") from error
-    paths = [path.partition(f"@{value.revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
+        said = _brief(error)
     if not paths or not all(paths):     # files of another repository have no path here
-        raise UserError(f"{value.dataset} has no train split of its own: {advice}")
+        raise UserError(f"{source.dataset}: {said}: give files= a pattern, such as files=data/*.parquet, or take "
+                        f"revision=refs/convert/parquet")
     return tuple(sorted(paths))
 
 
-def check(name: str, value: HubSource) -> Iterator[str]:
+def check(source: Source) -> Iterator[str]:
     """Lines about a source: data set, revision, licence, size, first record. Raises UserError where it is not as named,
     OSError where the Hub cannot be asked."""
-    yield f"{name}: {value.dataset}@{value.revision}, {value.license}"
-    files = hub_source(name, value).files()
+    yield f"{source.name}: {source.dataset}@{source.revision}, {source.license}"
+    files = source.list_files()
     yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
     texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
     if (first := next(filter(None, texts), None)) is None:
-        raise UserError(f"{name}: no row of {value.dataset} has {value.keep or 'any text'}: correct it in configs/sources.py")
+        raise UserError(f"{source.name}: no row of {source.dataset} has {source.keep or 'any text'}: correct configs/sources.py")
     yield f"  {first[:100]!r}"
 
 
-def _listing(value: HubSource) -> list[tuple[str, int]]:
+def _listing(source: Source) -> list[tuple[str, int]]:
     """Names and sizes of the files to read, in the order of a hash of their names: a prefix of the list, which is what a
     budget takes, is then a random sample, where the first names may be one crawl."""
     from fsspec.utils import glob_translate
-    from huggingface_hub.errors import EntryNotFoundError
-    patterns = (value.files,) if isinstance(value.files, str) else value.files
-    is_wanted = re.compile(glob_translate(value.files)).fullmatch if isinstance(value.files, str) else set(patterns).__contains__
-    # The folder that holds all matches: FineWeb-Edu has 2,410 files beside the 140 wanted.
-    folder = os.path.commonpath([re.split(r"[*?\[]", pattern)[0].rpartition("/")[0] for pattern in patterns])
+    from huggingface_hub import HfApi
+    is_pattern, api = isinstance(source.files, str), HfApi()
+    is_wanted = re.compile(glob_translate(source.files)).fullmatch if is_pattern else set(source.files).__contains__
 
-    def ask(api) -> list[tuple[str, int]]:
-        api.dataset_info(value.dataset, revision=value.revision, timeout=TIMEOUT_S)     # fails soon where the listing tries long
-        with suppress(EntryNotFoundError):      # no such folder
-            return [(entry.path, entry.size) for entry in api.list_repo_tree(
-                        value.dataset, folder or None, recursive=True, revision=value.revision, repo_type="dataset")
-                    if hasattr(entry, "size")]
-        return []
+    def ask() -> list[tuple[str, int]]:
+        api.dataset_info(source.dataset, revision=source.revision, timeout=TIMEOUT_S)   # fails soon where the listing tries long
+        entries = api.list_repo_tree(source.dataset, recursive=True, revision=source.revision, repo_type="dataset")
+        return [(entry.path, entry.size) for entry in entries if hasattr(entry, "size")]
 
-    there = _ask(ask, value)
-    found = sorted((path, size) for path, size in there if is_wanted(path))
+    there = _ask(ask, source)
+    found = sorted((path, size) for path, size in there if is_wanted(path) and path.endswith(HUB_FORMATS))
+    if source.grouped_by:
+        found = _of_group(source, found)
     if not found:
-        raise UserError(f"{value.dataset}@{value.revision} has no file {', '.join(patterns[:3])}: correct the pattern; there are "
+        raise UserError(f"{source.dataset}@{source.revision} has no file {source.files} that ends in {', '.join(HUB_FORMATS)}"
+                        f"{f' and holds {source.keep}' if source.keep else ''}: correct the pattern; there are "
                         f"{', '.join(path for path, _ in there[:5]) or 'none'}")
-    if odd := [path for path, _ in found if not path.endswith(HUB_FORMATS)]:
-        raise UserError(f"{value.dataset}@{value.revision}: {odd[0]} cannot be streamed; files= must match files that end in "
-                        f"{', '.join(HUB_FORMATS)}")
-    if value.grouped_by:
-        found = _of_group(value, found)
     return sorted(found, key=lambda file: hashlib.blake2b(file[0].encode(), digest_size=8).digest())
 
 
-def _of_group(value: HubSource, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
+def _of_group(source: Source, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
-    def first_value(path: str) -> str | None:
+    def first_value(file: tuple[str, int]) -> str | None:
         """The column `grouped_by` of the first record that has it, by a request for the file's first bytes."""
-        with _opened(value, path, HEAD_BYTES) as file:
-            rows = islice(_json_rows(_unpacked(file, PurePath(path)), path), HEAD_LINES)
-            return next(filter(None, (_nested(row, value.grouped_by) for row in rows)), None)
+        with _opened(source, file[0], HEAD_BYTES) as opened:
+            rows = islice(_json_rows(_unpacked(opened, PurePath(file[0])), file[0]), HEAD_LINES)
+            return next(filter(None, (_nested(row, source.grouped_by) for row in rows)), None)
 
     with ThreadPoolExecutor(8) as pool:
-        begins = list(pool.map(lambda file: _ask(lambda api: first_value(file[0]), value), found))
-    wanted = value.keep[value.grouped_by]
+        begins = list(pool.map(first_value, found))
+    wanted = source.keep[source.grouped_by]
     chosen = [file for file, *starts in zip(found, begins, [*begins[1:], None], strict=True) if {*starts} & {*wanted}]
-    if not chosen:
-        raise UserError(f"no file of {value.dataset}@{value.revision} begins with {', '.join(wanted)}; they begin with "
-                        f"{', '.join(sorted(map(str, set(begins))))}: correct configs/sources.py")
-    print(f"{value.dataset}: {len(chosen)} of {len(found)} files may hold {', '.join(wanted)}", file=sys.stderr)
+    print(f"{source.dataset}: {len(chosen)} of {len(found)} files may hold {', '.join(wanted)}", file=sys.stderr)
     return chosen
 
 
 # ------------------------------------------------------------------------------------------------- the Hub over a network
 
-def _opened(source: HubSource, path: str, block: int):
-    """A file of the data set, of which `block` bytes are asked for at a time."""
+def _read_twice(read: Callable) -> Iterator:
+    """read(), and where a file is damaged once more, which may be the transfer's fault, behind the rows that were read."""
+    rows = 0
+    try:
+        for found in read():
+            rows += 1
+            yield found
+    except BadFile as error:
+        print(f"{error}; after {rows:,} rows it is opened again", file=sys.stderr)
+        yield from islice(read(), rows, None)
+
+
+def _opened(source: Source, path: str, block: int):
+    """A file of the data set, of which `block` bytes are asked for at a time, and again where the network fails."""
     from huggingface_hub import HfFileSystem
     where = f"datasets/{source.dataset}@{source.revision}/{path}"
-    return HfFileSystem(skip_instance_cache=True).open(where, "rb", block_size=block)       # its size may have mended
+    # A new file system each time: the size it knows of a file may have mended.
+    file = _ask(lambda: HfFileSystem(skip_instance_cache=True).open(where, "rb", block_size=block), source, is_reading=True)
+    fetch = file.cache.fetcher      # huggingface_hub's own tries add 23 s to each of ours
+
+    def fetch_whole(start: int, end: int) -> bytes:
+        if len(data := fetch(start, end)) < end - start:
+            raise ConnectionError(f"{path} was cut short")
+        return data
+
+    file.cache.fetcher = lambda start, end: _ask(partial(fetch_whole, start, end), source, is_reading=True)
+    return file
 
 
-def _ask(question: Callable, source: HubSource):
-    """question(HfApi), asked again while the network fails. Raises UserError: a refusal; OSError: no answer."""
+def _ask(question: Callable, source: Source, is_reading: bool = False):
+    """question(), asked again while the network fails. Raises UserError: a refusal; ConnectionError: no answer.
+
+    is_reading: the data set was there before, so only the Hub's own word counts as a refusal. A 401 or 403 without it, or by the
+    servers that hold the large files, may come of a link that ran out or a server that is unwell."""
+    import httpx2
     from huggingface_hub import HfApi
     from huggingface_hub.utils import logging
     logging.set_verbosity_error()
-    waits = iter(ASK_WAITS)
+    waits = iter(READ_WAITS if is_reading else ASK_WAITS)
     while True:
         try:
-            return question(HfApi())
-        except _faults() as error:
-            if refusal := _refused(error, source):
+            return question()
+        except (OSError, httpx2.HTTPError) as error:
+            if refusal := _refused(error, source, is_reading):
                 raise refusal from error
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError) and not is_reading:
                 raise
             if (wait := next(waits, None)) is None:
                 raise ConnectionError(f"{HfApi().endpoint} gives no sound answer about {source.dataset} ({_brief(error)}): "
@@ -400,17 +367,8 @@ def _ask(question: Callable, source: HubSource):
             time.sleep(wait)
 
 
-def _faults() -> tuple[type[Exception], ...]:
-    """What the network, the Hub and a damaged file raise."""
-    import httpx2
-    return OSError, EOFError, zlib.error, httpx2.HTTPError
-
-
-def _refused(error: BaseException | None, source: HubSource, is_reading: bool = False) -> UserError | None:
-    """The sentence for an answer of the Hub that no second try will change; None for any other error.
-
-    is_reading: the data set was there before, so only the Hub's own word counts. A 401 or 403 without it, or by the servers
-    that hold the large files, may come of a link that ran out or a server that is unwell."""
+def _refused(error: BaseException | None, source: Source, is_reading: bool) -> UserError | None:
+    """The sentence for an answer of the Hub that no second try will change; None for any other error."""
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
     while error:
         if isinstance(error, HfHubHTTPError) and (not is_reading or "X-Error-Code" in error.response.headers) and (

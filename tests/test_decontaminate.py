@@ -48,8 +48,6 @@ def test_case_punctuation_and_white_space_of_any_script(tmp_path):
     assert 40 < compare(texts[:100], texts[100:] + copies, tmp_path) < 450
 
 
-# --------------------------------------------------------------------------------------------------------------- reading
-
 TEXTS = [LONG, LONG.replace("one", "uno"), LONG.replace("two", "due")]
 ROWS = [{"q": TEXTS[0], "choices": {"text": [TEXTS[1], "short"], "n": 3}}, {"q": TEXTS[2], "choices": None}]
 
@@ -74,7 +72,7 @@ def test_every_string_of_a_file_is_looked_for(tmp_path, name, capsys):
 
 
 @pytest.mark.parametrize("name, content, sentence", [
-    ("none.txt", None, "is no file"), ("a.csv", b"", "ends in .txt, .json, .jsonl"), ("a.txt", b"", "no text of 13 words"),
+    ("none.txt", None, "No such file"), ("a.csv", b"", "as .txt, .json, .jsonl"), ("a.txt", b"", "no text of 13 words"),
     ("a.txt", LONG[:-9].encode(), "no text of 13 words"), ("a.json", b'{"a": ', "cannot be read .*Expecting value"),
     ("a.jsonl", b'{"a": 1} {"b": 2}', "cannot be read .*Extra data"), ("a.json", b"[" * 200_000, "cannot be read"),
     ("a.parquet", b"PAR1 no", "cannot be read")])

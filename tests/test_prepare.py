@@ -1,7 +1,6 @@
 """prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input."""
 
 import gzip
-import io
 import json
 import os
 import random
@@ -19,12 +18,12 @@ import numpy as np
 import pyarrow
 import pytest
 
-from prepare import assemble, harvest, pipeline, sources
+from prepare import harvest, pipeline, sources
 from prepare_data import main
 from runtime import cli, shards
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT
-from tests.text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents
+from tests.text_files import DOCUMENTS, PACK, jsonl, parquet, some_documents
 
 
 def split_of(data: bytes, val_per_10k=2000):
@@ -53,6 +52,15 @@ def content(folder):
 def local(*files, out, **options):
     options = {"name": "mine", "tokenizer": "byte", "val_share": "0.2", "processes": 1, "out": out} | options
     return main(["local", *map(str, files), *(f"{key}={value}" for key, value in options.items())])
+
+
+def refused(capsys, *arguments):
+    """The sentence of a command that must fail with exit code 2."""
+    capsys.readouterr()
+    assert main([str(a) for a in arguments]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and said.strip()
+    return said
 
 
 def write(path, documents):
@@ -99,29 +107,6 @@ def test_all_formats_and_packings_give_the_same_shards(tmp_path):
             assert found(folder / "mine") == due(DOCUMENTS if data else DOCUMENTS[:12]), folder
 
 
-@pytest.mark.parametrize("name, data", [("a.parquet", parquet(DOCUMENTS)), ("a.jsonl.gz", gzip.compress(jsonl(DOCUMENTS)))])
-def test_reading_goes_on_behind_rows_that_were_read(name, data):
-    """After a connection that was lost; the parquet file has row groups of 7."""
-    for skip in 0, 5, 7, 20, 40:
-        rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path(name), name, ("text",), skip_rows=skip)
-        assert list(rows) == [((text,), row) for row, text in enumerate(DOCUMENTS, 1)][skip:]
-
-
-def test_parquets_text_that_is_not_utf8_is_read():
-    data = parquet(pyarrow.array([b"good", b"caf\xe9", None]).view(pyarrow.string()))
-    rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path("a.parquet"), "a.parquet", ("text",))
-    assert [texts[0] for texts, _ in rows] == ["good", "caf\ufffd", ""]
-
-
-def test_a_relative_path_is_read_from_any_folder(tmp_path, monkeypatch):
-    """Workers of a Ray cluster begin where it was started."""
-    write(tmp_path / "here/a.jsonl", DOCUMENTS)
-    monkeypatch.chdir(tmp_path / "here")
-    source = sources.local_source("mine", ["a.jsonl"], ("text",), None)
-    monkeypatch.chdir(tmp_path)
-    assert [texts[0] for texts, _ in source.files()[0].read()] == DOCUMENTS
-
-
 def test_odd_text(tmp_path, monkeypatch, capsys):
     """Half characters, nulls, blank lines, byte order marks, bytes that are not UTF-8; a long .txt is cut at blank lines."""
     rows = b'\xef\xbb\xbf{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude42"}\n{"text": null}\n'
@@ -129,6 +114,10 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
     assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
     assert "copies 0, empty 2" in capsys.readouterr().out
     assert found(tmp_path / "mine") == due(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
+    bytes_ = pyarrow.array([b"good", b"caf\xe9", None, *map(str.encode, DOCUMENTS)])
+    (tmp_path / "c.parquet").write_bytes(parquet(bytes_.view(pyarrow.string())))
+    assert local(tmp_path / "c.parquet", out=tmp_path / "other") == 0
+    assert found(tmp_path / "other/mine") == due(["good", "caf\ufffd", *DOCUMENTS])
     monkeypatch.setattr(sources, "TXT_CHARS", 100)
     paragraphs = [f"line {n}\n" * 20 + "\n" for n in range(20)]
     (tmp_path / "b.txt").write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
@@ -139,7 +128,7 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
 def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(assemble, "BLOCK", 70)
+    monkeypatch.setattr(pipeline, "BLOCK", 70)
     assert local(file, out=tmp_path / "cut") == 0
     assert found(tmp_path / "cut/mine") == due(DOCUMENTS)
     for split in shards.read_index(tmp_path / "cut/mine").splits.values():
@@ -158,7 +147,7 @@ def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys
 
 
 def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(assemble, "SORTED_AT_ONCE", 9)      # the hashes are taken in ranges
+    monkeypatch.setattr(pipeline, "SORTED_AT_ONCE", 9)      # the hashes are taken in ranges
     texts = {"one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
     for name, documents in texts.items():
         halves = [write(tmp_path / name / f"{i}.jsonl", documents[i * 15:(i + 1) * 15]) for i in range(2)]
@@ -169,9 +158,8 @@ def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_pa
     assert found(tmp_path / "data/one") == due(texts["one"]) and found(tmp_path / "data/two") == due(DOCUMENTS[25:])
     hashes = np.load(tmp_path / "data/one/hashes.npy")
     assert len(hashes) == 25 and (hashes[1:] > hashes[:-1]).all()
-    said = refused(capsys, "local", write(tmp_path / "b.jsonl", DOCUMENTS[:9]), "name=four", "tokenizer=byte", "val_share=0.2",
-                   "processes=1", f"out={tmp_path / 'data'}")
-    assert "left out are copies {'one': 9}" in said
+    assert local(write(tmp_path / "b.jsonl", DOCUMENTS[:9]), out=tmp_path / "data", name="four") == 2
+    assert "left out are copies {'one': 9}" in capsys.readouterr().err
     assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="five", tokenizer="gpt2") == 0, "other ids are no copies"
     (tmp_path / "data/five/val_00000.bin").write_bytes(b"")
     capsys.readouterr()
@@ -197,8 +185,8 @@ def test_a_budget_counts_training_tokens(tmp_path, capsys):
         assert (index.is_whole, index.budget) == (False, budget) and (budget > 300 or index.files == ["0.jsonl"])
     capsys.readouterr()
     assert local(*files, out=out, tokens=900) == 0 and "is complete" in capsys.readouterr().out     # it holds as many
-    again = ["local", *files, "name=mine", "tokenizer=byte", "val_share=0.2", f"out={out}"]
-    assert "training tokens, fewer than are asked for" in refused(capsys, *again, "tokens=9000")
+    assert local(*files, out=out, tokens=9000) == 2
+    assert "training tokens, fewer than are asked for" in capsys.readouterr().err
     files[0].write_bytes(files[0].read_bytes() + b"no json")
     assert local(*files, out=tmp_path / "early", tokens=300) == 0, "nothing is read behind what fills the budget"
     write(files[0], DOCUMENTS[:10])
@@ -239,9 +227,9 @@ def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path,
 
 CHILD = """
 import hashlib, os, sys, time
-from prepare import assemble, pipeline
+from prepare import pipeline
 from runtime import shards
-pipeline.TELL_S, shards.SHARD_TOKENS, assemble.BLOCK = 0.01, 20_000, 30_000
+pipeline.TELL_S, shards.SHARD_TOKENS, pipeline.BLOCK = 0.01, 20_000, 30_000
 if "SLOW" in os.environ:
     pipeline.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
 """
@@ -272,8 +260,8 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
 
 
-def finish(command):
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+def finish(command, cwd=ROOT):
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -326,18 +314,14 @@ if __name__ == '__main__':
 """
 
 
-def changes(big, out, tmp_path, at, kind):
-    (tmp_path / "fault.py").write_text(CHILD + FAULT)
-    words = [str(word) for word in big.command(out)[2:]]
-    return subprocess.run([sys.executable, tmp_path / "fault.py", str(at), kind, str(out), *words], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("kind", ["kill", "full"])
 def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind):
     """At moments among the pieces and the shards; a full disk is a sentence, and the same command goes on."""
+    (tmp_path / "fault.py").write_text(CHILD + FAULT)
+    words = [sys.executable, tmp_path / "fault.py", "AT", kind, tmp_path / "out", *big.command(tmp_path / "out")[2:]]
     for at in 30, 25, 20, 45:
-        done = changes(big, tmp_path / "out", tmp_path, at, kind)
+        words[2] = str(at)
+        done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
         assert done.returncode == (-signal.SIGKILL if kind == "kill" else 1), done.stderr
         assert kind == "kill" or ("No space left" in done.stderr and "the same command goes on" in done.stderr)
         assert "Traceback" not in done.stderr
@@ -358,11 +342,11 @@ def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_pa
         os.kill(workers[0] if victim else run.pid, signal.SIGKILL)
         assert run.wait(60) == (1 if victim else -signal.SIGKILL)
         for _ in range(500):
-            if not any(os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers):
+            if not (alive := [pid for pid in workers if os.path.exists(f"/proc/{pid}/cmdline") and
+                              Path(f"/proc/{pid}/cmdline").read_bytes()]):
                 break
             time.sleep(0.02)
-        else:
-            raise AssertionError("a worker outlives its parent")
+        assert not alive
         said = run.communicate()[1]
         assert not victim or "killed, mostly for want of memory" in said and "the same command goes on" in said
     finish(big.command(out, 2))
@@ -406,11 +390,11 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("no json")
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
     assert local(*files, out=tmp_path / "data") == 1
-    assert local(files[1], out=tmp_path / "other") == 1
+    two = write(tmp_path / "c.jsonl", DOCUMENTS + [""] * 9)
+    two.write_bytes(two.read_bytes() + b"no json")
+    assert local(files[1], two, out=tmp_path / "other") == 1
     assert local(files[0], out=tmp_path / "other") == 0, "nothing was made before"
-    common = ["name=mine", "val_share=0.2", "processes=1", f"out={tmp_path / 'data'}"]
-    assert "is of tokenizer='byte', not 'gpt2'" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
-    assert "is of dataset=" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
+    assert local(files[0], out=tmp_path / "data") == 2 and "is of dataset=" in capsys.readouterr().err
     write(files[1], DOCUMENTS[20:])
     (tmp_path / "data/mine/parts/00000.bin").write_bytes(b"")
     assert local(*files, out=tmp_path / "data") == 1 and "is shorter than what was written" in capsys.readouterr().err
@@ -418,8 +402,6 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     assert local(*files, out=tmp_path / "data") == 0 and "a.jsonl changed or could not be read" in capsys.readouterr().err
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
 
-
-# ---------------------------------------------------------------------------------------------------------------- again
 
 def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
@@ -447,7 +429,7 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
 
 def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
-    monkeypatch.setattr(assemble, "BLOCK", 1_000_000)
+    monkeypatch.setattr(pipeline, "BLOCK", 1_000_000)
     rng = random.Random(0)
     with open(tmp_path / "a.jsonl", "w") as file:
         for _ in range(400):
@@ -463,6 +445,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
 SBATCH = """#!/bin/bash
 for last; do :; done
 grep -q partition=cpu$ "$last" || exit 1
+cd /
 cp "$last" "$STUB/job_$(ls $STUB | wc -l)"
 echo "$@" >> $STUB.arguments
 array=$(sed -n 's/#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' $last)
@@ -474,7 +457,7 @@ echo "Submitted batch job 7"
 
 
 def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, monkeypatch):
-    """sbatch is a stub that runs each task of an array at once, by datatrove's own script."""
+    """sbatch is a stub that runs each task of an array at once, by datatrove's own script and in another folder than ours."""
     commands = {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho node1\n", "srun": "#!/bin/bash\nshift 3\nexec \"$@\"\n",
                 "launch_pickled_pipeline": f"#!/bin/bash\n{sys.executable} -m datatrove.tools.launch_pickled_pipeline $@\n"}
     (tmp_path / "bin").mkdir()
@@ -484,20 +467,21 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("STUB", str(tmp_path / "stub"))
-    files = big.files[:1] + big.files[2:]
-    words = ["local", *map(str, files), "name=mine", "tokenizer=byte", "val_share=0.1", f"out={tmp_path / 'out'}"]
-    assert local(*files, out=tmp_path / "calm", val_share=0.1) == 0
-    command = [sys.executable, "prepare_data.py", *words, "on=slurm", "partition=cpu"]
-    dry = subprocess.run([*command, "--dry-run"], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
+    monkeypatch.chdir(tmp_path)
+    files = [os.path.relpath(file) for file in (big.files[0], big.files[2])]
+    assert local(*files, out="calm", val_share=0.1) == 0
+    command = [sys.executable, ROOT / "prepare_data.py", "local", *files, "name=mine", "tokenizer=byte", "val_share=0.1",
+               "out=out", "on=slurm", "partition=cpu"]
+    dry = subprocess.run([*command, "--dry-run"], env=environment(), capture_output=True, text=True, check=True).stdout
     assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list((tmp_path / "stub").iterdir())
-    wrong = subprocess.run([*command[:-1], "partition=cpux"], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    wrong = subprocess.run([*command[:-1], "partition=cpux"], env=environment(), capture_output=True, text=True)
     assert wrong.returncode == 2 and "sbatch refused" in wrong.stderr and "Traceback" not in wrong.stderr
-    finish(command)
+    finish(command, tmp_path)
     said = (tmp_path / "stub.log").read_text()
     assert "--dependency=afterany:7" in (tmp_path / "stub.arguments").read_text().splitlines()[1], said
     made = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
     assert made == content(tmp_path / "calm"), said
-    finish(command)
+    finish(command, tmp_path)
     assert len((tmp_path / "stub.arguments").read_text().splitlines()) == 2, "nothing is submitted where all is complete"
 
 
@@ -505,7 +489,6 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
 
 @pytest.mark.parametrize("arguments, expected", [
     (["local", "nowhere.txt", "name=mine"], "nowhere.txt is no file"),
-    (["local", ".", "name=mine"], ". is no file: name the files themselves"),
     (["local", "name=mine"], "no file is named"),
     (["local", "../a.jsonl", "name=../up"], "name='../up' must be one folder name"),
     (["local", "x.txt", "nmae=mine"], "there is no key 'nmae'; did you mean 'name'"),
@@ -513,8 +496,6 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     (["demo", "val_share=0.9"], "val_share=0.9 must be"),
     (["tokens=31e9"], "tokens=31e9 does not say what to prepare: name a source"),
     (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
-    (["local", "x.txt", "name=mine", "on=slrum"], "on='slrum'"),
-    (["local", "x.txt", "name=mine", "decontaminate=nowhere.jsonl"], "nowhere.jsonl"),
     (["local", "../a.jsonl", "name=mine", "out=../a.jsonl"], "a.jsonl/mine: Not a directory"),
     (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
     (["local", "../a.jsonl", "name=mine", "on=slurm"], "needs partition="),
@@ -534,16 +515,17 @@ PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
 @pytest.mark.parametrize("name, data, expected", [
     ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"), ("a.jsonl", b'{"body": "x"}', "only body: set column= to one of them"),
     ("a.jsonl", b'{"text": 3}', "'text' holds int, not text"), ("a.txt", b"\xff\xfea\x00", "is UTF-16: save it as UTF-8"),
-    ("a.parquet", parquet([1, 2]), "'text' holds int, not text"), ("a.txt", b" \n", "left out are copies 0, empty 1"),
+    ("a.parquet", parquet([1, 2]), "'text' holds int, not text"), ("a.txt", b" \n", "left out are copies 0, empty 2"),
     ("a.parquet", parquet(["x"], "body"), "only id, body: set column= to one"), ("a.txt", b"one", "no documents for val;"),
     ("chat.jsonl", PAIR_LINES + b'{"instruction": "a", "output": "b"}', ":41 has no column 'prompt', only instruction, output"),
     ("chat.jsonl", PAIR_LINES + b'{"prompt": ["a"], "response": "b"}', ":41: column 'prompt' holds list, not text"),
     ("chat.jsonl", PAIR_LINES + b"no json", ":41 is no line of JSON")])
 def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, capsys, name, data, expected):
-    (tmp_path / name).write_bytes(data)
-    for processes in 1, 2:
-        instruct = "true" if name == "chat.jsonl" else "false"
-        assert local(tmp_path / name, out=tmp_path / "out", instruct=instruct, processes=processes) in (1, 2)
-        said = capsys.readouterr().err
-        assert expected in said and (name in said or "mine" in said) and "Traceback" not in said
-        assert not list(tmp_path.rglob("index.json"))
+    """Also from a worker process."""
+    is_chat, files = name == "chat.jsonl", [tmp_path / name, tmp_path / f"more_{name}"]
+    for file in files:
+        file.write_bytes(data)
+    assert local(*files, out=tmp_path / "out", instruct=str(is_chat).lower(), processes=2 if is_chat else 1) in (1, 2)
+    said = capsys.readouterr().err
+    assert expected in said and (name in said or "mine" in said) and "Traceback" not in said
+    assert not list(tmp_path.rglob("index.json"))

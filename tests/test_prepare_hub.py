@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,21 +15,49 @@ from prepare import sources
 from prepare_data import main
 from runtime import shards
 from tests.conftest import ROOT
-from tests.hub_server import HubServer, make_hub, point_at, write_repository
+from tests.hub_server import HubServer, write_repository
 from tests.test_prepare import content, environment
 
 ASKED = ["fineweb_edu", "python", "c", "arxiv"]
 ARXIV, BAD = SOURCES["arxiv"].dataset, "arxiv-papers-0001.json.gz"
-# The budget holds all there is here; what the real sources hold would not go on this disk.
+WORDS = ["the", "of", "energy", "matrix", "naïve", "Größe", "東京", "данные", "theorem", "🙂", "function", "return", "print"]
 OPTIONS = {"tokens": "10e6", "tokenizer": "byte", "val_share": 0.2, "processes": 1}
+
+
+def make_hub(folder, documents=60):
+    """Writes the repositories of configs/sources.py as they lie on the Hub, `documents` rows a file, and returns what lies in
+    them: repository -> file -> rows. There are copies within and across the sources, empty documents, odd Unicode."""
+    rng, hub, said = random.Random(3), {}, ["", " \n\t"]
+
+    def text():
+        if rng.random() < 1 / 7:
+            return rng.choice(said)
+        said.append(" ".join(rng.choices(WORDS, k=rng.randint(5, 300))) + rng.choice(
+            ["", "\n", "\r\n", "<|endoftext|>", "\0", "\u2028", "\x85 end"]))
+        return said[-1]
+
+    web, stack, arxiv = (SOURCES[name].dataset for name in ("fineweb_edu", "python", "arxiv"))
+    hub[web] = {f"sample/100BT/{name}.parquet": [{"text": text(), "id": f"<urn:{name}:{n}>"} for n in range(documents)]
+                for name in ("000_00000", "000_00001", "001_00000", "001_00001")}
+    hub[web]["sample/10BT/000_00000.parquet"] = [{"text": "of another sample", "id": "x"}]
+    # As there: grouped by language, and a language may begin in mid-file. JSON, unlike parquet, can say half a character.
+    runs = [("Markdown", 1), ("C", 1.5), ("HTML", 0.5), ("Python", 1.5), ("TypeScript", 0.5), ("Zig", 1)]
+    rows = [{"text": text() + ("\ud83d cut in half" if n % 20 == 7 else ""), "score": 3.2, "created": None,
+             "metadata": {"language": language, "gha_language": rng.choice(["C", "Python", None])}}
+            for language, files in runs for n in range(int(files * documents))]
+    hub[stack] = {f"stack-edu-{i:04d}.json.gz": rows[i * documents:(i + 1) * documents] for i in range(len(rows) // documents)}
+    hub[arxiv] = {f"arxiv-papers-{i:04d}.json.gz": [{"id": f"{i}.{n}", "text": text()} for n in range(documents // 2)]
+                  for i in range(3)}
+    for repo, files in hub.items():
+        write_repository(folder, repo, files, revision=next(s.revision for s in SOURCES.values() if s.dataset == repo))
+    return hub
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
-    known = make_hub(folder)
     with HubServer(folder) as server:
-        server.known = known
+        server.known = make_hub(folder)
         yield server
 
 
@@ -39,15 +66,18 @@ def here(hub, tmp_path, monkeypatch):
     """Small shards; all tries, none of the pauses between them; nothing that an earlier server said."""
     import datasets
     import huggingface_hub.utils._http as http
+    from huggingface_hub import constants
     monkeypatch.setattr(shards, "SHARD_TOKENS", 20_000)
     monkeypatch.setattr(sources, "READ_WAITS", (0.1,) * 4)
     monkeypatch.setattr(sources, "ASK_WAITS", (0.1, 0.1))
     monkeypatch.setattr(http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda s: None}))
-    point_at(hub.url, monkeypatch)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     yield
-    hub.heal()
+    hub.faults.clear()
 
 
 def words(out, *names, **options):
@@ -56,17 +86,13 @@ def words(out, *names, **options):
 
 @pytest.fixture(scope="module")
 def calm(hub, tmp_path_factory):
-    """By the command as a user starts it, with small shards."""
+    """What the command makes as a user starts it, in two processes, with small shards."""
     base = tmp_path_factory.mktemp("calm")
     code = "import sys, prepare_data, runtime.shards as s; s.SHARD_TOKENS = 20_000; sys.exit(prepare_data.main(sys.argv[1:]))"
     env = environment(HF_ENDPOINT=hub.url, HF_HOME=str(base / "home"), HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="127.0.0.1")
-    found = SimpleNamespace(out=base / "out", start=lambda out, **options: subprocess.Popen(
-        [sys.executable, "-c", code, *words(out, **options)], cwd=ROOT, env=env, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True))
-    run = found.start(found.out)
-    said = run.communicate()[1]
-    assert run.returncode == 0, said
-    return found
+    done = subprocess.run([sys.executable, "-c", code, *words(base / "out", processes=2)], cwd=ROOT, env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return base / "out"
 
 
 def documents(folder):
@@ -82,46 +108,32 @@ def test_the_mixture_is_what_the_files_hold(hub, calm):
     seen = set()
     for name in ASKED:
         source = SOURCES[name]
-        found = documents(calm.out / name)
+        found = documents(calm / name)
         rows = [row for file, rows in hub.known[source.dataset].items() for row in rows if "10BT" not in file]
         language = {"python": "Python", "c": "C"}.get(name)
         texts = [row["text"] for row in rows if language is None or row["metadata"]["language"] == language]
         wanted = {text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts if text.strip()}
         assert set(found) == wanted - seen and len(found) == len(set(found))
         seen |= wanted
-        index = json.loads((calm.out / name / "index.json").read_text())
+        index = json.loads((calm / name / "index.json").read_text())
         assert index["license"] and index["revision"] == source.revision and index["is_whole"]
         if language:        # the files that hold none of it are not read
             first = 2 if name == "python" else 0
             assert sorted(index["files"]) == [f"stack-edu-{n:04d}.json.gz" for n in range(first, first + 3)]
 
 
-@pytest.mark.parametrize("kind, times, after", [("drop", 2, 2_000), ("503", 1, 0), ("429", 1, 0), ("short", 1, 3_000)])
+@pytest.mark.parametrize("kind, times, after", [("drop", 8, 2_000), ("503", 8, 0), ("403", 1, 0), ("short", 3, 3_000)])
 def test_a_network_that_stumbles_costs_time_alone(hub, calm, tmp_path, kind, times, after):
+    """huggingface_hub itself asks six times. A 403 without the Hub's own code is no refusal."""
     for name in "fineweb_edu", "python":
         folder = hub.folder / SOURCES[name].dataset
         for path in sorted(folder.rglob("*.parquet" if name == "fineweb_edu" else "*3.json.gz"))[:2]:
             hub.fault(f"{SOURCES[name].dataset}/{path.relative_to(folder)}", kind, times, after)
     assert main(words(tmp_path, "fineweb_edu", "python")) == 0
     for name in "fineweb_edu", "python":
-        made, wanted = content(tmp_path / name), content(calm.out / name)
+        made, wanted = content(tmp_path / name), content(calm / name)
         index, calm_index = (json.loads(files.pop("index.json")) for files in (made, wanted))
         assert made == wanted and index["duplicates"] == calm_index["duplicates"], "no row was read twice"
-
-
-def test_kills_while_it_streams(calm, tmp_path):
-    rng, out, killed = random.Random(3), tmp_path / "out", 0
-    for _ in range(3):
-        run = calm.start(out, processes=rng.choice((1, 2)))
-        while run.poll() is None and not list(out.glob("*/parts/*.bin")):
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 1))
-        run.kill()
-        run.communicate()
-        killed += run.returncode == -signal.SIGKILL
-    run = calm.start(out)
-    said = run.communicate()[1]
-    assert run.returncode == 0 and content(out) == content(calm.out) and killed > 1, said
 
 
 @pytest.mark.parametrize("kind", ["truncate", "corrupt"])
@@ -131,10 +143,12 @@ def test_a_file_that_cannot_be_read_is_listed_and_tried_again(hub, tmp_path, cap
     assert main(words(out, "arxiv")) == 1
     said = capsys.readouterr().err
     assert "1 of 3 input files could not be read" in said and f"leave them out:\n  {BAD}: " in said
-    assert said.count("opened again in") == 1, "a damaged file, unlike the network, is tried twice"
-    hub.heal()
+    assert said.count("it is opened again") == 1, "a damaged file, unlike the network, is tried twice"
+    hub.faults.clear()
     assert main(words(out, "arxiv")) == main(words(tmp_path / "calm", "arxiv")) == 0
-    assert content(out) == content(tmp_path / "calm")
+    hub.fault(f"{ARXIV}/{BAD}", "corrupt", 1, 3_500)
+    assert main(words(tmp_path / "once", "arxiv")) == 0 and "after 0 rows" not in capsys.readouterr().err
+    assert content(out) == content(tmp_path / "once") == content(tmp_path / "calm")
 
 
 @pytest.mark.parametrize("kind", ["moved", "gated", "forbidden"])
@@ -166,9 +180,8 @@ def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
     assert (index["license"], index["empty"], len(index["files"]), len(index["revision"])) == ("mit", 1, 2, 40)
     for more, sentence in (({"column": "nope", "files": f"train-*{form}"}, "only body, more: set column="),
                            ({"column": "more", "files": f"train-*{form}"}, "not text"),
-                           ({"files": "data/*.csv"}, "has no file data/*.csv"), ({"files": "*.md"}, "cannot be streamed"),
+                           ({"files": "data/*.csv"}, "has no file data/*.csv"), ({"files": "*.md"}, "has no file *.md that"),
                            ({"revision": "nope"}, "RevisionNotFound")):
-        capsys.readouterr()
         assert main(words(tmp_path / "other", "hf:own/Set", **more)) == 2
         said = capsys.readouterr().err
         assert sentence in said and "Traceback" not in said, said
@@ -184,7 +197,7 @@ def test_the_train_split_is_found_and_a_resume_stays_at_the_commit_that_was_begu
     pinned.write_text(old)
     hub.fault("own/Pushed/data/train-1.jsonl", "truncate", None, 2_000)
     assert main(words(tmp_path, "hf:own/Pushed", name="x")) == 1
-    hub.heal()
+    hub.faults.clear()
     pinned.write_text("b" * 40)
     assert main(words(tmp_path, "hf:own/Pushed", name="x")) == 2, "the server has forgotten the old commit"
     assert f"own/Pushed@{old}" in capsys.readouterr().err

@@ -33,18 +33,6 @@ def parquet(documents, column="text"):
     return file.getvalue()
 
 
-def refused(capsys, *arguments):
-    """The sentence of a command that must fail with exit code 2."""
-    # Imported here: most tests of the rooms do not need the command.
-    import prepare_data
-
-    capsys.readouterr()
-    assert prepare_data.main([str(a) for a in arguments]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said and said.strip()
-    return said
-
-
 # Each text begins with <|begin|>, as Llama's rules have it.
 BEGINS = {"type": "TemplateProcessing",
           "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
