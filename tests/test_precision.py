@@ -79,6 +79,13 @@ def test_branches_of_one_trunk_count_once_and_the_console_gets_forty_lines(tmp_p
     assert row(output, "tensorwise", "recipe")[3] == "6 of 24" and "own" in result["laws"]
     assert (result["null"]["pooled"]["runs"], result["null"]["pooled"]["dof"]) == (24, 3)   # two seeds at each of three sizes
     assert all(one["bf16"]["n"] == 2 for one in result["sizes"]) and len(result["sizes"]) == 12
+    trunks = {}
+    for pair in result["pairs"]:
+        logs = trunks.setdefault(re.sub(r"_d\d+$", "", pair["fp8"]), [])
+        logs.append(100 * math.log1p(pair["gap_bf16"]["percent"] / 100))
+    theirs = ttest_1samp([np.mean(own) for own in trunks.values()], 0).confidence_interval()
+    found = result["common"]["tensorwise"]["bf16"]
+    assert (found["low"], found["high"]) == pytest.approx((theirs.low, theirs.high))
     short = asked(capsys, precision.main, tmp_path)
     assert output.count("\n") > 55 and output.count("WARNING: unpaired alone") == 12 and short.count("\n") <= 40
     assert "tensorwise" in short.splitlines()[2] and "more in precision.json" in short and "more tables: --all" in short
@@ -123,6 +130,8 @@ def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys):
     cost = next(one for one in result["sizes"][0]["costs"] if one["law"] == "Epoch")
     r = EPOCH.extra_tokens(0.007, 30e9)
     assert cost["extra_tokens"] == pytest.approx(r) and cost["speedup"] == pytest.approx(1 / r)     # equal throughput
+    half = student.ppf(0.975, 2) * 0.003 / math.sqrt(3) / EPOCH.slope(30e9)
+    assert np.log(cost["speedup_ci95"]) == pytest.approx([-math.log(r) - half, -math.log(r) + half], rel=1e-5)
 
 
 def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_path, capsys):
