@@ -48,7 +48,7 @@ from tqdm import tqdm
 from eval import tasks
 from eval.sample import Recipe, load_for_inference, pick_device
 from runtime import fp8
-from runtime.checkpoint import gather
+from runtime.checkpoint import gather, together
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error, write_atomically
@@ -108,8 +108,7 @@ class FetchOptions:
 def score(options: Options, world: World) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
-    The ranks of a `world` share the work, each returns the record, and the first writes. A UserError or OSError of any rank is
-    raised on all.
+    The ranks of a `world` share the work, each returns the record, and the first writes. What one rank raises is raised on all.
     """
     start, names = time.perf_counter(), options.task_names
     if options.public is None:
@@ -190,21 +189,10 @@ def join() -> World:
 
 
 def _together(world: World, work: Callable):
-    """work()'s result; where it fails on any rank, all raise the same: a UserError for a mistake of the user's, else an
-    OSError, which names the rank and says what it met."""
-    if world.size == 1:
-        return work()
-    result = error = None
-    try:
-        result = work()
-    except Exception as met:    # whatever it is, the others must not wait for this rank for ever
-        error = met
-    told = gather(error and (isinstance(error, UserError), str(error) or type(error).__name__), world)
-    for rank, other in enumerate(told):
-        if other:
-            is_mistake, sentence = other
-            raise (UserError if is_mistake else OSError)(("" if all(told) else f"rank {rank}: ") + sentence) from error
-    return result
+    """work()'s result on this rank, which may be a model: it does not travel. What it raises on one rank is raised on all."""
+    done: list = []
+    together(lambda: done.append(work()), world)
+    return done[0]
 
 
 def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:

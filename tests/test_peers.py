@@ -200,18 +200,15 @@ def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path):
     assert peers.check("nanochat", folder).startswith("nanochat at v7;")
 
 
-@pytest.mark.parametrize("ours, size, theirs", [
-    ("ours_d12", "125m", "nanochat_d12"), ("ours_d26", "1p5b", "nanochat_d26"), ("ours_toy", "toy", "nanogpt_toy")])
-def test_our_model_at_their_dimensions_does_the_same_work(ours, size, theirs):
-    (_, their), config = BESIDE[size][theirs], GPTConfig(**OURS[ours], n_ctx=1024)
-    assert all(getattr(config, key) == their[key] for key in ("n_layer", "n_head", "n_embd"))
-    with torch.device("meta"):
-        counts = GPT(config).counts()
-    C, L, V = their["n_embd"], their["n_layer"], their.get("vocab_size", 32768)
-    assert counts["flops_per_token"] == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
-
-
-def test_the_groups_hold_ours_beside_theirs():
+def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
+    for ours, size, theirs in (("ours_d12", "125m", "nanochat_d12"), ("ours_d26", "1p5b", "nanochat_d26"),
+                               ("ours_toy", "toy", "nanogpt_toy")):
+        (_, their), config = BESIDE[size][theirs], GPTConfig(**OURS[ours], n_ctx=1024)
+        assert all(getattr(config, key) == their[key] for key in ("n_layer", "n_head", "n_embd"))
+        with torch.device("meta"):
+            counts = GPT(config).counts()
+        C, L, V = their["n_embd"], their["n_layer"], their.get("vocab_size", 32768)
+        assert counts["flops_per_token"] == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
     folders = dict.fromkeys(FILES, "/x")
     for group in (*groups_of("h100", folders), *groups_of("toy", folders)):
         assert group[0].label == "bf16" and len(group) > 1 and config_of(group[0]).fp8.recipe == "off"
