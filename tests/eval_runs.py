@@ -209,4 +209,3 @@ def read_llama(folder):
     for p in model.parameters():
         p.data = p.data.clone()
     return model
-

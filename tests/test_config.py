@@ -8,12 +8,14 @@ import re
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, Literal
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 import train
 from runtime import config as room
-from runtime.cli import UserError, read_options
+from runtime.cli import UserError, command, read_options
 from runtime.config import apply_overrides, config_from_dict, known_keys, load_config, read_config
 from runtime.log import digest, pair_id
 from runtime.run import lineage
@@ -211,6 +213,12 @@ def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys, lin
     monkeypatch.chdir(tmp_path)
     assert train.main(line) == 2 and capsys.readouterr().err.startswith("train.py: ")
     assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "__pycache__"}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\n"), RuntimeError("CPU: can't allocate memory")])
+def test_a_full_memory_needs_no_traceback(capsys, error):
+    assert command("", Options, ["out/x"], Mock(side_effect=error)) == 1
+    assert (said := capsys.readouterr().err).startswith("the memory is full (C") and said.count("\n") == 1
 
 
 def test_no_value_of_any_key_is_a_traceback_and_no_number_but_the_seed_is_negative(tiny):

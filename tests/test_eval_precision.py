@@ -110,13 +110,10 @@ def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
     assert torch.equal(plain(torch.arange(20)[None]), cast_at_use(torch.arange(20)[None]))
 
 
-def record_of(run):
-    return read_json(run / "eval" / "precision.json")
-
-
 def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, capsys):
     call(precision, runs / "fp8", "recipes=tensorwise,rowwise")
-    out, record, summary = capsys.readouterr().out, record_of(runs / "fp8"), read_json(runs / "fp8" / "summary.json")
+    out = capsys.readouterr().out
+    record, summary = (read_json(runs / "fp8" / name) for name in ("eval/precision.json", "summary.json"))
     tensorwise = record["fp8"]["tensorwise"]
     assert record["bf16"]["loss"] == summary["loss_bf16"] and record["bf16"]["loss_se"] == summary["loss_bf16_se_seq"]
     assert tensorwise["loss"] == summary["loss_as_trained"] != summary["loss_bf16"]
@@ -135,7 +132,7 @@ def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, cap
 def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
     recipes = ["tensorwise", "cscale", "mxfp8", "auto"]
     call(precision, runs / "bf16", f"recipes={','.join(recipes)}", "micro_batch=5")
-    record, out = record_of(runs / "bf16"), capsys.readouterr().out
+    record, out = read_json(runs / "bf16/eval/precision.json"), capsys.readouterr().out
     assert record["step"] == 8 and record["micro_batch"] == 5 and record["sequences"] == {"code": 10, "web": 10}
     assert record["fp8"]["auto"]["difference"] == 0 and "THIS RUN IS BF16" in out      # no timings of a CPU
     weights = dict(load_model(runs / "bf16")[0].named_parameters())
@@ -183,7 +180,7 @@ def test_a_loss_that_is_no_number_and_all_arms_of_one_checkpoint_though_the_run_
     monkeypatch.setattr(precision, "load_for_inference", broken)
     (runs / "bf16" / "summary.json").unlink()       # a run that is not finished has none
     call(precision, runs / "bf16", "recipes=rowwise")
-    arm = (record := record_of(runs / "bf16"))["fp8"]["rowwise"]
+    arm = (record := read_json(runs / "bf16/eval/precision.json"))["fp8"]["rowwise"]
     assert arm["loss"] is None and arm["difference_se"] is None and "| nan " in capsys.readouterr().out
     assert [record["step"], arm["step"], load(runs / "bf16").step] == [8, 8, 9]
 
@@ -200,5 +197,3 @@ def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(runs, capsys, 
     assert entry is not precision or "holds other validation tokens" in refused(capsys, entry, *arguments)
     path.write_text(json.dumps(config | {"model": config["model"] | {"n_ffn": 72}}))
     assert "fp8.recipe=rowwise cannot convert layers.0.mlp.down of 72 x 32" in refused(capsys, entry, *arguments)
-
-

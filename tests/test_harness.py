@@ -135,6 +135,7 @@ def test_a_random_model_scores_chance(run, monkeypatch):
 
     Any look at the label, or an answer that is read at another place than its neighbours, would show."""
     monkeypatch.setitem(tasks.FOLDERS, "mmlu_anatomy", "mmlu/default")      # a subject alone, without lm-eval's whole index
+    monkeypatch.setattr(tasks, "FULL", (*tasks.FULL, "mmlu_anatomy"))
     monkeypatch.setattr(datasets, "load_dataset", load_questions)
     model = build(replace(TINY, n_ctx=2048), 2)
     monkeypatch.setattr(harness, "load_for_inference", lambda *_: Inference(model, eval_runs.BYTES, eval_runs.CPU, [], 1))

@@ -144,13 +144,6 @@ def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatc
         sample.load_for_inference(str(run), "cpu", "float32")
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\n"), RuntimeError("CPU: can't allocate memory")])
-def test_a_full_memory_needs_no_traceback(run, capsys, monkeypatch, error):
-    monkeypatch.setattr(sample, "load_for_inference", Mock(side_effect=error))
-    assert sample.main([str(run), "hi"]) == 1
-    assert (said := capsys.readouterr().err).startswith("the memory is full (C") and said.count("\n") == 1
-
-
 MANIFEST = "checkpoints/step_00000001/manifest.json"
 
 
