@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -253,6 +254,8 @@ def _try(config: Config, device: torch.device) -> tuple[float, float]:
     parent = multiprocessing.parent_process()
     assert parent
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()      # ends with it, even by SIGKILL
+    with suppress(OSError):     # not Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")     # the first process that the kernel kills for memory
     try:
         return measure(config, device)
     except UserError:       # no micro-batch mends it

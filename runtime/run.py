@@ -327,7 +327,8 @@ class Run:
             found = restore(config.run_dir, self._tensors, self.world,
                             lambda line: self._log_event("bad_checkpoint", bad, line), before)
             if found is None and config.parent and 0 < config.parent[1] < before:
-                found = branch(config, self.tokenizer.sha256, self._tensors, self.world)
+                with suppress(UserError):       # the trunk may be gone by now
+                    found = branch(config, self.tokenizer.sha256, self._tensors, self.world)
             if found is None:
                 guard.reason += f", and there is no checkpoint from before step {before} to go back to"
         if found is None:

@@ -287,6 +287,9 @@ class Faults:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             self.at(self.before_norm, at, on, lambda: self.run.saver.wait() or os.kill(os.getpid(), int(number)))
 
+    def lose_trunk(self, at: float) -> None:
+        self.at(self.before_norm, at, 0, lambda: shutil.rmtree(self.run.config.start_from))
+
     def slow_steps(self, seconds: float) -> None:
         self.before_norm.append(lambda step: time.sleep(seconds))
 

@@ -319,13 +319,17 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     assert b["is_annealed"] and b["pair_id"] == a["pair_id"] != summary(trunk)["pair_id"]
 
 
-def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(arm):
+def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(arm, tmp_path):
     ranks, branch = int(arm[2].run[-1]), arm[2]
     config = finish(replace(branch, run=f"{branch.run}_back", guard=replace(branch.guard, skips=1),
                             checkpoint=replace(branch.checkpoint, every=None)), faults=[f"nan_weight:{FORK + 1}:0"], ranks=ranks)
     assert rollbacks(config) == [(FORK + 2, FORK)]
     told = finish(replace(config, run=f"{branch.run}_told"), faults=[f"move_data:{FORK + 1}:2"], ranks=ranks)
     assert faults.digest(config) == faults.digest(told) and faults.trajectory(config) == faults.trajectory(told)
+    trunk = shutil.copytree(branch.start_from, tmp_path / "copy/checkpoints" / Path(branch.start_from).name)
+    lost = replace(config, run=f"{branch.run}_lost", start_from=str(trunk))
+    said = refused([1] * ranks, lost, faults=[f"nan_weight:{FORK + 1}:0", f"lose_trunk:{FORK + 2}"], ranks=ranks)
+    assert "no checkpoint from before step 7 to go back to" in said and (lost.run_dir / "diagnosis.json").exists()
 
 
 @pytest.mark.parametrize("arm", [1], indirect=True)
