@@ -23,6 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from scipy.stats import binned_statistic
 
@@ -74,6 +75,8 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
     else:
         figure.suptitle(title, x=0.01, ha="left", fontsize=big + 1)
     figure.supxlabel(textwrap.fill(caption, int(size[0] * 164 / big)), x=0.01, ha="left", fontsize=big - 2, color="#444444")
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)              # names of runs, events and tables are data: a $ is a $
     panels = figure.subplots(rows, columns, squeeze=False, **shared)
     for panel in panels.flat:
         panel.grid(True, color="#E4E4E4", linewidth=0.5)

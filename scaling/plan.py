@@ -65,7 +65,8 @@ def plan(options: Options) -> list[str]:
     try:
         (law, law_note, done), (gap, gap_note) = read_law(options.law), read_gap(options, sizes)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"law={options.law}, or the precision.json beside it, lacks {error}: make it anew") from None
+        raise UserError(f"law={options.law}, or the precision.json beside it, lacks what BF16 runs give ({error}): "
+                        "make it anew with scaling/fit.py or scaling/precision.py") from None
     flops = options.gpus * peak_flops(options.gpu)[0] * options.hours * 3600      # the budget, at the BF16 peak
     best, optima = {}, [["", "N*", "D*", "D/N", "predicted loss"]]
     for name, arm_gap in (("BF16", 0), ("FP8", gap)):

@@ -176,7 +176,7 @@ def check_comparable(records) -> None:
         for key, mine in kind(records[0]).items():
             if mine != (its := kind(other)[key]):
                 raise UserError(f"{records[0].run_id} and {other.run_id} differ in {key} ({mine} against {its}): their losses "
-                                "cannot enter one fit; fit them apart")
+                                "cannot enter one fit; fit them apart" + ", or with n=total" * (key == "convention"))
     for keys in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
         seen = {}
         for record in records:

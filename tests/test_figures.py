@@ -255,6 +255,12 @@ def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path, monkeypatch
     assert (out / "law.json").read_text() == "{}"
 
 
+def test_smoothing_keeps_a_line():
+    x = np.arange(1.0, 2001.0)
+    smooth_x, smooth_y = figures.smooth(x, 3 * x)
+    assert np.allclose(smooth_y, 3 * smooth_x) and 40 < len(smooth_x) <= 80 and smooth_x[-1] > 1900
+
+
 def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
     """By hand: two sizes at two ratios, two seeds each; over compute nothing."""
     N, ratio, seed = (a.ravel() for a in np.meshgrid([1e6, 4e6], [5.0, 20.0], [0.0, 0.1]))

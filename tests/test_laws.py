@@ -201,6 +201,9 @@ def test_tied_exponents_and_plain_squares():
         fit = fit_law("chinchilla_tied", N, D, law(N, D, HOFFMANN | {"beta": 0.34}), **options)
         assert fit.identified and fit.parameters["B"] == pytest.approx(410.7, rel=1e-5)
     assert {"a", "b"}.isdisjoint(fit.se) and fit.se["alpha"] == fit.se["beta"]      # a is 1/2 by construction
+    log, raw = (fit_law("chinchilla", N, D, noisy(N, D, 3e-3), raw=raw, delta=None) for raw in (False, True))
+    assert log.parameters["alpha"] != pytest.approx(raw.parameters["alpha"], rel=1e-6)
+    assert log.se["alpha"] == pytest.approx(raw.se["alpha"], rel=0.3)               # both of ln loss
 
 
 @pytest.mark.parametrize("wide", [1, 1.049, 1.3, 1.9])

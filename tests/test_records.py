@@ -130,7 +130,7 @@ def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_pat
     assert (x.convention, y.convention, z.convention) == ("nonembed", "total", "total")
     assert (x.params_nonembed, y.params_total) == (x.N, y.N) and x.params_nonembed != x.params_total
     assert counted_as([y], "nonembed") == [replace(y, convention="nonembed")] and counted_as([y], None) == [y]
-    with pytest.raises(UserError, match="x and y differ in convention .*fit them apart"):
+    with pytest.raises(UserError, match="x and y differ in convention .*or with n=total"):
         check_comparable([x, y])
     check_comparable(counted_as([x, y], "total"))
 
