@@ -313,15 +313,12 @@ def test_what_was_fetched_is_scored_without_network(tmp_path):
     assert done.returncode == 2 and "the task 'hellaswag' could not be loaded" in done.stderr and "--fetch DIR" in done.stderr
 
 
-def test_the_groups_are_lm_evals_own_tasks():
+def test_the_groups_are_lm_evals_own_tasks_and_others_are_not_looked_for_in_one_folder_alone(monkeypatch):
     folders = {Path(lm_eval.__file__).parent / "tasks" / tasks.FOLDERS.get(name, name) for name in tasks.FULL}
     assert set(tasks.FULL) <= set(lm_eval.tasks.TaskManager(include_path=[*folders], include_defaults=False).all_tasks)
     assert set(tasks.FOLDERS) < set(tasks.FULL) and len(tasks.FULL) == 12
     assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL)
-
-
-def test_another_group_is_not_looked_for_in_its_own_folder_alone(monkeypatch):
-    """The group spanish_bench of the folder spanish_bench names tasks of other folders."""
+    # The group spanish_bench of the folder spanish_bench names tasks of other folders.
     manager = Mock(return_value=SimpleNamespace(all_tasks=["spanish_bench"], load=Mock(side_effect=KeyError)))
     monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
     with pytest.raises(UserError):
