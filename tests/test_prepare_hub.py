@@ -139,7 +139,7 @@ def test_a_network_that_stumbles_costs_time_alone(hub, calm, tmp_path, kind, tim
 @pytest.mark.parametrize("kind", ["truncate", "corrupt"])
 def test_a_file_that_cannot_be_read_is_listed_and_tried_again(hub, tmp_path, capsys, kind):
     out = tmp_path / "out"
-    hub.fault(f"{ARXIV}/{BAD}", kind, None, 2_000)
+    hub.fault(f"{ARXIV}/{BAD}", kind, after=2_000)
     assert main(words(out, "arxiv")) == 1
     said = capsys.readouterr().err
     assert "1 of 3 input files could not be read" in said and f"leave them out:\n  {BAD}: " in said
@@ -195,7 +195,7 @@ def test_the_train_split_is_found_and_a_resume_stays_at_the_commit_that_was_begu
     write_repository(hub.folder, "own/Pushed", files)
     old, pinned = "a" * 40, hub.folder / "own/Pushed/.revision"
     pinned.write_text(old)
-    hub.fault("own/Pushed/data/train-1.jsonl", "truncate", None, 2_000)
+    hub.fault("own/Pushed/data/train-1.jsonl", "truncate", after=2_000)
     assert main(words(tmp_path, "hf:own/Pushed", name="x")) == 1
     hub.faults.clear()
     pinned.write_text("b" * 40)
