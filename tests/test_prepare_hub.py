@@ -166,6 +166,8 @@ def test_check_sources_shows_a_record_and_tells_of_a_hub_that_does_not_answer(hu
     assert main(["--check-sources"]) == 0
     out = capsys.readouterr().out
     assert "fineweb_edu: HuggingFaceFW/fineweb-edu@87f0" in out and "  4 files, 0.00 GB" in out and len(out.splitlines()) == 12
+    hub.fault(f"{SOURCES['c'].dataset}/stack-edu-0000.json.gz", "truncate", after=300)      # too short to say its language
+    assert main(["--check-sources", "c"]) == 1 and "0000.json.gz is damaged or was cut short" in capsys.readouterr().err
     hub.fault(ARXIV, "500")
     assert main(["--check-sources", "arxiv"]) == 1 and "gives no sound answer about" in capsys.readouterr().err
 
