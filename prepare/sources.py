@@ -292,12 +292,15 @@ def _listing(source: Source) -> list[tuple[str, int]]:
         return [(entry.path, entry.size) for entry in entries if hasattr(entry, "size")]
 
     there = _ask(ask, source)
-    found = sorted((path, size) for path, size in there if is_wanted(path) and path.endswith(HUB_FORMATS))
+    found = sorted((path, size) for path, size in there if is_wanted(path))
+    if odd := [path for path, _ in found if not path.endswith(HUB_FORMATS)]:
+        raise UserError(f"{source.dataset}@{source.revision}: {odd[0]} cannot be read: files= must match files that end in "
+                        f"{', '.join(HUB_FORMATS)} alone")
     if source.grouped_by:
         found = _of_group(source, found)
     if not found:
-        raise UserError(f"{source.dataset}@{source.revision} has no file {source.files} that ends in {', '.join(HUB_FORMATS)}"
-                        f"{f' and holds {source.keep}' if source.keep else ''}: correct the pattern; there are "
+        raise UserError(f"{source.dataset}@{source.revision} has no file {source.files}"
+                        f"{f' that holds {source.keep}' if source.keep else ''}: correct the pattern; there are "
                         f"{', '.join(path for path, _ in there[:5]) or 'none'}")
     return sorted(found, key=lambda file: hashlib.blake2b(file[0].encode(), digest_size=8).digest())
 
