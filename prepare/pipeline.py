@@ -128,6 +128,7 @@ class Piece:
     input: list                 # name, bytes and stamp of the file (prepare.sources)
     documents: int = 0
     tokens: int = 0
+    bytes: int = 0              # of text: pieces of earlier versions say so
     is_whole: bool = False      # whether the input file was read to its end, or until there were tokens enough
     failed: str | None = None   # why it could not be read
 
