@@ -331,6 +331,8 @@ def _read_twice(read: Callable) -> Iterator:
             rows += 1
             yield found
     except BadFile as error:
+        if isinstance(error.__cause__, ConnectionError):        # asked for again long enough
+            raise
         print(f"{error}; after {rows:,} rows it is opened again", file=sys.stderr)
         yield from islice(read(), rows, None)
 
