@@ -285,7 +285,7 @@ class Timer:
         for group in groups:
             self.time_group(group)
         left, open_groups = sum(len(self.due(group)) for group in groups), [group for group in groups if self.due(group)]
-        least = math.ceil(min((3 * self.estimate(group) for group in open_groups), default=0))
+        least = math.ceil(min((3 * self.estimate(group) for group in open_groups), default=0) + WARM_S + 1)    # what precedes
         goes_on = "the same command goes on with them" if least <= self.budget else f"none fits: give budget={least} or more"
         print(f"\n{left} cells are left, {goes_on}" if left else "\nall is timed")
 

@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -126,24 +127,30 @@ def read_file(opened: Callable, path: PurePath, where: str, columns: tuple[str, 
 
     keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one alone.
     Its errors call the file `where`."""
-    import pyarrow
     keep = keep or {}
     needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
+    with _damage_told(where), opened() as file:
+        size = max(1, file.seek(0, os.SEEK_END))
+        file.seek(0)
+        for row, found in enumerate(_rows(file, path, where, needed), 1):
+            if not all(_nested(found, name) in values for name, values in keep.items()):
+                continue
+            for column in columns:
+                if column not in found and (is_strict or row == 1):
+                    raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
+                        f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
+                if not isinstance(found.get(column), str | None):
+                    raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: "
+                                    f"set column=")
+            yield tuple(clean(found.get(column) or "") for column in columns), file.tell() / size
+
+
+@contextmanager
+def _damage_told(where: str) -> Iterator[None]:
+    """Raises BadFile for what a file that cannot be read raises."""
+    import pyarrow
     try:
-        with opened() as file:
-            size = max(1, file.seek(0, os.SEEK_END))
-            file.seek(0)
-            for row, found in enumerate(_rows(file, path, where, needed), 1):
-                if not all(_nested(found, name) in values for name, values in keep.items()):
-                    continue
-                for column in columns:
-                    if column not in found and (is_strict or row == 1):
-                        raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
-                            f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
-                    if not isinstance(found.get(column), str | None):
-                        raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: "
-                                        f"set column=")
-                yield tuple(clean(found.get(column) or "") for column in columns), file.tell() / size
+        yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         # Of the disk or the network; pyarrow and gzip have OSErrors for content.
         is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
@@ -285,12 +292,15 @@ def _listing(source: Source) -> list[tuple[str, int]]:
         return [(entry.path, entry.size) for entry in entries if hasattr(entry, "size")]
 
     there = _ask(ask, source)
-    found = sorted((path, size) for path, size in there if is_wanted(path) and path.endswith(HUB_FORMATS))
+    found = sorted((path, size) for path, size in there if is_wanted(path))
+    if odd := [path for path, _ in found if not path.endswith(HUB_FORMATS)]:
+        raise UserError(f"{source.dataset}@{source.revision}: {odd[0]} cannot be read: files= must match files that end in "
+                        f"{', '.join(HUB_FORMATS)} alone")
     if source.grouped_by:
         found = _of_group(source, found)
     if not found:
-        raise UserError(f"{source.dataset}@{source.revision} has no file {source.files} that ends in {', '.join(HUB_FORMATS)}"
-                        f"{f' and holds {source.keep}' if source.keep else ''}: correct the pattern; there are "
+        raise UserError(f"{source.dataset}@{source.revision} has no file {source.files}"
+                        f"{f' that holds {source.keep}' if source.keep else ''}: correct the pattern; there are "
                         f"{', '.join(path for path, _ in there[:5]) or 'none'}")
     return sorted(found, key=lambda file: hashlib.blake2b(file[0].encode(), digest_size=8).digest())
 
@@ -299,7 +309,7 @@ def _of_group(source: Source, found: list[tuple[str, int]]) -> list[tuple[str, i
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
     def first_value(file: tuple[str, int]) -> str | None:
         """The column `grouped_by` of the first record that has it, by a request for the file's first bytes."""
-        with _opened(source, file[0], HEAD_BYTES) as opened:
+        with _damage_told(f"{source.dataset}/{file[0]}"), _opened(source, file[0], HEAD_BYTES) as opened:
             rows = islice(_json_rows(_unpacked(opened, PurePath(file[0])), file[0]), HEAD_LINES)
             return next(filter(None, (_nested(row, source.grouped_by) for row in rows)), None)
 
@@ -321,6 +331,8 @@ def _read_twice(read: Callable) -> Iterator:
             rows += 1
             yield found
     except BadFile as error:
+        if isinstance(error.__cause__, ConnectionError):        # asked for again long enough
+            raise
         print(f"{error}; after {rows:,} rows it is opened again", file=sys.stderr)
         yield from islice(read(), rows, None)
 

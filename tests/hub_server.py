@@ -69,7 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         body, url = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(), urlsplit(self.path)
-        found = URL.fullmatch(url.path)
+        if not (found := URL.fullmatch(url.path)):      # huggingface_hub asks for more than data sets
+            return self._send(404, b"", {})
         self.repo, path = found["repo"], unquote(found["path"] or "").strip("/")
         self.root, (kind, _) = self.hub.folder / self.repo, self.hub.take(self.repo)
         if kind or not self.root.is_dir():

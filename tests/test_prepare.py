@@ -161,8 +161,10 @@ def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_pa
     assert local(write(tmp_path / "b.jsonl", DOCUMENTS[:9]), out=tmp_path / "data", name="four") == 2
     assert "left out are copies {'one': 9}" in capsys.readouterr().err
     assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="five", tokenizer="gpt2") == 0, "other ids are no copies"
+    np.save(tmp_path / "data/one/hashes.npy", hashes + 1)
+    assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="six") == 2
+    assert "one/hashes.npy is not what was written" in capsys.readouterr().err
     (tmp_path / "data/five/val_00000.bin").write_bytes(b"")
-    capsys.readouterr()
     assert main(["--show", str(tmp_path / "data")]) == 0
     lines, split = capsys.readouterr().out.splitlines(), shards.read_index(tmp_path / "data/two").splits["train"]
     row = next(line.split() for line in lines if line.startswith("| two") and " train " in line)

@@ -286,4 +286,4 @@ def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, cap
         assert told in (err if code == 2 else out) and err.count("\n") == (code == 2)
     assert (tmp_path / "old.png").exists() and throughput.main(["--table", "out=absent.jsonl"]) == 2
     assert throughput.main(["suite=toy", "budget=0", f"out={tmp_path / 'none.jsonl'}"]) == 0
-    assert "2 cells are left, none fits: give budget=396 or more" in capsys.readouterr().out
+    assert "2 cells are left, none fits: give budget=417 or more" in capsys.readouterr().out
