@@ -68,27 +68,26 @@ class Options:
     POSITIONAL: ClassVar = ("paths",)
 
 
+    def __post_init__(self):
+        if bool(self.points) == bool(self.paths):
+            raise UserError("give either run folders such as out/RUN, a folder that holds them, or a table with --points FILE")
+        if strange := [name for name in (FOR_RUNS if self.points else FOR_A_TABLE) if getattr(self, name)]:
+            raise UserError(f"{' and '.join(strange)}: only for {'runs' if self.points else 'a table of points (--points FILE)'}")
+        for name, value, words in (("n", self.n, ("total", "nonembed")), ("loss", self.loss, ("bf16", "as_trained"))):
+            if self.points and not value:
+                raise UserError(f"{name}= is missing: it names a column of the table")
+            if not self.points and value not in ("", *words):
+                raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
+
+
 def main(arguments: list[str]) -> int:
-    """Run the command line; the exit code."""
-    def work(options: Options) -> None:
-        _check(options)
-        # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
-        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-            _fit_table(options) if options.points else _fit_runs(options)
-    return command(__doc__, Options, arguments, work)
+    return command(__doc__, Options, arguments, _run)
 
 
-def _check(o: Options) -> None:
-    """Refuse what does not go together."""
-    if bool(o.points) == bool(o.paths):
-        raise UserError("give either run folders such as out/<run>, or a folder that holds them, or one table with --points FILE")
-    if strange := [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]:
-        raise UserError(f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}")
-    for name, value, words in (("n", o.n, ("total", "nonembed")), ("loss", o.loss, ("bf16", "as_trained"))):
-        if o.points and not value:
-            raise UserError(f"{name}= is missing: it names a column of the table")
-        if not o.points and value not in ("", *words):
-            raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
+# On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
+@np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore")
+def _run(o: Options) -> None:
+    _fit_runs(o) if o.paths else _fit_table(o)
 
 
 def _fit_table(o: Options) -> None:
@@ -108,8 +107,7 @@ def _fit_runs(o: Options) -> None:
         every, left_out = sieve(every)
         notes += left_out
     predictions = predict.load(folder)
-    named = predict.named_held_out(finished)
-    held = [one for one in every if predict.is_held(one, predictions, named)]
+    held = predict.held_out(every, predictions)
     records = [one for one in every if one not in held]
     notes += [f"held out of every fit: {one.run_id}" for one in held]
     if not records:
@@ -150,8 +148,7 @@ def _fit_runs(o: Options) -> None:
 def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[str], everything: bool) -> None:
     """Write the figure, then law.json. Print warnings and headlines, the notes of `law`, then what else is `said`, such as a
     score; all tables where everything is wanted, else at most LINES: what is said stays whole."""
-    text = json.dumps({"format_version": 2, "delta": DELTA} | law)
-    content = json.loads(text, parse_constant=lambda _: None)       # null for NaN and infinity, which JSON lacks
+    content = json.loads(json.dumps({"format_version": 2, "delta": DELTA} | law), parse_constant=lambda _: None)    # NaN: null
     write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": as_json(content)})
     lines = [line for group in groups for line in _warnings(group)]
     for group in groups:
@@ -191,12 +188,11 @@ class Group:
 
     @property
     def loss(self) -> np.ndarray:
-        """Nats per token."""
         return self.points.loss
 
     @property
     def convention(self) -> str | None:
-        """Which parameters N counts, "total" or "nonembed"; None for a table, which does not say."""
+        """Of Record; None for a table, which does not say what its N counts."""
         return self.records[0].convention if self.records else None
 
     @cached_property
@@ -210,7 +206,6 @@ class Group:
         return [self.records[i].run_id if self.records else str(self.points.cluster[i]) for i in index]
 
     def plain(self) -> dict:
-        """All of it for law.json."""
         lack = self.lack_of_fit
         return {"runs": [record.run_id for record in self.records], "n": len(self.loss),
                 "headline": {"form": self.headline, "reason": self.headline_reason},
@@ -268,8 +263,7 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
         said = predict.forecast(points, (N, D, C), seed_sd)
     except UserError:
         return None
-    low, high = said["parts"]["model_form"]
-    forms = [one["form"] for one in said["forms"]]
+    (low, high), forms = said["parts"]["model_form"], [one["form"] for one in said["forms"]]
     return {"N": N, "D": D, "C": C, "low": low, "high": high, "forms": forms} if len(forms) > 1 else None
 
 

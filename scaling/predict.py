@@ -1,7 +1,4 @@
-"""Say what finished runs predict for a new one; freeze that before the run exists, then hold it against the run:
-
-    python scaling/fit.py out/ --predict gpt1p5b_fp8        # before the run: writes prediction_gpt1p5b_fp8.json
-    python scaling/fit.py out/ --score                      # after it: error, inside the interval or not, by which form
+"""Say what finished runs predict for a new one (fit.py --predict); freeze that before the run exists, then score it (--score).
 
 Few points fit many laws, and how the laws part beyond the points is most of what is not known there: on real ladders
 three sizes' laws differ by 6 % of the loss at the fourth, where seeds differ by 0.02 to 0.2 %. A prediction's own hash shows
@@ -12,9 +9,10 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from scipy.special import fdtri
@@ -40,22 +38,9 @@ POINT = "recipe", "params_total", "tokens"      # what runs of one point share, 
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
 
 
-@dataclass(frozen=True, eq=False)
-class Prediction:
-    """A frozen prediction of one run; loss, low and high in nats per token, the interval at 95 %."""
-
-    path: Path
-    content: dict                       # the whole file
-    target: str
-    recipe: str
-    date: str                           # UTC, as 2026-11-21T15:44:05Z
-    sha256: str                         # of the rest of the file's content
-    loss_key: str                       # "loss_bf16" or "loss_as_trained"
-    loss: float
-    low: float
-    high: float
-    headline: str                       # name of the form that gives `loss`
-    forms: list                         # of dict: form, loss, low, high, ...
+class Prediction(SimpleNamespace):
+    """A frozen prediction of one run: the keys of its file as attributes (see `freeze`), but `target` is the run's name, beside
+    its `recipe`; `path` and `content` are the file's. loss, low and high are nats per token, the interval at 95 %."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +56,7 @@ class Held:
 
 
 def load(folder) -> list[Prediction]:
-    """Every prediction_*.json of a folder, by name; [] where there is none. Raises UserError as read_prediction does."""
+    """Every prediction_*.json of a folder, by name."""
     return [read_prediction(path) for path in sorted(Path(folder).glob("prediction_*.json"))]
 
 
@@ -79,25 +64,19 @@ def read_prediction(path: Path) -> Prediction:
     """A frozen prediction. Raises UserError where it is damaged or was edited since."""
     content = read_json(path)
     try:
-        prediction = Prediction(path, content, content["target"]["name"], content["target"]["recipe"],
-                                *(content[one.name] for one in fields(Prediction)[4:]))
-        is_whole = digest(content) == prediction.sha256
-    except (KeyError, TypeError, ValueError):
+        goal, is_whole = content["target"], digest(content) == content["sha256"]
+    except (KeyError, ValueError):
         is_whole = False
     if not is_whole:
         raise UserError(f"{path} was edited after it was frozen (its content does not match its sha256), or is of another "
                         "version: restore the file as it was written, for nothing can be scored against this one")
-    return prediction
+    return Prediction(**content | {"path": path, "content": content, "target": goal["name"], "recipe": goal["recipe"]})
 
 
-def named_held_out(records) -> set[str]:
-    """Names of runs that the study.json beside these runs declares held out."""
-    return {name for root in {one.folder.parent for one in records} for name in read_study(root).get("held_out", [])}
-
-
-def is_held(record, predictions, names=()) -> bool:
-    """Whether a run enters no fit: a prediction of it is frozen (any seed of it counts), or a study holds it out by name."""
-    return record.run_id in names or any(is_of(record, one) for one in predictions)
+def held_out(records, predictions) -> list:
+    """Those that enter no fit: a prediction of one is frozen (any seed of it counts), or the study.json beside it names it."""
+    names = {name for root in {one.folder.parent for one in records} for name in read_study(root).get("held_out", [])}
+    return [one for one in records if one.run_id in names or any(is_of(one, said) for said in predictions)]
 
 
 def held_of(recipe: str, records, predictions, loss_key: str, convention: str) -> tuple[Held, ...]:
@@ -198,8 +177,7 @@ def _fit(form: str, gamma: float | None, points: Points, floor: float) -> Fit:
 
 def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") -> Prediction:
     """Predict the run `target` of a study.json, else a config, from the group of its recipe; write prediction_<target>.json.
-    records: all finished runs. Raises UserError where a prediction or the run is there already, and where no group or law can
-    say anything of it."""
+    records: all finished runs. Raises UserError where a prediction or the run is there already, or nothing can be said."""
     target = target.removesuffix(".py")
     path = Path(folder) / f"prediction_{target}.json"
     if path.exists():

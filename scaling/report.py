@@ -3,12 +3,9 @@
     python scaling/report.py out/A out/B [out=DIR]      # report.md, report.json, report_loss.png and .svg; out=law beside them
     python scaling/report.py --study out/STUDY          # README.md and report.json in that folder
 
-One training: per recipe the max, min, mean, final value, standard deviation of training and validation loss; time with the
-first steps apart; GPU memory and utilisation; speed against BF16. The runs must agree in all that their weights depend on but
-the precision.
-
-A study: its finished runs, and what other commands found in them: the laws of fit.py, the frozen predictions with their scores,
-the gaps of precision.py, the rates of learning_rate.py. What is missing is named with the command that makes it.
+One training: losses, time with the first steps apart, GPU memory and utilisation, speed against BF16; the runs must differ in
+the precision alone. A study: its finished runs, and what fit.py, precision.py and learning_rate.py found in them; what is missing
+is named with the command that makes it.
 """
 
 import json
@@ -30,7 +27,7 @@ from scaling.dynamics import History, finite, read_history, running_mean, window
 from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
 from scaling.pairs import Pair, pairs
 from scaling.precision import table
-from scaling.predict import is_held, load
+from scaling.predict import held_out, load
 from scaling.records import LAW_FOLDER, Record, from_scratch, listed, read_json, read_runs, read_study, usable, without_repeats
 
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
@@ -53,12 +50,11 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; the exit code."""
     return command(__doc__, Options, arguments, lambda options: (
         report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)))
 
 
-# --------------------------------------------------------------------------------------------- one training: its runs
+# ------------------------------------------------------------------------------------------------------- one training
 
 @dataclass(frozen=True)
 class Arm:
@@ -82,8 +78,8 @@ def report_training(paths, out: str | None) -> str:
 
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
-    """Finished runs, BF16 and its repeats first; plus a line for each thing left out or worth knowing. Raises UserError where no
-    run is finished, a file is damaged, or runs differ in more than the precision."""
+    """Finished runs, BF16 and its repeats first; plus a line for each thing left out or worth knowing. Raises UserError where
+    runs differ in more than the precision."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (record.recipe != "bf16", record.repeat))
     recipes, names = [record.recipe for record in records], [record.run_id for record in records]
@@ -113,11 +109,9 @@ def _oddities(arm: Arm) -> list[str]:
     return [f"{n} {what}" for n, what in told if n] + [f"its status is {arm.record.status!r}"] * (arm.record.status != "ok")
 
 
-# ------------------------------------------------------------------------------------------ one training: its numbers
-
 def step_times(history: History) -> dict:
-    """Seconds of all steps as they passed, undone ones too, without what compilation added, the difference. The first step
-    after a start (since_start 1) compiles: what it took beyond the median of the others."""
+    """Seconds of all steps as they passed, undone ones too; without what compilation added; that: what the first step after a
+    start (since_start 1) took beyond the median of the others."""
     seconds, is_first = history.train["step_s"], history.train["since_start"] == 1
     usual = math.inf if is_first.all() else float(np.nanmedian(seconds[~is_first]))
     whole = float(np.nansum(seconds) + sum(np.nansum(lost["step_s"]) for lost in history.undone))
@@ -127,21 +121,20 @@ def step_times(history: History) -> dict:
 
 def _row(arm: Arm, pair: Pair | None) -> dict:
     """One run in report.json: losses in nats per token, times in seconds, the gap against BF16."""
-    train, record = arm.history.train, arm.record
-    gaps = pair and {name: asdict(gap) | {"se_percent": gap.se and 100 * gap.se / getattr(pair.bf16, f"loss_{name}")}
-                     for name, gap in (("as_trained", pair.as_trained), ("bf16", pair.in_bf16))}
+    train, is_usual = arm.history.train, arm.history.train["since_start"] != 1      # other steps compiled
+    gaps = pair and {name: asdict(pair.gap(name)) | {
+        "se_percent": pair.gap(name).se and 100 * pair.gap(name).se / getattr(pair.bf16, f"loss_{name}")}
+        for name in ("as_trained", "bf16")}
     return {
-        **{key: getattr(record, key) for key in (
+        **{key: getattr(arm.record, key) for key in (
             "run_id", "recipe", "status", "device", "n_gpu", "is_compiled", "tokens", "summary_sha256", "loss_as_trained",
             "loss_bf16", "tok_per_s_median")},
         "label": arm.label, "steps": len(train["step"]),
         "train_loss": spread(train["loss"]), "val_loss": spread(arm.history.val["loss"]), "gap": gaps,
         "speed_against_bf16": pair and pair.tok_per_s_ratio, "step_time_s": step_times(arm.history),
-        # over the steps after those that compiled
-        "memory_percent": spread(train["gpu_mem_pct"][train["since_start"] != 1]),
-        "utilisation_percent": spread(train["gpu_util_pct"][train["since_start"] != 1]),
-        "wall_s": arm.summary.get("wall_s"), "mem_peak_gib": arm.summary.get("mem_peak_gib"),
-    }
+        "memory_percent": spread(train["gpu_mem_pct"][is_usual]),
+        "utilisation_percent": spread(train["gpu_util_pct"][is_usual]),
+        "wall_s": arm.summary.get("wall_s"), "mem_peak_gib": arm.summary.get("mem_peak_gib")}
 
 
 def spread(values) -> dict | None:
@@ -158,21 +151,19 @@ def tables(rows: list[dict]) -> str:
     """Markdown of report.json's runs: training loss, validation loss, what they cost; each with what its columns mean below."""
     training, validation, costs = [], [], []
     for row in rows:
-        times, (train, val, memory, busy) = row["step_time_s"], (row[key] or {} for key in (
+        name, times, (train, val, memory, busy) = {"recipe": row["label"]}, row["step_time_s"], (row[key] or {} for key in (
             "train_loss", "val_loss", "memory_percent", "utilisation_percent"))
-        gaps = {arm: f"{gap['percent']:+.3f}" + f" ± {_fixed(gap['se_percent'], 3)}" * bool(gap["se"])
-                for arm, gap in (row["gap"] or {}).items()}
-        training.append({"recipe": row["label"], **{key: _fixed(train.get(key), 4) for key in LOSS}, "steps": train.get("n", 0)})
-        validation.append({"recipe": row["label"], **{key: _fixed(val.get(key), 4) for key in LOSS},
-                           "validations": val.get("n", 0), "gap as trained [%]": gaps.get("as_trained"),
-                           "gap in BF16 [%]": gaps.get("bf16")})
-        costs.append({"recipe": row["label"], "speed against BF16": _fixed(row["speed_against_bf16"], 3),
-                      "tokens/s": _fixed(row["tok_per_s_median"], 0), "steps [s]": _fixed(times["with_compile"], 2),
-                      "without compilation [s]": _fixed(times["without_compile"], 2),
-                      "compilation [s]": _fixed(times["compile"], 2), "whole run [s]": _fixed(row["wall_s"], 2),
-                      "memory allocated, mean [%]": _fixed(memory.get("mean"), 1),
-                      "memory, peak [GiB]": _fixed(row["mem_peak_gib"], 2),
-                      "GPU utilisation, mean [%]": _fixed(busy.get("mean"), 1)})
+        gaps = {f"gap {arm} [%]": f"{row['gap'][key]['percent']:+.3f}" + (
+            f" ± {_fixed(row['gap'][key]['se_percent'], 3)}" * bool(row["gap"][key]["se"]))
+            for key, arm in (("as_trained", "as trained"), ("bf16", "in BF16")) if row["gap"]}
+        training.append(name | {key: _fixed(train.get(key), 4) for key in LOSS} | {"steps": train.get("n", 0)})
+        validation.append(name | {key: _fixed(val.get(key), 4) for key in LOSS} | {"validations": val.get("n", 0)} | gaps)
+        costs.append(name | {title: _fixed(value, digits) for title, value, digits in (
+            ("speed against BF16", row["speed_against_bf16"], 3), ("tokens/s", row["tok_per_s_median"], 0),
+            ("steps [s]", times["with_compile"], 2), ("without compilation [s]", times["without_compile"], 2),
+            ("compilation [s]", times["compile"], 2), ("whole run [s]", row["wall_s"], 2),
+            ("memory allocated, mean [%]", memory.get("mean"), 1), ("memory, peak [GiB]", row["mem_peak_gib"], 2),
+            ("GPU utilisation, mean [%]", busy.get("mean"), 1))})
     return "\n\n".join([
         "**Training loss [nats/token]**", table(training), "**Validation loss, as trained [nats/token]**", table(validation),
         "Loss of all steps that count; sd (n - 1): of the single values around their mean, so mostly the way down. Gap: final "
@@ -187,8 +178,6 @@ def tables(rows: list[dict]) -> str:
 def _fixed(value: float | None, digits: int) -> str | None:
     return None if value is None else f"{value:,.{digits}f}"
 
-
-# ------------------------------------------------------------------------------------------- one training: its figure
 
 @matplotlib.rc_context(RC)
 def draw_losses(arms: list[Arm]) -> Figure:
@@ -231,8 +220,7 @@ def draw_losses(arms: list[Arm]) -> Figure:
 # ----------------------------------------------------------------------------------------------------------- a study
 
 def report_study(folder: Path) -> str:
-    """Write the page of a study's folder and its JSON; returns what the console shows. Raises UserError where there is no
-    finished run, where a file is damaged, or where the page is not ours to replace."""
+    """Write the page of a study's folder and its JSON; returns what the console shows."""
     records, notes = read_runs([folder])
     records.sort(key=lambda one: (one.N, one.recipe != "bf16", one.recipe, one.repeat, one.tokens, one.seed))
     page, law_folder, study = folder / "README.md", folder / LAW_FOLDER, read_study(folder)
@@ -242,19 +230,20 @@ def report_study(folder: Path) -> str:
     lacking = sorted({row["run"] for row in study.get("runs", [])} - {record.run_id for record in records})
     trials = {(row["N"], row["recipe"], row["tokens"], row["lr_peak"]) for row in runs}
     is_sweep = len({trial[:3] for trial in trials}) < len(trials)       # of learning rates
-    has_arms = len({record.recipe for record in records}) > 1
     told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
     told += f"; missing: {listed(lacking)}" * bool(lacking) + f"; held out: {listed(held)}" * bool(held)
     notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     whole = usable(records)[0]
-    points = [one for one in from_scratch(without_repeats(whole)[0])[0] if not is_held(one, predictions, held)]
+    points = from_scratch(without_repeats(whole)[0])[0]
+    unfitted = held_out(points, predictions)
     try:
-        notes += _stale(law_folder / "law.json", points) + _stale(law_folder / "precision.json", whole)
+        notes += _stale(law_folder / "law.json", [one for one in points if one not in unfitted])
+        notes += _stale(law_folder / "precision.json", whole)
         sections = {
             "Runs": f"{_runs(runs, is_sweep)} N: params_{records[0].convention}.",
             "Laws": _found(folder, "law", not is_sweep, _laws),
             "Predictions": _predictions(predictions, folder) if predictions or held else "",
-            "FP8 against BF16": _found(folder, "precision", has_arms, lambda path: (
+            "FP8 against BF16": _found(folder, "precision", len({record.recipe for record in records}) > 1, lambda path: (
                 "\n\n".join(precision.tables(precision.load(path))))),
             "Learning rate": _found(folder, "learning_rate", is_sweep, lambda path: learning_rate.tables(read_json(path))),
             "Notes": "\n".join(f"- {note}" for note in notes)}
@@ -272,8 +261,7 @@ def report_study(folder: Path) -> str:
 
 
 def study_runs(records: list[Record]) -> list[dict]:
-    """A row per size, recipe, budget, learning rate and machine: means over its seeds, medians of the speed; the null runs are
-    rows of their own."""
+    """A row per size, recipe, budget, learning rate, machine, null or not: means over its seeds, medians of the speed."""
     groups, rows = {}, []
     for one in records:
         machine = one.device, one.n_gpu, one.is_compiled

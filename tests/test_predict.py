@@ -232,7 +232,7 @@ def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
 
     def held(recipe, loss_key="loss_bf16", convention="total"):
         records = read_runs([study])[0]
-        some = [one for one in records if predict.is_held(one, [made], predict.named_held_out(records))]
+        some = predict.held_out(records, [made])
         return predict.held_of(recipe, some, [made], loss_key, convention)
 
     for convention in ("total", "nonembed"):        # a figure counts as its own laws do
