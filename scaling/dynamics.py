@@ -1,7 +1,6 @@
-"""Draw one run: its loss, norm and speed with all that went wrong, what FP8 did inside it.
+"""Draw one run, whole, going or cut short: its loss, norm and speed with all that went wrong, what FP8 did inside it.
 
-`draw_run` and `draw_fp8` are the command scaling/figures.py. They read metrics.jsonl and probe.jsonl of a finished run as well as
-of one that is still going or was cut short. Several runs of one training, and their gap to BF16, are drawn by scaling/report.py.
+`draw_run` and `draw_fp8` are the command scaling/figures.py; several runs of one training are drawn by scaling/report.py.
 """
 
 import itertools
@@ -38,6 +37,7 @@ PROBED = (*SCALES, *SHARES, "error")
 OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
 KINDS = ("qkv", "out", "gate_up", "down", "head")
 WINDOW = 40         # losses are smoothed over a fortieth of the steps
+NOTHING = "{} does not exist, holds no row or has no step to draw yet: give a run's folder, for --fp8 with probe.every=STEPS"
 
 
 def window_of(values) -> int:
@@ -52,11 +52,6 @@ def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
-def _rows(path: Path) -> list:
-    """The rows of a file of a run. Raises UserError where it is missing."""
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: give the folder of a run, for --fp8 of one trained with probe.every=STEPS")
-    return read_rows(path)
 
 
 # ------------------------------------------------------------------------------------------------------- a run's training
@@ -71,13 +66,13 @@ class History:
 
 
 def draw_run(run: Path, out: str | None) -> str:
-    """Write run.png and .svg into `out`, else run/figures; returns what to print. Raises UserError where the run has no step."""
+    """Write run.png and .svg into `out`, else run/figures; returns what to print."""
     return write_with(Path(out or run / "figures"), "run", draw(read_history(run), run.resolve().name), {})
 
 
 def read_history(run: Path) -> History:
-    """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no such file or no step in it."""
-    rows, undone, marks = metrics_rows(_rows(run / "metrics.jsonl")), [], {}
+    """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no step."""
+    rows, undone, marks = metrics_rows(read_rows(run / "metrics.jsonl")), [], {}
     for is_undone, stretch in itertools.groupby(rows, key=lambda row: row["kind"] in ("undone", "undone_val")):
         if is_undone and (steps := {row["step"]: row for row in stretch if row["kind"] == "undone"}):
             undone.append(_columns(steps))
@@ -88,7 +83,7 @@ def read_history(run: Path) -> History:
             marks.setdefault(name, []).append(row)      # of a rollback both, the step judged and the event
     train, val = (_columns({row["step"]: row for row in rows if row["kind"] == kind}) for kind in ("train", "val"))
     if not len(train["step"]) and not undone:
-        raise UserError(f"{run}/metrics.jsonl has no step to draw yet")
+        raise UserError(NOTHING.format(run / "metrics.jsonl"))
     return History(train, val, undone, marks)
 
 
@@ -199,9 +194,9 @@ class Probe:
 
 
 def read_probe(path: Path) -> Probe:
-    """One probe file; of a step that is there twice the last one counts. Raises UserError where it is missing, empty, damaged."""
+    """One probe file; of a step that is there twice the last one counts. Raises UserError where it is empty or damaged."""
     linear, block, recipes = {}, {}, set()
-    for row in _rows(path):
+    for row in read_rows(path):
         try:
             if row["kind"] == "block":
                 block[int(row["block"]), int(row["step"])] = [_number(row[key]) for key in OUTLIERS]
@@ -212,7 +207,7 @@ def read_probe(path: Path) -> Probe:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{path}: {json.dumps(row)[:80]} is no row of a probe ({type(error).__name__}: {error})") from None
     if not linear and not block:
-        raise UserError(f"{path} holds no row: the run was stopped before its first probe; lower probe.every")
+        raise UserError(NOTHING.format(path))
     layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
     blocks, steps = sorted({one for one, _ in block}), sorted({step for _, step in linear | block})
     count = [sum((layer, step) in linear for layer in layers) for step in steps]
@@ -260,8 +255,8 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
 
 @matplotlib.rc_context(RC)
 def draw_fp8(run: Path, out: str | None) -> str:
-    """Write the figures of a run's probes into `out`, else run/figures; returns the worst losses and what was written.
-    Inference probes are read from run/eval/probe_*.jsonl. Raises UserError where there are no probe rows, or damaged ones."""
+    """Write the figures of a run's probes, and of inference (run/eval/probe_*.jsonl), into `out`, else run/figures; returns
+    the worst losses and what was written."""
     probe, figures, name = read_probe(run / "probe.jsonl"), {}, run.resolve().name
     told = [f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"]
     if probe.layers:

@@ -255,7 +255,7 @@ def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path, capsys,
 @pytest.mark.parametrize(("arguments", "words"), [
     (["{}/nowhere"], "nowhere/metrics.jsonl does not exist"), (["--fp8", "{}/step"], "no row of a probe"),
     (["--fp8", "{}/weight"], "no row of a probe"),
-    (["--fp8", "{}/run"], "probe.jsonl does not exist: give the folder of a run, for --fp8 of one trained with probe.every"),
+    (["--fp8", "{}/run"], "probe.jsonl does not exist"),
     (["--fp8", "{}/none"], "holds no row"), (["{}/none"], "has no step to draw yet"),
     (["{}/run", "out={}/run/metrics.jsonl"], "cannot be written")])
 def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
