@@ -85,8 +85,6 @@ def plan(options: Options) -> list[str]:
             "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)]
 
 
-# ------------------------------------------------------------------------------------------------- sizes and their speed
-
 @dataclass(frozen=True)
 class Size:
     """One of the repository's sizes, with what a token costs there; speeds are of one GPU."""
@@ -130,7 +128,7 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
 
 
 def _near(values: dict[int, float], N: float) -> float:
-    """The value at N, by interpolation in ln N."""
+    """By interpolation in ln N."""
     return float(np.interp(math.log(N), np.log(sorted(values)), [values[one] for one in sorted(values)]))
 
 
@@ -149,8 +147,7 @@ def tokens(N, sizes, flops: float, in_fp8: bool):
 
 
 def optimum(surface: Surface, sizes, flops: float, in_fp8: bool) -> tuple[float, float]:
-    """(N*, D*): the size whose loss is lowest when it trains on as many tokens as the budget buys it; a gap that is the same
-    share of the loss for every size does not move it."""
+    """(N*, D*): the size whose loss is lowest when it trains on as many tokens as the budget buys it."""
     def loss(log_n):
         return surface.loss(np.exp(log_n), tokens(np.exp(log_n), sizes, flops, in_fp8))
 
@@ -162,7 +159,7 @@ def optimum(surface: Surface, sizes, flops: float, in_fp8: bool) -> tuple[float,
 
 def read_law(path: str | None) -> tuple[Surface, str, dict[str, tuple]]:
     """The BF16 runs' own L(N, D) from a law.json, else Epoch's; where it comes from; the runs that are done, as run -> (N, D,
-    trajectory). Raises UserError for a file that cannot be read, KeyError or TypeError for one of another version."""
+    trajectory). Raises KeyError or TypeError for a file of another version."""
     published = f"{EPOCH.source}, up to 1.3e22 FLOPs: another corpus and tokenizer, so compare its losses with each other alone"
     if path is None:
         return EPOCH, published, {}
@@ -190,8 +187,6 @@ def read_gap(options: Options, sizes) -> tuple[float, str]:
             return gap / 100, f"FP8's loss gap: {gap:+.3f} % for {options.recipe}, from {path}"
     return 0.0, f"FP8's loss gap: not measured for {options.recipe} at such sizes and counted as 0; give one with gap="
 
-
-# ------------------------------------------------------------------------------------------------------- the run to add
 
 def bound(law, points, target, prior: bool = False, rho: float = RHO) -> float | None:
     """The least standard error of ln L at target = (N, D) from runs at points (N, D, trajectory); None if they identify no law.

@@ -100,22 +100,18 @@ class Row:
         return folder / self.parent / "checkpoints" / f"step_{self.parent_step:08d}"
 
 
-# ------------------------------------------------------------------------------------------------------ the list of runs
-
 def load_study(path: str | Path) -> Study:
-    """The Study that the file at `path` binds. Raises UserError: no such file, no `study` in it, an impossible one."""
+    """The Study that the file at `path` binds."""
     path = Path(path)
     if not path.is_file():
-        near = nearest(path.stem, [one.stem for one in path.parent.glob("study_*.py")])
-        raise UserError(f"there is no study file {path}{near}")
+        raise UserError(f"there is no study file {path}{nearest(path.stem, [o.stem for o in path.parent.glob('study_*.py')])}")
     if not isinstance(study := runpy.run_path(str(path)).get("study"), Study):
         raise UserError(f"{path} must bind study = Study(...)")
     return study
 
 
 def expand(study: Study) -> list[Row]:
-    """All runs: by size, seed and recipe, a trunk before its branches. Raises UserError for a config that is missing, wrong or in
-    FP8, or a branch that would leave its trunk during warm-up."""
+    """All runs: by size, seed and recipe, a trunk before its branches. Raises UserError for what cannot be trained."""
     rows = []
     for size in study.sizes:
         base = load_config(ROOT / size.config, list(study.overrides))

@@ -146,8 +146,7 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
 
 
 def check_data(rows: list[Row], folder: Path) -> None:
-    """Raises UserError where the data are not those of a run that is done, or will not do for the largest run to do, of all the
-    study's: too little for a held-out run is to be known first."""
+    """Raises UserError where the data are not those of a run that is done, or will not do for the study's largest run to do."""
     row = max((row for row in rows if not summary_of(row, folder)), key=lambda row: row.tokens)
     config = load_config(ROOT / row.config, [*row.overrides, f"out={folder}"])
     try:
@@ -161,7 +160,7 @@ def check_data(rows: list[Row], folder: Path) -> None:
 
 
 def slots_of(options: Options) -> list[list[str]]:
-    """The GPUs of each job, as CUDA_VISIBLE_DEVICES names them; none on a CPU. Raises UserError where they are too few."""
+    """The GPUs of each job, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     there, n = torch.cuda.device_count(), options.gpus
     if there and n * options.jobs > there:
         raise UserError(f"gpus={n} for each of jobs={options.jobs} is more than the {there} GPUs of this machine")
@@ -193,7 +192,7 @@ def slurm_script(rows: list[Row], options: Options) -> str:
         "exit $code"])
 
 
-# ---------------------------------------------------------------------------------------------------- how far each run is
+# ---------------------------------------------------------------------------------------- how far each run is, what it costs
 
 def summary_of(row: Row, folder: Path) -> dict | None:
     """summary.json of a finished run of the study in `folder`, else None."""
@@ -231,8 +230,7 @@ def can_lock(file, kind: int) -> bool:
 
 
 def placed(row: Row, folder: Path) -> Row:
-    """The row as it is to be run, or was: a branch begins from scratch where its trunk is done but its checkpoint is gone, as of
-    copied runs. A branch that has begun goes on as it was begun."""
+    """The row as it is to be run, or was begun: a branch from scratch where its trunk is done but its checkpoint is gone."""
     if row.parent is None or ">" in row.recipe:     # a switched decay has no run from scratch
         return row
     if summary := summary_of(row, folder):
@@ -250,12 +248,9 @@ def tokens_left(row: Row, folder: Path) -> int:
     return (row.steps - step_of(saved)) * row.tokens_per_step if saved else row.own_tokens
 
 
-# -------------------------------------------------------------------------------------------------- what each run costs
-
 def cost_of(row: Row, rows: list[Row], folder: Path, options) -> tuple[float, float, str | None]:
     """Tokens/s of a GPU in steady steps; seconds before these (imports, compilation) and after (evaluation, saving); the device.
-    Medians over the finished ones of `rows` of its size and precision, null runs apart; else (device None) options.mfu of the
-    peak of options.gpu, FP8's times the modelled ratio where there is one, and options.start."""
+    Medians over the finished ones of `rows` of its size and precision, null runs apart; else (device None) as assumed."""
     done = [(one, summary) for one in rows if (one.size, one.recipe, one.repeat) == (row.size, row.recipe, row.repeat)
             and (summary := summary_of(one, folder))]
     if not done:
@@ -270,6 +265,7 @@ def cost_of(row: Row, rows: list[Row], folder: Path, options) -> tuple[float, fl
 def table(rows: list[Row], folder: Path, options) -> str:
     """A line per run: size, budget, where it branches off, FLOPs of its own steps, GPU time with its start, state; then sums."""
     costs = {row: cost_of(row, rows, folder, options) for row in rows}
+    whole = {row: row.own_tokens for row in rows}
     left = {row: tokens_left(row, folder) for row in rows if not summary_of(row, folder)}
 
     def seconds(row: Row, tokens: int) -> float:
@@ -280,10 +276,8 @@ def table(rows: list[Row], folder: Path, options) -> str:
         [row.run, si(row.params_total), f"{row.tokens_per_param:g}", si(row.tokens), str(row.parent_step or "-"),
          f"{row.flops_per_token * row.own_tokens:.2e}",
          "~" * (costs[row][-1] is None) + duration(seconds(row, row.own_tokens)), state_of(row, folder)] for row in rows)]
-    lines = [f"{what}: {sum(n * row.flops_per_token for row, n in tokens.items()):.3g} FLOPs, "
-             f"{duration(sum(map(seconds, tokens, tokens.values())))} of a GPU"
-             for what, tokens in ((f"{len(rows)} runs", {row: row.own_tokens for row in rows}),
-                                  (f"left: {len(left)} runs", left))]
+    lines = [f"{what}{len(some)} runs: {sum(n * row.flops_per_token for row, n in some.items()):.3g} FLOPs, "
+             f"{duration(sum(map(seconds, some, some.values())))} of a GPU" for what, some in (("", whole), ("left: ", left))]
     if any(device is None for *_, device in costs.values()):
         lines.append(f"~ assumed: {100 * options.mfu:.3g}% of the {peak_flops(options.gpu)[0] / 1e12:.0f} BF16 TFLOP/s of one "
                      f"{options.gpu} (mfu=), FP8 as runtime.roofline models it, {options.start:g} s to start and end (start=)")
@@ -296,8 +290,8 @@ def table(rows: list[Row], folder: Path, options) -> str:
 # ------------------------------------------------------------------------------------------------------- running the runs
 
 def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[list[str]], deadline: float) -> int:
-    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code. `rows` are
-    all of the study, whose finished runs tell how long a start takes; `deadline`: the time.monotonic() of limit=."""
+    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code. `rows`: all of
+    the study, whose finished runs tell how long a start takes; `deadline`: the time.monotonic() of limit=."""
     asked: list[int] = []           # signals, and the limit: requests to leave
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
