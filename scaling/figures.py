@@ -178,7 +178,10 @@ def draw(groups, pairs, loss_key: str) -> Figure:
 def _draw_losses(panel, groups, axis: str) -> None:
     """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too.
     Darker colours are larger models; over parameters more tokens per parameter, where points differ in that."""
-    low, high = span(groups, axis)
+    held = [getattr(held, axis) for group in groups for held in group.held_out]
+    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5        # where an extrapolation would be read
+    low = min(group.x[axis].min() for group in groups)
+    high = beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
     grid, is_by_ratio, named = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups)), {}
     each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
     among = np.concatenate([*each, [held.D / held.N if is_by_ratio else held.N for group in groups for held in group.held_out]])
@@ -324,11 +327,6 @@ class Line:
     each: float | None = None
 
 
-def span(groups, axis: str) -> tuple[float, float]:
-    """From the smallest run to beyond the held-out ones or, without those, to where an extrapolation would be read."""
-    held = [getattr(held, axis) for group in groups for held in group.held_out]
-    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5
-    return min(group.x[axis].min() for group in groups), beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
 
 
 def is_surface(group) -> bool:
@@ -406,8 +404,6 @@ def smooth(x, loss) -> np.ndarray:
     means = binned_statistic(x, (x, loss), bins=np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)).statistic
     return means[:, np.isfinite(means[0])]
 
-
-# ------------------------------------------------------------------------------------------------------------------- command
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

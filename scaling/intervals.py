@@ -132,7 +132,6 @@ def robustness(points: Points, form: str, counts: dict[str, np.ndarray], seed_sd
     found = []
 
     def add(variant: str, value: str, points: Points, delta: float | None = DELTA, rest: Points | None = None) -> None:
-        """A variant's fit; with the error in per cent on the `rest` that it has not seen."""
         resamples = RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4
         fit = with_bootstrap(fit_form(form, points, seed_sd, delta), points, resamples)
         found.append({"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
@@ -157,8 +156,7 @@ def robustness(points: Points, form: str, counts: dict[str, np.ndarray], seed_sd
 
 
 def sizes(N) -> list[np.ndarray]:
-    """A mask of shape (n,) for each size (within 1 %: counts read off a figure are not exact), or for each of MOST_SIZES groups
-    of neighbours where there are more; none of one size."""
+    """A mask of shape (n,) for each size (within 1 %: counts read off a figure are not exact), or each of MOST_SIZES groups."""
     order = np.argsort(N, kind="stable")
     index = np.empty(len(N), dtype=int)
     index[order] = np.cumsum(np.r_[False, np.diff(np.log(N[order])) > 0.01])

@@ -223,8 +223,8 @@ def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
 
 
 def _starts(form: str, logs, y, gamma: float | None) -> list[list[float]]:
-    """Where the solver starts: around the straight line of a power law; else E at shares of the lowest loss, factors such that
-    the reducible loss is right on average, the same from either term."""
+    """Where the solver starts: around a power law's straight line; else E at shares of the lowest loss, factors such that the
+    reducible loss is right on average."""
     if form not in STARTS:
         slope, height = np.polyfit(logs[0], y, 1)
         return [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
@@ -256,10 +256,8 @@ def centred(axes, centres) -> list[np.ndarray]:
 
 
 def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
-    """The fit with se and ci95 from a covariance of theta, by the delta method and Student's t; an unidentified fit keeps
-    none."""
-    best = replace(fit.optimum, covariance=covariance, dof=dof)
-    fit = replace(fit, optimum=best)
+    """The fit with se and ci95 from a covariance of theta, by the delta method and Student's t; none where unidentified."""
+    fit = replace(fit, optimum=(best := replace(fit.optimum, covariance=covariance, dof=dof)))
     if not fit.identified:
         return fit
     where, small, widths = (best.centres, best.gamma), 1e-30, {}

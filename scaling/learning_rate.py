@@ -49,7 +49,6 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; the exit code, 3 where rates are missing."""
     return command(__doc__, Options, arguments, _run)
 
 
@@ -99,8 +98,6 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
     return trials, notes + repeats
 
 
-# ----------------------------------------------------------------------------------------------------------- the optimum
-
 def analyse(trials: list[Trial], sizes=()) -> dict:
     """What learning_rate.json holds: each size's sweep, the base of the rule, rates for `sizes` (non-embedding parameters)."""
     sweeps = [judge(some) for _, some in grouped(trials, lambda trial: (trial.N, trial.tokens))]
@@ -145,9 +142,8 @@ def judge(trials: list[Trial]) -> dict:
 
 
 def _optimum(mean: dict) -> dict:
-    """The minimum of the parabola of ln loss over ln rate through the lowest loss, which is at none of the ends, and its two
-    neighbours; rates in rising order."""
-    rates = list(mean)
+    """The minimum of the parabola of ln loss over ln rate through the lowest loss, at none of the ends, and its neighbours."""
+    rates = list(mean)      # in rising order
     i = rates.index(min(mean, key=mean.get))
     three = rates[i - 1:i + 2]
     curvature, slope, height = np.polyfit(np.log(three) - np.log(rates[i]), np.log([mean[rate] for rate in three]), 2)
@@ -155,8 +151,6 @@ def _optimum(mean: dict) -> dict:
     return {"lr": lr, "loss": math.exp(height - slope**2 / (4 * curvature)), "bracket": [three[0], three[2]],
             "curvature": float(curvature), "rates": three, "flat": [lr / reach, lr * reach]}
 
-
-# ------------------------------------------------------------------------------------------------- as text and as a figure
 
 def tables(found: dict) -> str:
     """Markdown of what `analyse` found, or of learning_rate.json."""

@@ -26,6 +26,7 @@ from scaling.records import Record, check_comparable, listed, read_json, read_st
 
 ALPHA = 0.05
 POWER = 0.8
+LOSS_TOLERANCE = 1e-4       # of val_losses.npz against summary.json: float32 sums on a GPU, no more
 IDLE = "BF16 again: no Linear converted"      # the verdict on runs that were not FP8
 KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # Record.convention -> what stands before "parameters"
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)   # of an integral over -1 to 1
@@ -43,7 +44,6 @@ class Estimate:
 
     @property
     def half(self) -> float | None:
-        """Half the interval."""
         return None if self.se is None else self.high - self.mean
 
     def __str__(self) -> str:
@@ -63,8 +63,7 @@ def estimate(values) -> Estimate:
 
 
 def clusters(labels) -> list[np.ndarray]:
-    """Indices of `labels`, the set of trajectories that each value rests on, in groups that share one, be it through a third: k
-    groups leave k - 1 degrees of freedom, however many values there are."""
+    """Indices of `labels`, the set of trajectories that each value rests on, in groups that share one, be it through a third."""
     count, group = connected_components(np.array([[bool(mine & its) for its in labels] for mine in labels]), directed=False)
     return [np.flatnonzero(group == i) for i in range(count)]
 
@@ -85,8 +84,7 @@ class Margin:
 
 
 def read_margin(records, given: float | None = None) -> Margin | None:
-    """The margin of the study.json beside the records' folders, or `given` on the command line; None without either. Raises
-    UserError for a damaged study.json, for studies that declare different margins, for a wrong `given`."""
+    """The margin of the study.json beside the records' folders, or `given` on the command line; None without either."""
     found = [] if given is None else [Margin(given, "given on the command line, after the fact", False)]
     for folder, some in grouped(records, lambda record: record.folder.parent) if given is None else ():
         if study := read_study(folder):
@@ -107,8 +105,7 @@ def read_margin(records, given: float | None = None) -> Margin | None:
 
 
 def tost(found: Estimate, margin: float) -> float | None:
-    """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the larger one's, which is the nearer
-    bound's; None without an interval."""
+    """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the larger; None without interval."""
     return None if found.se is None else float(student.sf((margin - abs(found.mean)) / found.se, found.n - 1))
 
 
@@ -138,17 +135,12 @@ def verdict(found: Estimate, margin: Margin | None = None) -> str:
 
 
 def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
-    """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%]; None where unknown. What was not FP8
-    gets no verdict on FP8."""
+    """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%]; None where unknown."""
     return {"verdict": IDLE if is_idle(chosen) else verdict(found, margin), "tost_p": margin and tost(found, margin.percent),
             "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n)}
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs of runs
-
-# How far the loss recomputed from val_losses.npz may lie from summary.json's: float32 sums on a GPU, no more.
-LOSS_TOLERANCE = 1e-4
-
 
 @dataclass(frozen=True)
 class Gap:
@@ -160,8 +152,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Pair:
-    """A BF16 run beside the FP8 run that shares its seed, data order and everything else but the precision; a null has the BF16
-    run's repeat in FP8's place."""
+    """A BF16 run beside the FP8 run that shares all but the precision; a null has the BF16 run's repeat in FP8's place."""
     bf16: Record
     fp8: Record
     as_trained: Gap                     # each run evaluated in the precision that it was trained in
@@ -180,8 +171,7 @@ class Pair:
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each FP8 run, and each repeat of a BF16 run, a null in FP8's place, with the BF16 run of its pair_id, smallest model
-    first; plus a line for each run left alone. Raises UserError for two BF16 runs of one pair, and where the partners'
-    validation losses do not belong to the same sequences."""
+    first; plus a line for each run left alone. Raises UserError for two BF16 runs of one pair, or other validation sequences."""
     partners, found, paired = {}, [], set()
     for record in records:
         if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
@@ -233,8 +223,7 @@ def over_tokens(chosen, arm: str) -> Estimate | None:
 
 
 def over_sizes(chosen, arm: str) -> Estimate | None:
-    """Change of the gap [%] per decade of N: the slope through the means of independent trajectories; None with fewer than three
-    sizes or four of them."""
+    """Change of the gap [%] per decade of N, through the means of independent trajectories; None with fewer than three sizes."""
     own = trajectories(chosen)
     x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
     if len(np.unique(x)) < 3 or len(x) < 4:
@@ -268,7 +257,7 @@ def _gap(difference, losses, weights, reference: float) -> Gap:
 
 def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,). Raises
-    UserError where arrays are missing, damaged, or do not give the losses of summary.json."""
+    UserError where it is damaged or does not give the losses of summary.json."""
     path, names = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens")
     try:
         with np.load(path, allow_pickle=False) as file, np.errstate(divide="ignore", invalid="ignore"):
@@ -328,8 +317,7 @@ def rank(found, arm: str) -> dict:
     Ranked is every recipe that converts a Linear in each of its pairs and ran in all that is compared: the sizes, budgets and
     seeds where more than half of the recipes ran, of each size the largest such budget. First is the lowest common gap, with its
     sign. A recipe whose paired difference to it has a 95 % interval that holds 0 (or none) ties; of these the fastest is the
-    best, or the first where speed means nothing. {"best", "reason", "recipes", "left_out"}; best is None where none can be
-    ranked."""
+    best, or the first where speed means nothing. {"best" (None where none is ranked), "reason", "recipes", "left_out"}."""
     left_out, cells, rows = [], {}, []
     for recipe, some in grouped(found, lambda p: p.fp8.recipe):
         if idle := [p.fp8.run_id for p in some if is_idle([p])]:
@@ -440,8 +428,7 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
 
 
 def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
-    """Chinchilla's law of our BF16 runs, arrays of shape (runs,); or None with the reason why they do not give one. trunks: equal
-    for branches of one trajectory. counts: what N counts."""
+    """Chinchilla's law of our BF16 runs, arrays of shape (runs,), trunks naming their trajectories; or None, and why."""
     try:
         fit = with_bootstrap(fit_law("chinchilla", N, D, L), Points(N, D, 6 * N * D, L, trunks))
     except UserError as error:
@@ -456,16 +443,14 @@ def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None,
 
 
 def local_surface(D, L) -> Surface | None:
-    """L = B D^-beta through the BF16 runs of one size, which says what more tokens gain around these D and nothing about N; None
-    unless loss falls over two token counts or more."""
+    """L = B D^-beta through the BF16 runs of one size: what more tokens gain around these D; None unless the loss falls."""
     slope, height = np.polyfit(np.log(D), np.log(L), 1) if len(np.unique(D)) > 1 else (0.0, 0.0)
     return Surface("own, at this N", "power law over tokens through our BF16 runs of each size", E=0.0, A=0.0,
                    B=math.exp(height), alpha=1.0, beta=-float(slope)) if slope < 0 else None
 
 
 def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]:
-    """N of the BF16 `runs` (Records) -> its laws: our own, else that of its size, with Epoch's; else two published ones. Plus
-    why there is no law of our own."""
+    """N of the BF16 `runs` -> its laws: our own, else its size's, with Epoch's; else two published ones. Why none is our own."""
     N, D, L = (np.array([getattr(run, key) for run in runs], dtype=float) for key in ("N", "tokens", loss_key))    # N D: no int64
     own, reason = own_surface(N, D, L, np.array([run.trunk for run in runs]), runs[0].convention if runs else "total")
     ours = {int(size): own or local_surface(D[size == N], L[size == N]) for size in np.unique(N)}
@@ -494,8 +479,8 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
 
 
 def throughput(chosen) -> dict:
-    """Geometric mean of FP8's tokens per second over BF16's in Pairs of one size, the standard error of its logarithm (None for
-    one ratio), or the reason why there is none."""
+    """Geometric mean of FP8's tokens per second over BF16's, the standard error of its logarithm (None for one ratio), or why
+    there is none."""
     ratios = np.log([p.tok_per_s_ratio for p in chosen if p.tok_per_s_ratio])
     is_cpu = any(p.fp8.device.startswith("cpu") for p in chosen)
     if is_cpu or not len(ratios):
@@ -505,9 +490,7 @@ def throughput(chosen) -> dict:
     return {"ratio": float(np.exp(ratios.mean())), "se_log": se, "reason": None}
 
 
-# ---------------------------------------------------------------------------------------------- what low precision costs
-#
-# The laws of Kumar et al. and Sun et al. disagree by a factor of 10 to 85 at 125M to 1.5B parameters, and in whether the gap
+# Published laws of what low precision costs disagree by a factor of 10 to 85 at 125M to 1.5B parameters, and in whether the gap
 # falls or rises with size: they are drawn beside measured points, never used in place of them. N is the total parameter count.
 
 def kumar_gap(N, offsets=True):

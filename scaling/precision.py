@@ -4,10 +4,9 @@
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
     python scaling/precision.py out/study --all         # prints every table, else as many as 40 lines hold
 
-Prints each recipe's gap over all sizes with its verdict, which recipe is the best by the declared rule (pairs.rank), the gap
-per size beside the null (BF16 against BF16 with another seed, and with the same one rounded differently), what the gap costs
-in compute under two laws. Intervals are over independent pairs and hold for this validation set; each pair is in precision.json,
-its standard error over validation sequences is evaluation noise alone.
+Prints each recipe's gap over all sizes with its verdict, which recipe is the best (pairs.rank says by which rule), the gap per
+size beside the null (BF16 against BF16 with another seed, and with the same one rounded differently), what the gap costs in
+compute under two laws. Intervals are over independent pairs and hold for this validation set.
 """
 
 import itertools
@@ -216,7 +215,6 @@ def _draw_percent(panel, result: dict, looks) -> None:
 
 def _draw_nats(panel, sizes, looks, ratio: float) -> None:
     """Each gap above 0 at its total parameters, as the published laws count, whose lines stand beside."""
-    panel.set_xscale("log")
     panel.set_yscale("log", nonpositive="clip")
     totals, values = [row["params_total"] for row in sizes], []
     N = np.geomspace(min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST), 200)
@@ -225,12 +223,12 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
         panel.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
         panel.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
         values += [nats.min(), nats.max()]
-    for row in [row for row in sizes if row["nats"].mean > 0]:
-        found = row["nats"]
-        panel.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
-        values.append(found.mean)
-    panel.set(xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)))
-    panel.set(xlabel="parameters N, all", ylabel="gap [nats/token]")
+    for row in sizes:
+        if (found := row["nats"]).mean > 0:
+            panel.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
+            values.append(found.mean)
+    panel.set(xscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)), xlabel="parameters N, all",
+              ylabel="gap [nats/token]")
     counts_axis(panel.xaxis)
     panel.yaxis.set_major_locator(LogLocator(10, numticks=9))
     panel.yaxis.set_minor_formatter(NullFormatter())
@@ -238,7 +236,6 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; the exit code."""
     return command(__doc__, Options, arguments, _run)
 
 
@@ -261,7 +258,7 @@ def _run(options: Options) -> None:
     if len(lines) > SHOWN and not options.all:
         lines[SHOWN:] = [f"{len(lines) - SHOWN} more in precision.json"]
     headline, *blocks = tables(result)
-    parts = [headline, "\n".join(lines)] if lines else [headline]
+    parts = [headline, *["\n".join(lines)] * bool(lines)]
     while blocks and (options.all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
         parts.append(blocks.pop(0))
     print("\n\n".join([*parts, *[f"{len(blocks)} more tables: --all"] * bool(blocks), wrote]))

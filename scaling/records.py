@@ -160,7 +160,7 @@ def _without(records, reason_of) -> tuple[list[Record], list[str]]:
 
 def counted_as(records, convention: str | None) -> list[Record]:
     """The records with N counted so; as they are where that is None."""
-    return [record if convention is None else replace(record, convention=convention) for record in records]
+    return [replace(record, convention=convention or record.convention) for record in records]
 
 
 SAME = ("convention", "tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded", "weights")
