@@ -87,20 +87,19 @@ def main(arguments: list[str]) -> int:
 # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
 @np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore")
 def _run(o: Options) -> None:
-    _fit_runs(o) if o.paths else _fit_table(o)
+    folder = law_folder(o.paths, o.out)
+    if o.paths:
+        _fit_runs(o, folder)
+    else:
+        chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, o.where, o.drop_highest, o.cluster or None)
+        group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
+        if all(fit.objective is None for fit in group.laws.values()):
+            raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
+        _finish([group], [], "loss", {"source": chosen.source, "notes": chosen.notes, **group.plain()}, folder, [], o.all)
 
 
-def _fit_table(o: Options) -> None:
-    folder = law_folder((), o.out)
-    chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, o.where, o.drop_highest, o.cluster or None)
-    group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
-    if all(fit.objective is None for fit in group.laws.values()):
-        raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
-    _finish([group], [], "loss", {"source": chosen.source, "notes": chosen.notes, **group.plain()}, folder, [], o.all)
-
-
-def _fit_runs(o: Options) -> None:
-    folder, loss_key = law_folder(o.paths, o.out), f"loss_{o.loss or 'bf16'}"
+def _fit_runs(o: Options, folder: Path) -> None:
+    loss_key = f"loss_{o.loss or 'bf16'}"
     finished, notes = read_runs(o.paths)
     every = counted_as(finished, o.n or None)
     for sieve in (usable, from_scratch, without_repeats):

@@ -95,8 +95,7 @@ def read_margin(records, given: float | None = None) -> Margin | None:
                 found.append(Margin(float(study["margin_percent"]),
                                     f"{folder}/study.json, declared {study['declared']}, {when}", not late))
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}: {error}): restore it or give "
-                                "margin=PERCENT") from None
+                raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}): give margin=PERCENT") from None
     percents = sorted({margin.percent for margin in found})
     if len(percents) > 1 or any(not 0 < percent < 100 for percent in percents):
         raise UserError(f"margin: {', '.join(map(str, percents))}; expected one number of per cent of the loss, above 0 and "

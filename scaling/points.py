@@ -101,8 +101,7 @@ def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
 def _number(path: Path, line: int, column: str, text: str) -> float:
     value = _value(text)
     if not isinstance(value, float) or not 0 < value < math.inf:
-        raise UserError(f"{path} line {line}, column {column!r}: {text!r} is no plain finite number above zero (write it "
-                        "without commas and units, such as 1.24e8)")
+        raise UserError(f"{path} line {line}, column {column!r}: {text!r} is no plain finite number above zero such as 1.24e8")
     return value
 
 

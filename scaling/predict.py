@@ -130,9 +130,8 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
         rows[form] = {"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
                       "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters}
     if not rows:
-        raise UserError(f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its "
-                        f"{D / N:.3g} tokens per parameter (3 of different compute are needed); L(N, D) is out: "
-                        f"{left_out['chinchilla']}")
+        raise UserError(f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its ratio of "
+                        f"tokens (3 of different compute are needed); L(N, D) is out: {left_out['chinchilla']}")
     best = min((row["residual_rms"] for form, row in rows.items() if form != "chinchilla"), default=0.0)
     for form, row in rows.items():
         sigma = row["sigma"] if form == "chinchilla" else max(floor, best)
@@ -196,8 +195,7 @@ def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") ->
         raise UserError(f"{there[0]} has begun or is finished: only what nobody has seen can be predicted")
     first, N, D = group.records[0], goal[f"params_{group.convention}"], goal["tokens"]
     if goal["vocab_size"] not in (None, first.vocab_size):
-        raise UserError(f"{target} has a vocabulary of {goal['vocab_size']} and {first.run_id} one of {first.vocab_size}: "
-                        "predict from runs of its tokenizer")
+        raise UserError(f"{target} has a vocabulary of {goal['vocab_size']}, unlike {first.run_id}: predict it from such runs")
     content = {
         "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime(UTC, time.gmtime()),
         "git_commit": git(ROOT, "rev-parse", "HEAD"), "loss_key": loss_key, "loss_unit": "nats per token",
@@ -278,8 +276,7 @@ def _score(prediction: Prediction, record) -> dict:
             ("recipe, size or number of tokens", is_at(record, content["target"]))) if not is_same]:
         raise UserError(f"{record.run_id} has another {' and another '.join(wrong)} than {path} predicts")
     if record.t_start is None or datetime.fromisoformat(prediction.date) > datetime.fromisoformat(record.t_start):
-        raise UserError(f"{path} of {prediction.date} is not older than its run, which began at {record.t_start}: it is not "
-                        f"scored; move {path} away to use the run in fits")
+        raise UserError(f"{path} is not older than its run, of {record.t_start}: move {path} away to use the run in fits")
 
     def against(said) -> dict:
         return {"error_nats": said["loss"] - loss, "error_percent": 100 * (said["loss"] / loss - 1),

@@ -115,8 +115,7 @@ def read_record(folder) -> Record:
                         decays_from=summary.get("parent_step") or plan.get("parent_step"),
                         convention=study.get("params", "total"), **values)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): restore it, or leave the "
-                        "run out") from None
+        raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): leave the run out") from None
     wrong = type_problems("", record) or [
         f"{key}={value} is not above zero" for key, value in (vars(record) | record.weights).items()
         if type(value) in (int, float) and key not in MAY_BE_ZERO and value <= 0]

@@ -151,11 +151,10 @@ def tables(rows: list[dict]) -> str:
     """Markdown of report.json's runs: training loss, validation loss, what they cost; each with what its columns mean below."""
     training, validation, costs = [], [], []
     for row in rows:
-        name, times, (train, val, memory, busy) = {"recipe": row["label"]}, row["step_time_s"], (row[key] or {} for key in (
-            "train_loss", "val_loss", "memory_percent", "utilisation_percent"))
-        gaps = {f"gap {arm} [%]": f"{row['gap'][key]['percent']:+.3f}" + (
-            f" ± {_fixed(row['gap'][key]['se_percent'], 3)}" * bool(row["gap"][key]["se"]))
-            for key, arm in (("as_trained", "as trained"), ("bf16", "in BF16")) if row["gap"]}
+        name, times = {"recipe": row["label"]}, row["step_time_s"]
+        train, val, memory, busy = (row[key] or {} for key in ("train_loss", "val_loss", "memory_percent", "utilisation_percent"))
+        gaps = {f"gap {'in BF16' if arm == 'bf16' else 'as trained'} [%]": f"{gap['percent']:+.3f}" + (
+            f" ± {_fixed(gap['se_percent'], 3)}" * bool(gap["se"])) for arm, gap in (row["gap"] or {}).items()}
         training.append(name | {key: _fixed(train.get(key), 4) for key in LOSS} | {"steps": train.get("n", 0)})
         validation.append(name | {key: _fixed(val.get(key), 4) for key in LOSS} | {"validations": val.get("n", 0)} | gaps)
         costs.append(name | {title: _fixed(value, digits) for title, value, digits in (

@@ -155,8 +155,7 @@ def check_data(rows: list[Row], folder: Path) -> None:
         raise UserError(f"{row.run}: {error}") from error
     for other in rows:
         if (summary_of(other, folder) or {}).get("data_sha256", data.train_sha256) != data.train_sha256:
-            raise UserError(f"{config.data.dir} holds other tokens than {other.run}, which is done, has seen: put those back, or "
-                            f"give the study another name=")
+            raise UserError(f"{config.data.dir} holds other tokens than {other.run}, which is done, has seen: put those back")
 
 
 def slots_of(options: Options) -> list[list[str]]:
