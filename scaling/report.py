@@ -168,9 +168,8 @@ def tables(rows: list[dict]) -> str:
         "Loss of all steps that count; sd (n - 1): of the single values around their mean, so mostly the way down. Gap: final "
         "loss minus the BF16 run's on the same sequences, ± one standard error of the evaluation, not of the run.",
         "**Time, memory, speed**", table(costs),
-        "Speed and tokens/s: of the median step; none against BF16 on another machine or compiled otherwise. Compilation: what "
-        "the first step after each start took beyond the median step. Whole run: start and validations as well. Memory and "
-        "utilisation: the first rank's GPU, mean over the steps after the first; peak: PyTorch's own."
+        "Speed and tokens/s: of the median step. Compilation: what the first step after each start took beyond it. Whole run: "
+        "with start and validations. Memory and utilisation: of the first rank's GPU after the first step; peak: PyTorch's own."
         + CPU * any(row["device"].startswith("cpu") for row in rows)])
 
 
@@ -247,8 +246,8 @@ def report_study(folder: Path) -> str:
             "Learning rate": _found(folder, "learning_rate", is_sweep, lambda path: learning_rate.tables(read_json(path))),
             "Notes": "\n".join(f"- {note}" for note in notes)}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}); make it "
-                        f"again: python scaling/fit.py {folder}, python scaling/precision.py {folder}") from error
+        raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}): make it again "
+                        "by scaling/fit.py or precision.py") from error
     text = "\n\n".join([f"# The study {study.get('study', folder.resolve().name)}",
                         f"{told}. This page: `python scaling/report.py --study {folder}`.",
                         *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])
