@@ -95,7 +95,6 @@ def _columns(rows: dict[int, dict]) -> dict[str, np.ndarray]:
 
 
 def _number(value) -> float:
-    """A row's value, NaN where it is no number that can be drawn."""
     return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
 
 
@@ -232,7 +231,6 @@ def place(layer: str) -> tuple[float, int, str]:
 
 
 def kinds_of(layers) -> dict[str, np.ndarray]:
-    """Kind of Linear -> indices of its layers."""
     kinds = [place(layer)[1:] for layer in layers]
     return {kind[1]: np.array([i for i, one in enumerate(kinds) if one == kind]) for kind in sorted(set(kinds))}
 

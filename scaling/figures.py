@@ -92,7 +92,6 @@ def styles(recipes) -> list[dict]:
 
 
 def steps_axis(panel) -> None:
-    """Label x as optimizer steps."""
     panel.set_xlabel("step")
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x >= 0 else ""))
@@ -280,7 +279,6 @@ def _legend(groups) -> list:
 
 
 def _title(groups, loss_key: str) -> str:
-    """What is drawn, of which arms, and of how many."""
     n = ", ".join(dict.fromkeys(str(len(group.loss)) for group in groups))
     if not groups[0].records:
         return f"Loss in {name_of(groups[0])} (n = {n} points)"

@@ -281,7 +281,6 @@ def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]
 
 
 def _headline(laws, ray, is_misfit) -> tuple[str, str]:
-    """(the form that answers for the points, why)."""
     if ray is None:
         return "power_n", "the table gives N alone, so only the power law in N can be fitted"
     if laws["chinchilla"].identified and not is_misfit:
@@ -311,7 +310,6 @@ def _lines(laws, headline, x, points, seed_sd, ray):
 
 
 def _warnings(group) -> list[str]:
-    """What is wrong with the headline or with L(N, D)."""
     fit, lack, lines = group.laws[group.headline], group.lack_of_fit, []
     if not fit.identified:
         lines.append(f"WARNING: {group.recipe}: the headlined law is not identified: {fit.reason}")

@@ -144,7 +144,6 @@ class Fit:
         return tuple(np.exp(log_loss + side * width).reshape(np.shape(x[0])) for side in (0, -1, 1))
 
     def terms(self, *x):
-        """What `terms` gives at x of shape (n,) per axis."""
         return terms(self.form, centred(x, self.optimum.centres), self.optimum.gamma)
 
     def formula(self) -> str:
@@ -158,13 +157,11 @@ class Fit:
         return f"L = {' + '.join(([p['E']] if 'E' in p else []) + powers)}".replace("^--", "^")
 
     def plain(self) -> dict:
-        """The fit for law.json: the parameters beside the other fields."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
         return content | self.parameters | {"formula": self.formula()}
 
 
 def unfitted(form: str, n: int, reason: str) -> Fit:
-    """A Fit that says why there is none."""
     return Fit(form, dict.fromkeys(NAMES.get(form, "ab")), n, False, reason)
 
 
@@ -238,7 +235,6 @@ def _starts(form: str, logs, y, gamma: float | None) -> list[list[float]]:
 
 
 def ray_of(points: Points) -> tuple[float, float]:
-    """Smallest and largest tokens per parameter."""
     ratios = points.D / points.N
     return float(ratios.min()), float(ratios.max())
 
@@ -251,7 +247,6 @@ def on_one_ray(ray: tuple[float, float] | None) -> bool:
 # ----------------------------------------------------------------------------------------------- one optimum, certified
 
 def centred(axes, centres) -> list[np.ndarray]:
-    """ln x - centre per axis."""
     return [np.log(np.asarray(x, dtype=float)) - centre for x, centre in zip(axes, centres, strict=True)]
 
 
@@ -286,7 +281,6 @@ def judged(fit: Fit) -> Fit:
 
 
 def _lacking(form, axes, values, y, p) -> str | None:
-    """What the points lack to determine the parameters, or None."""
     if form.startswith("chinchilla"):
         ratio, needed = np.divide(axes[1], axes[0]), 2 if form.endswith("tied") else 3
         if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps

@@ -153,7 +153,6 @@ def _optimum(mean: dict) -> dict:
 
 
 def tables(found: dict) -> str:
-    """Markdown of what `analyse` found, or of learning_rate.json."""
     blocks, names = [], list(found["rules"])
     for sweep in found["sweeps"]:
         cells = [["peak rate", "loss", "above the lowest [%]", "status"]]
@@ -177,7 +176,6 @@ def tables(found: dict) -> str:
 
 @matplotlib.rc_context(RC)
 def draw(found: dict, name: str) -> Figure:
-    """Loss against the peak rate for each size."""
     runs = sum(len(row["runs"]) for sweep in found["sweeps"] for row in sweep["rows"])
     figure, ((panel,),) = sheet((7.4, 3.4), 1, 1, f"Peak learning rate, {name} (n = {runs} runs)",
                                 "Band: within 0.1 % of the optimum. Cross: diverged or unfinished.")

@@ -164,7 +164,6 @@ class Pair:
         return self.in_bf16 if arm == "bf16" else self.as_trained
 
     def log_percent(self, arm: str) -> float:
-        """100 ln(FP8's loss / BF16's)."""
         return 100 * math.log1p(self.gap(arm).percent / 100)
 
 
@@ -233,7 +232,6 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
 
 
 def percents(chosen) -> dict[str, Estimate]:
-    """The gap in per cent of BF16's loss under both evaluations."""
     return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}
 
 
@@ -345,7 +343,6 @@ def rank(found, arm: str) -> dict:
 
 
 def _best(rows: list[dict], where: str) -> tuple[str | None, str]:
-    """The best recipe, and the sentence that says why."""
     if not rows:
         return None, "No recipe converts a Linear and ran wherever more than half of the others did: none is ranked."
     tied = [row for row in rows if row["ties"]]
@@ -381,7 +378,6 @@ class Surface:
     counts: str = "total"                   # which parameters N is: params_total, params_nonembed
 
     def loss(self, N, D):
-        """Nats per token at N parameters, D tokens (numbers or arrays of one shape)."""
         return self.E + self.A * N**-self.alpha + self.B * D**-self.beta
 
     def slope(self, D) -> float:

@@ -128,7 +128,6 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
 
 
 def _near(values: dict[int, float], N: float) -> float:
-    """By interpolation in ln N."""
     return float(np.interp(math.log(N), np.log(sorted(values)), [values[one] for one in sorted(values)]))
 
 

@@ -112,7 +112,6 @@ def _headline(result: dict) -> str:
 
 
 def _ranking(ranking: dict) -> str:
-    """A row per recipe by the declared rule (pairs.rank)."""
     rows = [{"recipe, lowest gap first": row["recipe"], "gap [%]": row["gap"], "above the first [%]": row["difference"],
              "ties with it": "yes" if row["ties"] else "no", "tok/s FP8/BF16": row["throughput"]["ratio"]}
             for row in ranking["recipes"]]

@@ -56,7 +56,6 @@ class Held:
 
 
 def load(folder) -> list[Prediction]:
-    """Every prediction_*.json of a folder, by name."""
     return [read_prediction(path) for path in sorted(Path(folder).glob("prediction_*.json"))]
 
 
@@ -97,7 +96,6 @@ def is_of(record, prediction: Prediction) -> bool:
 
 
 def is_at(record, goal: dict) -> bool:
-    """Whether a run has a target's recipe, size and tokens, whatever its seed."""
     return all(getattr(record, key) == goal[key] for key in POINT)
 
 

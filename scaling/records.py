@@ -147,7 +147,6 @@ def from_scratch(records) -> tuple[list[Record], list[str]]:
 
 
 def without_repeats(records) -> tuple[list[Record], list[str]]:
-    """The records that repeat no other one, plus a line for each one that does."""
     return _without(records, lambda one: one.repeat and (
         "a repeat of the same seed and data is a null for scaling/precision.py, no point of its own"))
 
@@ -158,7 +157,6 @@ def _without(records, reason_of) -> tuple[list[Record], list[str]]:
 
 
 def counted_as(records, convention: str | None) -> list[Record]:
-    """The records with N counted so; as they are where that is None."""
     return [replace(record, convention=convention or record.convention) for record in records]
 
 

@@ -58,7 +58,6 @@ def main(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Arm:
-    """One run of the comparison."""
     record: Record
     label: str                      # its recipe; with its name where several have that recipe
     history: History                # steps without a target, which are logged as a loss of 0, have NaN
@@ -66,7 +65,6 @@ class Arm:
 
 
 def report_training(paths, out: str | None) -> str:
-    """Write the report on runs of one training; returns what the console shows."""
     arms, notes = read_arms(paths)
     found = {pair.fp8.folder: pair for pair in pairs([arm.record for arm in arms])[0]}
     rows = [_row(arm, found.get(arm.record.folder)) for arm in arms]
@@ -218,7 +216,6 @@ def draw_losses(arms: list[Arm]) -> Figure:
 # ----------------------------------------------------------------------------------------------------------- a study
 
 def report_study(folder: Path) -> str:
-    """Write the page of a study's folder and its JSON; returns what the console shows."""
     records, notes = read_runs([folder])
     records.sort(key=lambda one: (one.N, one.recipe != "bf16", one.recipe, one.repeat, one.tokens, one.seed))
     page, law_folder, study = folder / "README.md", folder / LAW_FOLDER, read_study(folder)
@@ -316,7 +313,6 @@ def _found(folder: Path, name: str, is_wanted: bool, shown) -> str:
 
 
 def _stale(path: Path, records: list[Record]) -> list[str]:
-    """A note where a file was made from other runs than it would be now."""
     made = {(one["run_id"], one["summary_sha256"]) for one in read_json(path)["inputs"]} if path.exists() else None
     return [] if made in (None, {(one.run_id, one.summary_sha256) for one in records}) else [
         f"{LAW_FOLDER}/{path.name} was made from other runs than those that are here now: make it again"]

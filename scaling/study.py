@@ -96,12 +96,10 @@ class Row:
         return [str(ROOT / self.config), *self.overrides, f"out={folder}", *start]
 
     def branch_point(self, folder: Path) -> Path:
-        """The checkpoint of its trunk that a branch starts from."""
         return folder / self.parent / "checkpoints" / f"step_{self.parent_step:08d}"
 
 
 def load_study(path: str | Path) -> Study:
-    """The Study that the file at `path` binds."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"there is no study file {path}{nearest(path.stem, [o.stem for o in path.parent.glob('study_*.py')])}")
@@ -129,7 +127,6 @@ def expand(study: Study) -> list[Row]:
 
 def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, recipe: str, lr: float | None,
             repeat: int) -> list[Row]:
-    """A trunk with its branches."""
     size_name = base.run.removesuffix("_bf16")
     name = f"{size_name}_{_in_name(recipe)}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
     largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
@@ -167,5 +164,4 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
 
 
 def _in_name(recipe: str) -> str:
-    """A label as part of a run's name."""
     return re.sub(r"[^\w.]+", "-", recipe)

@@ -242,7 +242,6 @@ def placed(row: Row, folder: Path) -> Row:
 
 
 def tokens_left(row: Row, folder: Path) -> int:
-    """Tokens that an unfinished run has yet to train on."""
     saved = latest(folder / row.run)
     return (row.steps - step_of(saved)) * row.tokens_per_step if saved else row.own_tokens
 
