@@ -253,8 +253,7 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
 
 @matplotlib.rc_context(RC)
 def draw_fp8(run: Path, out: str | None) -> str:
-    """Write the figures of a run's probes, and of inference (run/eval/probe_*.jsonl), into `out`, else run/figures; returns
-    the worst losses and what was written."""
+    """Draw the probes of a run and of its inference (run/eval/probe_*.jsonl); returns the worst losses, what was written."""
     probe, figures, name = read_probe(run / "probe.jsonl"), {}, run.resolve().name
     told = [f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"]
     if probe.layers:

@@ -59,9 +59,8 @@ FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewi
 # ------------------------------------------------------------------------------------------------ one style for all figures
 
 def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n_columns: int = 4, **shared):
-    """An empty page of `size` inches, laid out by matplotlib: title, legend, panels with a grid, caption; (figure, panels).
-    The title heads the legend: constrained layout would put the one on the other. n_columns: of the legend at most; where long
-    names leave room for fewer, the page grows by its further lines. shared: of Figure.subplots."""
+    """An empty page of `size` inches: title (which heads the legend, else both overlap), legend, panels with a grid, caption;
+    (figure, panels). n_columns: of the legend at most; the page grows where long names leave room for fewer."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     big = matplotlib.rcParams["font.size"]

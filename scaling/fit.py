@@ -72,7 +72,7 @@ class Options:
         if bool(self.points) == bool(self.paths):
             raise UserError("give either run folders such as out/RUN, a folder that holds them, or a table with --points FILE")
         if strange := [name for name in (FOR_RUNS if self.points else FOR_A_TABLE) if getattr(self, name)]:
-            raise UserError(f"{' and '.join(strange)}: only for {'runs' if self.points else 'a table of points (--points FILE)'}")
+            raise UserError(f"{' and '.join(strange)}: only for {'runs' if self.points else 'a table of points=FILE'}")
         for name, value, words in (("n", self.n, ("total", "nonembed")), ("loss", self.loss, ("bf16", "as_trained"))):
             if self.points and not value:
                 raise UserError(f"{name}= is missing: it names a column of the table")

@@ -220,8 +220,7 @@ def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
 
 
 def _starts(form: str, logs, y, gamma: float | None) -> list[list[float]]:
-    """Where the solver starts: around a power law's straight line; else E at shares of the lowest loss, factors such that the
-    reducible loss is right on average."""
+    """Where the solver starts: around a power law's straight line; else E at shares of the lowest loss, factors to match it."""
     if form not in STARTS:
         slope, height = np.polyfit(logs[0], y, 1)
         return [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]

@@ -63,7 +63,7 @@ def estimate(values) -> Estimate:
 
 
 def clusters(labels) -> list[np.ndarray]:
-    """Indices of `labels`, the set of trajectories that each value rests on, in groups that share one, be it through a third."""
+    """Indices of `labels`, the set of trajectories that each value rests on, in groups that share one, also through a third."""
     count, group = connected_components(np.array([[bool(mine & its) for its in labels] for mine in labels]), directed=False)
     return [np.flatnonzero(group == i) for i in range(count)]
 
@@ -104,7 +104,7 @@ def read_margin(records, given: float | None = None) -> Margin | None:
 
 
 def tost(found: Estimate, margin: float) -> float | None:
-    """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the larger; None without interval."""
+    """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the larger; None: no interval."""
     return None if found.se is None else float(student.sf((margin - abs(found.mean)) / found.se, found.n - 1))
 
 
@@ -169,7 +169,7 @@ class Pair:
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each FP8 run, and each repeat of a BF16 run, a null in FP8's place, with the BF16 run of its pair_id, smallest model
-    first; plus a line for each run left alone. Raises UserError for two BF16 runs of one pair, or other validation sequences."""
+    first; plus a line for each run left alone. Raises UserError for two BF16 runs of a pair, or other sequences."""
     partners, found, paired = {}, [], set()
     for record in records:
         if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
@@ -221,7 +221,7 @@ def over_tokens(chosen, arm: str) -> Estimate | None:
 
 
 def over_sizes(chosen, arm: str) -> Estimate | None:
-    """Change of the gap [%] per decade of N, through the means of independent trajectories; None with fewer than three sizes."""
+    """Change of the gap [%] per decade of N, through the means of independent trajectories; None below three sizes."""
     own = trajectories(chosen)
     x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
     if len(np.unique(x)) < 3 or len(x) < 4:
@@ -253,8 +253,7 @@ def _gap(difference, losses, weights, reference: float) -> Gap:
 
 
 def load_val_losses(record: Record) -> dict[str, np.ndarray]:
-    """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,). Raises
-    UserError where it is damaged or does not give the losses of summary.json."""
+    """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,)."""
     path, names = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens")
     try:
         with np.load(path, allow_pickle=False) as file, np.errstate(divide="ignore", invalid="ignore"):
@@ -385,13 +384,11 @@ class Surface:
         return self.beta * self.B * D**-self.beta
 
     def extra_tokens(self, gap: float, D) -> float | None:
-        """r: how many times the tokens a model needs to make up `gap` nats at D, L(N, r D) + gap = L(N, D). None where the gap
-        exceeds B D^-beta: no number of tokens makes it up; or where the law is so flat that r or 1 / r is beyond 10^100."""
+        """r: how many times the tokens make up `gap` nats at D, L(N, r D) + gap = L(N, D); None where no number does."""
         return _power(1 - gap / (self.B * D**-self.beta), -1 / self.beta)
 
     def effective_parameters(self, gap: float, N) -> float | None:
-        """phi = N_eff / N: the share of the parameters with which the law reaches a loss `gap` nats higher, L(phi N, D) =
-        L(N, D) + gap. None where a negative gap exceeds A N^-alpha, which no size gains, or A is 0."""
+        """phi = N_eff / N, L(phi N, D) = L(N, D) + gap; None where a negative gap is more than any size gains, or A is 0."""
         return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha) if self.A else None
 
     def speedup(self, D, gap: float, gap_se: float | None, ratio: float, ratio_se_log=0.0) -> tuple[float | None, float | None]:
@@ -445,7 +442,7 @@ def local_surface(D, L) -> Surface | None:
 
 
 def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]:
-    """N of the BF16 `runs` -> its laws: our own, else its size's, with Epoch's; else two published ones. Why none is our own."""
+    """N of the BF16 `runs` -> its laws: our own, else its size's, with Epoch's; else two published ones; why not ours."""
     N, D, L = (np.array([getattr(run, key) for run in runs], dtype=float) for key in ("N", "tokens", loss_key))    # N D: no int64
     own, reason = own_surface(N, D, L, np.array([run.trunk for run in runs]), runs[0].convention if runs else "total")
     ours = {int(size): own or local_surface(D[size == N], L[size == N]) for size in np.unique(N)}
@@ -474,8 +471,7 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
 
 
 def throughput(chosen) -> dict:
-    """Geometric mean of FP8's tokens per second over BF16's, the standard error of its logarithm (None for one ratio), or why
-    there is none."""
+    """Geometric mean of FP8's tokens per second over BF16's, its logarithm's standard error, or why there is none."""
     ratios = np.log([p.tok_per_s_ratio for p in chosen if p.tok_per_s_ratio])
     is_cpu = any(p.fp8.device.startswith("cpu") for p in chosen)
     if is_cpu or not len(ratios):

@@ -49,8 +49,7 @@ class Options:
 
 
 def analyse(records, found, arm: str, margin) -> dict:
-    """What precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss. found: Pairs of
-    `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
+    """What precision.json holds but notes and inputs, gaps in per cent of the BF16 loss; `arm`: which is judged."""
     laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
     nulls, found = ([p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False))
     sizes, common = [], {}

@@ -128,8 +128,8 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
         rows[form] = {"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
                       "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters}
     if not rows:
-        raise UserError(f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its ratio of "
-                        f"tokens (3 of different compute are needed); L(N, D) is out: {left_out['chinchilla']}")
+        raise UserError(f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its ratio "
+                        f"(3 of different compute are needed); L(N, D) is out: {left_out['chinchilla']}")
     best = min((row["residual_rms"] for form, row in rows.items() if form != "chinchilla"), default=0.0)
     for form, row in rows.items():
         sigma = row["sigma"] if form == "chinchilla" else max(floor, best)

@@ -67,8 +67,7 @@ class Record:
 
 
 def read_runs(paths) -> tuple[list[Record], list[str]]:
-    """Read run folders, or folders whose sub-folders are runs; give the records plus a line for each folder skipped. Raises
-    UserError for a path that is no folder, a damaged summary.json, or no finished run at all."""
+    """The records of run folders, or of folders whose sub-folders are runs, plus a line for each skipped. Never empty."""
     records, notes, folders = [], [], {}
     for path in map(Path, paths):
         if path.suffix == ".log":       # of a run, by sweep.py: a pattern of the shell has both
@@ -115,7 +114,7 @@ def read_record(folder) -> Record:
                         decays_from=summary.get("parent_step") or plan.get("parent_step"),
                         convention=study.get("params", "total"), **values)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): leave the run out") from None
+        raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): leave it out") from None
     wrong = type_problems("", record) or [
         f"{key}={value} is not above zero" for key, value in (vars(record) | record.weights).items()
         if type(value) in (int, float) and key not in MAY_BE_ZERO and value <= 0]

@@ -4,7 +4,7 @@
     python scaling/report.py --study out/STUDY          # README.md and report.json in that folder
 
 One training: losses, time with the first steps apart, GPU memory and utilisation, speed against BF16; the runs must differ in
-the precision alone. A study: its finished runs, and what fit.py, precision.py and learning_rate.py found in them; what is missing
+the precision alone. A study: its finished runs, and what fit.py, precision.py, learning_rate.py found in them; what is missing
 is named with the command that makes it.
 """
 
@@ -76,8 +76,7 @@ def report_training(paths, out: str | None) -> str:
 
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
-    """Finished runs, BF16 and its repeats first; plus a line for each thing left out or worth knowing. Raises UserError where
-    runs differ in more than the precision."""
+    """Finished runs, BF16 and its repeats first; plus a line for each thing left out or worth knowing."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (record.recipe != "bf16", record.repeat))
     recipes, names = [record.recipe for record in records], [record.run_id for record in records]
@@ -243,8 +242,8 @@ def report_study(folder: Path) -> str:
             "Learning rate": _found(folder, "learning_rate", is_sweep, lambda path: learning_rate.tables(read_json(path))),
             "Notes": "\n".join(f"- {note}" for note in notes)}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}): make it again "
-                        "by scaling/fit.py or precision.py") from error
+        raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}): make it "
+                        "again by scaling/fit.py or precision.py") from error
     text = "\n\n".join([f"# The study {study.get('study', folder.resolve().name)}",
                         f"{told}. This page: `python scaling/report.py --study {folder}`.",
                         *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])

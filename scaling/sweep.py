@@ -288,8 +288,8 @@ def table(rows: list[Row], folder: Path, options) -> str:
 # ------------------------------------------------------------------------------------------------------- running the runs
 
 def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[list[str]], deadline: float) -> int:
-    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code. `rows`: all of
-    the study, whose finished runs tell how long a start takes; `deadline`: the time.monotonic() of limit=."""
+    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code. `rows`: all
+    of the study, whose finished runs tell how long a start takes; `deadline`: the time.monotonic() of limit=."""
     asked: list[int] = []           # signals, and the limit: requests to leave
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
