@@ -278,10 +278,10 @@ def validation_losses(path: Path) -> dict[int, float]:
             if row["kind"] == "val" and isinstance(row.get("loss"), float)}
 
 
-# Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports. NVIDIA data sheets.
+# Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that fits. NVIDIA data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": (756e12, 1513e12), "H100 NVL": (835e12, 1671e12), "H200 NVL": (836e12, 1671e12),
-    "H100": (989.4e12, 1978.9e12), "H200": (989.4e12, 1978.9e12), "GH200": (989.4e12, 1978.9e12),
+    "GH200": (989.4e12, 1978.9e12), "H200": (989.4e12, 1978.9e12), "H100": (989.4e12, 1978.9e12),
     "GB200": (2500e12, 5000e12), "B200": (2250e12, 4500e12),
     "A100": (312e12, None), "L40S": (362e12, 733e12), "RTX 4090": (165.2e12, 330.3e12),
 }
@@ -289,8 +289,7 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> tuple[float, float | None] | None:
     """(BF16, FP8) peak FLOP/s of a GPU by its name; None where PEAK_FLOPS lacks it."""
-    names = sorted(PEAK_FLOPS, key=len, reverse=True)       # "GH200" before "H200"
-    return next((PEAK_FLOPS[name] for name in names if name.lower() in device_name.lower()), None)
+    return next((peaks for name, peaks in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None)
 
 
 def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, peak_bf16: float | None) -> dict:

@@ -189,13 +189,10 @@ class Run:
 
     # -------------------------------------------------------------------------------------------- around each step
 
-    def at(self, phase: str) -> None:
-        """Tell the watchdog where this rank is; all ranks alike."""
-        self.watchdog.at(phase, self.progress.step + 1)
-
-    def _at_slow(self, phase: str) -> None:
-        """Between two steps, where something may take minutes."""
-        self.watchdog.at(phase, self.progress.step, patience=self.config.parallel.start_timeout)
+    def at(self, phase: str, is_slow: bool = False) -> None:
+        """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, where something may take minutes."""
+        patience = self.config.parallel.start_timeout if is_slow else None
+        self.watchdog.at(phase, self.progress.step + (not is_slow), patience)
 
     def next_step(self) -> int | None:
         """The number of steps done, where another one is due; None where the run has ended, finished or asked to stop. Validates
@@ -235,10 +232,6 @@ class Run:
         fp8.set_position(self.model, tokens, config.seed)       # of stochastic rounding
         self.at("forward and backward")
         return self._batch
-
-    def count_targets(self) -> int:
-        """Targets of this step over all ranks: fewer than tokens_per_step where prompts are masked."""
-        return max(1, self.data.targets(self.progress.data_step))
 
     def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
                  n_saturated: int = 0) -> None:
@@ -282,7 +275,7 @@ class Run:
         """The validation loss; None where a stop was requested meanwhile."""
         config, world = self.config, self.world
         self.scales.begin(self.loss_scale)      # a run that was resumed here has not set them yet
-        self._at_slow("validating")     # may be compiled first
+        self.at("validating", is_slow=True)     # may be compiled first
 
         def any_rank_stops() -> bool:
             self.watchdog.at("validating", self.progress.step)
@@ -293,7 +286,7 @@ class Run:
 
     def _save(self) -> None:
         step = self.progress.step
-        self._at_slow("saving a checkpoint")
+        self.at("saving a checkpoint", is_slow=True)
         self.progress.seconds = time.perf_counter() - self._began
         state = asdict(self.progress) | {
             "guard": self.guard.state(), "data": self._identity, "tokenizer_sha256": self.tokenizer.sha256,
@@ -310,7 +303,7 @@ class Run:
         """ROLLBACK: back to the newest checkpoint from before the skipped steps, whose weights were sane, on with new data.
         STOP, or no such checkpoint: raises MachineError with what is wrong."""
         config, bad, progress, guard, found = self.config, self.progress.step, self.progress, self.guard, None
-        self._at_slow("going back to a checkpoint, or looking for the cause")
+        self.at("going back to a checkpoint, or looking for the cause", is_slow=True)
         self.saver.wait()       # what it has to save is the newest there will be
         if verdict is Verdict.ROLLBACK:
             before = guard.suspect_since or 0
@@ -351,7 +344,7 @@ class Run:
         if in_bf16 is None:
             self._is_stopping = True
             return False
-        self._at_slow("finishing the last checkpoint")
+        self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
         self.data.verified()
         self.progress.seconds = time.perf_counter() - self._began

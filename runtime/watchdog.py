@@ -41,7 +41,11 @@ class Watchdog(contextlib.AbstractContextManager):
         self._beat = 0
         self._ended: str | None = None      # why this rank ended, for the others; "" if another rank is to blame
         self._closed = threading.Event()
-        self._store = _client() if world.size > 1 else None
+        self._store: dist.Store | None = None
+        if world.size > 1:      # a connection of its own: a rank that hangs may be in a call that holds torch's
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                  wait_for_workers=False, timeout=timedelta(seconds=60))      # many ranks connect at once
+            self._store = dist.PrefixStore(f"watchdog/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._publish()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -142,11 +146,3 @@ class Watchdog(contextlib.AbstractContextManager):
         assert self._store
         asked = ThreadPoolExecutor(1).submit(self._store.multi_get, [f"rank{rank}" for rank in range(self.world.size)])
         return [json.loads(text) for text in asked.result(STORE_TIMEOUT)]
-
-
-def _client() -> dist.Store:
-    """A connection of its own to the job's store, under this attempt's keys: a rank that hangs may be in a call that holds
-    torch's connection."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
-                          timeout=timedelta(seconds=60))      # many ranks connect at once
-    return dist.PrefixStore(f"watchdog/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
