@@ -80,9 +80,8 @@ def step_of(path: Path) -> int:
 # ----------------------------------------------------------------------------------------------------------------- save
 
 class Saver:
-    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together.
-
-    `losses` are the validation losses known so far, by step."""
+    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses`: validation losses
+    known so far, by step."""
 
     def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: dict[int, float]):
         self.dir, self.policy, self.world, self._losses = Path(run_dir) / "checkpoints", policy, world, losses
@@ -301,10 +300,8 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
 def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callable[[str], None],
             before: int | None = None) -> tuple[Path, dict] | None:
     """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where given), by all ranks together;
-    returns its folder and manifest, None where there is none. No save may be under way, whose collectives would mix with these.
-
-    A damaged one is renamed to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises UserError where the
-    newest has another format or does not fit `tensors`."""
+    its folder and manifest, or None. No save may be under way, whose collectives would mix with these. A damaged one is renamed
+    to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises UserError where the newest does not fit."""
     def newest_whole() -> tuple[Path, dict] | None:
         for path in reversed([p for p in checkpoints(run_dir) if before is None or step_of(p) < before]):
             try:
@@ -423,9 +420,9 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
     there = checkpoints(run_dir)
     path = there[-1] if is_run and there else path
     if path not in there:
-        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has "
-                        f"{', '.join(p.name for p in there) or 'none'}: train that run first (checkpoint.at=STEP keeps a step to "
-                        f"branch off), or import a model, python -m eval.export --from-hf DIR {run_dir}")
+        names = ", ".join(p.name for p in there) or "none"
+        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has {names}: train that run first "
+                        f"(checkpoint.at=STEP keeps a step), or import a model, python -m eval.export --from-hf DIR {run_dir}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
     if not is_weights_only(manifest):

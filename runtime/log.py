@@ -270,8 +270,6 @@ def write_environment(path: Path, device: torch.device, root: Path) -> None:
     write_json(path, environment(device, root) | first)
 
 
-# ------------------------------------------------------------------------------------------- losses, speed, identity
-
 def validation_losses(path: Path) -> dict[int, float]:
     """Step -> validation loss of a metrics.jsonl, without undone steps and values that were not finite."""
     return {row["step"]: row["loss"] for row in metrics_rows(read_rows(path))

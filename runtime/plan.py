@@ -179,9 +179,8 @@ def _decide(config: Config, world: World) -> int:
     alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
     found = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device))
     if found is None:
-        raise UserError(f"data.micro_batch=auto found none of {numbers} that fits into the memory of {world.device} with the "
-                        f"model whole on one device: give parallel.recompute=true or model.loss_chunk=1024, or, where ranks "
-                        f"share the model, data.micro_batch=1 all the same")
+        raise UserError(f"data.micro_batch=auto found none of {numbers} that fits with the whole model on {world.device}: give "
+                        f"parallel.recompute=true or model.loss_chunk=1024, or, where ranks share it, data.micro_batch=1")
     print(f"data.micro_batch=auto: {found} it is. A BF16/FP8 pair needs one number for both: give the other run "
           f"data.micro_batch={found}", flush=True)
     return found

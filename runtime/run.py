@@ -187,8 +187,6 @@ class Run:
         for line in damaged:
             self._log_event("bad_checkpoint", step, line)
 
-    # -------------------------------------------------------------------------------------------- around each step
-
     def at(self, phase: str, is_slow: bool = False) -> None:
         """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, where something may take minutes."""
         patience = self.config.parallel.start_timeout if is_slow else None
@@ -268,8 +266,6 @@ class Run:
             self._is_save_due = False
         self._is_stopping = is_stopping and step < config.total_steps
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
-
-    # ------------------------------------------------------------------------------- validate, save, roll back, end
 
     def _evaluate(self) -> ValLoss | None:
         """The validation loss; None where a stop was requested meanwhile."""
