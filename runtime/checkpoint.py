@@ -268,7 +268,7 @@ def read_manifest(path: Path) -> dict:
 
     Raises DamagedError naming the file that is missing or changed, UserError for another format version."""
     def damaged(name: str) -> DamagedError:
-        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away to use the one before")
+        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away to use an older")
 
     try:
         text = (path / "manifest.json").read_bytes()
@@ -421,8 +421,8 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
     path = there[-1] if is_run and there else path
     if path not in there:
         names = ", ".join(p.name for p in there) or "none"
-        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has {names}: train that run first "
-                        f"(checkpoint.at=STEP keeps a step), or import a model, python -m eval.export --from-hf DIR {run_dir}")
+        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has {names}: train that run "
+                        f"first (checkpoint.at=STEP keeps a step), or import one, python -m eval.export --from-hf DIR {run_dir}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
     if not is_weights_only(manifest):

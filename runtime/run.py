@@ -188,13 +188,13 @@ class Run:
             self._log_event("bad_checkpoint", step, line)
 
     def at(self, phase: str, is_slow: bool = False) -> None:
-        """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, where something may take minutes."""
+        """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, in what may take minutes."""
         patience = self.config.parallel.start_timeout if is_slow else None
         self.watchdog.at(phase, self.progress.step + (not is_slow), patience)
 
     def next_step(self) -> int | None:
-        """The number of steps done, where another one is due; None where the run has ended, finished or asked to stop. Validates
-        first, where that is due, and goes back to a checkpoint where the loss is not finite."""
+        """The number of steps done, where another one is due; None where the run has ended, finished or asked to stop.
+        Validates first, where that is due, and goes back to a checkpoint where the loss is not finite."""
         if self._is_to_validate and not self._is_stopping:
             self._is_to_validate = False
             val, step = self._evaluate(), self.progress.step

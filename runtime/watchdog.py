@@ -51,7 +51,7 @@ class Watchdog(contextlib.AbstractContextManager):
         self._thread.start()
 
     def at(self, phase: str, step: int, patience: float | None = None) -> None:
-        """The loop is now here, for `patience` seconds at most if given. All ranks call it alike: the fewest calls are behind."""
+        """The loop is now here, for `patience` seconds at most if given. All ranks call it alike: fewer calls are behind."""
         self._place = (self._place[0] + 1, f"step {step}, {phase}", patience)
 
     def first_step_done(self) -> None:
