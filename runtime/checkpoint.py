@@ -327,10 +327,14 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
     for name, want in describe(tensors).items():
         if (have := manifest["tensors"].get(name)) != want:
             raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
-    reader = TensorReader(path)
+
+    def read() -> None:
+        reader = TensorReader(path)
+        reader.read_metadata()      # what is wrong with it, said as it is: DCP of torch 2.11 goes on without
+        dcp.load(tensors, storage_reader=reader, **_process_group(world))
+
     try:
-        together(reader.read_metadata, world)       # what is wrong with it, said as it is: DCP of torch 2.11 goes on without
-        together(lambda: dcp.load(tensors, storage_reader=reader, **_process_group(world)), world)
+        together(read, world)
     except (Exception, CheckpointException) as error:
         raise MachineError(f"{path} could not be loaded ({cause(error)}): run the same command again, or move it away to use "
                            f"the one before it") from error
