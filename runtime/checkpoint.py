@@ -268,7 +268,7 @@ def read_manifest(path: Path) -> dict:
 
     Raises DamagedError naming the file that is missing or changed, UserError for another format version."""
     def damaged(name: str) -> DamagedError:
-        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away to use an older")
+        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away for an older one")
 
     try:
         text = (path / "manifest.json").read_bytes()
