@@ -394,9 +394,6 @@ class _Unpickler(pickle.Unpickler):
 
 # --------------------------------------------------------------------------------------------------------------- branch
 
-WEIGHTS_FREE = {"n_ctx", "loss_chunk"}      # of the model section: no weight depends on them
-
-
 def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
     """Fill `tensors` in place from the checkpoint config.start_from, the weights alone where it is_weights_only(), by all ranks
     together; its path and manifest. Raises UserError where there is none, it is damaged, or it does not fit this run."""
@@ -440,7 +437,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
             "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
     changes = [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
-               if key not in WEIGHTS_FREE and ours[key] != theirs[key]]
+               if key not in ("n_ctx", "loss_chunk") and ours[key] != theirs[key]]      # on which no weight depends
     if tokenizer_sha256 != manifest["state"]["imported"]["tokenizer_sha256"]:
         changes.append(f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there, {config.data.tokenizer} here")
     if changes:

@@ -393,8 +393,7 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
         while _is_locked_by_another(file):
             if time.monotonic() > end:
                 file.seek(0)
-                raise UserError(f"{run_dir} is being written by {file.read(200)}: wait for that run, stop it, or choose another "
-                                f"run=")
+                raise UserError(f"{run_dir} is being written by {file.read(200)}: wait for it, stop it, or choose another run=")
             time.sleep(0.1)
         if not os.fstat(file.fileno()).st_nlink:    # the run that had it wrote nothing and has removed the folder
             with lock_folder(run_dir):
