@@ -2,11 +2,8 @@
 
 A step whose loss or gradient norm is not finite is never applied, whatever guard.mode says. A finite step is compared with the
 last guard.window accepted steps: it is a spike if its loss or gradient norm lies more than guard.threshold robust standard
-deviations above their median, both on logarithms. In mode act the guard escalates:
-
-    SKIP        leave weights and moments alone, go on with the next data
-    ROLLBACK    after guard.skips in a row: back to a checkpoint from before them, on with new data; guard.rollbacks times at most
-    STOP        when those are used up
+deviations above their median, both on logarithms. In mode act it is skipped; after guard.skips in a row the run goes back to a
+checkpoint from before them and on with new data, guard.rollbacks times at most, and then stops.
 
 A permanent change of level must not be skipped for ever: guard.skips finite spikes in a row are accepted as the new level, and
 the window begins anew, where the weights cannot be the cause:
