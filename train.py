@@ -38,7 +38,7 @@ def train(config: Config, world: World) -> None:
 
             # ---- forward and backward --------------------------------------------------------------------------------
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
-            targets = run.count_targets()                   # fewer than tokens_per_step where prompts are masked
+            targets = max(1, run.data.targets(run.progress.data_step))      # all tokens, or fewer where prompts are masked
             step_scale = run.loss_scale * (config.data.tokens_per_step / targets)
             run.scales.begin(step_scale)                    # of fp8.scaling=delayed: from the steps before
             loss_sum = torch.zeros((), device=world.device)
@@ -71,19 +71,22 @@ def train(config: Config, world: World) -> None:
                          n_saturated=int(n_saturated))
 
 
-# ------------------------------------------------------------------------------------------------------ the command
-
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done (or saved on request), 1 the machine failed us, 2 the user's mistake."""
     if not argv or {"-h", "--help"} & set(argv):
         print(help_page(__doc__, help_text()))
         return 0 if argv else 2
-    world = None
+    world: World | None = None
+    said: Exception | str | None = None
     try:
-        config, plan_gpu = read_arguments(argv)
-        if plan_gpu is not None:
-            print("\n".join(plan(config, plan_gpu, COMPUTE_DTYPE)))
+        path, *overrides = argv
+        if "--plan" in overrides:
+            at = overrides.index("--plan")
+            del overrides[at]
+            gpu = overrides.pop(at) if at < len(overrides) and "=" not in overrides[at] else ""
+            print("\n".join(plan(load_config(path, overrides), gpu, COMPUTE_DTYPE)))
             return 0
+        config = load_config(path, overrides)
         check_mirrors(config)
         check_device()
         world = parallel.start(config)
@@ -91,36 +94,19 @@ def main(argv: list[str]) -> int:
         train(config, world)
         code = 0
     except (UserError, MachineError) as error:
-        code = say_error(error, world, 2 if isinstance(error, UserError) else 1)
+        said, code = error, 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        code = say_error(f"{error.filename or 'a file'}: {error.strerror or error}; nothing that was finished is lost: correct "
-                         f"it and run the same command again", world, 1)
+        said, code = (f"{error.filename or 'a file'}: {error.strerror or error}; nothing that was finished is lost: correct it "
+                      f"and run the same command again"), 1
     except KeyboardInterrupt:
-        code = say_error("interrupted; what was saved stays, and the same command goes on from there", world, 130)
+        said, code = "interrupted; what was saved stays, and the same command goes on from there", 130
+    if said is not None and (world is None or world.is_main):
+        print(f"train.py: {said}", file=sys.stderr, flush=True)
+    elif world is not None and hasattr(said, "__notes__"):      # met by this rank, perhaps alone
+        print(f"\ntrain.py: rank {world.rank}: {said}", file=sys.stderr, flush=True)
     if world is not None and world.size > 1:
         parallel.finish(world, code)
     return code
-
-
-def say_error(error: Exception | str, world: World | None, code: int) -> int:
-    """Once where all ranks see the same mistake; an error that one rank met alone carries a note and is told by it."""
-    if world is None or world.is_main:
-        print(f"train.py: {error}", file=sys.stderr, flush=True)
-    elif getattr(error, "__notes__", None):
-        print(f"\ntrain.py: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-    return code
-
-
-def read_arguments(argv: list[str]) -> tuple[Config, str | None]:
-    """The Config, plus the GPU named after --plan ("" where none is named, None without --plan)."""
-    path, *rest = argv
-    gpu = None
-    if "--plan" in rest:
-        at = rest.index("--plan")
-        named = rest[at + 1:at + 2] if "=" not in "".join(rest[at + 1:at + 2]) else []
-        gpu = named[0] if named else ""
-        rest = rest[:at] + rest[at + 1 + len(named):]
-    return load_config(path, rest), gpu
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, 
 under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE, renames the folder and deletes what the
 keep policy no longer wants. A stage that fails on one rank fails on all and leaves nothing behind; the next due save tries again.
 
-Read: DCP notices a truncated file but no flipped bit, ignores tensors that nobody asked for, casts other dtypes, and unpickles
-whatever `.metadata` names, so that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and
-dtype is compared with the manifest first, and the unpickler knows only the classes that describe tensors.
+Read: DCP notices no flipped bit, casts other dtypes, and unpickles whatever `.metadata` names, so that an untrusted folder runs
+its code (pytorch#189308, #190877). Here every file, name, shape and dtype is compared with the manifest first, and the
+unpickler knows only the classes that describe tensors.
 
-Branch: a branch continues with all that its parent had; see runtime/optim.py for when it may. Of an imported model
-(eval/from_hf.py: a checkpoint of step 0 without moments) and of a finished run as a whole a run takes the weights alone.
+Branch: it continues with all that its parent had (when it may: runtime/optim.py). Of an imported model (eval/from_hf.py: step
+0, no moments) and of a finished run as a whole a run takes the weights alone.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from runtime.machine import GIB, file_sha256, sync_folder, write_atomically
 from runtime.optim import check_branch
 from runtime.tokenizer import tokenizer_of
 
-FORMAT_VERSION = 3      # 3: the state names runtime/run.py's Progress as it does; 2 is read too
+FORMAT_VERSION = 3      # 2, which names runtime/run.py's Progress otherwise, is read too
 FORMAT_2_NAMES = {"moved_on": "data_offset", "train_s": "seconds", "probe_s": "probe_seconds"}
 HASHERS = 4             # files hashed at a time: SHA-256 runs at about 1.8 GB/s a core, a disk rarely faster than four
 ATTEMPTS = 3            # failed saves in a row after which going on only burns hours that no checkpoint will hold
@@ -80,15 +80,12 @@ def step_of(path: Path) -> int:
 # ----------------------------------------------------------------------------------------------------------------- save
 
 class Saver:
-    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together.
-
-    `losses` are the validation losses known so far, by step. `failures` grows by a sentence for each save that failed.
-    """
+    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses`: validation losses
+    known so far, by step."""
 
     def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: dict[int, float]):
         self.dir, self.policy, self.world, self._losses = Path(run_dir) / "checkpoints", policy, world, losses
-        self.failures: list[str] = []
-        self._in_a_row: list[str] = []      # of these, those since the last good save
+        self.failures: list[str] = []       # a sentence on each save that failed since the last good one
         self._name = ""     # of the checkpoint being saved
         self._pending: Future | None = None
         self._copies: dict[str, torch.Tensor] = {}
@@ -98,13 +95,11 @@ class Saver:
         run_on_rank0(world, self._sweep)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config) -> None:
-        """Begin to save and return; staged() must come before anything that changes `tensors`. `state` is plain JSON.
-
-        Waits for the save before it. Raises MachineError after ATTEMPTS failed ones in a row.
-        """
+        """Wait for the save before this one, begin and return; staged() must come before anything that changes `tensors`.
+        `state` is plain JSON. Raises MachineError after ATTEMPTS failed saves in a row."""
         self.wait()
-        if len(self._in_a_row) >= ATTEMPTS:
-            raise MachineError(f"{ATTEMPTS} saves in a row have failed, the last: {self._in_a_row[-1]}")
+        if len(self.failures) >= ATTEMPTS:
+            raise MachineError(f"{ATTEMPTS} saves in a row have failed, the last: {self.failures[-1]}")
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
                     "config": config.to_dict(), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
@@ -133,16 +128,15 @@ class Saver:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
         pending, self._pending = self._pending, None
         if pending and (error := pending.exception()):
-            self._in_a_row.append(f"checkpoint {self._name} could not be written under {self.dir} ({error})")
-            self.failures.append(self._in_a_row[-1])
+            self.failures.append(f"checkpoint {self._name} could not be written under {self.dir} ({error})")
         elif pending:
-            self._in_a_row = []
+            self.failures = []
 
     def finish(self) -> None:
         """Wait for the save under way. Raises MachineError where the last one failed."""
         self.wait()
-        if self._in_a_row:
-            raise MachineError(f"{self._in_a_row[-1]}: correct that, then run the same command to resume")
+        if self.failures:
+            raise MachineError(f"{self.failures[-1]}: correct that, then run the same command to resume")
 
     @torch.no_grad()
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -239,9 +233,8 @@ def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -
     """Which of the checkpoints of `steps`, in ascending order, stay on disk.
 
     The two newest always do: the last update before the newest may have ruined its weights, which shows only in the step
-    after it. A step that is due to checkpoint.at alone stays for good. One that is due to rolling alone, or to nothing (saved
-    on a signal, or late because of skipped steps), is a rolling one; without checkpoint.rolling it is a regular one.
-    """
+    after it. Those of checkpoint.at stay for good. One that is due to rolling alone, or to nothing (saved on a signal, or late
+    because of skipped steps), is a rolling one; without checkpoint.rolling it is a regular one."""
     due = [s for s in steps if policy.every and s % policy.every == 0]
     others = [s for s in steps if s not in due and s not in policy.at]
     regular, rolling = (due, others) if policy.rolling else (sorted(due + others), [])
@@ -273,11 +266,9 @@ def seal(folder: Path, manifest: dict) -> None:
 def read_manifest(path: Path) -> dict:
     """The manifest of a checkpoint, every file it lists verified by its hash; a format 2 state under today's names.
 
-    Raises DamagedError naming the file that is missing or changed, UserError for another format version.
-    """
+    Raises DamagedError naming the file that is missing or changed, UserError for another format version."""
     def damaged(name: str) -> DamagedError:
-        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away to use the one "
-                            f"before it")
+        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away for an older one")
 
     try:
         text = (path / "manifest.json").read_bytes()
@@ -309,11 +300,8 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
 def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callable[[str], None],
             before: int | None = None) -> tuple[Path, dict] | None:
     """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where given), by all ranks together;
-    returns its folder and manifest, None where there is none. No save may be under way, whose collectives would mix with these.
-
-    A damaged one is renamed to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises UserError where the
-    newest has another format or does not fit `tensors`.
-    """
+    its folder and manifest, or None. No save may be under way, whose collectives would mix with these. A damaged one is renamed
+    to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises UserError where the newest does not fit."""
     def newest_whole() -> tuple[Path, dict] | None:
         for path in reversed([p for p in checkpoints(run_dir) if before is None or step_of(p) < before]):
             try:
@@ -335,11 +323,11 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
     """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks together.
 
     Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype; MachineError, on all ranks,
-    where reading failed on one of them.
-    """
+    where reading failed on one of them."""
     for name, want in describe(tensors).items():
         if (have := manifest["tensors"].get(name)) != want:
             raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
+
     def read() -> None:
         reader = TensorReader(path)
         reader.read_metadata()      # what is wrong with it, said as it is: DCP of torch 2.11 goes on without
@@ -356,8 +344,7 @@ def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_
                step: int | None = None) -> tuple[GPT, Config]:
     """The newest checkpoint of a run, or that of `step`, as a plain model, whatever precision and world size trained it.
 
-    Raises UserError where the folder is no run, has no such finished checkpoint, or the checkpoint is damaged.
-    """
+    Raises UserError where the folder is no run, has no such finished checkpoint, or the checkpoint is damaged."""
     config, there = read_config(run_dir), {step_of(path): path for path in checkpoints(Path(run_dir))}
     if not there:
         raise UserError(f"{run_dir} has no finished checkpoint yet: train it first, python train.py configs/{config.run}.py")
@@ -407,9 +394,6 @@ class _Unpickler(pickle.Unpickler):
 
 # --------------------------------------------------------------------------------------------------------------- branch
 
-WEIGHTS_FREE = {"n_ctx", "loss_chunk"}      # of the model section: no weight depends on them
-
-
 def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
     """Fill `tensors` in place from the checkpoint config.start_from, the weights alone where it is_weights_only(), by all ranks
     together; its path and manifest. Raises UserError where there is none, it is damaged, or it does not fit this run."""
@@ -437,15 +421,15 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
     there = checkpoints(run_dir)
     path = there[-1] if is_run and there else path
     if path not in there:
-        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has "
-                        f"{', '.join(p.name for p in there) or 'none'}: train that run first (checkpoint.at=STEP keeps a step to "
-                        f"branch off), or import a model, python -m eval.export --from-hf DIR {run_dir}")
+        names = ", ".join(p.name for p in there) or "none"
+        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has {names}: train that run "
+                        f"first (checkpoint.at=STEP keeps a step), or import one, python -m eval.export --from-hf DIR {run_dir}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
-    if not is_run and not is_weights_only(manifest):
-        check_branch(config, parent, manifest["step"])
-        return path, manifest
     if not is_weights_only(manifest):
+        if not is_run:
+            check_branch(config, parent, manifest["step"])
+            return path, manifest
         if step_of(path) != parent.total_steps:
             raise UserError(f"start_from={run_dir} has {path.name} as the last of its checkpoints, not that of its last step, "
                             f"{parent.total_steps}: finish that run, or put that checkpoint back")
@@ -453,7 +437,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
             "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
     changes = [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
-               if key not in WEIGHTS_FREE and ours[key] != theirs[key]]
+               if key not in ("n_ctx", "loss_chunk") and ours[key] != theirs[key]]      # on which no weight depends
     if tokenizer_sha256 != manifest["state"]["imported"]["tokenizer_sha256"]:
         changes.append(f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there, {config.data.tokenizer} here")
     if changes:

@@ -2,20 +2,16 @@
 
 A step whose loss or gradient norm is not finite is never applied, whatever guard.mode says. A finite step is compared with the
 last guard.window accepted steps: it is a spike if its loss or gradient norm lies more than guard.threshold robust standard
-deviations above their median, both on logarithms. In mode act the guard escalates:
-
-    SKIP        leave weights and moments alone, go on with the next data
-    ROLLBACK    after guard.skips in a row: back to a checkpoint from before them, on with new data; guard.rollbacks times at most
-    STOP        when those are used up
+deviations above their median, both on logarithms. In mode act it is skipped; after guard.skips in a row the run goes back to a
+checkpoint from before them and on with new data, guard.rollbacks times at most, and then stops.
 
 A permanent change of level must not be skipped for ever: guard.skips finite spikes in a row are accepted as the new level, and
 the window begins anew, where the weights cannot be the cause:
   - their losses are normal, only the gradient norms are high: clipping bounds those, and the loss is still judged
   - the row begins right after a rollback, its losses within a factor LEVEL of each other: the weights were sane on the data of
     before and every batch of the new data is high, so the data have changed
-A divergence is neither: its loss is high with the current weights and normal again with those of the checkpoint.
-
-Modes log and off never roll back: there, guard.skips steps in a row that are not finite are a STOP.
+A divergence is neither: its loss is high with the current weights and normal again with those of the checkpoint. Modes log and
+off never roll back: there, guard.skips steps in a row that are not finite are a STOP.
 """
 
 import enum
@@ -35,12 +31,11 @@ from runtime.config import GuardConfig
 from runtime.machine import write_json
 
 # Bounds of the robust standard deviation of a logarithm, so that a quiet window does not turn noise into a spike (at threshold
-# 10: +22 % of loss, 2.7 x the norm), nor a steep start hide one (at 10: 4.5 x the loss, 20 x the norm are always one). In
-# 131,000 steps of our demo runs no loss was 1.5 x its median, no norm 11 x.
+# 10: +22 % of loss, 2.7 x the norm), nor a steep start hide one (at 10: 4.5 x the loss, 20 x the norm are always one).
 LOSS_SD = (0.02, 0.15)
 NORM_SD = (0.1, 0.3)
-# With few tokens a step, single documents raise the norm up to 9 x without harm, and the scatter of the loss tells where. Without
-# this the demo runs (1,024 tokens a step) had 6 false alarms in 10,000 steps; with it 0.5, and none in `make demo`.
+# With few tokens a step, single documents raise the norm up to 9 x without harm, and the scatter of the loss tells where: of
+# 10,000 steps of the demo's runs 6 were false alarms without this, 0.5 with it.
 NORM_SD_PER_LOSS_SD = 3.0
 LEVEL = 2.0         # highest over lowest loss of a row of batches that count as one level
 MAD_TO_SD = 1.4826  # of a normal distribution
@@ -58,8 +53,7 @@ class Verdict(enum.Enum):
 @dataclass
 class Guard:
     """Judges each step before the optimizer is touched. Every rank passes the same two numbers, so all ranks agree.
-
-    All but settings and reason is what a checkpoint stores: Guard(settings, **state) goes on where state() was taken."""
+    Guard(settings, **state) goes on where state() was taken."""
 
     settings: GuardConfig
     consecutive: int = 0                # skips since the last accepted step
@@ -163,13 +157,8 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
     """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the end of an error sentence.
 
     tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It raises
-    nothing, so that it cannot hide the fault itself. In diagnosis.json:
-
-        step, reason                    the last step, and the guard's reason
-        weights, moments, gradients     by name: how many values, how many not_finite; after clipping, which spreads a NaN
-        modules                         the same of outputs in a new eager forward pass over x, in order of completion
-        problem                         what kept this from being completed
-    """
+    nothing, so that it cannot hide the fault itself; `problem` in diagnosis.json is what kept it from being complete. Gradients
+    are those after clipping, which spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""
     counts: dict[str, dict[str, dict[str, int]]] = {}
     path, problem, said = run_dir / "diagnosis.json", "", []
     try:
@@ -195,8 +184,7 @@ def _count(tensor: torch.Tensor) -> dict[str, int]:
 
 
 def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, dict[str, int]]:
-    """Of every module's outputs, over all ranks, in an eager forward pass that keeps no activations: it fits wherever training
-    did."""
+    """Of every module's outputs, over all ranks, in an eager forward pass that keeps no activations, as memory is short."""
     seen: dict[str, torch.Tensor] = {}
 
     def note(name: str, module: nn.Module, inputs: tuple, output: object) -> None:

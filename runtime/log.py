@@ -1,7 +1,7 @@
 """Record a run: a row per step in metrics.jsonl, mirrored on the console, W&B and TensorBoard.
 
-Beside the rows: env.json, samples of the GPU (Meter), traces of some steps (Profiler), a run's speed and MFU, the id that a
-BF16 and an FP8 run share. metrics.jsonl (format: runtime/machine.py) is what the project reads; console and dashboards show it.
+Beside the rows: env.json, samples of the GPU, traces of some steps, a run's speed and MFU, the id that a BF16 and an FP8 run
+share. metrics.jsonl (format: runtime/machine.py) is what the project reads; console and dashboards show it.
 """
 
 import hashlib
@@ -35,9 +35,8 @@ UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its k
 class Log:
     """Write one run's rows; only rank 0 has one. Starting it at `resume_step` drops the rows of later steps.
 
-    A branch's rows begin after its first step; those before are its parent's (parent_run in summary.json). On a full disk rows
-    wait in memory and training goes on; a dashboard that raises is dropped. Raises OSError where a start or a rollback, which
-    write the file anew, find no room."""
+    On a full disk rows wait in memory and training goes on; a dashboard that raises is dropped. Raises OSError where a start or
+    a rollback, which write the file anew, find no room."""
 
     def __init__(self, config: Config, resume_step: int):
         self.config, self.path = config, config.run_dir / "metrics.jsonl"
@@ -125,15 +124,12 @@ class Log:
 
 def kept(rows: list[dict], step: int) -> list[dict]:
     """The rows that a run resumed from `step` keeps: in file order up to the train row of that step, with what follows at once.
-
-    The steps of train rows ascend, as a rollback relabels; the same step may occur earlier among the undone."""
+    The steps of train rows ascend, as a rollback relabels."""
     end = max((i for i, row in enumerate(rows, 1) if row["kind"] == "train" and row["step"] <= step), default=0)
     while end < len(rows) and rows[end]["kind"] in ("val", "event") and rows[end]["step"] == step:
         end += 1
     return rows[:end]
 
-
-# ----------------------------------------------------------------------------------------------------------- dashboards
 
 class Wandb:
     def open(self, config: Config, resume_step: int) -> None:
@@ -180,8 +176,6 @@ def check_mirrors(config: Config) -> None:
     if missing := [name for name in config.log.to if find_spec(name) is None]:
         raise UserError(f"log.to={missing[0]} needs its package: pip install {missing[0]}, or drop it: metrics.jsonl has all")
 
-
-# ---------------------------------------------------------------------------------------------------- meter, profiler
 
 class Meter:
     """Sample memory, utilisation and power of this process's GPU once a second by NVML (pip install nvidia-ml-py), in a thread,
@@ -248,8 +242,6 @@ class Profiler:
             self.say(f"profile: rank {self.world.rank} wrote no trace: {type(error).__name__}: {error}")
 
 
-# ------------------------------------------------------------------------------------------------------------- env.json
-
 # Environment variables that env.json holds: those of these prefixes whose name does not suggest a secret.
 PREFIXES = ("CUDA_", "CUBLAS_", "PYTORCH_", "TORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
             "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE")
@@ -273,12 +265,10 @@ def environment(device: torch.device, root: Path) -> dict:
 
 
 def write_environment(path: Path, device: torch.device, root: Path) -> None:
-    """Write env.json: the environment now, but the t_start of the run's very first start: a prediction counts only if older."""
+    """Write env.json: the environment now, but the t_start of the run's first start: a prediction counts only if older."""
     first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
     write_json(path, environment(device, root) | first)
 
-
-# ------------------------------------------------------------------------------------------- losses, speed, identity
 
 def validation_losses(path: Path) -> dict[int, float]:
     """Step -> validation loss of a metrics.jsonl, without undone steps and values that were not finite."""
@@ -286,10 +276,10 @@ def validation_losses(path: Path) -> dict[int, float]:
             if row["kind"] == "val" and isinstance(row.get("loss"), float)}
 
 
-# Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports. NVIDIA data sheets.
+# Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that fits. NVIDIA data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": (756e12, 1513e12), "H100 NVL": (835e12, 1671e12), "H200 NVL": (836e12, 1671e12),
-    "H100": (989.4e12, 1978.9e12), "H200": (989.4e12, 1978.9e12), "GH200": (989.4e12, 1978.9e12),
+    "GH200": (989.4e12, 1978.9e12), "H200": (989.4e12, 1978.9e12), "H100": (989.4e12, 1978.9e12),
     "GB200": (2500e12, 5000e12), "B200": (2250e12, 4500e12),
     "A100": (312e12, None), "L40S": (362e12, 733e12), "RTX 4090": (165.2e12, 330.3e12),
 }
@@ -297,15 +287,12 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> tuple[float, float | None] | None:
     """(BF16, FP8) peak FLOP/s of a GPU by its name; None where PEAK_FLOPS lacks it."""
-    names = sorted(PEAK_FLOPS, key=len, reverse=True)       # "GH200" before "H200"
-    return next((PEAK_FLOPS[name] for name in names if name.lower() in device_name.lower()), None)
+    return next((peaks for name, peaks in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None)
 
 
 def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, peak_bf16: float | None) -> dict:
     """Speed over the train rows of a run, without the warm-up after each start. flops_per_token as GPT.counts() defines it.
-
-    mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs together, whatever the precision of the matmuls, so that a
-    BF16 and an FP8 run are on one scale; null without a known peak."""
+    mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs together, whatever the precision of the matmuls."""
     train = [row for row in rows if row["kind"] == "train"]
     steady = [row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS]
     median = median_high(steady or [row["step_s"] for row in train])        # a run of three steps has nothing else to show
@@ -321,8 +308,8 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
 def pair_id(config: Config, began_from: str | None = None) -> str:
     """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are compared where it is equal.
 
-    Where a branch starts from does not enter: it ends in the weights of the same run as a whole. The run or imported model that
-    the first of them took its weights from does, began_from where `config` does not say it."""
+    A branch has that of the run as a whole, in whose weights it ends. The run or imported model that the first of them took its
+    weights from enters: began_from where `config` does not say it."""
     if config.parent and config.parent[1] == 0:
         began_from = config.parent[0]
     shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"}

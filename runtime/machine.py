@@ -53,8 +53,8 @@ def to_line(row: dict) -> bytes:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, piece by piece, which replaces `path` once all of it is on disk; after an error nothing is left,
-    and the error names the file, which a full disk does not say."""
+    """A file to write to, piece by piece, which replaces `path` once all of it is on disk; after an error nothing is left, and
+    the error names the file, which that of a full disk does not."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -128,15 +128,13 @@ def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[
 
 
 def check_device() -> None:
-    """Raises MachineError where there is an NVIDIA GPU that this torch cannot use: days on a CPU by mistake.
-
-    A machine without a GPU, and one whose GPUs CUDA_VISIBLE_DEVICES="" hides, train on the CPU."""
+    """Raises MachineError where there is an NVIDIA GPU that this torch cannot use, unless CUDA_VISIBLE_DEVICES="" hides it:
+    days on a CPU by mistake."""
     import torch
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not count_gpus():
         return
-    raise MachineError(f"this machine shows {count_gpus()} NVIDIA GPU(s), but torch {torch.__version__} for CUDA "
-                       f"{torch.version.cuda} cannot use any: install a build of torch that fits the driver "
-                       f"(https://pytorch.org/get-started), correct CUDA_VISIBLE_DEVICES, or set it to '' for the CPU")
+    raise MachineError(f"this machine shows {count_gpus()} NVIDIA GPU(s), torch {torch.__version__} can use none: install a "
+                       f"build that fits the driver, correct CUDA_VISIBLE_DEVICES, or set it to '' for the CPU")
 
 
 def count_gpus() -> int:

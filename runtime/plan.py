@@ -1,12 +1,11 @@
 """Say what a run would cost before it is trained (--plan), and find the micro-batch it trains fastest with (micro_batch=auto).
 
---plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules; what is estimated is printed as
-such: activations, and hours from an assumed MFU, FP8's by the ratio of runtime/roofline.py.
+--plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules; estimates are printed as such.
 
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
-allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
-trains a few micro-batches as the run will, then passes one through the model as the evaluation in BF16 does, uncompiled and
-hence the hungrier of the two at large micro-batches. Several ranks are tried for with the model whole on one GPU.
+allocates, compiles or breaks ends with it. A trial trains a few micro-batches as the run will, then passes one through the
+model as the evaluation in BF16 does, uncompiled and hence the hungrier of the two at large micro-batches. Several ranks are
+tried for with the model whole on one GPU.
 """
 
 import math
@@ -39,7 +38,7 @@ from runtime.tokenizer import load_tokenizer, tokenizer_of
 
 ASSUMED_MFU = 0.45      # of the BF16 peak, on Hopper: published figures are 0.41 to 0.51 below 2B parameters
 SHARE = 0.94            # of the free memory that a trial may take; fragments of a long run and NCCL's buffers need the rest
-FIRST_TOKENS = 8192     # of the first trial: fewer tokens at a time leave a GPU idle, and are tried only where these do not fit
+FIRST_TOKENS = 8192     # of the first trial: fewer at a time leave a GPU idle, and are tried only where these do not fit
 GAIN = 1.01             # a larger micro-batch must be faster by this: less is noise, and memory is not for nothing
 MEASURED_S = 0.5        # least duration of what is timed, of which the best of three counts
 
@@ -90,7 +89,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
         *page, "",
         *_memory(config, c, by_muon, copied, gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
-        *_hours(config, c["flops_per_token"], own_tokens, in_fp8, gpus, gpu),
+        *_hours(config, c["flops_per_token"] * own_tokens, gpus, gpu),
         "", "disk",
         _gib("checkpoint", size, f"fp32 weights and moments; {kept} kept = {size * kept / GIB:.1f} GiB, one more while saving; "
                                  f"host memory for one or two"),
@@ -107,8 +106,7 @@ def _gib(name: str, size: float, remark: str) -> str:
 
 
 def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, gpus: int) -> list[str]:
-    """Per GPU; `by_muon` parameters have one moment, of `copied` ones there is a copy, cast once a step. Exact: weights, copies,
-    gradients, optimizer. Estimated: what is called so, and the sum."""
+    """Per GPU; `by_muon` parameters have one moment, of `copied` ones there is a copy, cast once a step."""
     n, nonembed = counts["params_total"], counts["params_nonembed"]
     m, p, shard = config.model, config.parallel, config.parallel.shard or 1
     micro_batch = 1 if config.data.micro_batch == "auto" else config.data.micro_batch
@@ -138,37 +136,31 @@ def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, g
             *(_gib(*row) for row in rows if row[1])]
 
 
-def _hours(config: Config, flops_per_token: int, own_tokens: int, in_fp8: int, gpus: int, gpu: str) -> list[str]:
-    """Hours in BF16 and FP8, estimated; `in_fp8` counts the parameters that are converted."""
-    f, recompute, peaks = config.fp8, config.parallel.recompute, peak_flops(gpu)
+def _hours(config: Config, flops: int, gpus: int, gpu: str) -> list[str]:
+    """Hours in BF16 and FP8, estimated."""
+    recipe, peaks = config.fp8.recipe, peak_flops(gpu)
     if peaks is None:
         return ["hours: name a GPU, as in --plan h100"]
     bf16_peak, fp8_peak = peaks
-    flops = flops_per_token * own_tokens * (4 / 3 if recompute else 1)      # the forward pass, a third, runs twice
-    hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
+    again = 4 / 3 if config.parallel.recompute else 1       # the forward pass, a third, runs twice
+    hours = flops * again / (bf16_peak * ASSUMED_MFU * gpus) / 3600
     lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
              f"  {'BF16':22} {hours:10.1f} h"]
-    if f.recipe == "off" or f.recipe in fp8.EMULATED:       # the emulated are slower by far, as the lines above say
+    if recipe == "off" or recipe in fp8.EMULATED:       # the emulated are slower by far, as the lines above say
         return lines
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
     if ratio := modelled_ratio(config, gpu, gpus):
         return [*lines, f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings: {ratio:.2f}x of BF16's speed "
                         f"(python -m runtime.roofline); not measured"]
-    # Of the three matmuls of a step, these leave the weight gradient in BF16.
-    share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if recompute else 0)
-    best = hours * (1 - share * in_fp8 * own_tokens / flops * (1 - bf16_peak / fp8_peak))
-    return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
-                    f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
+    return [*lines, f"  {'FP8':22} {'?':>10} h   no model of this GPU, recipe or choice of Linears: bench.throughput measures"]
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
 
 def resolve_micro_batch(config: Config, world: World) -> Config:
-    """`config` with a number in data.micro_batch, the same on all ranks: all of them call this together, before train().
-
-    A resumed run keeps the number in its config.json as long as the ranks can share a step by it. Raises UserError where no
-    candidate fits or the run would be refused anyway, MachineError where a trial fails for another reason than memory."""
+    """`config` with a number in data.micro_batch, the same on all ranks: all of them call this together, before train(). Raises
+    UserError where no candidate fits or the run would be refused anyway, MachineError where a trial fails otherwise."""
     if config.data.micro_batch != "auto":
         return config
     return _with_number(config, run_on_rank0(world, lambda: _decide(config, world)))
@@ -187,9 +179,8 @@ def _decide(config: Config, world: World) -> int:
     alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
     found = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device))
     if found is None:
-        raise UserError(f"data.micro_batch=auto found none of {numbers} that fits into the memory of {world.device} with the "
-                        f"model whole on one device: give parallel.recompute=true or model.loss_chunk=1024, or, where ranks "
-                        f"share the model, data.micro_batch=1 all the same")
+        raise UserError(f"data.micro_batch=auto found none of {numbers} that fits with the whole model on {world.device}: give "
+                        f"parallel.recompute=true or model.loss_chunk=1024, or, where ranks share it, data.micro_batch=1")
     print(f"data.micro_batch=auto: {found} it is. A BF16/FP8 pair needs one number for both: give the other run "
           f"data.micro_batch={found}", flush=True)
     return found
@@ -213,7 +204,7 @@ def search(numbers: list[int], first: int, attempt: Callable[[int], tuple[float,
     """The fastest of `numbers` that fits, the smaller one where two differ by less than GAIN; None where none fits.
 
     Upwards from numbers[first], until one fails or two in a row bring nothing; where not even that one fits, downwards from
-    there. attempt(n): tokens/s and GiB, or MemoryError, or MachineError, which is raised where the first trial fails by it."""
+    there. attempt(n): tokens/s and GiB. A MachineError of it is raised only where no trial before went well."""
     speeds: dict[int, float] = {}
 
     def fits(n: int) -> bool:
@@ -266,9 +257,8 @@ def _try(config: Config, device: torch.device) -> tuple[float, float]:
 
 
 def measure(config: Config, device: torch.device) -> tuple[float, float]:
-    """Train a few micro-batches of random tokens as the run will; tokens/s of forward and backward, peak memory in GiB.
-
-    The optimizer's part of a step is the same for any micro-batch: it runs once, for its memory, untimed."""
+    """Train a few micro-batches of random tokens as the run will; tokens/s of forward and backward, peak memory in GiB. The
+    optimizer, which takes as long with any micro-batch, runs once, for its memory."""
     if device.type == "cuda":       # too large a trial ends, and nothing beside it
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)

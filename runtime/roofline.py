@@ -4,9 +4,9 @@
     python -m runtime.roofline gpu=h200 sizes=1p5b context=2048
 
 The bytes are counted from the kernels that Inductor plans for model.py on an H100 (dev/compiler_plan.py); the ceilings are
-published figures. Sums of times: what overlaps, and what the caches hold, is not modelled. `--plan` and the sweep's table take
-FP8's speed over BF16's from here where nobody has measured it (modelled_ratio). Thirteen constants are assumed, or were chosen
-with an eye on the thirteen published figures that tests/test_plan.py holds them against: to come out near proves little.
+published figures. Overlap and caches are not modelled. `--plan` and the sweep's table take FP8's speed over BF16's from here
+(modelled_ratio). Thirteen constants are assumed, or were chosen with an eye on the thirteen published figures that
+tests/test_plan.py holds them against: to come out near proves little.
 
     M tokens of a micro-batch   K inputs, N outputs of a Linear   x input   g gradient of the output   w weight
 """
@@ -180,7 +180,7 @@ class Step(NamedTuple):
 def step(bandwidth: float, shape: Shape, label: str, micro_batch: int, tokens_per_step: int, shard: int = 1,
          bf16: Casts = CASTS["bf16"]) -> Step:
     """The modelled micro-step of `label`, a key of CASTS with or without +head, on one GPU, which sees `tokens_per_step` and
-    updates 1 / `shard` of the weights; `bf16`: what the Linears do that stay in BF16. KeyError: a label without a model."""
+    updates 1 / `shard` of the weights; `bf16`: what the Linears do that stay in BF16."""
     M, recipe = micro_batch * shape.n_ctx, label.removesuffix("+head")
     accumulation = max(1, tokens_per_step // M)
     buckets, within = dict.fromkeys(BUCKETS, 0.0), 0        # parameters whose gradients their matmul adds up
@@ -213,8 +213,8 @@ def step(bandwidth: float, shape: Shape, label: str, micro_batch: int, tokens_pe
 
 
 def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
-    """Modelled speed of a run over its BF16 twin's on `gpus` of this name; None where no model tells: another GPU, `auto`, a
-    recipe without casts here, a choice of Linears other than all or all but the head, eager or recomputed blocks."""
+    """Modelled speed of a run over its BF16 twin's on `gpus` of this name; None where no model tells: another GPU, a recipe or
+    choice of Linears without casts here, eager or recomputed blocks."""
     f, p, m = config.fp8, config.parallel, config.model
     name = next((name for name in GPUS if re.search(rf"\b{name}\b", gpu, re.I) and peak_flops(gpu) == peak_flops(name)), None)
     # Under FSDP2 our kernels cast at each use.

@@ -28,7 +28,7 @@ from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
 from runtime.checkpoint import Saver, branch, is_weights_only, origin_of, restore, run_on_rank0
 from runtime.cli import MachineError, UserError
-from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
+from runtime.config import Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, digest, pair_id, peak_flops, throughput, validation_losses, write_environment
@@ -50,24 +50,24 @@ class Progress:
     seconds: float = 0.0            # of wall time, when last saved
     probe_seconds: float = 0.0      # of these, spent in probes
 
+    @property
+    def data_step(self) -> int:
+        """The step of the data order that comes next."""
+        return self.step + self.data_offset
+
 
 class Run:
-    """One run of `config` on the ranks of `world`, from open() to the end of its `with` block.
-
-    For the training step: model, optimizer, guard, saver, stop, progress, loss_scale, scales; next_step, next_batch,
-    count_targets, at, end_step.
-    """
+    """One run of `config` on the ranks of `world`, from open() to the end of its `with` block."""
 
     @classmethod
     @contextmanager
     def open(cls, config: Config, world: World) -> Iterator["Run"]:
         """Lock the folder, read the data's index, build the model, resume | branch | initialise; close all of it at the end.
 
-        Raises UserError, MachineError: a sentence. Errors of torch's become one where a cause is known: no memory, a lost rank.
-        """
+        Raises UserError, MachineError: also for torch's errors of a known cause, no memory or a lost rank."""
         with ExitStack() as cleanup:     # closes the log however the run ends: an error begins on a line of its own
-            watchdog = Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout)
-            cleanup.enter_context(watchdog)
+            watchdog = cleanup.enter_context(
+                Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout))
             try:
                 yield cls(config, world, watchdog, cleanup)
             except (RuntimeError, MemoryError) as error:
@@ -124,14 +124,11 @@ class Run:
         # A kill may have come between a save and its validation: that is made up for.
         step = self.progress.step
         is_unknown = self._is_resumed and run_on_rank0(world, lambda: not (self.log and step in self.log.validated))
-        self._is_to_validate = is_unknown and is_due(config.eval.every, step) or step == config.total_steps
-
-    # ------------------------------------------------------------------------------------------------------- the start
+        self._is_to_validate = is_unknown and is_due(step, config.eval.every) or step == config.total_steps
 
     def _restore(self, damaged: list[str]) -> tuple[Path, dict] | None:
-        """Resume from the run's own newest whole checkpoint, else branch off start_from, else initialise.
-
-        Returns the checkpoint's folder and manifest. `damaged` gets lines about own ones."""
+        """Resume from the run's own newest whole checkpoint, else branch off start_from, else initialise; the checkpoint's
+        folder and manifest. `damaged` gets lines about own ones."""
         config, world, is_switch = self.config, self.world, False
         found = restore(config.run_dir, self._tensors, world, damaged.append)
         self._is_resumed = found is not None
@@ -148,28 +145,24 @@ class Run:
         manifest, state = found[1], found[1]["state"]
         self._origin, self._switched_from = origin_of(manifest), state.get("switched_from")
         if not is_weights_only(manifest):
-            theirs = config_from_dict(manifest["config"]).fp8.label
-            if not self._is_resumed and theirs != config.fp8.label:
-                is_switch, self._switched_from = True, ">".join(filter(None, (self._switched_from, theirs)))
             self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
-            if not self._is_resumed:        # the parent's hours are its own
-                self.progress.seconds = self.progress.probe_seconds = 0.0
+            if not self._is_resumed:
+                self.progress.seconds = self.progress.probe_seconds = 0.0       # the parent's hours are its own
+                theirs = config_from_dict(manifest["config"]).fp8.label
+                if is_switch := theirs != config.fp8.label:
+                    self._switched_from = ">".join(filter(None, (self._switched_from, theirs)))
             self._began -= self.progress.seconds
             optim.set_updates(self.optimizer, self.progress.updates)
             self.guard = Guard(config.guard, **state["guard"])
             self.scales.load(state.get("fp8_scales"))       # a trunk of another precision has none
-        self._check_data(*found, is_switch)
+        before = state.get("data", self._identity)      # an imported model has none
+        for key, what in (("train", "training tokens than data.dir holds"),
+                          ("val", "validation windows than eval.tokens and data.dir give"),
+                          ("fp8", "Linears in FP8 than fp8.recipe=auto chooses here")):
+            if before.get(key) != self._identity[key] and not (key == "fp8" and is_switch):
+                raise UserError(f"{found[0].parent.parent} was begun with other {what}: restore what its config.json names, or "
+                                f"choose another run=")
         return found
-
-    def _check_data(self, checkpoint: Path, manifest: dict, is_switch: bool) -> None:
-        before = manifest["state"].get("data", self._identity)      # an imported model has none
-        what = {"train": "training tokens than data.dir holds", "val": "validation windows than eval.tokens and data.dir give"}
-        if not is_switch:
-            what["fp8"] = "Linears in FP8 than fp8.recipe=auto chooses here"
-        for key, other in what.items():
-            if before.get(key) != self._identity[key]:
-                raise UserError(f"{checkpoint.parent.parent} was begun with other {other}: restore what its config.json names, "
-                                f"or choose another run=")
 
     def _open_log(self, cleanup: ExitStack, restored: tuple[Path, dict] | None, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
@@ -194,34 +187,35 @@ class Run:
         for line in damaged:
             self._log_event("bad_checkpoint", step, line)
 
-    # -------------------------------------------------------------------------------------------- around each step
-
-    def at(self, phase: str) -> None:
-        """Tell the watchdog where this rank is; all ranks alike."""
-        self.watchdog.at(phase, self.progress.step + 1)
-
-    def _at_slow(self, phase: str) -> None:
-        """Between two steps, where something may take minutes."""
-        self.watchdog.at(phase, self.progress.step, patience=self.config.parallel.start_timeout)
+    def at(self, phase: str, is_slow: bool = False) -> None:
+        """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, in what may take minutes."""
+        patience = self.config.parallel.start_timeout if is_slow else None
+        self.watchdog.at(phase, self.progress.step + (not is_slow), patience)
 
     def next_step(self) -> int | None:
-        """The number of steps done, where another one is due; None where the run has ended: finished, or asked to stop.
-
+        """The number of steps done, where another one is due; None where the run has ended, finished or asked to stop.
         Validates first, where that is due, and goes back to a checkpoint where the loss is not finite."""
         if self._is_to_validate and not self._is_stopping:
             self._is_to_validate = False
-            val = self._validate()
+            val, step = self._evaluate(), self.progress.step
             if val is None:
                 self._is_stopping = True
             elif not math.isfinite(val.loss):
                 x, y = self._val_sets[self.data.sources[0]].batch(0, self.config.micro_batch)
                 self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
-                self._act_on(self.guard.reject_validation(self.progress.step, f"validation loss {val.loss}"))
-            elif self.progress.step == self.config.total_steps:
-                self._finish(val)
-                return None
+                self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
+            else:
+                self.saver.validated(step, val.loss)
+                if self.log:
+                    self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
+                                         "sources": {name: val.source_loss(name) for name in val.sequences}})
+                if step == self.config.total_steps and self._finish(val):
+                    return None
         if self._is_stopping:
-            self._save_and_stop()
+            self._save()
+            self.saver.finish()
+            step = self.progress.step
+            self._log_event("stopped", step, f"stopped on request at step {step}; saved. To go on: run the same command again")
             return None
         self._step_began = time.perf_counter()
         self._profiler.begin(self.progress.step + 1)
@@ -236,10 +230,6 @@ class Run:
         fp8.set_position(self.model, tokens, config.seed)       # of stochastic rounding
         self.at("forward and backward")
         return self._batch
-
-    def count_targets(self) -> int:
-        """Targets of this step over all ranks: fewer than tokens_per_step where prompts are masked."""
-        return max(1, self.data.targets(self.progress.step + self.progress.data_offset))
 
     def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
                  n_saturated: int = 0) -> None:
@@ -265,34 +255,23 @@ class Run:
         if verdict in (Verdict.ROLLBACK, Verdict.STOP):
             self._act_on(verdict)
             return
-        if is_due(config.probe.every, step):
+        if is_due(step, config.probe.every):
             began = time.perf_counter()
             self._probe(step, *self._batch, step_scale)
             progress.probe_seconds += time.perf_counter() - began
-        self._is_save_due |= is_regular(config.checkpoint, step)
+        self._is_save_due |= is_due(step, config.checkpoint.every, config.checkpoint.rolling)
         # In a row of skips the weights may be what is wrong, no checkpoint to go back to: what is due waits for its end.
         if self._is_save_due and not self.guard.consecutive or step in (*config.checkpoint.at, config.total_steps):
             self._save()        # before the evaluation: a fault there must not cost the steps
             self._is_save_due = False
         self._is_stopping = is_stopping and step < config.total_steps
-        self._is_to_validate = is_due(config.eval.every, step) or step == config.total_steps
-
-    # ------------------------------------------------------------------------------- validate, save, roll back, end
-
-    def _validate(self) -> ValLoss | None:
-        """The validation loss, logged where it is finite; None where a stop was requested meanwhile."""
-        val, step = self._evaluate(), self.progress.step
-        if val is not None and math.isfinite(val.loss):
-            self.saver.validated(step, val.loss)
-            if self.log:
-                self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
-                                     "sources": {name: val.source_loss(name) for name in val.sequences}})
-        return val
+        self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
 
     def _evaluate(self) -> ValLoss | None:
+        """The validation loss; None where a stop was requested meanwhile."""
         config, world = self.config, self.world
         self.scales.begin(self.loss_scale)      # a run that was resumed here has not set them yet
-        self._at_slow("validating")     # may be compiled first
+        self.at("validating", is_slow=True)     # may be compiled first
 
         def any_rank_stops() -> bool:
             self.watchdog.at("validating", self.progress.step)
@@ -303,7 +282,7 @@ class Run:
 
     def _save(self) -> None:
         step = self.progress.step
-        self._at_slow("saving a checkpoint")
+        self.at("saving a checkpoint", is_slow=True)
         self.progress.seconds = time.perf_counter() - self._began
         state = asdict(self.progress) | {
             "guard": self.guard.state(), "data": self._identity, "tokenizer_sha256": self.tokenizer.sha256,
@@ -313,14 +292,14 @@ class Run:
         del state["step"]               # the manifest's own
         self.data.verified()            # no checkpoint holds what a damaged shard has taught
         self.saver.save(step, self._tensors, state, self.config)
-        while self.saver.failures:      # of an earlier save: training goes on, and this one tries again
-            self._log_event("save_failed", step, self.saver.failures.pop(0))
+        if self.saver.failures:     # the save before: training goes on, and this one tries again
+            self._log_event("save_failed", step, self.saver.failures[-1])
 
     def _act_on(self, verdict: Verdict) -> None:
         """ROLLBACK: back to the newest checkpoint from before the skipped steps, whose weights were sane, on with new data.
         STOP, or no such checkpoint: raises MachineError with what is wrong."""
         config, bad, progress, guard, found = self.config, self.progress.step, self.progress, self.guard, None
-        self._at_slow("going back to a checkpoint, or looking for the cause")
+        self.at("going back to a checkpoint, or looking for the cause", is_slow=True)
         self.saver.wait()       # what it has to save is the newest there will be
         if verdict is Verdict.ROLLBACK:
             before = guard.suspect_since or 0
@@ -352,22 +331,16 @@ class Run:
             self.log.say(f"step {bad}: {guard.reason}; back to step {to}, on with data not seen yet "
                          f"({guard.rollbacks} of {config.guard.rollbacks} times)")
 
-    def _save_and_stop(self) -> None:
-        """A stop was requested."""
-        self._save()
-        self.saver.finish()
-        step = self.progress.step
-        self._log_event("stopped", step, f"stopped on request at step {step}; saved. To go on: run the same command again")
-
-    def _finish(self, as_trained: ValLoss) -> None:
-        """All steps are done and validated: validate in BF16 too, wait for the last save, write the summary."""
+    def _finish(self, as_trained: ValLoss) -> bool:
+        """All steps are done and validated: validate in BF16 too, wait for the last save, write the summary. False where a stop
+        was requested meanwhile."""
         self._batches.close()
         with fp8.in_bf16(self.model):
             in_bf16 = self._evaluate()
         if in_bf16 is None:
-            self._save_and_stop()
-            return
-        self._at_slow("finishing the last checkpoint")
+            self._is_stopping = True
+            return False
+        self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
         self.data.verified()
         self.progress.seconds = time.perf_counter() - self._began
@@ -379,13 +352,13 @@ class Run:
             self.log.say(f"{self.config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, "
                          f"{summary['loss_bf16']:.4f} in BF16; {summary['tok_per_s_median']:,.0f} tok/s; "
                          f"{summary['wall_s']:.0f} s{probes} -> {self.config.run_dir}/summary.json")
+        return True
 
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
-        progress, total = self.progress, self.config.total_steps
-        self._micro = count((progress.step + progress.data_offset) * self.config.accumulation(self.world.size))
-        self._batches = self.data.stream(progress.step + progress.data_offset, total + progress.data_offset, self.world.rank,
-                                         self.world.size, self.world.device)
+        world, first, end = self.world, self.progress.data_step, self.config.total_steps + self.progress.data_offset
+        self._micro = count(first * self.config.accumulation(world.size))
+        self._batches = self.data.stream(first, end, world.rank, world.size, world.device)
 
     def _log_event(self, event: str, step: int, reason: str) -> None:
         if self.log:
@@ -393,12 +366,8 @@ class Run:
             self.log.say(reason)
 
 
-def is_due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
-
-
-def is_regular(policy: CheckpointConfig, step: int) -> bool:
-    return is_due(policy.every, step) or is_due(policy.rolling, step)
+def is_due(step: int, *periods: int | None) -> bool:
+    return any(step % every == 0 for every in periods if every)
 
 
 # ------------------------------------------------------------------------------------------------------ the run's folder
@@ -410,14 +379,10 @@ LOCK_TIMEOUT_S = 3.0        # a run that was told to stop and one that is starte
 @contextmanager
 def lock_folder(run_dir: Path) -> Iterator[None]:
     """Make a run's folder where there is none, and lock it until the block ends or this process dies. A folder in which nothing
-    was written is removed again.
+    was written is removed again. Raises UserError where none can be made or written, or another process has it.
 
-    The lock is POSIX's (fcntl.lockf): the kernel drops it with the process, however that dies, and no child inherits it,
-    as it would with flock, where a forgotten worker keeps the folder of a dead run locked. Its trap: a process loses it by
-    closing ANY descriptor of the file, so nothing in a run may open LOCK again.
-
-    Raises UserError: no folder can be made or written there, or another process has it.
-    """
+    By fcntl.lockf: the kernel drops the lock with the process, and no child inherits it, as forgotten workers do with flock.
+    Its trap: a process loses it by closing ANY descriptor of the file, so nothing in a run may open LOCK again."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = open(run_dir / LOCK, "a+")       # noqa: SIM115 - closed below
@@ -428,8 +393,7 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
         while _is_locked_by_another(file):
             if time.monotonic() > end:
                 file.seek(0)
-                raise UserError(f"{run_dir} is being written by {file.read(200)}: wait for that run, stop it, or choose another "
-                                f"run=")
+                raise UserError(f"{run_dir} is being written by {file.read(200)}: wait for it, stop it, or choose another run=")
             time.sleep(0.1)
         if not os.fstat(file.fileno()).st_nlink:    # the run that had it wrote nothing and has removed the folder
             with lock_folder(run_dir):
@@ -473,28 +437,24 @@ def is_finished(config: Config) -> bool:
 
 def refuse_to_start_over(config: Config) -> None:
     """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more; MachineError
-    where only damaged ones are.
-
-    The first save that was due may have been cut short; the second one has waited for it."""
+    where only damaged ones are. The first save that was due may have been cut short; the second one has waited for it."""
     rows = metrics_rows(read_rows(config.run_dir / "metrics.jsonl"))
     steps = {row["step"] for row in rows if row["kind"] == "train"}      # a branch has rows of its own alone
     bad = ", ".join(sorted(path.name for path in config.run_dir.glob("checkpoints/bad_step_*")))
-    if bad or sum(step in config.checkpoint.at or is_regular(config.checkpoint, step) for step in steps) > 1:
+    policy = config.checkpoint
+    if bad or sum(step in policy.at or is_due(step, policy.every, policy.rolling) for step in steps) > 1:
         raise (MachineError if bad else UserError)(
             f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is left{bad and ' but damaged '}"
             f"{bad}: put its checkpoints/ back, or delete the folder to start the run anew")
 
-
-# ----------------------------------------------------------------------------------------------------- requests to stop
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)      # the last is Slurm's warning
 ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
 
 
 class StopRequest:
-    """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once.
-
-    A thread counts them as they arrive: Python's own handlers wait for a collective or the device to come back."""
+    """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once: a
+    thread counts them as they arrive, where Python's own handlers wait for a collective or the device to come back."""
 
     def __init__(self):
         self.requested = False
@@ -516,12 +476,8 @@ class StopRequest:
                     os._exit(128 + number)
 
 
-# -------------------------------------------------------------------------------------------------------- the summary
-
 def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
-    """The run's record, for scaling/: counts and FLOPs by convention, losses, precision, speed, identities.
-
-    Every N and every FLOP count is named by its convention, so that nobody has to guess which one a number follows."""
+    """The run's record, for scaling/: losses, precision, speed, identities; each count named by its convention."""
     config, world, data, counts, layers, guard = run.config, run.world, run.data, run._built.counts, run._built.layers, run.guard
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())

@@ -32,9 +32,7 @@ STALLED = "watchdog"    # begins the cause of a rank that its own watchdog has e
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Watches the ranks of `world`; writes nothing below `run_dir` unless the run stalls.
-
-    timeout, start_timeout: seconds that one place may last, after and before first_step_done()."""
+    """Watches the ranks of `world`. One place may last `timeout` seconds, before first_step_done() `start_timeout`."""
 
     def __init__(self, world, run_dir: Path, timeout: float, start_timeout: float):
         self.world, self.run_dir, self.timeout, self.patience = world, Path(run_dir), timeout, start_timeout
@@ -43,18 +41,21 @@ class Watchdog(contextlib.AbstractContextManager):
         self._beat = 0
         self._ended: str | None = None      # why this rank ended, for the others; "" if another rank is to blame
         self._closed = threading.Event()
-        self._store = _client() if world.size > 1 else None
+        self._store: dist.Store | None = None
+        if world.size > 1:      # a connection of its own: a rank that hangs may be in a call that holds torch's
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                  wait_for_workers=False, timeout=timedelta(seconds=60))      # many ranks connect at once
+            self._store = dist.PrefixStore(f"watchdog/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._publish()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def at(self, phase: str, step: int, patience: float | None = None) -> None:
-        """The loop is now here, for `patience` seconds at most if given. All ranks must call it alike: the one with the
-        fewest calls counts as behind."""
+        """The loop is now here, for `patience` seconds at most if given. All ranks call it alike: fewer calls are behind."""
         self._place = (self._place[0] + 1, f"step {step}, {phase}", patience)
 
     def first_step_done(self) -> None:
-        """Compilation and loading are over: from here on a place may last `timeout` seconds. May be called every step."""
+        """Compilation and loading are over. May be called every step."""
         self.patience = self.timeout
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -118,21 +119,19 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def _culprit(self, is_stalled: bool) -> str | None:
         """The rank to blame, in words: one without heartbeats, else one that ended by itself, else, in a stall, the one that is
-        behind; without a stall also one that its watchdog has ended. None where there is none."""
+        behind; without a stall also one that its watchdog has ended."""
         try:
             before = self._signs()
             time.sleep(LISTEN * BEAT)
             now = self._signs()
         except Exception:
             self._store = None      # a call that waits for ever holds it
-            return (f"the store on host {os.environ['MASTER_ADDR']} does not answer: torchrun there, or rank 0 if it holds the "
-                    f"store, is gone or stopped")
-        others = [(sign, old) for rank, (sign, old) in enumerate(zip(now, before, strict=True)) if rank != self.world.rank]
-        for sign, old in others:
+            return f"the store on host {os.environ['MASTER_ADDR']} does not answer: torchrun or rank 0 there is gone or stopped"
+        for sign, old in zip(now, before, strict=True):     # this rank's own goes up with each look
             if sign["ended"] is None and sign["beat"] == old["beat"]:
-                return (f"{sign['name']} has sent no heartbeat for {LISTEN * BEAT:g} s: dead or stopped, last seen at "
-                        f"{sign['where']}")
-        ended = sorted((sign for sign, _ in others if sign["ended"]), key=lambda sign: sign["ended"].startswith(STALLED))
+                return f"{sign['name']} has sent no heartbeat for {LISTEN * BEAT:g} s: dead or stopped, last at {sign['where']}"
+        others = [sign for rank, sign in enumerate(now) if rank != self.world.rank]
+        ended = sorted((sign for sign in others if sign["ended"]), key=lambda sign: sign["ended"].startswith(STALLED))
         if ended and not (is_stalled and ended[0]["ended"].startswith(STALLED)):
             return f"{ended[0]['name']} ended first, at {ended[0]['where']} ({ended[0]['ended']})"
         behind = min(now, key=lambda sign: sign["calls"])
@@ -141,18 +140,9 @@ class Watchdog(contextlib.AbstractContextManager):
         return None
 
     def _signs(self) -> list[dict]:
-        """What each rank published last, in one call for all: hundreds may ask at once. Each did so when its watchdog began.
-
-        By a thread, as a store whose host is stopped never answers."""
+        """What each rank published last, in one call for all: hundreds may ask at once. By a thread, as a store whose host is
+        stopped never answers."""
         self._publish()
         assert self._store
         asked = ThreadPoolExecutor(1).submit(self._store.multi_get, [f"rank{rank}" for rank in range(self.world.size)])
         return [json.loads(text) for text in asked.result(STORE_TIMEOUT)]
-
-
-def _client() -> dist.Store:
-    """A connection of its own to the job's store, under this attempt's keys: a rank that hangs may be in a call that holds
-    torch's connection."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
-                          timeout=timedelta(seconds=60))      # many ranks connect at once
-    return dist.PrefixStore(f"watchdog/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
