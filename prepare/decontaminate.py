@@ -59,7 +59,9 @@ def _values(path: Path) -> Iterator:
     text = path.read_text("utf-8-sig", errors="replace")
     try:
         yield text if path.suffix == ".txt" else json.loads(text)
-    except json.JSONDecodeError:        # many a .json holds a row a line, as .jsonl does
+    except json.JSONDecodeError as error:       # many a .json holds a row a line, as .jsonl does
+        if error.msg != "Extra data":
+            raise
         yield from map(json.loads, filter(str.strip, text.split("\n")))
 
 

@@ -172,8 +172,8 @@ class Task:
         """Yields now and then."""
         if read_piece(self.parts, rank).serves(self.most):
             return
-        stem, file, documents, tokens, size, told = self.parts / f"{rank:05d}", self.files[rank], 0, 0, 0, 0.0
-        tokenizer, grams = cached_tokenizer(self.tokenizer), _cached_grams(self.grams)
+        stem, file, documents, tokens, size = self.parts / f"{rank:05d}", self.files[rank], 0, 0, 0
+        tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.grams), time.monotonic()
 
         def tell(**facts) -> None:
             write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
