@@ -30,15 +30,15 @@ moment, the same command goes on, and the shards end as if nothing had happened,
 
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
 from prepare import harvest
-from prepare.decontaminate import read_grams
-from prepare.pipeline import HASH_STEPS, Job, begun, cached_tokenizer, cores, prepare, show, verify
+from prepare.pipeline import HASH_STEPS, Job, begun, prepare, show, verify
 from prepare.sources import PAIR, Source, any_dataset, check, local_source
 from runtime.cli import MachineError, UserError, help_page, nearest, read_options, run_command
 from runtime.shards import read_index
@@ -52,19 +52,9 @@ DEFAULTS = {"demo": {"out": "data/demo", "tokenizer": "byte", "val_share": 0.04,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Job):
     words: tuple[str, ...] = ()         # files, folders or sources, as the command takes them
-    out: str = "data"
-    tokenizer: str = "gpt2"
-    val_share: float = 0.005
     tokens: float | None = None
-    processes: int | None = None
-    on: Literal["local", "slurm", "ray"] = "local"
-    partition: str | None = None
-    time: str = "20:00:00"
-    dry_run: bool = False
-    decontaminate: tuple[str, ...] = ()
-    skip_bad: bool = False
     name: str | None = None
     column: str = "text"
     instruct: bool = False
@@ -82,20 +72,26 @@ class Options:
             raise UserError("on=slurm needs partition=NAME, a queue of your cluster; that and --dry-run are for on=slurm alone")
 
 
-def _sources(kind: str, command: str, words: list[str], options: Options) -> list[Source]:
-    """Raises UserError for what cannot be a source."""
+def _sources(kind: str, command: str, words: list[str], options: Options) -> Iterator[Source]:
+    """With shares of `tokens` by the mixture's weights among those named. Raises UserError for what cannot be a source."""
     if kind == "demo":
-        return harvest.demo_sources()
-    if kind == "local":
-        return [local_source(options.name or "", words, PAIR if options.instruct else (options.column,), options.license)]
-    if kind == "hf":
+        sources = harvest.demo_sources()
+    elif kind == "local":
+        sources = [local_source(options.name or "", words, PAIR if options.instruct else (options.column,), options.license)]
+    elif kind == "hf":
         dataset = command.removeprefix("hf:")
         name = options.name or dataset.partition("/")[2].lower()
         revision = options.revision or _revision(Path(options.out) / name, dataset)
-        return [replace(any_dataset(dataset, options.column, revision, options.files, options.license), name=name)]
-    if options.name and words:
+        sources = [replace(any_dataset(dataset, options.column, revision, options.files, options.license), name=name)]
+    elif options.name and words:
         raise UserError(f"name={options.name} can name one source, not {1 + len(words)}")
-    return [_named(name, options.name) for name in dict.fromkeys([command, *words])]
+    else:
+        sources = [_named(name, options.name) for name in dict.fromkeys([command, *words])]
+    weights = [MIXTURE.get(source.name, 0) if len(sources) > 1 else 1 for source in sources]
+    for source, weight in zip(sources, weights, strict=True):
+        if options.tokens and not weight:
+            raise UserError(f"{source.name} has no share in configs/mixture.py: prepare it by a command of its own")
+        yield replace(source, budget=options.tokens and max(1, round(options.tokens * weight / sum(weights))))
 
 
 def _named(name: str, known_as: str | None = None) -> Source:
@@ -149,20 +145,13 @@ def _run(arguments: list[str]) -> int:
     options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
     words, folders = list(options.words), [Path(word) for word in options.words] or [Path(options.out)]
     if kind in ("show", "verify"):
-        verify(folders) if kind == "verify" else [print(line) for folder in folders for line in show(folder)]
+        verify(folders) if kind == "verify" else [show(folder) for folder in folders]
         return 0
     if kind == "check-sources":
         return _check_sources(words or list(MIXTURE))
     if kind in ("demo", "hf") and words:
         raise UserError(f"{command} takes no {words[0]!r}: your files are for `local`, a data set is prepared at a time")
-    tokenizer = cached_tokenizer(options.tokenizer)       # what is wrong with the options is told before any server is asked
-    grams = read_grams(list(options.decontaminate)) if options.decontaminate else None
-    sources = _sources(kind, command, words, options)
-    prepare(sources, Job(
-        out=Path(options.out), tokenizer=tokenizer, val_per_10k=round(options.val_share * HASH_STEPS), grams=grams,
-        processes=options.processes or (cores() if options.on == "local" else 100), skip_bad=options.skip_bad, on=options.on,
-        partition=options.partition, time=options.time, dry_run=options.dry_run,
-        budgets=_budgets(options.tokens, [source.name for source in sources])))
+    prepare(_sources(kind, command, words, options), options)
     return 0
 
 
@@ -176,16 +165,6 @@ def _check_sources(names: list[str]) -> int:
             print(f"{name}: {error}", file=sys.stderr)
             code = 2 if isinstance(error, UserError) else max(code, 1)
     return code
-
-
-def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
-    """Training tokens of each source: shares of `tokens` by the mixture's weights among those named; {} = all there are."""
-    if tokens is None:
-        return {}
-    weights = {name: MIXTURE.get(name, 0) for name in names} if len(names) > 1 else {names[0]: 1.0}
-    if missing := [name for name, weight in weights.items() if not weight]:
-        raise UserError(f"{missing[0]} has no share in configs/mixture.py: prepare it by a command of its own")
-    return {name: max(1, round(tokens * weight / sum(weights.values()))) for name, weight in weights.items()}
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ million, one that differs in a single word passes for the same with odds of 2e-1
 import json
 import sys
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -25,22 +24,17 @@ WORDS = 13
 BASE = 0x9E3779B97F4A7C15       # odd: no word of a gram loses bits
 
 
-@dataclass(frozen=True)
-class Grams:
-    """Made by read_grams()."""
-    files: list[dict]           # {file, sha256} of each, for index.json
-    hashes: np.ndarray          # uint64, sorted
-
-    def found_in(self, text: str) -> bool:
-        """Whether a gram of the evaluation texts is one of `text`."""
-        grams = np.sort(_grams(text))       # in order they are found sooner: memory is read in one direction
-        return bool((self.hashes[np.searchsorted(self.hashes[:-1], grams)] == grams).any())
+def found_in(grams: np.ndarray, text: str) -> bool:
+    """Whether a gram of the evaluation texts, by read_grams(), is one of `text`."""
+    those = np.sort(_grams(text))       # in order they are found sooner: memory is read in one direction
+    return bool((grams[np.searchsorted(grams[:-1], those)] == those).any())
 
 
-def read_grams(paths: list[str]) -> Grams:
-    """The grams of every text in the files: all of a .txt; each string of .json, .jsonl and .parquet, however nested. Prints a
-    line per file. Raises UserError: a file that cannot be read or has no gram."""
-    files, found = [], []
+def read_grams(paths: Iterable[str]) -> tuple[list[dict], np.ndarray]:
+    """{file, sha256} of each file, for index.json, and the grams, uint64 and sorted, of every text in the files: all of a .txt;
+    each string of .json, .jsonl and .parquet, however nested. Prints a line per file. Raises UserError: a file that cannot be
+    read or has no gram."""
+    files, found = [], [np.empty(0, np.uint64)]
     for path in map(Path, paths):
         try:
             grams = [_grams(text) for value in _values(path) for text in _strings(value)]
@@ -53,7 +47,7 @@ def read_grams(paths: list[str]) -> Grams:
         print(f"{path}: {len(grams):,} texts, {len(found[-1]):,} stretches of {WORDS} words to look for; "
               f"{len(grams) - len(long):,} texts are shorter and are not looked for")
         files.append({"file": path.name, "sha256": file_sha256(path)})
-    return Grams(files, np.unique(np.concatenate(found)))
+    return files, np.unique(np.concatenate(found))
 
 
 def _values(path: Path) -> Iterator:

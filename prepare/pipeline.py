@@ -24,18 +24,19 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from prepare.decontaminate import Grams
+from prepare.decontaminate import found_in, read_grams
 from prepare.sources import BadFile, InputFile, Source
 from runtime import shards
 from runtime.cli import MachineError, ProgressLine, UserError, grid, si
@@ -45,44 +46,49 @@ from runtime.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 BORDER = b"\0"                  # between prompt and response where the two are hashed as one
-TELL_S = 0.5                    # between two words of a task about its progress
+TELL_S = 1.0                    # between two words of a task about its progress
 TOKENS_A_BYTE = 0.4             # a guess where nobody says how many tokens a file has
 SLACK = 1.002                   # more than is asked for, at first: a few documents always turn out to be copies
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left
 # out. A document that was left out has a row too, with no tokens: an empty one no bytes either, a contaminated one its bytes.
 DOCUMENT = np.dtype([("hash", "<u8"), ("tokens", "<u4"), ("bytes", "<u4")])
 HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
-SORTED_AT_ONCE = 8_000_000      # documents: memory stays below 0.5 GB and 4 bytes a document
+SORTED_AT_ONCE = 8_000_000      # documents: memory stays below 0.5 GB and 16 bytes a document
 BLOCK = 1 << 24                 # bytes of a piece in memory at once
-FIRST, COPY = 0, 1              # fate of a document; COPY + 1 + i: the first copy is in the i-th of the earlier sources
+COPY = 1                        # fate of a document, 0 for a first; COPY + 1 + i: the first is in the i-th of the earlier sources
 LEFT_OUT, TRAIN, VAL = 0, 1, 2  # where it goes
 HOMES = {"train": TRAIN, "val": VAL}
 COUNTS = ("documents", "text_bytes", "tokens")      # of a split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is common to all sources of a command."""
-    out: Path
-    tokenizer: Tokenizer
-    val_per_10k: int
-    processes: int
-    grams: Grams | None     # of evaluation files; documents that share one are dropped
-    skip_bad: bool
-    on: str                 # local, slurm or ray
-    partition: str          # of Slurm
-    time: str               # of Slurm, for one input file
-    dry_run: bool
-    budgets: dict[str, int] = field(default_factory=dict)       # source -> training tokens; a source not in it: all there are
+    """The options that all sources of a command share; prepare_data.py says what they mean."""
+    out: str = "data"
+    tokenizer: str = "gpt2"
+    val_share: float = 0.005
+    processes: int | None = None
+    on: Literal["local", "slurm", "ray"] = "local"
+    partition: str | None = None
+    time: str = "20:00:00"
+    dry_run: bool = False
+    decontaminate: tuple[str, ...] = ()
+    skip_bad: bool = False
+
+    @property
+    def workers(self) -> int:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.processes or (cores if self.on == "local" else 100)
 
 
-def prepare(sources: list[Source], job: Job) -> None:
-    """Makes out/<source>/ for each source that is not complete yet.
+def prepare(sources: Iterable[Source], job: Job) -> None:
+    """Makes out/<source>/ for each source that is not complete yet. `sources` are looked for after the job's files were read.
 
     Raises UserError: bad input, or a folder that holds something else. MachineError: files that could not be read."""
+    tokenizer, grams = cached_tokenizer(job.tokenizer), read_grams(job.decontaminate)
     with ExitStack() as stack:
         works = []
-        for work in (Work(source, job) for source in sources):
+        for work in [Work(source, job, tokenizer, *grams) for source in sources]:
             stack.enter_context(alone(work.folder, f"another process prepares {work.folder}: wait until it ends"))
             if not work.is_complete():
                 work.begin()
@@ -114,40 +120,36 @@ def alone(folder: Path, words: str | None = None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # ----------------------------------------------------------------------------------------------------------------- tasks
 
 @dataclass(frozen=True)
 class Piece:
-    """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows), .json (the rest), which is
-    renamed last: a piece is there if and only if its .json is. One that `failed` has that alone."""
+    """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows) and .json (the rest), which
+    tells of the progress and, once the other two are there, of the end."""
     stem: Path
-    input: list                 # name, bytes and stamp of the file (prepare.sources)
+    input: list | None = None   # name, bytes and stamp of the file (prepare.sources)
     documents: int = 0
     tokens: int = 0
-    bytes: int = 0              # of text: pieces of earlier versions say so
-    is_whole: bool = False      # whether the input file was read to its end, or until there were tokens enough
-    failed: str | None = None   # why it could not be read
+    bytes: int = 0              # of text
+    share: float = 0.0          # of the input file that was read
+    end: str = ""               # "whole": read to its end; "enough": until there were tokens enough; "failed"; "": not yet
+    reason: str = ""            # why it failed
 
     def serves(self, tokens: float) -> bool:
         """Whether the task of the file is done, where `tokens` are wanted of it."""
-        return self.is_whole or bool(self.failed) or self.tokens >= tokens
+        return self.end in ("whole", "failed") or (self.end == "enough" and self.tokens >= tokens)
 
     def table(self) -> np.ndarray:
         """DOCUMENT (documents,)"""
         return np.fromfile(f"{self.stem}.docs", DOCUMENT)
 
 
-def read_piece(parts: Path, file: int) -> Piece | None:
-    """Of input file number `file`; None where its task has not ended."""
-    facts = json.loads(read_bytes(parts / f"{file:05d}.json") or "null")
-    return facts and Piece(parts / f"{file:05d}", **facts)
+def read_piece(parts: Path, number: int) -> Piece:
+    """Of an input file, by its number."""
+    return Piece(parts / f"{number:05d}", **json.loads(read_bytes(parts / f"{number:05d}.json") or "{}"))
 
 
-def read_pieces(parts: Path) -> list[Piece | None]:
+def read_pieces(parts: Path) -> list[Piece]:
     """Of each input file; none where nothing was begun."""
     return [read_piece(parts, number) for number in range(begun(parts.parent).get("files", 0))]
 
@@ -164,40 +166,39 @@ class Task:
     parts: Path
     tokenizer: str
     most: float
-    grams: Path | None
+    grams: Path
 
     def __call__(self, data, rank: int, world_size: int) -> Iterator[None]:
         """Yields now and then."""
-        if (piece := read_piece(self.parts, rank)) and piece.serves(self.most):
+        if read_piece(self.parts, rank).serves(self.most):
             return
-        stem, file, sums, told = self.parts / f"{rank:05d}", self.files[rank], [0, 0, 0], 0.0
-        tokenizer, grams = cached_tokenizer(self.tokenizer), _read_grams(self.grams)
+        stem, file, documents, tokens, size = self.parts / f"{rank:05d}", self.files[rank], 0, 0, 0
+        tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.grams), time.monotonic()
 
-        def tell(share: float) -> None:
-            stem.with_suffix(".now").write_text(json.dumps([*sums, share]))
+        def tell(**facts) -> None:
+            write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
         try:
             with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
                 for texts, share in file.read():
-                    raw, digest, tokens, size = [text.encode() for text in texts], 0, 0, 0
+                    raw, row = [text.encode() for text in texts], [0, 0, 0]
                     if texts[-1] and not texts[-1].isspace():
-                        digest, size = int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), len(raw[-1])
-                        if not (grams and grams.found_in(" ".join(texts))):
+                        digest = blake2b(BORDER.join(raw), digest_size=8).digest()
+                        row = [int.from_bytes(digest, "little"), 0, len(raw[-1])]
+                        if not (len(grams) and found_in(grams, " ".join(texts))):
                             for part in _ids(tokenizer, texts):
                                 ids.write(part)
-                                tokens += len(part)
-                    table.write(np.array((digest, tokens, size), DOCUMENT))
-                    sums = [sums[0] + 1, sums[1] + tokens, sums[2] + size]
-                    if sums[1] >= self.most:
+                                row[1] += len(part)
+                    table.write(np.array(tuple(row), DOCUMENT))
+                    documents, tokens, size = documents + 1, tokens + row[1], size + row[2]
+                    if tokens >= self.most:
                         break
                     if time.monotonic() - told > TELL_S:
                         told = time.monotonic()
-                        tell(share)
+                        tell(documents=documents, tokens=tokens, bytes=size, share=share)
                         yield
-            tell(1.0)
-            facts = {"documents": sums[0], "tokens": sums[1], "is_whole": sums[1] < self.most}
+            tell(documents=documents, tokens=tokens, bytes=size, share=1.0, end="whole" if tokens < self.most else "enough")
         except BadFile as error:
-            facts = {"failed": str(error)}
-        write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
+            tell(share=1.0, end="failed", reason=str(error))
 
 
 def _ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[np.ndarray]:
@@ -211,11 +212,7 @@ def _ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[np.ndarray]:
 
 
 cached_tokenizer = cache(load_tokenizer)
-
-
-@cache
-def _read_grams(path: Path | None) -> Grams | None:
-    return path and Grams([], np.load(path))
+_cached_grams = cache(np.load)
 
 
 # ------------------------------------------------------------------------------------------------------------- executors
@@ -276,7 +273,7 @@ def _submit(works: list["Work"], job: Job) -> None:
     def launch(name: str, step: Callable, **options) -> None:
         executor = slurm.SlurmPipelineExecutor(
             [step], time=job.time, partition=job.partition, job_name=f"prepare_{name}", qos="", mem_per_cpu_gb=4,
-            logging_dir=str((job.out / ".slurm" / name).resolve()), skip_completed=False,
+            logging_dir=str(Path(job.out, ".slurm", name).resolve()), skip_completed=False,
             env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH", **options)
         executor.launch_merge_stats = int       # no job that merges datatrove's statistics
         try:
@@ -289,58 +286,59 @@ def _submit(works: list["Work"], job: Job) -> None:
         slurm.launch_slurm_job = lambda content, *_: print(content) or "DRY_RUN"
     for work in works:
         if ranks := work.ranks(target := work.first_target()):
-            launch(work.source.name, work.task(target), tasks=ranks[-1] + 1, workers=job.processes)
-    launch("shards", partial(_finish, [work.source for work in works], replace(job, out=job.out.resolve())), tasks=1,
-           run_on_dependency_fail=True, depends_job_id=":".join(arrays) or None)
+            launch(work.source.name, work.task(target), tasks=ranks[-1] + 1, workers=job.workers)
+    here = Job(**{option.name: getattr(job, option.name) for option in fields(Job)} | {"on": "local", "processes": None})
+    launch("shards", partial(_finish, Path.cwd(), [work.source for work in works], here), tasks=1, run_on_dependency_fail=True,
+           depends_job_id=":".join(arrays) or None)
 
 
-def _finish(sources: list[Source], job: Job, data, rank: int, world_size: int) -> None:
-    """The step of the Slurm job behind the arrays, which finds all tasks done."""
-    prepare(sources, replace(job, on="local", processes=cores()))
+def _finish(folder: Path, sources: list[Source], job: Job, data, rank: int, world_size: int) -> None:
+    """The step of the Slurm job behind the arrays, which finds all tasks done. `folder`: what the job's paths are relative to."""
+    os.chdir(folder)
+    prepare(sources, job)
 
 
 # ------------------------------------------------------------------------------------------------------------ one source
 
 class Work:
-    """A source on its way to out/NAME/. In `parts` lie begun.json, pieces and <file>.now, the progress of each task."""
+    """A source on its way to out/NAME/. In `parts` lie begun.json and the pieces. Grams of which files, the grams."""
 
-    def __init__(self, source: Source, job: Job):
-        self.source, self.job, self.budget = source, job, job.budgets.get(source.name)
-        self.folder = job.out / source.name
+    def __init__(self, source: Source, job: Job, tokenizer: Tokenizer, gram_files: list[dict], grams: np.ndarray):
+        self.source, self.job, self.tokenizer, self.grams = source, job, tokenizer, grams
+        self.folder, self.val_per_10k = Path(job.out) / source.name, round(job.val_share * HASH_STEPS)
         self.parts, self.files = self.folder / "parts", []
-        rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {job.val_per_10k}"
+        rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {self.val_per_10k}"
         # What the shards depend on, as index.json and begun.json say it.
-        self.identity = {"tokenizer": job.tokenizer.kind, "tokenizer_sha256": job.tokenizer.sha256,
-                         "split_rule": f"{rule}, else train", "decontaminated_against": job.grams.files if job.grams else [],
-                         "dataset": source.dataset, "revision": source.revision, "selection": source.selection}
+        self.identity = {"tokenizer": tokenizer.kind, "tokenizer_sha256": tokenizer.sha256, "split_rule": f"{rule}, else train",
+                         "decontaminated_against": gram_files, "dataset": source.dataset, "revision": source.revision,
+                         "selection": source.selection}
 
     def is_complete(self) -> bool:
         """Raises UserError where the folder holds something else."""
         if not (self.folder / "index.json").exists():
             return False
         index = read_index(self.folder)
-        aged = {"revision": self.source.revision} if self.source.may_age else {}
-        self._check_same(self.folder, vars(index) | aged)
-        if aged and index.revision != self.source.revision:
-            print(f"{self.folder} was made from {index.revision}; delete it to harvest what is installed now", file=sys.stderr)
-        if not index.is_whole and index.splits["train"].tokens < (self.budget or math.inf):
+        self._check_same(self.folder, vars(index) | ({"revision": self.source.revision} if self.source.may_age else {}))
+        if not index.is_whole and index.splits["train"].tokens < (self.source.budget or math.inf):
             raise UserError(f"{self.folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked for: "
                             f"delete it, or give another out=")
         shutil.rmtree(self.parts, ignore_errors=True)       # of a run that was killed between its index and its end
-        print(f"{self.folder} is complete", *show(self.folder), sep="\n")
+        print(f"{self.folder} is complete")
+        show(self.folder)
         return True
 
     def begin(self) -> None:
         """Or go on: failed files are tried again, and changed ones. Raises UserError where it was begun otherwise."""
-        if any(piece and not piece.failed for piece in read_pieces(self.parts)):
+        if any(piece.end in ("whole", "enough") for piece in read_pieces(self.parts)):
             self._check_same(self.parts, begun(self.folder) | {"revision": self.source.revision})   # stamps tell of another
         self.files = self.source.list_files()
         self.parts.mkdir(parents=True, exist_ok=True)
         write_json(self.parts / "begun.json", {**self.identity, "files": len(self.files)})
         for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
-            if piece and (piece.failed or piece.input != [file.name, file.bytes, file.stamp]):
-                print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
-                piece.stem.with_suffix(".json").unlink()
+            if piece.end in ("", "failed") or piece.input != [file.name, file.bytes, file.stamp]:
+                if piece.end:
+                    print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
+                piece.stem.with_suffix(".json").unlink(missing_ok=True)
 
     def _check_same(self, folder: Path, there: dict) -> None:
         for key, value in self.identity.items():
@@ -352,18 +350,18 @@ class Work:
 
     def first_target(self) -> float:
         """Tokens of pieces to begin with, those of validation among them."""
-        return SLACK * (self.budget or math.inf) / (1 - self.job.val_per_10k / HASH_STEPS)
+        return SLACK * (self.source.budget or math.inf) / (1 - self.val_per_10k / HASH_STEPS)
 
     def ranks(self, target: float) -> list[int]:
         """The tasks to run: those that lack among the first input files that hold `target` tokens, which is known of the finished
         ones, and guessed by their mean, by the source's size or by the file's."""
         pieces, found, held = read_pieces(self.parts), [], 0.0
-        whole = [piece.tokens for piece in pieces if piece and piece.is_whole]
+        whole = [piece.tokens for piece in pieces if piece.end == "whole"]
         mean = sum(whole) / len(whole) if whole else self.source.tokens and self.source.tokens / len(self.files)
         for rank, (file, piece) in enumerate(zip(self.files, pieces, strict=True)):
             if held >= target:
                 break
-            if piece and piece.serves(target):
+            if piece.serves(target):
                 held += piece.tokens
             else:
                 found.append(rank)
@@ -371,36 +369,32 @@ class Work:
         return found
 
     def task(self, target: float) -> Task:
-        parts, tokenizer = self.parts.resolve(), self.job.tokenizer
-        if self.job.grams:
-            np.save(parts / "grams.npy", self.job.grams.hashes)
+        parts, tokenizer = self.parts.resolve(), self.tokenizer
+        np.save(parts / "grams.npy", self.grams)
         name = str(Path(tokenizer.name).resolve()) if tokenizer.kind == "folder" else tokenizer.name
-        return Task(dict(enumerate(self.files)), parts, name, target, parts / "grams.npy" if self.job.grams else None)
+        return Task(dict(enumerate(self.files)), parts, name, target, parts / "grams.npy")
 
     def tokenise(self, target: float) -> None:
         """Runs the tasks whose pieces hold `target` tokens, as far as they lack."""
         line, began, first = ProgressLine(self.source.name, "tokens"), time.monotonic(), self._progress()[2]
 
         def state() -> tuple:
-            documents, tokens, text_bytes, share = self._progress()
-            rate = (text_bytes - first) / (time.monotonic() - began) / 1e6
+            documents, tokens, size, share = self._progress()
+            rate = (size - first) / (time.monotonic() - began) / 1e6
             return tokens, max(share, min(1.0, tokens / target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
         task = self.task(target)
         if self.job.on == "ray" and (ranks := self.ranks(target)):
-            _run_on_ray(task, ranks[-1] + 1, self.job.processes)
+            _run_on_ray(task, ranks[-1] + 1, self.job.workers)
         try:        # what ended on Ray with an error ends so here, and tells why
-            run_here(task, self.ranks(target), self.job.processes, lambda: line.show(state))
+            run_here(task, self.ranks(target), self.job.workers, lambda: line.show(state))
         finally:
             line.clear()
 
-    def _progress(self) -> tuple[int, int, int, float]:
+    def _progress(self) -> list[float]:
         """Documents, tokens, bytes of text and share of the input read, by all tasks so far."""
-        sums, read, sizes = np.zeros(3, np.int64), 0.0, [file.bytes or 1 for file in self.files]
-        for number, size in enumerate(sizes):
-            with suppress(ValueError):      # there is none yet, or it is being written
-                *found, share = json.loads(read_bytes(self.parts / f"{number:05d}.now"))
-                sums, read = sums + found, read + share * size
-        return *sums.tolist(), read / sum(sizes)
+        pieces, sizes = read_pieces(self.parts), [file.bytes or 1 for file in self.files]
+        sums = [sum(getattr(piece, count) for piece in pieces) for count in ("documents", "tokens", "bytes")]
+        return [*sums, sum(piece.share * size for piece, size in zip(pieces, sizes, strict=True)) / sum(sizes)]
 
     # ------------------------------------------------------------------------------------------------------ its shards
 
@@ -408,43 +402,43 @@ class Work:
         """Pieces -> shards and index.json. Returns None, or how many tokens of pieces it takes.
 
         Raises MachineError: a file needed could not be read."""
-        source, job, name = self.source, self.job, self.source.name
-        with alone(job.out):      # no other source's shards meanwhile: copies are dropped across sources
+        source, budget, name = self.source, self.source.budget, self.source.name
+        with alone(self.folder.parent):      # no other source's shards meanwhile: copies are dropped across sources
             found = read_pieces(self.parts)
-            failures = {piece.input[0]: piece.failed for piece in found if piece and piece.failed}
-            found = [piece for piece in found if not (job.skip_bad and piece and piece.failed)]
+            failed = [piece for piece in found if piece.end == "failed"]
+            if self.job.skip_bad:
+                found = [piece for piece in found if piece.end != "failed"]
             # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
-            end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
-            pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]
-            splits, layout, homes = lay_out(name, pieces, self._earlier(), job.val_per_10k, self.budget)
+            end = next((i for i, piece in enumerate(found) if piece.end != "whole"), len(found))
+            pieces = found[:end] + [piece for piece in found[end:end + 1] if piece.end == "enough"]
+            splits, layout, homes = lay_out(name, pieces, self._earlier(), self.val_per_10k, budget)
             pieces, train = pieces[:len(homes)], splits["train"]["tokens"]
             if layout["is_whole"] and end < len(found):
-                if failures:
-                    listed = "".join(f"\n  {file}: {reason}" for file, reason in failures.items())
-                    raise MachineError(f"{name} is not finished: {len(failures)} of {len(self.files)} input files could not be "
+                if failed:
+                    listed = "".join(f"\n  {piece.input[0]}: {piece.reason}" for piece in failed)
+                    raise MachineError(f"{name} is not finished: {len(failed)} of {len(self.files)} input files could not be "
                                        f"read; run the command again, or add skip_bad=true to leave them out:{listed}")
                 there = sum(piece.tokens for piece in pieces)
-                return there + SLACK * (self.budget - train) * there / max(1, train) + 1 if self.budget else math.inf
+                return there + SLACK * (budget - train) * there / max(1, train) + 1 if budget else math.inf
             if empty := [split for split, counts in splits.items() if not counts["documents"]]:
                 raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are copies "
                                 f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, "
-                                f"files {list(failures.values())}: give more documents, or another val_share=")
-            last = len(self.files) if layout["is_whole"] else int(pieces[-1].stem.name) + 1
-            names, failures = [file.name for file in self.files[:last]], failures if job.skip_bad else {}
+                                f"files {[piece.reason for piece in failed]}: give more documents, or another val_share=")
             print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
             # A mark for context needs room beside the id.
-            dtype = "uint32" if source.is_masked or job.tokenizer.dtype == DTYPES["uint32"] else "uint16"
+            dtype = "uint32" if source.is_masked or self.tokenizer.dtype == DTYPES["uint32"] else "uint16"
             write_index(self.folder, {
-                "dtype": dtype, "source": name, **self.identity, "vocab_size": job.tokenizer.vocab_size,
-                "license": source.license, **layout, "files": [file for file in names if file not in failures],
-                "skipped": [{"file": file, "reason": failures[file]} for file in names if file in failures],
-                "budget": self.budget, **({"is_masked": True} if source.is_masked else {}),
+                "dtype": dtype, "source": name, **self.identity, "vocab_size": self.tokenizer.vocab_size,
+                "license": source.license, **layout, "files": [piece.input[0] for piece in pieces],
+                "skipped": [{"file": piece.input[0], "reason": piece.reason} for piece in failed
+                            if layout["is_whole"] or piece.stem < pieces[-1].stem],
+                "budget": budget, **({"is_masked": True} if source.is_masked else {}),
                 **write_shards(self.folder, pieces, homes, splits, dtype)})
             shutil.rmtree(self.parts)
-        print(*show(self.folder), sep="\n")
-        if self.budget and layout["is_whole"]:
-            print(f"{self.folder}: {train:,} training tokens are all there are, {self.budget:,} were asked for: a run that "
-                  f"needs more sees some of them again (data.max_epochs)", file=sys.stderr)
+        show(self.folder)
+        if budget and layout["is_whole"]:
+            print(f"{self.folder}: {train:,} training tokens are all there are, {budget:,} were asked for: a run that needs more "
+                  f"sees some of them again (data.max_epochs)", file=sys.stderr)
         return None
 
     def _earlier(self) -> dict[str, Path]:
@@ -452,9 +446,9 @@ class Work:
 
         Raises UserError where one has lost them."""
         found = {}
-        for folder in sorted(path.parent for path in self.job.out.glob("*/index.json")):
+        for folder in sorted(path.parent for path in self.folder.parent.glob("*/index.json")):
             index, hashes = read_index(folder), folder / "hashes.npy"
-            if index.tokenizer_sha256 == self.job.tokenizer.sha256:        # the same text by another is no copy
+            if index.tokenizer_sha256 == self.tokenizer.sha256:        # the same text by another is no copy
                 if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
                 found[folder.name] = hashes
@@ -476,7 +470,7 @@ def lay_out(name: str, pieces: list[Piece], earlier: dict[str, Path], val_per_10
     for piece, fate in zip(pieces, _find_fates(pieces, earlier), strict=True):
         table = piece.table()
         home = np.where(table["hash"] % np.uint64(HASH_STEPS) < val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
-        home[(fate != FIRST) | (table["tokens"] == 0)] = LEFT_OUT
+        home[(fate > 0) | (table["tokens"] == 0)] = LEFT_OUT
         if budget is not None:
             train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
             end = int(np.searchsorted(train, budget - totals[2, TRAIN])) + 1       # with the document that reaches it
@@ -496,30 +490,23 @@ def lay_out(name: str, pieces: list[Piece], earlier: dict[str, Path], val_per_10
 
 
 def _find_fates(pieces: list[Piece], earlier: dict[str, Path]) -> list[np.ndarray]:
-    """uint16 (documents,) of each piece; FIRST also for those that were left out before. By ranges of hashes, of which each holds
-    about SORTED_AT_ONCE."""
-    sizes = [piece.documents for piece in pieces]
-    fates, count = np.full(sum(sizes), FIRST, np.uint16), -(-sum(sizes) // SORTED_AT_ONCE)
+    """uint16 (documents,) of each piece; any for those that were left out before. By ranges of hashes, of which each holds about
+    SORTED_AT_ONCE."""
+    hashes = np.concatenate([np.empty(0, np.uint64), *(piece.table()["hash"].copy() for piece in pieces)])
+    fates, count = np.zeros(len(hashes), np.uint16), -(-len(hashes) // SORTED_AT_ONCE)
     for i in range(count):
         low, high = np.uint64(2**64 * i // count), np.uint64(2**64 * (i + 1) // count - 1)
-        hashes, places, start = [], [], 0
-        for piece in pieces:
-            table = piece.table()
-            rows = np.flatnonzero((table["tokens"] > 0) & (table["hash"] >= low) & (table["hash"] <= high))
-            hashes.append(table["hash"][rows])
-            places.append(start + rows)
-            start += len(table)
-        hashes, places = np.concatenate(hashes), np.concatenate(places)
-        order = np.argsort(hashes, kind="stable")       # of equal ones the first document stays first
-        hashes, places = hashes[order], places[order]
-        fates[places[1:][hashes[1:] == hashes[:-1]]] = COPY
+        places = np.flatnonzero((hashes >= low) & (hashes <= high))
+        places = places[np.argsort(hashes[places], kind="stable")]       # of equal ones the first document stays first
+        some = hashes[places]
+        fates[places[1:][some[1:] == some[:-1]]] = COPY
         for number, path in enumerate(earlier.values(), COPY + 1):      # no two of them share a document
             there = np.load(path, mmap_mode="r")
             # Not by np.isin, which sorts both: 3 GB where an earlier source has 100M documents.
             there = np.array(there[np.searchsorted(there, low):np.searchsorted(there, high, "right")])
             if len(there):
-                fates[places[there[np.minimum(np.searchsorted(there, hashes), len(there) - 1)] == hashes]] = number
-    return np.split(fates, np.cumsum(sizes[:-1])) if sizes else []
+                fates[places[there[np.minimum(np.searchsorted(there, some), len(there) - 1)] == some]] = number
+    return np.split(fates, np.cumsum([piece.documents for piece in pieces]))[:-1]
 
 
 # --------------------------------------------------------------------------------------------------------------- shards
@@ -567,24 +554,22 @@ def _bytes_of(pieces: list[Piece], homes: list[np.ndarray], number: int, size: i
 
 # ----------------------------------------------------------------------------------------------------- what a folder holds
 
-def show(folder: Path) -> Iterator[str]:
-    """Lines to print: a table of the sources' splits, then of each source where it came from, what was dropped, what failed, what
-    is unfinished."""
+def show(folder: Path) -> None:
+    """Print a table of the sources' splits, then what else there is to say of each source, finished or not."""
     rows, told = [["source", "split", "documents", "tokens", "bytes/token", "GB on disk"]], []
     for path in _sources(folder):
-        name, lines = path.resolve().name, []
-        if not (path / "index.json").exists():
+        name = path.resolve().name
+        try:
             lines = _progress(path)
-        else:
-            try:
+            if (path / "index.json").exists():
                 index = read_index(path)
                 lines = _story(index)
                 rows += [[name, split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.text_bytes / s.tokens:.2f}",
                           f"{s.tokens * np.dtype(index.dtype).itemsize / 1e9:.3f}"] for split, s in index.splits.items()]
-            except UserError as error:
-                lines = [f"damaged: {error}"]
+        except UserError as error:
+            lines = iter([f"damaged: {error}"])
         told += [f"{name}: {line}" for line in lines]
-    return iter([grid(rows), *told])
+    print(grid(rows), *told, sep="\n")
 
 
 def verify(folders: list[Path]) -> None:
@@ -622,8 +607,7 @@ def _story(index: Index) -> Iterator[str]:
 
 def _progress(folder: Path) -> Iterator[str]:
     """What is known of a source while it is being made, or after it was cut off."""
-    found = read_pieces(folder / "parts")
-    pieces = list(filter(None, found))
-    yield (f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {len(found):,} input files "
-           f"{sum(not piece.failed for piece in pieces)} are read; the same command goes on with it")
-    yield from (f"failed: {piece.input[0]} ({piece.failed})" for piece in pieces if piece.failed)
+    pieces = read_pieces(folder / "parts")
+    yield (f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {len(pieces):,} input files "
+           f"{sum(piece.end in ('whole', 'enough') for piece in pieces)} are read; the same command goes on with it")
+    yield from (f"failed: {piece.input[0]} ({piece.reason})" for piece in pieces if piece.reason)

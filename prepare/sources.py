@@ -65,6 +65,7 @@ class Source:
     keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
     grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
     tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
+    budget: int | None = None       # training tokens to prepare; None: all there are
     may_age: bool = False           # whether shards of an older revision serve as well
     is_masked: bool = False         # whether its documents are prompts and responses, the responses alone to be learned
 
@@ -252,18 +253,17 @@ def _train_split(source: Source) -> tuple[str, ...]:
     import datasets
     datasets.disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
-    paths, said = [], "it has no train split of its own"
     try:
         builder = _ask(lambda: datasets.load_dataset_builder(source.dataset, revision=source.revision), source)
         paths = [path.partition(f"@{source.revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
+        if paths and all(paths):     # files of another repository have no path here
+            return tuple(sorted(paths))
+        raise FileNotFoundError("it has no train split of its own")
+    except UserError:
+        raise
     except (RuntimeError, ValueError, FileNotFoundError) as error:
-        if isinstance(error, UserError):
-            raise
-        said = _brief(error)
-    if not paths or not all(paths):     # files of another repository have no path here
-        raise UserError(f"{source.dataset}: {said}: give files= a pattern, such as files=data/*.parquet, or take "
-                        f"revision=refs/convert/parquet")
-    return tuple(sorted(paths))
+        raise UserError(f"{source.dataset}: {_brief(error)}: give files= a pattern, such as files=data/*.parquet, or take "
+                        f"revision=refs/convert/parquet") from error
 
 
 def check(source: Source) -> Iterator[str]:
@@ -361,6 +361,7 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
     servers that hold the large files, may come of a link that ran out or a server that is unwell."""
     import httpx2
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils import logging
     logging.set_verbosity_error()
     waits = iter(READ_WAITS if is_reading else ASK_WAITS)
@@ -368,8 +369,16 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
         try:
             return question()
         except (OSError, httpx2.HTTPError) as error:
-            if refusal := _refused(error, source, is_reading):
-                raise refusal from error
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, HfHubHTTPError):
+                cause = cause.__cause__
+            is_final = isinstance(cause, HfHubHTTPError) and (
+                cause.response.status_code in (401, 403) or isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError)))
+            if is_final and (not is_reading or "X-Error-Code" in cause.response.headers):
+                raise UserError(
+                    f"{source.dataset}@{source.revision} is refused by the Hub ({type(cause).__name__}): correct its name or the "
+                    f"revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it is gated, and log in "
+                    f"with `hf auth login` or HF_TOKEN if it is private") from error
             if isinstance(error, FileNotFoundError) and not is_reading:
                 raise
             if (wait := next(waits, None)) is None:
@@ -377,20 +386,6 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
                                       f"check the network, then the data set") from error
             print(f"{source.dataset}: {_brief(error)}; asked again in {wait} s", file=sys.stderr)
             time.sleep(wait)
-
-
-def _refused(error: BaseException | None, source: Source, is_reading: bool) -> UserError | None:
-    """The sentence for an answer of the Hub that no second try will change; None for any other error."""
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-    while error:
-        if isinstance(error, HfHubHTTPError) and (not is_reading or "X-Error-Code" in error.response.headers) and (
-                isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) or error.response.status_code in (401, 403)):
-            return UserError(
-                f"{source.dataset}@{source.revision} is refused by the Hub ({type(error).__name__}): correct its name or the "
-                f"revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it is gated, and log in with "
-                f"`hf auth login` or HF_TOKEN if it is private")
-        error = error.__cause__
-    return None
 
 
 def _brief(error: Exception) -> str:

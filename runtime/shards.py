@@ -104,11 +104,10 @@ def damage(folder: Path) -> Iterator[str]:
     """A sentence for each file whose content is not what was written, or one for an index that cannot be read."""
     try:
         index = read_index(folder)
-    except UserError as error:
-        yield str(error)
-    else:
         hashes = Shard(folder / "hashes.npy", 0, index.hashes_sha256)     # sources prepared later find copies by it
         yield from filter(None, map(shard_damage, [*index.shards, hashes]))
+    except UserError as error:
+        yield str(error)
 
 
 def shard_damage(shard: Shard) -> str | None:
@@ -120,8 +119,8 @@ def shard_damage(shard: Shard) -> str | None:
 
 
 def write_index(folder: Path, index: dict) -> None:
-    """Write index.json, the last file of a source. `index`: Index's fields; "dtype" may be left out for uint16."""
-    index = {"format_version": FORMAT_VERSION, "dtype": "uint16", **index}
+    """Write index.json, the last file of a source. `index`: Index's fields."""
+    index = {"format_version": FORMAT_VERSION, **index}
     with new_file(folder / "index.json") as file:
         file.write(json.dumps(index | {"sha256": _index_sha256(index)}, indent=1).encode())
 

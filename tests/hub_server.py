@@ -18,7 +18,8 @@ from tests.text_files import PACK
 
 URL = re.compile(r"(/api)?/datasets/(?P<repo>[^/]+/[^/]+)"
                  r"(/(?P<what>revision|tree|paths-info|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?")
-ERRORS = {"gated": (401, "GatedRepo"), "forbidden": (403, "GatedRepo"), "moved": (404, "RepoNotFound")}
+ERRORS = {"gated": (401, "GatedRepo"), "forbidden": (403, "GatedRepo"), "moved": (404, "RepoNotFound"),
+          "revision": (404, "RevisionNotFound"), "entry": (404, "EntryNotFound")}
 
 
 class HubServer:
@@ -27,7 +28,6 @@ class HubServer:
     def __init__(self, folder: Path):
         self.folder, self.faults, self.lock = Path(folder), {}, threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def fault(self, path: str, kind: str, times: float = float("inf"), after: int = 1_000) -> None:
@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         body, url = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(), urlsplit(self.path)
         if not (found := URL.fullmatch(url.path)):      # huggingface_hub asks for more than data sets
-            return self._send(404, b"", {})
+            return self._error("404")
         self.repo, path = found["repo"], unquote(found["path"] or "").strip("/")
         self.root, (kind, _) = self.hub.folder / self.repo, self.hub.take(self.repo)
         if kind or not self.root.is_dir():
@@ -78,12 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
         pinned = self.root / ".revision"
         sha = pinned.read_text() if pinned.exists() else hashlib.sha1(self.repo.encode()).hexdigest()
         if found["at"] not in (None, "main", sha):
-            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return self._error("revision")
         if found["what"] == "resolve":
             return self._file(path, sha)
         entries = self._entries()
         if found["what"] == "paths-info":
-            wanted = parse_qs(body).get("paths") or (json.loads(body)["paths"] if body.startswith("{") else [])
+            wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
             return self._json([entry for entry in entries if entry["path"] in wanted])
         if found["what"] == "tree":
             within = [entry for entry in entries if not path or entry["path"].startswith(path + "/")]
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, name: str, sha: str):
         if not (self.root / name).is_file():
-            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return self._error("entry")
         kind, after = self.hub.take(f"{self.repo}/{name}") if self.command == "GET" else ("", 0)
         if kind.isdigit():
             return self._error(kind)
@@ -118,8 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{hashlib.sha1(f"{name}{size}".encode()).hexdigest()}"', "X-Repo-Commit": sha,
                    "Accept-Ranges": "bytes"}
         if "Range" in self.headers:
-            return self._send(206, data[begin:end + 1], headers | {"Content-Range": f"bytes {begin}-{end}/{size}"}, kind, after)
-        return self._send(200, data[:size], headers, kind, after)
+            headers["Content-Range"] = f"bytes {begin}-{end}/{size}"
+        return self._send(206 if "Range" in self.headers else 200, data[begin:end + 1], headers, kind, after)
 
     def _error(self, kind: str):
         status, code = ERRORS.get(kind) or (int(kind), "")

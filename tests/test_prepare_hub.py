@@ -16,7 +16,7 @@ from prepare_data import main
 from runtime import shards
 from tests.conftest import ROOT
 from tests.hub_server import HubServer, write_repository
-from tests.test_prepare import content, environment
+from tests.test_prepare import content, environment, found
 
 ASKED = ["fineweb_edu", "python", "c", "arxiv"]
 ARXIV, BAD = SOURCES["arxiv"].dataset, "arxiv-papers-0001.json.gz"
@@ -97,9 +97,7 @@ def calm(hub, tmp_path_factory):
 
 def documents(folder):
     """The texts that byte-tokenised shards hold."""
-    index = json.loads((folder / "index.json").read_text())
-    data = [b"".join((folder / shard["file"]).read_bytes() for shard in split["shards"]) for split in index["splits"].values()]
-    texts = "".join(chr(number) for ids in data for number in memoryview(ids).cast("H")).split(chr(256))[1:]
+    texts = "".join(chr(number) for ids in found(folder).values() for number in ids).split(chr(256))[1:]
     return [text.encode("latin-1").decode() for text in texts]
 
 
@@ -108,12 +106,12 @@ def test_the_mixture_is_what_the_files_hold(hub, calm):
     seen = set()
     for name in ASKED:
         source = SOURCES[name]
-        found = documents(calm / name)
+        made = documents(calm / name)
         rows = [row for file, rows in hub.known[source.dataset].items() for row in rows if "10BT" not in file]
         language = {"python": "Python", "c": "C"}.get(name)
         texts = [row["text"] for row in rows if language is None or row["metadata"]["language"] == language]
         wanted = {text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts if text.strip()}
-        assert set(found) == wanted - seen and len(found) == len(set(found))
+        assert set(made) == wanted - seen and len(made) == len(set(made))
         seen |= wanted
         index = json.loads((calm / name / "index.json").read_text())
         assert index["license"] and index["revision"] == source.revision and index["is_whole"]
