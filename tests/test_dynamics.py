@@ -12,7 +12,8 @@ from matplotlib.colors import to_hex
 
 from runtime.log import Log
 from scaling import dynamics, figures
-from tests.scaling_runs import asked, cells, legend
+from tests.conftest import asked
+from tests.scaling_runs import cells, legend
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import asked, cut, declare_branches, law, strict, write_branches, write_ladder, write_run
+from scaling_runs import cut, declare_branches, law, strict, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
 from scaling.fit import fit_group, fit_points, seed_noise
 from scaling.laws import fit_law
 from scaling.records import read_runs
+from tests.conftest import asked
 from tests.test_intervals import early
 from tests.test_laws import FOLDER, published
 from tests.test_laws import ladder as ladder_of

@@ -9,7 +9,8 @@ import pytest
 from configs import h100_3m_bf16 as h100
 from scaling import learning_rate
 from scaling.learning_rate import Trial, analyse, main, tables
-from tests.scaling_runs import asked, strict, write_run
+from tests.conftest import asked
+from tests.scaling_runs import strict, write_run
 
 RATES = (0.002, 0.004, 0.008, 0.016, 0.032)
 

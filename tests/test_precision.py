@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from scaling_runs import asked, cells, cut, declare_branches, legend, strict, write_branches, write_run
+from scaling_runs import cells, cut, declare_branches, legend, strict, write_branches, write_run
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
@@ -14,6 +14,7 @@ from scaling import precision
 from scaling.pairs import EPOCH, Margin, kumar_gap, pairs, sun_gap
 from scaling.precision import analyse, draw_precision
 from scaling.records import read_runs
+from tests.conftest import asked
 
 BF16 = {1: 2.20, 2: 2.21, 3: 2.18}
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from scaling_runs import asked, cells, declare_branches, strict, write_branches, write_run
+from scaling_runs import cells, declare_branches, strict, write_branches, write_run
 
 from scaling import fit, precision, report
 from scaling.figures import STYLES
 from scaling.pairs import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
-from tests.conftest import call_train, with_recipe
+from tests.conftest import asked, call_train, with_recipe
 from tests.test_dynamics import row as train_row
 from tests.test_dynamics import write
 

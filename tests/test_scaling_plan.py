@@ -17,8 +17,8 @@ from scaling import plan
 from scaling.pairs import EPOCH, HOFFMANN
 from scaling.plan import PRIOR_SD, RHO, Options, Size, bound, gradient, optimum, read_law, tokens
 from scaling.study import expand, load_study
-from tests.conftest import ROOT
-from tests.scaling_runs import asked, cells, write_run
+from tests.conftest import ROOT, asked
+from tests.scaling_runs import cells, write_run
 from tests.test_laws import ladder
 
 BUDGET = ["gpus=8", "hours=24", "gpu=h100"]

@@ -23,8 +23,8 @@ from scaling import sweep
 from scaling.predict import digest
 from scaling.study import expand
 from scaling.sweep import ENDED, Options, cost_of, state_of, table
-from tests.conftest import ROOT, write_config
-from tests.scaling_runs import asked, cells
+from tests.conftest import ROOT, asked, write_config
+from tests.scaling_runs import cells
 
 OPTIONS = Options(study="x", start=2.0)
 # The fake's checkpoints hold nothing but DONE; what a test appends says what the run does.
