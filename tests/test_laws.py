@@ -29,6 +29,11 @@ FOLDER = ROOT.parent / "shared" / "reference"
 published = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published points are not at {FOLDER}")
 
 
+def chinchilla_points(drop_highest=0):
+    path = FOLDER / "chinchilla_points.csv"
+    return read_points(path, "Model Size", "loss", c="Training FLOP", drop_highest=drop_highest).points
+
+
 def test_noisy_optimum_is_the_optimum_of_the_objective_written_out():
     fit = fit_law("ray", C, NOISY)
 
@@ -349,7 +354,7 @@ def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
 
 @published
 def test_least_absolute_deviations_of_published_points():
-    points = read_points(FOLDER / "chinchilla_points.csv", "Model Size", "loss", c="Training FLOP", drop_highest=5).points
+    points = chinchilla_points(5)
     fit = fit_law("chinchilla", points.N, points.D, points.loss, delta=1e-8)
     assert fit.identified and fit.starts_at_best == fit.starts
     for name, value, within in (("A", 482.01, 0.012), ("B", 2085.43, 0.012), ("E", 1.81686, 1.2e-5), ("alpha", 0.34781, 1.2e-5),
