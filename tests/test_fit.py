@@ -202,7 +202,8 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figures):
     assert fit["a"] == pytest.approx(0.5139, abs=1e-4) and fit["residual_rms"] == pytest.approx(0.0076, abs=1e-4)
     for form in ("chinchilla", "power_n", "power_d", "power_c"):        # on their own axes
         fit = content["laws"][form]
-        assert fit["interval"] == "bootstrap" and all(low < fit[name] < high for name, (low, high) in fit["ci95"].items())
+        assert (fit["interval"], fit["resamples"]) == ("bootstrap", 1000)
+        assert all(low < fit[name] < high for name, (low, high) in fit["ci95"].items())
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
