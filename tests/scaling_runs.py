@@ -115,6 +115,12 @@ def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
+def errorbars(panel, colour=None):
+    """(x, mean, low, high) of each error bar of a panel, those of one colour."""
+    return [(x, y, *segment[:, 1]) for one in panel.containers if colour in (None, one.lines[0].get_color())
+            for (x, y), segment in zip(one.lines[0].get_xydata(), one.lines[2][0].get_segments(), strict=True)]
+
+
 def cut(folder, names="*"):
     """Make branches look as if they had been trained from scratch."""
     for path in folder.glob(f"{names}/summary.json"):

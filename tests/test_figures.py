@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scaling_runs import edit, legend, surface, write_branches, write_ladder, write_run
+from scaling_runs import edit, errorbars, legend, surface, write_branches, write_ladder, write_run
 
 from scaling import figures
 from scaling.figures import STYLES, draw, drawn, lines_of, styles, write_with
@@ -127,11 +127,8 @@ def test_pairs_laws_and_words_of_a_surface(branches):
     assert figure.axes[0].get_ylabel() == "validation loss\n[nats/token]"
     assert caption(figure).startswith(f"BF16: {groups[0].laws['chinchilla'].formula()}.")
     assert legend(figure) == ["BF16", "FP8 tensorwise", "training loss", "law, 95 % interval"]
-    bars = figure.axes[5].containers[0]
-    ends = bars.lines[2][0].get_segments()
-    shown = [(*at, np.ptp(end[:, 1]) / 2) for at, end in zip(bars.lines[0].get_xydata(), ends, strict=True)]
-    assert np.allclose(sorted(shown), sorted((pair.fp8.params_total, pair.in_bf16.percent,
-                                              100 * pair.in_bf16.se / pair.bf16.loss_bf16) for pair in found))
+    wanted = [(pair.fp8.params_total, pair.in_bf16.percent, 100 * pair.in_bf16.se / pair.bf16.loss_bf16) for pair in found]
+    assert np.allclose(sorted(errorbars(figure.axes[5])), sorted((N, gap, gap - se, gap + se) for N, gap, se in wanted))
     for panel, axis, names in zip(figure.axes[1:], "DN", ("53M 124M 257M 360M", "5 10 20 40"), strict=False):
         key = panel.get_legend()
         assert [text.get_text() for text in key.get_texts()] == names.split()
@@ -187,11 +184,10 @@ def test_the_held_out_run_is_a_star_with_its_frozen_prediction(branches, is_ther
         assert [star.get_markerfacecolor() == "white" for star in stars] == [not is_there] * 2
         low, high = panel.get_ylim()
         assert np.log(high / low) < 1.1         # a wide interval leaves the panel instead of squeezing the data
-        for star, bars, (one,) in zip(stars, panel.containers, held, strict=True):
+        for star, bar, (one,) in zip(stars, errorbars(panel), held, strict=True):
             (x, y), = star.get_xydata()
-            assert np.isclose(x, getattr(one, axis)) and np.isclose(y, one.loss or one.prediction.loss) and low < y < high
-            ends = bars.lines[2][0].get_segments()[0][:, 1]
-            assert np.allclose(ends, (one.prediction.low, one.prediction.high))
+            assert np.allclose([x, y], [getattr(one, axis), one.loss or one.prediction.loss]) and low < y < high
+            assert np.allclose(bar[2:], (one.prediction.low, one.prediction.high))
 
 
 def test_a_recipe_of_fewer_sizes_is_named_not_drawn(ladder, tmp_path):

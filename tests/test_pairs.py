@@ -168,8 +168,6 @@ def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
     row = result["sizes"][0]
     assert (row["N"], row["params_total"], row["tokens_per_param"]) == (3_150_000, 16_000_000, 15_790_000 / 3_150_000)
     (own, epoch), nats = row["costs"], row["nats"].mean         # each under the law's own A, alpha and count of N
-    r = (1 - nats / (60.0 * row["tokens"]**-0.3))**(-1 / 0.3)
-    assert own["law"] == "own" and own["extra_tokens"] == pytest.approx(r, rel=0.02)
     assert own["effective_parameters"] == pytest.approx((1 + nats / (40.0 * 3_150_000**-0.35))**(-1 / 0.35), rel=0.02)
     assert epoch["effective_parameters"] == pytest.approx(EPOCH.effective_parameters(nats, 16e6))
     for found, count in ((result, 0), (analysed(tmp_path, convention="total"), 1)):
@@ -251,16 +249,15 @@ def test_conversions_solve_the_law(law):
     assert law.slope(D) == pytest.approx(numeric, rel=1e-6)
 
 
-@pytest.mark.parametrize("beta", [1e-17, 1e-5, 1e-3, EPOCH.beta])
-@pytest.mark.parametrize("gap", [-0.5, 0.0, 1.9])
-def test_a_law_that_is_almost_flat_or_a_gap_beyond_it_gives_numbers_or_none(beta, gap):
+def test_a_law_that_is_almost_flat_or_a_gap_beyond_it_gives_numbers_or_none():
     """Runs of one size whose losses fall by nothing: powers of it overflow."""
-    law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
-    shown = pairs.costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
-    numbers = [shown["extra_tokens"], shown["speedup"], *shown["extra_tokens_ci95"], *shown["speedup_ci95"]]
-    assert all(one is None or math.isfinite(one) and one > 0 for one in numbers)
-    assert shown["speedup"] is not None or "no number of tokens" in shown["reason"]
-    assert law.effective_parameters(gap, 5e7) is EPOCH.effective_parameters(-1.01 * EPOCH.A * 1e8**-EPOCH.alpha, 1e8) is None
+    for beta, gap in itertools.product((1e-17, 1e-5, 1e-3, EPOCH.beta), (-0.5, 0.0, 1.9)):
+        law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
+        shown = pairs.costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
+        for one in (shown["extra_tokens"], shown["speedup"], *shown["extra_tokens_ci95"], *shown["speedup_ci95"]):
+            assert one is None or math.isfinite(one) and one > 0
+        assert shown["speedup"] is not None or "no number of tokens" in shown["reason"]
+    assert law.effective_parameters(1.0, 5e7) is EPOCH.effective_parameters(-1.01 * EPOCH.A * 1e8**-EPOCH.alpha, 1e8) is None
 
 
 def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
@@ -279,13 +276,11 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     slope_se = law.speedup(D, gap, 0.0, ratio)[1] * law.slope(D)**2 / gap
     assert slope_se == pytest.approx((beta * B * D**-beta).std(), rel=0.03)
     nats = estimate([0.004, 0.006, 0.005])
-    shown = pairs.costs(EPOCH, 3e8, D, nats, 1.2, 0.002, None)
     value, se_log = EPOCH.speedup(D, 0.005, nats.se, 1.2, 0.002)
-    half = student.ppf(0.975, 2) * se_log       # Student's t of the pairs
-    assert np.log(shown["speedup_ci95"]) == pytest.approx([math.log(value) - half, math.log(value) + half])
+    shown, unknown = (pairs.costs(EPOCH, 3e8, D, nats, 1.2, error, None) for error in (0.002, None))
+    assert np.log(shown["speedup_ci95"]) == pytest.approx(math.log(value) + np.array([-1, 1]) * student.ppf(0.975, 2) * se_log)
     assert shown["extra_tokens_ci95"] == [EPOCH.extra_tokens(nats.low, D), EPOCH.extra_tokens(nats.high, D)]
-    unknown = pairs.costs(EPOCH, 3e8, D, nats, 1.2, None, None)     # one ratio of throughputs: its error is not 0 but unknown
-    assert unknown["speedup"] == shown["speedup"] and unknown["speedup_ci95"] == [None, None]
+    assert unknown["speedup_ci95"] == [None, None]      # one ratio of throughputs: its error is not 0 but unknown
 
 
 @pytest.mark.parametrize("few, rel", [(False, 0.3), (True, 0.05)])
@@ -309,10 +304,10 @@ def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver(few
 
 
 def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
-    N, D = np.geomspace(1e8, 1e9, 6), np.array([1e6, 2e6])
+    N = np.geomspace(1e8, 1e9, 6)
     own, reason = pairs.own_surface(N, 20 * N, EPOCH.loss(N, 20 * N), N)
     assert own is None and "need ratios at least 2x apart" in reason
-    assert pairs.local_surface(D, np.array([2.0, 2.1])) is None         # a loss that rises
+    assert pairs.local_surface(np.array([1e6, 2e6]), np.array([2.0, 2.1])) is None         # a loss that rises
     large = (50_000_000, 200_000_000, 800_000_000)      # 6 N D does not fit 64 bits
     runs, _ = read_runs([write_branches(tmp_path, sizes=large, recipes=("bf16",), curve=False)])
     laws, reason = pairs.surfaces(runs, "loss_bf16")

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from scaling_runs import cells, cut, declare_branches, edit, legend, strict, write_branches, write_run
+from scaling_runs import cells, cut, declare_branches, edit, errorbars, legend, strict, write_branches, write_run
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
@@ -192,16 +192,6 @@ def test_a_sequence_may_be_context_alone(tmp_path, capsys, no_figures):
         np.savez(path, **losses)
     (pair,) = run(capsys, tmp_path)[1]["pairs"]
     assert pair["gap_bf16"]["nats"] == pytest.approx(plain["gap_bf16"]["nats"]) and pair["gap_bf16"]["se"] > 0
-
-
-def errorbars(panel, colour=None):
-    """(x, mean, low, high) of each error bar, those of one colour."""
-    found = []
-    for one in panel.containers:
-        if colour in (None, one.lines[0].get_color()):
-            ends = [segment[:, 1] for segment in one.lines[2][0].get_segments()]
-            found += [(x, y, *end) for (x, y), end in zip(one.lines[0].get_xydata(), ends, strict=True)]
-    return found
 
 
 def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):

@@ -22,7 +22,7 @@ from scaling.records import (
 )
 
 
-def test_reads_run_folders_and_folders_of_runs(tmp_path):
+def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tmp_path):
     write_ladder(tmp_path / "out")
     found, notes = read_runs([tmp_path / "out", tmp_path / "out" / "a_bf16"])     # the second is there already
     assert [one.run_id for one in found] == ["a_bf16", "a_fp8", "b_bf16", "b_fp8", "c_bf16", "c_fp8"] and notes == []
@@ -30,19 +30,14 @@ def test_reads_run_folders_and_folders_of_runs(tmp_path):
     (one,), _ = read_runs(sorted((tmp_path / "out").glob("a_bf16*")))
     assert (one.run_id, one.recipe, one.params_total, one.tokens) == ("a_bf16", "bf16", 38_912, 778_240)
     assert one.weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
-
-
-def test_what_is_skipped_is_said(tmp_path):
-    write_run(tmp_path / "good")
     for name in ("begun", "notes", "law"):       # law: by fit.py
-        (tmp_path / name).mkdir()
-    edit(tmp_path / "begun" / "config.json")
-    records, notes = read_runs([tmp_path])
-    assert [record.run_id for record in records] == ["good"]
-    assert len(notes) == 2 and f"{tmp_path}/begun: no finished run" in notes[0] and f"{tmp_path}/notes: no finished" in notes[1]
-    for path, sentence in (("nowhere", "does not exist"), ("good/summary.json", "is a file"), ("notes", "no finished run in ")):
+        (tmp_path / "out" / name).mkdir()
+    edit(tmp_path / "out/begun/config.json")
+    records, notes = read_runs([tmp_path / "out"])
+    assert len(records) == 6 and [note.partition(":")[0][-5:] for note in notes] == ["begun", "notes"]
+    for path, sentence in (("nowhere", "does not exist"), ("a_fp8/summary.json", "is a file"), ("notes", "no finished run in ")):
         with pytest.raises(UserError, match=sentence):
-            read_runs([tmp_path / path])
+            read_runs([tmp_path / "out" / path])
 
 
 def test_branches_know_their_trunk(tmp_path):

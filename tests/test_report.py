@@ -249,20 +249,18 @@ def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     assert "a file is damaged or of another version" in asked(capsys, report.main, "--study", folder, code=2)
 
 
-def test_runs_at_several_learning_rates_are_not_taken_for_seeds(tmp_path, capsys):
+def test_runs_at_several_learning_rates_and_on_several_machines_are_not_taken_for_seeds(tmp_path, capsys):
     for lr in (0.002, 0.004):
         for seed in (1, 2):
             write_run(tmp_path / "s" / f"lr{lr:g}_{seed}", loss=3 + 100 * lr, seed=seed, lr_peak=lr, pair_id=f"{lr}_{seed}")
     out = asked(capsys, report.main, "--study", tmp_path / "s")
     assert [line[4:7] for line in cells(out)[1:3]] == [["0.002", "1, 2", "3.2000"], ["0.004", "1, 2", "3.4000"]]
     assert re.findall(r"scaling/(\w+)\.py", out) == ["report", "learning_rate"]        # no law: fit.py would refuse the runs
-
-
-def test_speeds_of_other_numbers_of_gpus_are_not_compared(tmp_path, capsys):
+    # Speeds of other numbers of GPUs are not compared.
     for recipe, seed, n_gpu, speed in (("bf16", 1, 8, 8000.0), ("bf16", 2, 8, 8200.0), ("bf16", 3, 1, 1000.0),
                                        ("tensorwise", 1, 1, 1300.0), ("tensorwise", 2, 8, 9720.0)):
-        write_arm(tmp_path / "s" / f"{recipe}_{seed}", recipe, seed=seed, n_gpu=n_gpu, tok_per_s_median=speed)
-    out = asked(capsys, report.main, "--study", tmp_path / "s")
+        write_arm(tmp_path / "g" / f"{recipe}_{seed}", recipe, seed=seed, n_gpu=n_gpu, tok_per_s_median=speed)
+    out = asked(capsys, report.main, "--study", tmp_path / "g")
     assert [[line[1], *line[-3:-1], line[-1][:3]] for line in cells(out)[1:5]] == [
         ["bf16", "8,100", "", "8 x"], ["bf16", "1,000", "", "NVI"], ["tensorwise", "1,300", "1.300", "NVI"],
         ["tensorwise", "9,720", "1.200", "8 x"]]
