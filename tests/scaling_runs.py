@@ -1,5 +1,6 @@
 """Write run folders from a known law, as train.py would leave them, for the tests of scaling/."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -63,8 +64,7 @@ def write_ladder(folder, sizes=SIZES, gap=0.012, **changes):
     """Write a BF16/FP8 pair of each size; names are <letter>_bf16 and <letter>_fp8."""
     for letter, params in zip("abcdefgh", sizes, strict=False):
         write_run(folder / f"{letter}_bf16", params=params, **changes)
-        write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params,
-                  gap=gap * (params / sizes[0])**-0.3, **changes)
+        write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params, gap=gap * (params / sizes[0])**-0.3, **changes)
     return folder
 
 
@@ -73,18 +73,15 @@ def write_branches(folder, sizes=(30_000, 60_000, 120_000, 240_000, 480_000), ra
     """Write a warm-up-stable-decay study from `surface`: per size, recipe and seed one trunk trained to the largest ratio
     of tokens per parameter, the other ratios as branches of it; every run's ln loss has its own noise and its trunk's."""
     rng = np.random.default_rng(0)
-    for params in sizes:
-        for seed in seeds:
-            shared = {ratio: noise * rng.normal() for ratio in ratios}      # the pair sees one data order
-            for recipe in recipes:
-                trunk = f"s{params}_{recipe}_{seed}"
-                for ratio in ratios:
-                    is_trunk = ratio == max(ratios)
-                    lineage = {} if is_trunk else {"parent_run": trunk, "parent_step": 80 * ratio}
-                    loss = surface(params, params * ratio) * math.exp(shared[ratio] + 0.3 * noise * rng.normal())
-                    write_run(folder / (trunk if is_trunk else f"{trunk}_d{ratio}"), recipe=recipe, params=params, seed=seed,
-                              tokens=params * ratio, loss=loss, gap=gap if recipe != "bf16" else 0.0, **lineage,
-                              **{"curve": is_trunk, **changes})
+    for params, seed in itertools.product(sizes, seeds):
+        shared = {ratio: noise * rng.normal() for ratio in ratios}      # the pair sees one data order
+        for recipe, ratio in itertools.product(recipes, ratios):
+            name, lineage = f"s{params}_{recipe}_{seed}", {"curve": True}
+            if ratio != max(ratios):
+                name, lineage = f"{name}_d{ratio}", {"parent_run": name, "parent_step": 80 * ratio, "curve": False}
+            loss = surface(params, params * ratio) * math.exp(shared[ratio] + 0.3 * noise * rng.normal())
+            write_run(folder / name, recipe=recipe, params=params, seed=seed, tokens=params * ratio, loss=loss,
+                      gap=gap if recipe != "bf16" else 0.0, **lineage | changes)
     return folder
 
 

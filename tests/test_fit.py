@@ -151,9 +151,8 @@ def test_a_branch_that_was_trained_from_scratch_is_no_trajectory_of_its_own(tmp_
     after = [record for record in read_runs([folder])[0] if record.recipe == "bf16"]
     assert sum(one.parent_step is None for one in before) == 6 and sum(one.parent_step is None for one in after) == 15
     assert seed_noise(after) == seed_noise(before) and seed_noise(before)[1] == 3
-    fits = [fit_group(records, resamples=0) for records in (before, after)]
-    assert fits[0].points.cluster.tolist() == fits[1].points.cluster.tolist()
-    assert fits[0].laws["power_c"].ci95 == fits[1].laws["power_c"].ci95
+    clusters = [fit_group(records, resamples=0).points.cluster.tolist() for records in (before, after)]
+    assert clusters[0] == clusters[1] and len(set(clusters[0])) == 6
 
 
 def write_points(path, N, D, loss):
@@ -233,6 +232,5 @@ def test_mistakes_end_with_code_2_and_nothing_written(tmp_path, monkeypatch, cap
 
 def test_the_script_turns_blas_threads_off():
     """Tiny fits are ten times slower on threaded BLAS, which reads the setting when numpy is first imported."""
-    text = Path(cli.__file__).read_text()
-    assert 0 < text.find("OPENBLAS_NUM_THREADS") < text.find("\nimport numpy")
-    assert not re.findall(r"^(?:from|import) (?!os|sys|pathlib)", text[:text.find("OPENBLAS_NUM_THREADS")], re.M)
+    before = Path(cli.__file__).read_text().split("OPENBLAS_NUM_THREADS")[0]
+    assert set(re.findall(r"^(?:from|import) (\w+)", before, re.M)) <= {"os", "sys", "pathlib"}

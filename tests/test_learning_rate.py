@@ -90,7 +90,6 @@ def write_sweep(folder, rates=RATES, best=0.0061, params=38_912, **changes):
 def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, no_figures):
     write_sweep(tmp_path, RATES[:3], best=0.02)
     write_sweep(tmp_path, (0.0005,), loss=1.0, repeat=1)
-
     rows = [{"run": f"p38912_lr{lr:g}", "lr": lr, "seed": 1337, "repeat": 0, "tokens": 20 * 38_912,
              "params_nonembed": 38_912 - 257 * 56} for lr in RATES]
     edit(tmp_path / "study.json", runs=[*rows, rows[0] | {"repeat": 1, "run": "another"}])

@@ -54,7 +54,6 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
             assert trunk.seed == row.seed and (trunk.fp8 == config.fp8) == (">" not in row.recipe)
             check_branch(config, trunk, row.parent_step)
             assert learning_rate(row.parent_step, row.steps, config.optim) < config.optim.lr    # not a step too early
-            assert row.own_tokens == (row.steps - row.parent_step) * config.data.tokens_per_step
             assert row.own_tokens == pytest.approx(0.2 * row.tokens, rel=0.02)
     for pair in pairs.values():     # those of one size, seed and budget have one pair_id, others have another
         assert len({(row.size, row.seed, row.tokens, row.lr) for row in pair}) == 1
@@ -114,7 +113,7 @@ def test_an_impossible_study_gets_a_sentence(study, tmp_path, changes, told):
         expand(replace(study, **changes))
     assert told in str(error.value)
     (tmp_path / "study_x.py").write_text("study = 3")
-    for name, sentence in (("x", "study_x.py must bind study = Study"), ("y", "there is no study file .*did you mean 'study_x'")):
+    for name, sentence in (("x", "must bind study = Study"), ("y", "there is no study file .*did you mean 'study_x'")):
         with pytest.raises(UserError, match=sentence):
             load_study(tmp_path / f"study_{name}.py")
 
