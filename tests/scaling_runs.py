@@ -94,7 +94,8 @@ def declare_branches(folder):
 
 
 def edit(path, **changes):
-    """Change keys of a JSON file, or write the first ones."""
+    """Change keys of a JSON file, or write the first ones, its folder too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
 
 

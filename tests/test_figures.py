@@ -28,58 +28,41 @@ def held_out(gap=0.0, is_there=False, width=0.02):
                             prediction=prediction),)
 
 
-def study(folder):
-    """(groups, pairs, loss_key) of the runs under a folder: what fit.py hands to draw."""
+def study(folder, runs=(), **declared):
+    """(groups, pairs, loss_key) of the runs under a folder, here after writing `runs`: what fit.py hands to draw."""
+    for i, run in enumerate(runs):
+        write_run(folder / str(i), **run)
+    edit(folder / "study.json", **declared)
     records, _ = read_runs([folder])
     recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
     groups = [fit_group([r for r in records if r.recipe == recipe], "loss_bf16", resamples=0) for recipe in recipes]
     return groups, pairs(records)[0], "loss_bf16"
 
 
-def table(N, D, loss, name="points.csv"):
+def table(N, D, loss, name="points.csv", axes="NDC"):
     """What fit.py hands to draw for a table of points."""
-    group = fit_points(Points(N=N, D=D, C=6 * N * D, loss=loss, cluster=np.arange(len(N))), name, resamples=0)
-    return [group], [], "loss_bf16"
+    return [fit_points(Points(N, D, 6 * N * D, loss, np.arange(len(N))), name, axes, resamples=0)], [], "loss_bf16"
 
 
-def five_recipes(folder):
-    arms = ("bf16", "tensorwise", "tensorwise+kernels+delayed+head", "rowwise_with_gw_hp+first_bf16=2+skip=attn.out", "cscale")
-    for recipe, params in itertools.product(arms, (38_912, 184_320)):
-        write_run(folder / f"{params}_{recipe}", recipe=recipe, params=params, gap=0.004 * (recipe != "bf16"))
-    return study(folder)
+def noise(n):
+    return np.random.default_rng(0).normal(size=n)
 
 
-def one_size(folder):
-    for seed, recipe in itertools.product(range(3), ("bf16", "tensorwise")):
-        write_run(folder / f"{recipe}{seed}", seed=seed, loss=2.5 + 0.003 * seed, recipe=recipe,
-                  gap=-0.002 * (recipe != "bf16"), curve=False)
-    return study(folder)
-
-
-def two_ratios(folder):
-    """Off one ray, too few points for L(N, D)."""
-    for i, (params, ratio) in enumerate(((40_000, 10), (40_000, 20), (110_000, 20))):
-        write_run(folder / str(i), params=params, tokens=params * ratio)
-    edit(folder / "study.json", params="nonembed")
-    return study(folder)
-
-
-def long_ray(_):
-    N = np.geomspace(5e7, 2e9, 9)
-    loss = 1.7 + 20 * (120 * N**2) ** -0.07 * (1 + 1e-3 * np.random.default_rng(0).normal(size=9))
-    return table(N, 20 * N, loss, "a_table_of_published_losses_with_a_name_that_is_far_too_long_for_one_line_of_a_title.csv")
-
-
-def cloud(_):
-    rng = np.random.default_rng(1)
-    N, D = 10 ** rng.uniform(7.5, 10, 240), 10 ** rng.uniform(9, 11.5, 240)
-    return table(N, D, law(N, D) * np.exp(0.01 * rng.normal(size=240)))
-
-
-def sizes_alone(_):
-    N = np.array([1e7, 3e7, 1e8, 3e8, 1e9])
-    points = Points(N, np.ones(5), np.ones(5), 2 + 300 * N**-0.35, np.arange(5))
-    return [fit_points(points, "sizes.csv", axes="N", resamples=0)], [], "loss_bf16"
+ARMS = ("bf16", "tensorwise", "tensorwise+kernels+delayed+head", "rowwise_with_gw_hp+first_bf16=2+skip=attn.out", "cscale")
+RAY, FEW = np.geomspace(5e7, 2e9, 9), np.geomspace(1e7, 1e9, 5)
+CLOUD = 10 ** np.random.default_rng(1).uniform([[7.5], [9]], [[10], [11.5]], (2, 240))
+BUILDERS = {
+    "five recipes": lambda folder: study(folder, [{"recipe": recipe, "params": params, "gap": 0.004 * (recipe != "bf16")}
+                                                  for recipe, params in itertools.product(ARMS, (38_912, 184_320))]),
+    "one size": lambda folder: study(folder, [
+        {"seed": seed, "loss": 2.5 + 0.003 * seed, "recipe": recipe, "gap": -0.002 * (recipe != "bf16"), "curve": False}
+        for seed, recipe in itertools.product(range(3), ARMS[:2])]),
+    "two ratios": lambda folder: study(folder, [        # off one ray, too few points for L(N, D)
+        {"params": N, "tokens": N * ratio} for N, ratio in ((40_000, 10), (40_000, 20), (110_000, 20))], params="nonembed"),
+    "long ray": lambda _: table(RAY, 20 * RAY, 1.7 + 20 * (120 * RAY**2) ** -0.07 * (1 + 1e-3 * noise(9)),
+                                "a_table_of_published_losses_with_a_name_that_is_far_too_long_for_one_line_of_a_title.csv"),
+    "cloud": lambda _: table(*CLOUD, law(*CLOUD) * np.exp(0.01 * noise(240))),
+    "sizes alone": lambda _: table(FEW, FEW, 2 + 300 * FEW**-0.35, axes="N")}
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +83,11 @@ def offsets(panel):
     return [np.asarray(marks.get_offsets()) for marks in panel.collections if len(marks.get_offsets())]
 
 
-@pytest.mark.parametrize("build", [five_recipes, one_size, two_ratios, long_ray, cloud, sizes_alone])
-def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, build):
-    groups, found, loss_key = build(tmp_path)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, name):
+    groups, found, loss_key = BUILDERS[name](tmp_path)
     figure, axes = draw(groups, found, loss_key), [axis for axis in "CDN" if axis in groups[0].x]
-    names = figures.AXES | ({"N": "non-embedding\nparameters N"} if build is two_ratios else {})
+    names = figures.AXES | ({"N": "non-embedding\nparameters N"} if name == "two ratios" else {})
     assert [panel.get_xlabel() for panel in figure.axes if panel.get_xlabel()] == [names[axis] for axis in axes]
     assert len(figure.axes) == len(axes) * (2 if found else 1) and figure._supxlabel.get_text().count("\n") < 2
     assert f"n = {len(groups[0].loss)}" in figure.legends[0].get_title().get_text()
@@ -118,7 +101,7 @@ def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, build):
             (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
             assert (points > (left, low)).all() and (points < (right, high)).all()
             assert any(marks.shape == points.shape and np.allclose(marks, points) for marks in offsets(panel))
-        assert build is not cloud or panel.collections[-1].get_sizes().max() < 12       # hundreds of points stay readable
+        assert name != "cloud" or panel.collections[-1].get_sizes().max() < 12       # hundreds of points stay readable
 
 
 def test_pairs_laws_and_words_of_a_surface(branches):
@@ -164,13 +147,11 @@ def test_bands_hold_the_law_and_the_forms(ladder):
     hatched = [band for band in panel.collections if band.get_hatch()]
     filled = [band for band in panel.collections if not band.get_hatch() and len(band.get_paths()[0].vertices) > 100]
     assert len(hatched) == len(filled) == 2 and "All at 20 tokens per parameter" in caption(figure)
-    edges = hatched[0].get_paths()[0].vertices
-    near = edges[np.abs(np.log(edges[:, 0] / 1e13)).argsort()[:4]]
-    forms = np.array([form.predict(near[:, 0]) for form in groups[0].bands["C"]])
-    assert (np.isclose(near[:, 1], forms.min(axis=0)) | np.isclose(near[:, 1], forms.max(axis=0))).all()
-    edges = filled[0].get_paths()[0].vertices
-    _, low, high = groups[0].lines["C"].interval_at(edges[:, 0])
-    assert (np.isclose(edges[:, 1], low) | np.isclose(edges[:, 1], high)).all()
+    for band, ends in ((hatched[0], lambda x: np.sort([form.predict(x) for form in groups[0].bands["C"]], axis=0)),
+                       (filled[0], lambda x: groups[0].lines["C"].interval_at(x)[1:])):
+        x, y = band.get_paths()[0].vertices.T
+        low, *_, high = ends(x)
+        assert (np.isclose(y, low) | np.isclose(y, high)).all()
 
 
 @pytest.mark.parametrize("is_there, width", [(False, 0.02), (True, 0.7)])
@@ -209,7 +190,7 @@ def test_a_recipe_has_one_style_in_every_figure_told_apart_without_colour_too():
 
 def test_the_json_is_written_last(tmp_path, monkeypatch):
     """Whoever finds law.json finds all of it, old or new."""
-    figure = draw(*sizes_alone(tmp_path))
+    figure = draw(*BUILDERS["sizes alone"](None))
     write_with(tmp_path, "figure", figure, {"law.json": "{}"})
 
     def killed(path, content, write=figures.write_atomically):

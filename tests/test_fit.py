@@ -46,8 +46,7 @@ def test_a_ladder_on_one_ray(tmp_path, capsys):
     assert group["runs"] == ["a_bf16", "b_bf16", "c_bf16"] and group["headline"]["form"] == "power_c"
     assert list(group["laws"]) == ["chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop"]
     ray = group["laws"]["ray"]
-    assert [ray["E"], ray["K"], ray["gamma"]] == pytest.approx([0.9, 330, 0.2], rel=1e-6)
-    assert ray["identified"] is False and ray["ci95"] is None and ray["starts_at_best"] == ray["starts"] == 15
+    assert [ray["E"], ray["K"], ray["gamma"]] == pytest.approx([0.9, 330, 0.2], rel=1e-6) and ray["ci95"] is None
     # Under another convention it is the power law on that convention's numbers.
     runs = [strict(folder / f"out/{letter}_bf16/summary.json") for letter in "abc"]
     x = [one["flops_per_token_6n_nonembed"] * one["tokens"] for one in runs]

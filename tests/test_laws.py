@@ -229,8 +229,7 @@ def grid(p, budgets, wide, sizes=7, centre=1.0, sd=0.0, scatter=0.0, seed=0):
     for C in budgets:
         N = centre * best(p, C)[0] * np.geomspace(1 / wide, wide, sizes)
         c = C * np.exp(rng.uniform(-scatter, scatter, sizes))
-        L = p["E"] + p["A"] * N ** -p["alpha"] + p["B"] * (c / 6 / N) ** -p["beta"]
-        rows.append(np.array([N, c / 6 / N, c, L * np.exp(rng.normal(0, sd, sizes))]))
+        rows.append(np.array([N, c / 6 / N, c, law(N, c / 6 / N, p) * np.exp(rng.normal(0, sd, sizes))]))
     return Points(*np.hstack(rows), np.arange(sizes * len(budgets)))
 
 
@@ -276,10 +275,9 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk):
     """Ten sizes that pass six budgets each: the budgets' minima share the sizes' luck, so trajectories count, not budgets."""
     N, C = np.repeat(np.geomspace(3e7, 3e9, 10), 6), np.tile(np.geomspace(3e19, 6e20, 6), 10)
     D, label, a, hits = C / 6 / N, np.repeat(np.arange(10), 6), best(EPOCH, 1.0)[1], []
-    truth = EPOCH["E"] + EPOCH["A"] * N ** -EPOCH["alpha"] + EPOCH["B"] * D ** -EPOCH["beta"]
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        loss = truth * np.exp(rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60))
+        loss = law(N, D) * np.exp(rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60))
         fit = fit_isoflop(Points(N, D, C, loss, label))
         if fit.ci95:
             assert fit.interval == "cluster" and fit.clusters == 10

@@ -80,7 +80,6 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
 
 
 def write_sweep(folder, rates=RATES, best=0.0061, params=38_912, **changes):
-    """Finished runs named by their rate and size."""
     for lr in rates:
         shared = {"data_sha256": "d" * 64, "tokens_per_step": 65536, "optimizer": "AdamW", "weight_decay": 0.1, "lr_peak": lr}
         write_run(folder / f"p{params}_lr{lr:g}", params=params, curve=False, **{"loss": known(lr, best), **shared, **changes})
@@ -95,8 +94,7 @@ def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, no_fi
     edit(tmp_path / "study.json", runs=[*rows, rows[0] | {"repeat": 1, "run": "another"}])
     output = asked(capsys, main, tmp_path, f"out={tmp_path / 'elsewhere'}", code=3)
     assert "left out p38912_lr0.0005" in output and [row[-1] for row in cells(output)[-2:]] == ["unfinished"] * 2
-    (tmp_path / "p38912_lr0.016").mkdir()     # its rollbacks used up, train.py leaves a diagnosis and no summary
-    edit(tmp_path / "p38912_lr0.016/diagnosis.json")
+    edit(tmp_path / "p38912_lr0.016/diagnosis.json")     # its rollbacks used up, train.py leaves that and no summary
     assert [row[-1] for row in cells(asked(capsys, main, tmp_path, code=3))[-2:]] == ["diverged", "unfinished"]
 
 
@@ -111,7 +109,6 @@ def test_runs_that_are_no_sweep_are_refused_with_the_key(tmp_path, capsys, chang
 
 
 def test_every_rate_is_drawn(tmp_path, capsys):
-    """A diverged rate, one beyond the axis; then a sweep without an optimum."""
     write_sweep(tmp_path / "a", RATES[:4])
     write_sweep(tmp_path / "a", (0.032,), loss=7.9)
     write_sweep(tmp_path / "a", (0.064,), status="diverged")

@@ -34,7 +34,6 @@ def study(folder, percent=0.25, declared="2026-11-19T00:00:00Z"):
 
 
 def run(capsys, folder, *arguments):
-    """Standard output of a call that succeeds, precision.json."""
     return asked(capsys, precision.main, folder, *arguments, "--all"), strict(folder / "law/precision.json")
 
 

@@ -28,8 +28,9 @@ GADRE = ROOT.parent / "shared" / "reference" / "gadre2024_104runs.csv"
 # Constants that give the slopes -dL/d ln D at 20 tokens per parameter published for OLMo's ladder (.179 at 125M to .121 at
 # 1.5B) and its compute exponent of about .1: a truth whose exponent lies outside GAMMAS' middle.
 OLMO_LIKE = Surface("OLMo-like", "", E=1.15, A=57.0, B=32.9, alpha=0.232, beta=0.1548)
-GOAL = {"run": "big", "recipe": "bf16", "params_total": 184_320, "params_nonembed": 150_000, "params_matmul": 184_320,
-        "tokens": 20 * 184_320, "flops_per_token": 6 * 184_320 + 300_000}
+BIG = 184_320
+GOAL = {"params_total": BIG, "params_nonembed": 150_000, "params_matmul": BIG, "tokens": 20 * BIG,
+        "flops_per_token": 6 * BIG + 300_000}
 
 
 def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None, seeds=1, trunk=None):
@@ -167,18 +168,16 @@ def study(tmp_path):
 def freeze(name, study, folder):
     """What fit.py --predict does."""
     records = read_runs([study])[0]
-    groups = [fit.fit_group([one for one in records if one.recipe == recipe and one.params_total < GOAL["params_total"]],
+    groups = [fit.fit_group([one for one in records if one.recipe == recipe and one.params_total < BIG],
                             resamples=0) for recipe in ("bf16", "tensorwise")]
     return predict.freeze(name, groups, records, folder)
 
 
 def write_big(folder, name="big", t_start="2999-01-01T00:00:00Z", **changes):
-    count = {key: value for key, value in GOAL.items() if key not in ("run", "recipe", "params_total")}
-    return write_run(folder / name, params=GOAL["params_total"], curve=False, t_start=t_start, **count | changes)
+    return write_run(folder / name, params=BIG, curve=False, t_start=t_start, **GOAL | changes)
 
 
 def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
-    (study / "big").mkdir()
     edit(study / "big" / "config.json")        # a folder with a configuration is no run yet
     made = freeze("big", study, tmp_path / "law")
     content = strict(tmp_path / "law" / "prediction_big.json")
@@ -224,13 +223,12 @@ def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
         some = [one for one in records if predict.is_held(one, [made], predict.named_held_out(records))]
         return predict.held_of(recipe, some, [made], loss_key, convention)
 
-    for convention in ("total", "nonembed"):        # a figure counts as its own laws do
-        assert held("tensorwise", convention=convention) == (
-            predict.Held("big_fp8", GOAL[f"params_{convention}"], GOAL["tokens"], C, None, made),)
+    for convention, N in (("total", BIG), ("nonembed", 150_000)):        # a figure counts as its own laws do
+        assert held("tensorwise", convention=convention) == (predict.Held("big_fp8", N, GOAL["tokens"], C, None, made),)
     write_big(study)
     write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
     (one,), (other,) = held("tensorwise"), held("bf16")
-    assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", GOAL["params_total"], 1.5, made)
+    assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", BIG, 1.5, made)
     assert held("tensorwise", "loss_as_trained")[0].prediction is None      # of which nothing was predicted
     assert (other.name, other.prediction) == ("big", None)
 
@@ -252,13 +250,15 @@ def test_scoring(study, tmp_path):
 
 
 @pytest.mark.parametrize("changes, damage, sentence", [
-    ({"t_start": "2020-01-01T00:00:00Z"}, {}, "not older than its run"), ({"t_start": None}, {}, "not older than its run"),
-    ({"val_sha256": "w" * 64}, {}, "another validation set"), ({"tokenizer_sha256": "w" * 64}, {}, "another tokenizer"),
-    ({"tokens": 40 * 184_320}, {}, "another recipe, size or number of"), ({}, {"high": 9.0}, "was edited"),
-    ({}, {"date": "2020-01-01T00:00:00Z"}, "was edited"), ({}, {"target": 3}, "was edited"), ({}, None, "not valid JSON")])
+    ({"t_start": "2020-01-01T00:00:00Z"}, None, "not older than its run"), ({"t_start": None}, None, "not older than its run"),
+    ({"val_sha256": "w" * 64}, None, "another validation set"), ({"tokenizer_sha256": "w" * 64}, None, "another tokenizer"),
+    ({"tokens": 40 * BIG}, None, "another recipe, size or number"), ({}, lambda path: edit(path, high=9.0), "was edited"),
+    ({}, lambda path: edit(path, date="2020-01-01T00:00:00Z"), "was edited"),
+    ({}, lambda path: edit(path, target=3), "was edited"), ({}, lambda path: path.write_text('{"a'), "not valid JSON")])
 def test_neither_another_run_nor_a_damaged_prediction_is_scored(study, tmp_path, changes, damage, sentence):
     path = freeze("big", study, tmp_path).path
-    path.write_text(path.read_text()[:400]) if damage is None else edit(path, **damage)
+    if damage:
+        damage(path)
     (study / "elsewhere").mkdir()
     write_big(study / "elsewhere", **changes)
     with pytest.raises(UserError, match=sentence):

@@ -9,17 +9,9 @@ import pytest
 from scaling_runs import edit, write_ladder, write_run
 
 from runtime.cli import UserError
+from scaling import records as room
 from scaling.pairs import pairs
-from scaling.records import (
-    check_comparable,
-    counted_as,
-    from_scratch,
-    read_curve,
-    read_record,
-    read_runs,
-    usable,
-    without_repeats,
-)
+from scaling.records import check_comparable, counted_as, read_curve, read_record, read_runs
 
 
 def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tmp_path):
@@ -30,9 +22,8 @@ def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tm
     (one,), _ = read_runs(sorted((tmp_path / "out").glob("a_bf16*")))
     assert (one.run_id, one.recipe, one.params_total, one.tokens) == ("a_bf16", "bf16", 38_912, 778_240)
     assert one.weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
-    for name in ("begun", "notes", "law"):       # law: by fit.py
-        (tmp_path / "out" / name).mkdir()
-    edit(tmp_path / "out/begun/config.json")
+    for name in ("begun/config.json", "notes/x.json", "law/law.json"):       # law: by fit.py
+        edit(tmp_path / "out" / name)
     records, notes = read_runs([tmp_path / "out"])
     assert len(records) == 6 and [note.partition(":")[0][-5:] for note in notes] == ["begun", "notes"]
     for path, sentence in (("nowhere", "does not exist"), ("a_fp8/summary.json", "is a file"), ("notes", "no finished run in ")):
@@ -102,7 +93,7 @@ def test_what_enters_a_law(tmp_path):
     records = read_runs([tmp_path])[0]
     check_comparable(records)       # another seed is another point
     check_comparable([records[0], replace(records[1], weights={name: w + 1e-12 for name, w in records[1].weights.items()})])
-    for sieve, gone in ((usable, "bc"), (from_scratch, "d"), (without_repeats, "e")):
+    for sieve, gone in ((room.usable, "bc"), (room.from_scratch, "d"), (room.without_repeats, "e")):
         kept, notes = sieve(records)
         assert [record.run_id for record in kept] == [name for name in "abcde" if name not in gone]
         assert [note.split(":")[0] for note in notes] == [f"left out {name}" for name in gone]
@@ -132,20 +123,15 @@ def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path):
     assert tokens.tolist() == [10, 30] and loss.tolist() == [5.0, 3.5]
 
 
-def write_pair_by_hand(folder):
+def test_paired_gap_by_hand(tmp_path):
     """Two sources of weight 1/4 and 3/4; two sequences of 10 tokens, then sequences of 20 and 30 tokens."""
-    arrays = {"source": np.array([0, 0, 1, 1]), "n_tokens": np.array([10, 10, 20, 30])}
     base, change = np.array([20.0, 22, 50, 70]), {"bf16": np.array([1.0, 3, 2, 8]), "as_trained": np.array([2.0, 4, 4, 6])}
     for name, recipe, sign in (("x", "bf16", 0), ("y", "tensorwise", 1)):
         nats = {arm: base + sign * change[arm] for arm in change}
         loss = {f"loss_{arm}": 0.25 * nats[arm][:2].sum() / 20 + 0.75 * nats[arm][2:].sum() / 50 for arm in nats}
-        write_run(folder / name, recipe=recipe, sources={"p": {"weight": 0.25}, "q": {"weight": 0.75}},
+        write_run(tmp_path / name, recipe=recipe, sources={"p": {"weight": 0.25}, "q": {"weight": 0.75}},
                   tok_per_s_median=100.0 + 30 * sign, **loss)
-        np.savez(folder / name / "val_losses.npz", **nats, **arrays)
-
-
-def test_paired_gap_by_hand(tmp_path):
-    write_pair_by_hand(tmp_path)
+        np.savez(tmp_path / name / "val_losses.npz", source=[0, 0, 1, 1], n_tokens=[10, 10, 20, 30], **nats)
     (pair,), notes = pairs(read_runs([tmp_path])[0])
     assert notes == [] and pair.bf16.run_id == "x" and pair.fp8.run_id == "y"
     # In BF16: source p gains (1+3)/20 = 0.2, q (2+8)/50 = 0.2 nats per token.

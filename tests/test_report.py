@@ -50,7 +50,6 @@ def runs(tmp_path):
 
 
 def call(capsys, *words):
-    """Standard output and report.json of a call that succeeds."""
     out = asked(capsys, report.main, *words)
     return out, strict(out.rsplit("wrote ", 1)[1].split("/: ")[0] + "/report.json")
 
@@ -244,7 +243,6 @@ def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     (folder / "README.md").write_text("mine")
     assert "was not written by this command" in asked(capsys, report.main, "--study", folder, code=2)
     (folder / "README.md").unlink()
-    (folder / "law").mkdir()
     edit(folder / "law/law.json", groups={"bf16": {}}, inputs=[])
     assert "a file is damaged or of another version" in asked(capsys, report.main, "--study", folder, code=2)
 

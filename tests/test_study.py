@@ -21,7 +21,6 @@ STUDIES = sorted((ROOT / "configs").glob("study_*.py"))
 
 @pytest.fixture
 def study(tiny, tmp_path):
-    """Two tiny sizes."""
     return load_study(tiny_study(tiny, tmp_path, seeds=(1, 2), recipes=("bf16", "tensorwise")))
 
 

@@ -66,8 +66,6 @@ def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), he
 
 
 def finish(row, folder, **changes):
-    """The summary.json of a finished run."""
-    (folder / row.run).mkdir(parents=True, exist_ok=True)
     edit(folder / row.run / "summary.json", **{"status": "ok", "tok_per_s_median": 1000.0, "n_gpu": 1, "device": "X",
                                                "loss_bf16": 2.0, "wall_s": 0, "parent_step": row.parent_step, **changes})
 
@@ -179,7 +177,6 @@ def predict(row, folder, **changes):
     """A frozen prediction of a run, as far as scaling/predict.py reads one."""
     content = {"target": {**asdict(row), "overrides": [], "name": row.run, **changes}, "date": "2026-01-01T00:00:00Z",
                "loss_key": "loss_bf16", "loss": 2.0, "low": 1.9, "high": 2.1, "headline": "ray", "forms": []}
-    folder.mkdir(exist_ok=True)
     edit(folder / f"prediction_{row.run}.json", **content, sha256=digest(content))
 
 
