@@ -56,10 +56,10 @@ def test_each_resample_is_a_fit():
 
 def test_the_interval_follows_the_number_of_trajectories():
     few, some, many = (measured(seeds, 0, 1e-3, 0) for seeds in (1, 2, 6))
-    for points, interval, clusters in ((some, "cluster", 8), (many, "bootstrap", 24), (alone(few), "t", 16)):
+    for points, interval, clusters, dof in ((some, "cluster", 8, 7), (many, "bootstrap", 24, 23), (alone(few), "t", 16, 11)):
         result = with_bootstrap(plain := fitted(points), points, 100)
-        assert (result.interval, result.clusters, result.failed) == (interval, clusters, 0 if points is many else None)
-        assert (result.se == plain.se) == (interval == "t")
+        assert (result.interval, result.clusters, result.optimum.dof) == (interval, clusters, dof)
+        assert (result.se == plain.se) == (interval == "t") and (result.failed == 0) == (interval == "bootstrap")
     # Seeds that differ by more than the residuals: no resample can show it, and the jackknife has them as a floor.
     assert with_bootstrap(fit_form("chinchilla", many, seed_sd=3e-3), many, 100).interval == "cluster"
     low, high = (fit_form("chinchilla", some, sd, None) for sd in (0.0, 3e-3))
