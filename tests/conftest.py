@@ -106,6 +106,14 @@ def emulated_scaled_mm(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
 
 
+@pytest.fixture
+def no_figures(monkeypatch):
+    """The commands of scaling/ draw and render nothing: it takes most of their time."""
+    for name in ("fit.draw", "precision.draw_precision", "report.draw_losses", "learning_rate.draw"):
+        monkeypatch.setattr(f"scaling.{name}", lambda *_: "figure")
+    monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
+
+
 def encode_document(tokenizer, text: str) -> np.ndarray:
     """The ids of one document as a shard holds it: the prefix, then the text."""
     return np.concatenate([np.array(tokenizer.prefix, tokenizer.dtype), tokenizer.encode(text)])
@@ -135,3 +143,12 @@ def call_train(capsys, config: Config, path: Path, *arguments: str) -> SimpleNam
     code = train.main([str(write_config(config, path / f"{config.run}.py")), *arguments])
     out, err = capsys.readouterr()
     return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+
+def asked(capsys, main, *words, code=0) -> str:
+    """What a command prints; where it refuses (code 2), its sentence, and nothing else."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == code
+    out, err = capsys.readouterr()
+    assert not (out if code == 2 else err) and "Traceback" not in err, out + err
+    return out + err

@@ -22,7 +22,7 @@ from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
-from tests.conftest import encode_document
+from tests.conftest import asked, encode_document
 from tests.test_model import build_rough
 from tests.text_files import BEGINS, write_tokenizer
 
@@ -36,12 +36,10 @@ def call(command, *arguments):
 
 
 def refused(capsys, command, *arguments):
-    """What a command says of the user's mistake: one line, with exit code 2, and nothing else."""
-    capsys.readouterr()
-    assert command.main([str(argument) for argument in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1, out + err
-    return err
+    """What a command says of the user's mistake, in one line."""
+    said = asked(capsys, command.main, *arguments, code=2)
+    assert said.count("\n") == 1
+    return said
 
 
 def process(*command, cwd=conftest.ROOT, **environment):

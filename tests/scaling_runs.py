@@ -1,5 +1,6 @@
 """Write run folders from a known law, as train.py would leave them, for the tests of scaling/."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -30,18 +31,15 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
     nonembed = params - 257 * int(math.sqrt(params / 12))
     attention = 12 * 3 * int(math.sqrt(params / 36)) * 128      # 12 L C T: three layers, windows of 128 tokens
     flops = 6 * params + attention
-    loss = law(flops * tokens) if loss is None else loss
-    loss_bf16, loss_as_trained = loss + gap, loss + 1.5 * gap
-    weights, rng = {"docs": 0.1, "latex": 0.1, "python": 0.8}, np.random.default_rng(0)
+    loss, rng = law(flops * tokens) if loss is None else loss, np.random.default_rng(0)
+    losses = {"as_trained": loss + 1.5 * gap, "bf16": loss + gap}
     shape = rng.normal(0, 0.2, (3, per_source))     # one pattern for all runs: some sequences are harder than others
     shape += np.random.default_rng(params).normal(0, abs(gap), (3, per_source))
     shape -= shape.mean(axis=1, keepdims=True)
-    arms = {"as_trained": loss_as_trained, "bf16": loss_bf16}
     np.savez(folder / "val_losses.npz", source=np.repeat(np.arange(3), per_source), n_tokens=np.full(3 * per_source, 128),
-             **{arm: 128 * (value + shape.ravel()) for arm, value in arms.items()})
+             **{arm: 128 * (value + shape.ravel()) for arm, value in losses.items()})
     summary = {
         "schema_version": 1, "run_id": folder.name, "pair_id": f"pair{params}_{tokens}_{seed}", "status": "ok",
-        "git_commit": "0" * 40, "git_dirty": False,
         "parent_run": None, "parent_step": None, "t_start": "2026-11-20T09:00:00Z",
         "device": "cpu test", "n_gpu": 1, "seed": seed, "val_sha256": "v" * 64,
         "tokenizer": "byte", "tokenizer_sha256": "t" * 64, "vocab_size": 257, "vocab_padded": 384,
@@ -49,15 +47,10 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
         "flops_per_token": flops, "flops_per_token_causal": flops - attention // 2,
         "flops_per_token_6n_total": 6 * params, "flops_per_token_6n_nonembed": 6 * nonembed,
         "flops_per_token_6n_matmul": 6 * params, "tokens": tokens, "is_annealed": True,
-        "precision": {"recipe": recipe, "compile": False, "layers_skipped": {},
-                      "layers_converted": [] if recipe == "bf16" else ["layers.0.attn.qkv"]},
-        "loss_as_trained": loss_as_trained, "loss_bf16": loss_bf16, "tok_per_s_median": 9000.0 if gap else 12000.0,
-        "sources": {name: {"weight": weight, "loss_bf16": loss_bf16} for name, weight in weights.items()},
-    }
-    for key, value in changes.items():
-        summary[key] = value
-        if value is ...:
-            del summary[key]
+        "precision": {"recipe": recipe, "compile": False, "layers_converted": ["head"] * (recipe != "bf16")},
+        **{f"loss_{arm}": value for arm, value in losses.items()}, "tok_per_s_median": 9000.0 if gap else 12000.0,
+        "sources": {name: {"weight": weight} for name, weight in (("docs", 0.1), ("latex", 0.1), ("python", 0.8))}}
+    summary = {key: value for key, value in (summary | changes).items() if value is not ...}
     (folder / "config.json").write_text("{}")
     if curve:
         rows = [{"kind": "train", "step": step, "tokens": tokens * step // 200, "loss": 0.05 * float(rng.normal()) + loss + (
@@ -71,8 +64,7 @@ def write_ladder(folder, sizes=SIZES, gap=0.012, **changes):
     """Write a BF16/FP8 pair of each size; names are <letter>_bf16 and <letter>_fp8."""
     for letter, params in zip("abcdefgh", sizes, strict=False):
         write_run(folder / f"{letter}_bf16", params=params, **changes)
-        write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params,
-                  gap=gap * (params / sizes[0])**-0.3, **changes)
+        write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params, gap=gap * (params / sizes[0])**-0.3, **changes)
     return folder
 
 
@@ -81,18 +73,15 @@ def write_branches(folder, sizes=(30_000, 60_000, 120_000, 240_000, 480_000), ra
     """Write a warm-up-stable-decay study from `surface`: per size, recipe and seed one trunk trained to the largest ratio
     of tokens per parameter, the other ratios as branches of it; every run's ln loss has its own noise and its trunk's."""
     rng = np.random.default_rng(0)
-    for params in sizes:
-        for seed in seeds:
-            shared = {ratio: noise * rng.normal() for ratio in ratios}      # the pair sees one data order
-            for recipe in recipes:
-                trunk = f"s{params}_{recipe}_{seed}"
-                for ratio in ratios:
-                    is_trunk = ratio == max(ratios)
-                    lineage = {} if is_trunk else {"parent_run": trunk, "parent_step": 80 * ratio}
-                    loss = surface(params, params * ratio) * math.exp(shared[ratio] + 0.3 * noise * rng.normal())
-                    write_run(folder / (trunk if is_trunk else f"{trunk}_d{ratio}"), recipe=recipe, params=params, seed=seed,
-                              tokens=params * ratio, loss=loss, gap=gap if recipe != "bf16" else 0.0, **lineage,
-                              **{"curve": is_trunk, **changes})
+    for params, seed in itertools.product(sizes, seeds):
+        shared = {ratio: noise * rng.normal() for ratio in ratios}      # the pair sees one data order
+        for recipe, ratio in itertools.product(recipes, ratios):
+            name, lineage = f"s{params}_{recipe}_{seed}", {"curve": True}
+            if ratio != max(ratios):
+                name, lineage = f"{name}_d{ratio}", {"parent_run": name, "parent_step": 80 * ratio, "curve": False}
+            loss = surface(params, params * ratio) * math.exp(shared[ratio] + 0.3 * noise * rng.normal())
+            write_run(folder / name, recipe=recipe, params=params, seed=seed, tokens=params * ratio, loss=loss,
+                      gap=gap if recipe != "bf16" else 0.0, **lineage | changes)
     return folder
 
 
@@ -100,25 +89,19 @@ def declare_branches(folder):
     """Write the study.json that declares the runs of write_branches, with the trunk that each branch leaves."""
     summaries = [json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))]
     rows = [{"run": one["run_id"], "parent": one["parent_run"], "parent_step": one["parent_step"]} for one in summaries]
-    (folder / "study.json").write_text(json.dumps({
-        "margin_percent": 0.25, "declared": "2026-11-19T00:00:00Z", "runs": rows}))
+    edit(folder / "study.json", margin_percent=0.25, declared="2026-11-19T00:00:00Z", runs=rows)
     return folder
+
+
+def edit(path, **changes):
+    """Change keys of a JSON file, or write the first ones, its folder too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
 
 
 def strict(path):
     """A JSON file, which may hold no NaN and no infinity."""
     return json.loads(Path(path).read_text(), parse_constant=lambda name: pytest.fail(f"{name} in {path}"))
-
-
-def asked(capsys, main, *words, code=0):
-    """What a command prints; where it refuses (code 2), its one sentence."""
-    assert main([*map(str, words)]) == code
-    out, err = capsys.readouterr()
-    if code != 2:
-        assert err == ""
-        return out
-    assert out == "" and "Traceback" not in err
-    return err
 
 
 def cells(text):
@@ -130,7 +113,13 @@ def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
+def errorbars(panel, colour=None):
+    """(x, mean, low, high) of each error bar of a panel, those of one colour."""
+    return [(x, y, *segment[:, 1]) for one in panel.containers if colour in (None, one.lines[0].get_color())
+            for (x, y), segment in zip(one.lines[0].get_xydata(), one.lines[2][0].get_segments(), strict=True)]
+
+
 def cut(folder, names="*"):
     """Make branches look as if they had been trained from scratch."""
     for path in folder.glob(f"{names}/summary.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"parent_run": None, "parent_step": None}))
+        edit(path, parent_run=None, parent_step=None)

@@ -1,6 +1,5 @@
 """The command as a user meets it: headline first, honest downgrades, one sentence for each mistake, nothing half-written."""
 
-import json
 import math
 import re
 import subprocess
@@ -9,32 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import asked, cut, declare_branches, law, strict, write_branches, write_ladder, write_run
+from scaling_runs import cut, declare_branches, edit, law, strict, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
 from scaling.fit import fit_group, fit_points, seed_noise
 from scaling.laws import fit_law
 from scaling.records import read_runs
+from tests.conftest import asked
 from tests.test_intervals import early
 from tests.test_laws import FOLDER, published
 from tests.test_laws import ladder as ladder_of
 from tests.test_laws import law as surface_of
 
 
-def summary(folder):
-    return strict(folder / "summary.json")
-
-
 def fitted(capsys, *arguments):
     """(what the command printed, law.json) of a fit that ends well; out=FOLDER stands first."""
     return asked(capsys, cli.main, *arguments), strict(Path(str(arguments[0]).removeprefix("out=")) / "law.json")
-
-
-@pytest.fixture
-def no_figure(monkeypatch):
-    """For tests that do not look at it: drawing takes longer than fitting."""
-    monkeypatch.setattr(cli, "draw", lambda *_: "figure")
-    monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
 
 
 def test_a_ladder_on_one_ray(tmp_path, capsys):
@@ -43,13 +32,12 @@ def test_a_ladder_on_one_ray(tmp_path, capsys):
     result = subprocess.run([sys.executable, Path(cli.__file__).resolve(), "out", "out=report", "--all"], capture_output=True,
                             text=True, cwd=folder)          # from elsewhere than the repository
     assert result.returncode == 0 and result.stderr == "" and result.stdout.startswith("bf16: 3 runs of 3 trajectories, N 38.9k")
-    for line in (" to 184k, 20 to 20 tokens per parameter\n  power_c: L = 55.9 C^-0.117\n    95 %: K 8.904 to",
-                 "3 points for 3 parameters leave 0 degrees of freedom", "left out mid: its learning rate had not annealed",
-                 "Seed noise: unknown", "3 BF16/FP8 pairs, gaps of +0.409 to +0.466 % in BF16", "| starts at best |"):
+    for line in ("power_c: L = 55.9 C^-0.117", "leave 0 degrees of freedom", "left out mid: ", "Seed noise: unknown",
+                 "3 BF16/FP8 pairs, gaps of +0.409 to +0.466 % in BF16", "| starts at best |"):
         assert line in result.stdout, line
     # The same runs give the same bytes, and by default few lines.
     out, content = fitted(capsys, f"out={folder / 'again'}", folder / "out")
-    assert len(out.splitlines()) <= 40 < len(result.stdout.splitlines()) and "--all prints every law and table" in out
+    assert len(out.splitlines()) <= 40 < len(result.stdout.splitlines()) and "--all" in out
     for name, begin in (("figure.png", b"\x89PNG"), ("figure.svg", b"<?xml"), ("law.json", b"{")):
         data = (folder / "report" / name).read_bytes()
         assert data.startswith(begin) and (name.endswith("png") or (folder / "again" / name).read_bytes() == data)
@@ -58,34 +46,31 @@ def test_a_ladder_on_one_ray(tmp_path, capsys):
     assert group["runs"] == ["a_bf16", "b_bf16", "c_bf16"] and group["headline"]["form"] == "power_c"
     assert list(group["laws"]) == ["chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop"]
     ray = group["laws"]["ray"]
-    assert [ray["E"], ray["K"], ray["gamma"]] == pytest.approx([0.9, 330, 0.2], rel=1e-6)
-    assert ray["identified"] is False and ray["ci95"] is None and ray["starts_at_best"] == ray["starts"] == 15
+    assert [ray["E"], ray["K"], ray["gamma"]] == pytest.approx([0.9, 330, 0.2], rel=1e-6) and ray["ci95"] is None
     # Under another convention it is the power law on that convention's numbers.
-    runs = [summary(folder / "out" / f"{letter}_bf16") for letter in "abc"]
+    runs = [strict(folder / f"out/{letter}_bf16/summary.json") for letter in "abc"]
     x = [one["flops_per_token_6n_nonembed"] * one["tokens"] for one in runs]
-    row = next(row for row in group["robustness"] if row["value"] == "flops_per_token_6n_nonembed")
-    assert row["gamma"] == pytest.approx(fit_law("power_c", x, [one["loss_bf16"] for one in runs]).parameters["gamma"])
-    assert [row["variant"] for row in group["robustness"]].count("count C as") == 4
+    counts = {row["value"]: row["gamma"] for row in group["robustness"] if row["variant"] == "count C as"}
+    assert len(counts) == 4 and counts["flops_per_token_6n_nonembed"] == pytest.approx(
+        fit_law("power_c", x, [one["loss_bf16"] for one in runs]).parameters["gamma"])
     first = content["inputs"][0]
-    assert len(content["inputs"]) == 6 and len(first["summary_sha256"]) == 64 and first["loss"] == runs[0]["loss_bf16"]
-    assert (first["N"], first["D"], first["trunk"]) == (38_912, 778_240, "a_bf16")
+    assert len(content["inputs"]) == 6 and len(first["summary_sha256"]) == 64
+    assert [first[key] for key in ("N", "D", "trunk", "loss")] == [38_912, 778_240, "a_bf16", runs[0]["loss_bf16"]]
     # Many recipes still fit one screen.
     for recipe in "abcdefghi":
         write_run(folder / "many" / recipe, recipe=recipe, curve=False, pair_id=recipe)
     lines = asked(capsys, cli.main, folder / "out", folder / "many", f"out={folder / 'r'}").splitlines()
-    assert len(lines) == 40 and "more lines with --all" in lines[-5] and lines[-1].startswith("wrote ")
-    assert lines[-4].startswith("Seed noise: ")         # what is said of all, a score too, is not what goes
+    assert len(lines) == 40 and "--all" in lines[-5] and lines[-4].startswith("Seed noise: ")    # said of all, so it stays
 
 
-def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_figure):
+def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_figures):
     write_ladder(tmp_path / "out")
     (tmp_path / "out" / "law").mkdir()      # from an earlier fit
     (tmp_path / "out" / "a_fp8" / "val_losses.npz").unlink()        # laws do without the losses of single sequences
     out = asked(capsys, cli.main, tmp_path / "out", "loss=as_trained", "--seed-sd=0.01")
     content = strict(tmp_path / "out" / "law" / "law.json")
-    assert "skipped" not in out and "no paired gap: " in out and "No BF16/FP8 pair" in out
-    assert content["seed_noise"] == {"estimate": None, "degrees_of_freedom": 0, "used": 0.01}
-    runs = [summary(tmp_path / "out" / f"{letter}_fp8") for letter in "abc"]
+    assert "skipped" not in out and "no paired gap: " in out and content["seed_noise"]["used"] == 0.01
+    runs = [strict(tmp_path / f"out/{letter}_fp8/summary.json") for letter in "abc"]
     expected = fit_law("power_c", [one["flops_per_token"] * one["tokens"] for one in runs],
                        [one["loss_as_trained"] for one in runs], seed_sd=0.01)
     assert content["groups"]["tensorwise"]["laws"]["power_c"]["se"] == pytest.approx(expected.se)
@@ -96,10 +81,9 @@ LONG = [int(size) for size in np.geomspace(3e4, 3e7, 8)]
 
 @pytest.mark.parametrize(("runs", "form", "begin", "why", "bands"), [
     ([(38_912, 20)], "power_c", "WARNING: bf16: the headlined law is not identified: 1 ", "needs at least 5", ""),
-    ([(40_000, 5), (40_000, 20), (90_000, 20), (90_000, 40)], "power_c", "bf16: 4 runs of 4",
-     "power law in C instead, which mixes the effects of size and of data", "C"),
-    ([(size, 20) for size in LONG], "ray", "bf16: 8 runs of 8", "need ratios at least 2x apart): ray law instead", "CND")])
-def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figure, runs, form, begin, why, bands):
+    ([(40_000, 5), (40_000, 20), (90_000, 20), (90_000, 40)], "power_c", "bf16: 4 runs of 4", "mixes the effects", "C"),
+    ([(size, 20) for size in LONG], "ray", "bf16: 8 runs of 8", "need ratios at least 2x apart", "CND")])
+def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figures, runs, form, begin, why, bands):
     rng = np.random.default_rng(3)
     for i, (size, ratio) in enumerate(runs):
         flops = (6 * size + 12 * 3 * int((size / 36) ** 0.5) * 128) * size * ratio
@@ -110,17 +94,13 @@ def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figure, run
     assert out.startswith(begin) and "No BF16/FP8 pair among these runs." in out
     assert group["headline"]["form"] == form and why in group["headline"]["reason"]
     assert set(group["band"]) == set(bands) and content["laws"] == group["laws"]        # one group: at the top too
-    ray = group["laws"]["ray"]
-    assert ray["identified"] == (form == "ray") and not group["laws"]["chinchilla"]["identified"]
-    if ray["identified"]:
-        assert ray["ci95"]["gamma"][0] < 0.2 < ray["ci95"]["gamma"][1]
+    assert not group["laws"]["chinchilla"]["identified"] and group["laws"]["ray"]["identified"] == (form == "ray")
 
 
-def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
+def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figures):
     folder = write_branches(tmp_path / "out", curve=False)
     out = asked(capsys, cli.main, folder, "--all")
     assert out.startswith("bf16: 40 runs of 10 trajectories, N 30k to 480k, 5 to 40 tokens per parameter\n  chinchilla: L = ")
-    assert "why this law: the points identify L(N, D)" in out and "40 BF16/FP8 pairs" in out
     content = strict(folder / "law" / "law.json")
     for group in content["groups"].values():
         fit = group["laws"]["chinchilla"]
@@ -134,22 +114,20 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
         assert counts["params_matmul"]["alpha"] == pytest.approx(fit["alpha"], rel=1e-9)
         assert counts["params_nonembed"]["alpha"] != pytest.approx(fit["alpha"], rel=1e-3)
     assert content["seed_noise"]["degrees_of_freedom"] == 5     # five sizes, two seeds; recipes and branches add none
-    assert {one["trunk"] for one in content["inputs"]} == {re.sub(r"_d\d+$", "", one["run_id"]) for one in content["inputs"]}
+    assert all(one["trunk"] == one["run_id"].split("_d")[0] for one in content["inputs"])
 
 
-def test_predict_before_and_score_after(tmp_path, capsys, no_figure):
+def test_predict_before_and_score_after(tmp_path, capsys, no_figures):
     folder, big = write_ladder(tmp_path / "out", sizes=(33_000, 74_000, 130_000), curve=False), 184_320
     goal = {"params_nonembed": 150_000, "params_matmul": big, "tokens": 20 * big, "flops_per_token": 6 * big + 300_000}
-    (folder / "study.json").write_text(json.dumps(
-        {"held_out": ["big"], "runs": [goal | {"run": "big", "recipe": "bf16", "params_total": big}]}))
+    edit(folder / "study.json", held_out=["big"], runs=[goal | {"run": "big", "recipe": "bf16", "params_total": big}])
     assert "nobody" in asked(capsys, cli.main, folder, "--predict", "nobody", code=2) and not (folder / "law").exists()
     assert "big: predicted loss_bf16 " in asked(capsys, cli.main, folder, "--predict", "big")
     before = strict(folder / "law" / "law.json")
     for name, seed in (("big", 1337), ("large", 2)):        # another seed of what was predicted is held out too
         write_run(folder / name, params=big, curve=False, seed=seed, t_start="2999-01-01T00:00:00Z", **goal)
     out = asked(capsys, cli.main, folder, "--score")
-    for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 ", "inside the interval"):
-        assert line in out, line
+    assert all(line in out for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 "))
     assert strict(folder / "law" / "law.json")["groups"] == before["groups"]       # in no fit
 
 
@@ -172,36 +150,32 @@ def test_a_branch_that_was_trained_from_scratch_is_no_trajectory_of_its_own(tmp_
     after = [record for record in read_runs([folder])[0] if record.recipe == "bf16"]
     assert sum(one.parent_step is None for one in before) == 6 and sum(one.parent_step is None for one in after) == 15
     assert seed_noise(after) == seed_noise(before) and seed_noise(before)[1] == 3
-    fits = [fit_group(records, resamples=0) for records in (before, after)]
-    assert fits[0].points.cluster.tolist() == fits[1].points.cluster.tolist()
-    assert fits[0].laws["power_c"].ci95 == fits[1].laws["power_c"].ci95
+    clusters = [fit_group(records, resamples=0).points.cluster.tolist() for records in (before, after)]
+    assert clusters[0] == clusters[1] and len(set(clusters[0])) == 6
 
 
 def write_points(path, N, D, loss):
-    path.write_text("\n".join(["Model Size,tokens,val", *(f"{n:.10g},{d:.10g},{v:.12g}" for n, d, v in zip(
-        N, D, loss, strict=True))]) + "\n")
+    np.savetxt(path, np.column_stack([N, D, loss]), "%.12g", ",", header="Model Size,tokens,val", comments="")
     return path
 
 
-def test_a_table_of_a_known_law(tmp_path, capsys, no_figure):
+def test_a_table_of_a_known_law(tmp_path, capsys, no_figures):
     N, D, _ = ladder_of((3e7, 1e8, 3e8, 1e9), (5, 20, 80, 320))
     truth = {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.34, "beta": 0.36}
     path = write_points(tmp_path / "points.csv", N, D, surface_of(N, D, truth))
     words = (f"out={tmp_path / 'r'}", "--points", path, "--n=Model Size", "--loss", "val")
     out, content = fitted(capsys, *words, "d=tokens")
     assert out.startswith("points.csv: 16 points of 16 trajectories, N 30M to 1B, 5 to 320 tokens per parameter\n  chinchilla: L")
-    fit = content["laws"]["chinchilla"]
-    assert {name: fit[name] for name in truth} == pytest.approx(truth, rel=1e-5)
+    assert {name: content["laws"]["chinchilla"][name] for name in truth} == pytest.approx(truth, rel=1e-5)
     assert content["headline"]["form"] == "chinchilla" and content["source"]["columns"]["N"] == "Model Size"
     write_points(path, N, N, 15 * N**-0.076)        # N alone: the power law in N
     content = fitted(capsys, *words)[1]
     assert content["headline"]["form"] == "power_n"
     assert [content["laws"]["power_n"][name] for name in ("A", "alpha")] == pytest.approx([15, 0.076], rel=1e-8)
-    assert {form: fit["reason"] for form, fit in content["laws"].items() if fit["objective"] is None} == dict.fromkeys(
-        ("chinchilla", "ray", "power_d", "power_c", "isoflop"), "the table gives neither tokens (--d) nor compute (--c)")
+    assert [form for form, fit in content["laws"].items() if fit["objective"] is not None] == ["power_n"]
 
 
-def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path, capsys, no_figure):
+def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path, capsys, no_figures):
     points = early(0.3)
     path = write_points(tmp_path / "p.csv", points.N, points.D, points.loss)
     words = [f"out={tmp_path}", "--points", path, "n=Model Size", "d=tokens", "loss=val"]
@@ -214,7 +188,7 @@ def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path
 
 
 @published
-def test_published_chinchilla_points(tmp_path, capsys, no_figure):
+def test_published_chinchilla_points(tmp_path, capsys, no_figures):
     """Besiroglu et al. 2024's points, read off Hoffmann et al.'s figure 4, without the five highest losses."""
     _, content = fitted(capsys, f"out={tmp_path / 'r'}", "--points", FOLDER / "chinchilla_points.csv", "--n", "Model Size", "--c",
                         "Training FLOP", "--loss", "loss", "--drop-highest", "5")
@@ -226,22 +200,19 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figure):
     assert fit["a"] == pytest.approx(0.5139, abs=1e-4) and fit["residual_rms"] == pytest.approx(0.0076, abs=1e-4)
     for form in ("chinchilla", "power_n", "power_d", "power_c"):        # on their own axes
         fit = content["laws"][form]
-        assert fit["interval"] == "bootstrap" and all(low < fit[name] < high for name, (low, high) in fit["ci95"].items())
+        assert (fit["interval"], fit["resamples"]) == ("bootstrap", 1000)
+        assert all(low < fit[name] < high for name, (low, high) in fit["ci95"].items())
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
     ("out=r", "give either run folders"), ("good points=t.csv n=N loss=L out=r", "give either run folders"),
     ("good mixed", "out=DIR is missing"), ("points=t.csv n=N loss=L", "out=DIR is missing"),
-    ("good out=r --drop-higest=2", "there is no key 'drop-higest'; did you mean"),
-    ("good out=r n=N", "n='N' must be total or nonembed for runs"),
-    ("good out=r loss=fp8", "loss='fp8' must be bf16 or as_trained"),
-    ("good out=r d=D", "d: only for a table of points"), ("good out=r --where a=b", "where: only for a table of points"),
-    ("points=t.csv n=N loss=L seed_sd=0.1 out=r", "seed_sd: only for runs"),
-    ("good out=good/a/summary.json", "out=good/a/summary.json is a file: name a folder"),
-    ("good/a.log out=r", "no finished run in good/a.log"), ("t.csv out=r", "t.csv does not exist or is a file: give a run's"),
-    ("mixed out=r", "a and b differ in tokenizer_sha256"),
-    ("raw out=r", "no run is left to fit"), ("good out=r --score", "r holds no prediction"),
-    ("points=t.csv out=r", "n= is missing: it names a column of the table"),
+    ("good out=r --drop-higest=2", "there is no key 'drop-higest'; did you mean"), ("good out=r n=N", "n='N' must be"),
+    ("good out=r loss=fp8", "loss='fp8' must be"), ("good out=r d=D", "d: only for a table"),
+    ("good out=r --where a=b", "where: only for a table"), ("points=t.csv n=N loss=L seed_sd=0.1 out=r", "seed_sd: only for"),
+    ("good out=good/a/summary.json", "out=good/a/summary.json is a file"), ("t.csv out=r", "t.csv does not exist or is a file"),
+    ("good/a.log out=r", "no finished run in good/a.log"), ("mixed out=r", "a and b differ in tokenizer_sha256"),
+    ("raw out=r", "no run is left to fit"), ("good out=r --score", "r holds no prediction"), ("points=t.csv out=r", "n= is"),
     ("--points t.csv --n N --loss L --where N=3,L=2 --out r", "t.csv: no row has N=3; values"),
     ("points=one.csv n=N d=D loss=L out=r", "one.csv: no law can be fitted")])
 def test_mistakes_end_with_code_2_and_nothing_written(tmp_path, monkeypatch, capsys, words, sentence):
@@ -260,7 +231,5 @@ def test_mistakes_end_with_code_2_and_nothing_written(tmp_path, monkeypatch, cap
 
 def test_the_script_turns_blas_threads_off():
     """Tiny fits are ten times slower on threaded BLAS, which reads the setting when numpy is first imported."""
-    lines = Path(cli.__file__).read_text().splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith(("import ", "from ")) and line.split()[1] not in (
-        "os", "sys", "pathlib"))
-    assert any("OPENBLAS_NUM_THREADS" in line for line in lines[:first])
+    before = Path(cli.__file__).read_text().split("OPENBLAS_NUM_THREADS")[0]
+    assert set(re.findall(r"^(?:from|import) (\w+)", before, re.M)) <= {"os", "sys", "pathlib"}

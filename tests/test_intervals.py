@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from scaling import intervals as room
-from scaling.intervals import CLUSTERS, bootstrap, jackknife, lack_of_fit, robustness, with_bootstrap
+from scaling.intervals import bootstrap, jackknife, lack_of_fit, robustness, with_bootstrap
 from scaling.laws import Points, fit_form, fit_isoflop
-from scaling.points import read_points
 from tests.test_laws import EPOCH as TRUE
-from tests.test_laws import FOLDER, ladder, law, published
+from tests.test_laws import chinchilla_points, ladder, law, published
 
 SIZES = (50e6, 125e6, 250e6, 350e6)
 FAR = (1.5e9, 30e9)
+ROUND = {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.34, "beta": 0.36}
 
 
 def measured(seeds, common, own, seed):
@@ -27,11 +27,6 @@ def measured(seeds, common, own, seed):
 
 def fitted(points):
     return fit_form("chinchilla", points)
-
-
-def chinchilla_points(drop_highest=0):
-    path = FOLDER / "chinchilla_points.csv"
-    return read_points(path, "Model Size", "loss", c="Training FLOP", drop_highest=drop_highest).points
 
 
 def alone(points):
@@ -61,16 +56,12 @@ def test_each_resample_is_a_fit():
 
 def test_the_interval_follows_the_number_of_trajectories():
     few, some, many = (measured(seeds, 0, 1e-3, 0) for seeds in (1, 2, 6))
-    plain = fitted(few)
-    result = with_bootstrap(plain, alone(few))
-    assert result.interval == "t" and result.se == plain.se and result.clusters == 16 < CLUSTERS
-    result = with_bootstrap(fitted(some), some)
-    assert result.interval == "cluster" and result.clusters == 8 and result.optimum.dof == 7 and result.resamples is None
-    result = with_bootstrap(fitted(many), many, 100)
-    assert result.interval == "bootstrap" and (result.clusters, result.resamples, result.failed) == (24, 100, 0)
+    for points, interval, clusters, dof in ((some, "cluster", 8, 7), (many, "bootstrap", 24, 23), (alone(few), "t", 16, 11)):
+        result = with_bootstrap(plain := fitted(points), points, 100)
+        assert (result.interval, result.clusters, result.optimum.dof) == (interval, clusters, dof)
+        assert (result.se == plain.se) == (interval == "t") and (result.failed == 0) == (interval == "bootstrap")
     # Seeds that differ by more than the residuals: no resample can show it, and the jackknife has them as a floor.
-    wide = with_bootstrap(fit_form("chinchilla", many, seed_sd=3e-3), many, 100)
-    assert wide.interval == "cluster" and wide.se["alpha"] > 2 * result.se["alpha"]
+    assert with_bootstrap(fit_form("chinchilla", many, seed_sd=3e-3), many, 100).interval == "cluster"
     low, high = (fit_form("chinchilla", some, sd, None) for sd in (0.0, 3e-3))
     ratio = np.sqrt(jackknife(high, some)[3, 3] / jackknife(low, some)[3, 3])
     assert ratio == pytest.approx(3e-3 / low.residual_rms)
@@ -133,7 +124,7 @@ def test_the_bootstrap_judges_anew_what_outliers_had_refused():
     refused = fitted(points)
     final = with_bootstrap(refused, points, 400)
     assert not refused.identified and "contains 0" in refused.reason
-    assert final.identified and final.reason is None and final.ci95["alpha"][0] < TRUE["alpha"] < final.ci95["alpha"][1]
+    assert final.identified and final.ci95["alpha"][0] < TRUE["alpha"] < final.ci95["alpha"][1]
     N = np.geomspace(1e7, 1e9, 24)
     points = Points(N, N, N, 3 * N**-0.002 * np.exp(np.random.default_rng(0).normal(0, 0.02, 24)), np.arange(24))
     final = with_bootstrap(fit_form("power_n", points), points, 200)
@@ -147,20 +138,19 @@ def test_bootstrap_of_240_points():
     fit = fitted(points)
     drawn = bootstrap(fit, points, 4000, seed=42)
     assert drawn.failed == 0 and drawn.clusters == 240
-    golden = {"A": 124.494, "B": 1293.169, "E": 0.02566, "alpha": 0.01540, "beta": 0.02059, "a": 0.01997}
-    assert {name: drawn.se[name] for name in golden} == pytest.approx(golden, rel=5e-4)
-    ends = {"A": (285.214, 743.626), "B": (1042.357, 5810.344), "E": (1.769, 1.871), "alpha": (0.317, 0.373),
-            "beta": (0.331, 0.415)}
-    for name, both in ends.items():
-        assert drawn.ci95[name] == pytest.approx(both, rel=4e-3), name
+    golden = {"A": (124.494, 285.214, 743.626), "B": (1293.169, 1042.357, 5810.344), "E": (0.02566, 1.769, 1.871),
+              "alpha": (0.01540, 0.317, 0.373), "beta": (0.02059, 0.331, 0.415)}
+    for name, (se, *ends) in golden.items():
+        assert drawn.se[name] == pytest.approx(se, rel=5e-4) and drawn.ci95[name] == pytest.approx(ends, rel=4e-3), name
+    assert drawn.se["a"] == pytest.approx(0.01997, rel=5e-4)
     drawn = bootstrap(fit, replace(points, cluster=np.round(np.log(points.N), 2)), 1000)
     assert 35 <= drawn.clusters <= 50 and drawn.se["A"] > 135 and drawn.se["alpha"] > 0.0165
 
 
 def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
     N, D, _ = ladder(sizes, ratios)
-    p = {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.34, "beta": 0.36}
-    return Points(N, D, 6 * N * D, law(N, D, p) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N))), np.arange(len(N)))
+    return Points(N, D, 6 * N * D, law(N, D, ROUND) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N))),
+                  np.arange(len(N)))
 
 
 def early(extra, sd=3e-3, seed=0):
@@ -177,8 +167,7 @@ def test_early_points_off_the_law_are_named_and_left_out_beside_it():
     found = lack_of_fit(fitted(points), points)
     ratio = points.D / points.N
     assert found["noise_of"] == "neighbours" and found["noise"] < 0.02 < found["residual_rms"]
-    assert set(np.flatnonzero(ratio < 0.5)) <= set(found["left_out"]) and len(found["left_out"]) <= 0.5 * len(ratio)
-    assert max(ratio[found["left_out"]]) < found["below"]
+    assert set(np.flatnonzero(ratio < 0.5)) <= set(found["left_out"]) and max(ratio[found["left_out"]]) < found["below"]
     assert found["without"].parameters["alpha"] == pytest.approx(0.34, abs=0.02) and found["without"].residual_rms < 0.01
     assert lack_of_fit(fitted(points), points, seed_sd=1e-3)["noise"] == 1e-3
     twice = Points(*(np.tile(getattr(points, name), 2) for name in ("N", "D", "C")),
@@ -196,44 +185,30 @@ def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
     assert lack_of_fit(fitted(kept), kept) is None
 
 
-def chosen(rows, variant):
-    return [row for row in rows if row["variant"] == variant]
-
-
 def test_exact_points_give_one_law_whatever_the_choice():
     rows = robustness(made(sizes=(3e7, 1e8, 3e8, 3.02e8, 1e9)), "chinchilla", {})       # within a percent: one size
     assert [row["variant"] for row in rows] == ["declared", *["drop highest"] * 4, *["delta"] * 3, *["leave out N"] * 4]
     assert [row["n"] for row in rows] == [20, 19, 17, 15, 10, 20, 20, 20, 16, 16, 12, 16]
     for row in rows:
-        assert [row["E"], row["alpha"], row["beta"]] == pytest.approx([1.8, 0.34, 0.36], rel=1e-3), row
+        assert {name: row[name] for name in ROUND} == pytest.approx(ROUND, rel=1e-2), row
     assert [row["value"] for row in rows[-4:]] == ["30M", "100M", "300M to 302M", "1B"]
     points = made(noise=2e-3)           # the error on a size left out, by hand
     row, rest = robustness(points, "chinchilla", {})[-1], points.N == 1e9
-    predicted = row["E"] + row["A"] / points.N[rest] ** row["alpha"] + row["B"] / points.D[rest] ** row["beta"]
-    errors = 100 * (predicted / points.loss[rest] - 1)
+    errors = 100 * (law(points.N[rest], points.D[rest], row) / points.loss[rest] - 1)
     assert row["error_percent"] == pytest.approx(errors.mean(), rel=1e-9) and row["n"] == 12
     assert row["largest_error_percent"] == pytest.approx(errors[np.argmax(np.abs(errors))], rel=1e-9)
 
 
-def test_one_variable_laws_and_conventions():
-    C = np.geomspace(1e17, 1e22, 12)
-    N = np.sqrt(C / 120)
-    points = Points(N, 20 * N, C, 1.7 + 412 * C**-0.155, np.arange(12))
-    rows = robustness(points, "ray", {"half": C / 2})
-    (half,) = chosen(rows, "count C as")
-    assert half["value"] == "half" and half["gamma"] == pytest.approx(0.155, rel=1e-6)
-    assert half["K"] == pytest.approx(412 * 0.5**0.155, rel=1e-5)
-    assert len(chosen(rows, "leave out N")) == 10       # twelve sizes in ten groups
-    wide = robustness(points, "ray", {}, seed_sd=0.3)      # the seeds' noise is a floor in each variant, as it is in the law
-    assert not any(row["identified"] for row in wide) and wide[0]["gamma"] == rows[0]["gamma"]
-    (double,) = chosen(robustness(points, "power_n", {"double": 2 * N}), "count N as")
-    assert double["A"] == pytest.approx(2 ** double["alpha"] * fit_form("power_n", points).parameters["A"])
-    rows = robustness(made(sizes=(3e7, 1e8), ratios=(5, 20, 80)), "chinchilla", {})         # what cannot be fitted says why
-    assert [row["value"] for row in chosen(rows, "drop highest")] == ["1", "3"]
-    for row in chosen(rows, "leave out N"):
-        assert row["E"] is None and not row["identified"] and "error_percent" not in row
-        assert row["reason"].startswith("3 distinct point(s)")
-    assert chosen(robustness(made(sizes=(1e8,)), "power_d", {}), "leave out N") == []     # one size: nothing is left
+def test_seeds_are_a_floor_in_each_variant_and_what_cannot_be_fitted_says_why():
+    N = np.geomspace(3e7, 1e10, 12)
+    points = Points(N, 20 * N, 120 * N**2, 1.7 + 412 * (120 * N**2)**-0.155, np.arange(12))
+    assert not any(row["identified"] for row in robustness(points, "ray", {}, seed_sd=0.3))
+    rows = robustness(made(sizes=(3e7, 1e8), ratios=(5, 20, 80)), "chinchilla", {})
+    assert [row["value"] for row in rows if row["variant"] == "drop highest"] == ["1", "3"]
+    for row in rows[-2:]:
+        assert row["variant"] == "leave out N" and row["E"] is None and row["reason"].startswith("3 distinct point(s)")
+    rows = robustness(made(sizes=(1e8,)), "power_d", {})
+    assert "leave out N" not in [row["variant"] for row in rows]     # one size: nothing is left
 
 
 @published

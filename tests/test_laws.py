@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import json
 import math
 import re
 from dataclasses import replace
@@ -29,6 +28,11 @@ FOLDER = ROOT.parent / "shared" / "reference"
 published = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published points are not at {FOLDER}")
 
 
+def chinchilla_points(drop_highest=0):
+    path = FOLDER / "chinchilla_points.csv"
+    return read_points(path, "Model Size", "loss", c="Training FLOP", drop_highest=drop_highest).points
+
+
 def test_noisy_optimum_is_the_optimum_of_the_objective_written_out():
     fit = fit_law("ray", C, NOISY)
 
@@ -39,17 +43,10 @@ def test_noisy_optimum_is_the_optimum_of_the_objective_written_out():
     assert fit.objective == pytest.approx(objective(fit.predict(C)), rel=1e-12)
     assert fit.starts_at_best == fit.starts and fit.gradient_norm < 1e-9
     assert np.abs(np.log(fit.predict(C) / NOISY)).max() > DELTA
-
-    # Another solver in another parametrisation, E, K / 1e3, gamma as they are, from the truth and from far away.
-    def by_hand(p):
-        predicted = p[0] + 1e3 * p[1] * C ** -p[2]
-        return objective(predicted) * 1e6 if (predicted > 0).all() else 1e9
-
-    options = {"maxiter": 20000, "maxfev": 20000, "xatol": 1e-12, "fatol": 1e-14}
-    best = min((minimize(by_hand, start, method="Nelder-Mead", options=options)
-                for start in ([1.69, 0.412, 0.155], [1.2, 0.2, 0.12])), key=lambda found: found.fun)
-    assert fit.objective * 1e6 <= best.fun * (1 + 1e-9)
-    assert best.fun == pytest.approx(fit.objective * 1e6, rel=1e-4)
+    # Another solver in another parametrisation: E, K / 1e3, gamma as they are.
+    best = minimize(lambda p: 1e6 * objective(p[0] + 1e3 * p[1] * C ** -p[2]), [1.69, 0.412, 0.155], method="Nelder-Mead",
+                    options={"maxiter": 20000, "maxfev": 20000, "xatol": 1e-12, "fatol": 1e-14})
+    assert fit.objective * 1e6 <= best.fun * (1 + 1e-9) and best.fun == pytest.approx(fit.objective * 1e6, rel=1e-4)
     assert [fit.parameters["E"], fit.parameters["gamma"]] == pytest.approx([best.x[0], best.x[2]], rel=1e-3)
 
 
@@ -90,7 +87,6 @@ def test_intervals_against_simulation():
     _, new_low, new_high = fits[0].interval_at(far, new_run=True)
     assert np.log(new_high / new_low) ** 2 == pytest.approx(
         np.log(high / low)[0, 1] ** 2 + (2 * 2.262157 * fits[0].residual_rms) ** 2, rel=1e-5)
-    assert fit_law("ray", C[:3], L[:3]).interval_at(far) is None
     wide, wider = (fit_law("ray", x, truth, seed_sd=sd) for sd in (1e-3, 2e-3))     # Huber's own loss of efficiency beside it
     assert (wider.se["gamma"] / wide.se["gamma"]) ** 2 == pytest.approx(
         4 * wider.optimum.inefficiency / wide.optimum.inefficiency, rel=1e-6)
@@ -99,18 +95,19 @@ def test_intervals_against_simulation():
 
 
 def test_what_points_cannot_say_is_said():
-    three = fit_law("ray", C[:3], NOISY[:3], seed_sd=1e-3)
-    assert not three.identified and three.se is None and three.ci95 is None and three.residual_rms is None
-    assert three.reason == "3 points for 3 parameters leave 0 degrees of freedom"
-    pure = fit_law("ray", C, 30 * C**-0.06)
-    assert not pure.identified
-    assert pure.reason == "E runs to zero: the points fall at least as fast as a pure power law"
+    three, pure = fit_law("ray", C[:3], NOISY[:3], seed_sd=1e-3), fit_law("ray", C, 30 * C**-0.06)
+    assert three.se is three.ci95 is three.residual_rms is None and three.interval_at(1e22) is None
+    for fit, reason in ((three, "leave 0 degrees of freedom"), (pure, "E runs to zero")):
+        assert not fit.identified and reason in fit.reason
     few = L[-4:] * np.exp(np.random.default_rng(5).normal(0, 2e-3, 6))[-4:]
     above = fit_law("ray", C[-4:], few)        # ln E is uncertain, yet E lies below each loss
     assert above.identified and above.ci95["E"][1] == pytest.approx(few.min(), rel=1e-12)
     x, noise = np.geomspace(1e15, 1e20, 30), np.random.default_rng(2).normal(0, 0.01, 30)
     for loss in (0 * x + 3, 3 * np.exp(noise), 3 * (x / 1e17) ** 0.05):         # no loss that falls
         assert not fit_law("ray", x, loss).identified and not fit_law("power_c", x, loss).identified
+    for x, found in (([5, 5, 5, 5], 1), ([], 0)):
+        with pytest.raises(UserError, match=rf"{found} distinct point\(s\); this law needs at least 3"):
+            fit_law("ray", x, [2, 2.1, 2.2, 2.3][:len(x)])
 
 
 def test_unconverged_fits_are_flagged(monkeypatch):
@@ -118,22 +115,13 @@ def test_unconverged_fits_are_flagged(monkeypatch):
     monkeypatch.setattr(solver.descend, "__defaults__", (3,))
     monkeypatch.setattr(solver, "least_squares", lambda *a, **k: least_squares(*a, **{**k, "max_nfev": 1}))
     fit = fit_law("ray", C, NOISY)
-    assert not fit.identified and fit.reason == "the best of 15 starts did not converge"
-    assert fit.starts_at_best < fit.starts
-
-
-def test_fewer_points_than_parameters_are_refused():
-    for x, found in (([5, 5, 5, 5], 1), ([], 0)):
-        with pytest.raises(UserError, match=rf"{found} distinct point\(s\); this law needs at least 3"):
-            fit_law("ray", x, [2, 2.1, 2.2, 2.3][:len(x)])
+    assert not fit.identified and "did not converge" in fit.reason and fit.starts_at_best < fit.starts
 
 
 def test_band_spans_the_forms_and_leaves_out_what_needs_negative_E():
-    forms = fit_band(C[:3], L[:3])
-    far = [float(form.predict(1e21)) for form in forms]
-    truth = TRUE["E"] + TRUE["K"] * 1e21 ** -TRUE["gamma"]
-    assert len(forms) == 1 + len(GAMMAS)
-    assert far == sorted(far) and far[0] < truth < far[-1]      # the power law is lowest, the largest gamma highest
+    far = [float(form.predict(1e21)) for form in fit_band(C[:3], L[:3])]
+    assert len(far) == 1 + len(GAMMAS) and far == sorted(far)       # the power law is lowest, the largest gamma highest
+    assert far[0] < TRUE["E"] + TRUE["K"] * 1e21 ** -TRUE["gamma"] < far[-1]
     assert [form.parameters["gamma"] for form in fit_band(C, 30 * C**-0.13)[1:]] == list(GAMMAS[2:])
     assert len(fit_band(C, 1e9 * C**-0.5)) == 1
 
@@ -195,17 +183,6 @@ def test_designs_and_losses_that_cannot_tell(N, D, lost, reason):
         assert not fit.identified and re.search(reason, fit.reason) and fit.ci95 is None and "--" not in fit.formula()
 
 
-def test_tied_exponents_and_plain_squares():
-    N, D, _ = ladder()
-    for options in ({"raw": True}, {"delta": None}):
-        fit = fit_law("chinchilla_tied", N, D, law(N, D, HOFFMANN | {"beta": 0.34}), **options)
-        assert fit.identified and fit.parameters["B"] == pytest.approx(410.7, rel=1e-5)
-    assert {"a", "b"}.isdisjoint(fit.se) and fit.se["alpha"] == fit.se["beta"]      # a is 1/2 by construction
-    log, raw = (fit_law("chinchilla", N, D, noisy(N, D, 3e-3), raw=raw, delta=None) for raw in (False, True))
-    assert log.parameters["alpha"] != pytest.approx(raw.parameters["alpha"], rel=1e-6)
-    assert log.se["alpha"] == pytest.approx(raw.se["alpha"], rel=0.3)               # both of ln loss
-
-
 @pytest.mark.parametrize("wide", [1, 1.049, 1.3, 1.9])
 def test_one_ray_or_nearly_one_is_never_identified(wide):
     """Between one ray and ratios 2x apart intervals hold alpha and beta only three times in four."""
@@ -252,9 +229,12 @@ def grid(p, budgets, wide, sizes=7, centre=1.0, sd=0.0, scatter=0.0, seed=0):
     for C in budgets:
         N = centre * best(p, C)[0] * np.geomspace(1 / wide, wide, sizes)
         c = C * np.exp(rng.uniform(-scatter, scatter, sizes))
-        L = p["E"] + p["A"] * N ** -p["alpha"] + p["B"] * (c / 6 / N) ** -p["beta"]
-        rows.append(np.array([N, c / 6 / N, c, L * np.exp(rng.normal(0, sd, sizes))]))
+        rows.append(np.array([N, c / 6 / N, c, law(N, c / 6 / N, p) * np.exp(rng.normal(0, sd, sizes))]))
     return Points(*np.hstack(rows), np.arange(sizes * len(budgets)))
+
+
+def joined(*parts):
+    return Points(*(np.concatenate([getattr(one, name) for one in parts]) for name in ("N", "D", "C", "loss", "cluster")))
 
 
 @pytest.mark.parametrize(("p", "published"), [(EPOCH, (-0.1, -0.5, -1.1, -2.0)), (HOFFMANN, (0.4, 1.5, 3.4, 6.2))])
@@ -273,13 +253,11 @@ def test_bias_is_much_smaller_than_the_parabolas(p, published):
 def test_exponents_are_recovered_from_scattered_budgets():
     fit = fit_isoflop(grid(EPOCH, BUDGETS, 8, sizes=9, centre=1.3, scatter=0.02))
     a, p = best(EPOCH, 1.0)[1], fit.parameters
-    assert fit.identified and fit.form == "isoflop" and fit.clusters is None and fit.interval == "t"
-    assert [p["a"], p["b"]] == pytest.approx([a, 1 - a], abs=4e-3)
+    assert fit.identified and fit.clusters is None and [p["a"], p["b"]] == pytest.approx([a, 1 - a], abs=4e-3)
     sizes = [p["k_n"] * 1e20 ** p["a"], 1e20 / 6 / p["k_d"] / 1e20 ** p["b"]]
     assert sizes == pytest.approx([best(EPOCH, 1e20)[0]] * 2, rel=0.02)
-    for row, C in zip(fit.budgets, BUDGETS, strict=True):
-        assert row["sizes"] == 9 and row["reason"] is None and row["C"] == pytest.approx(C, rel=0.02)
-        assert row["N"] == pytest.approx(best(EPOCH, C)[0], rel=0.05)      # the scatter of C is noise in L
+    for row, C in zip(fit.budgets, BUDGETS, strict=True):       # the scatter of C is noise in L
+        assert (row["sizes"], row["reason"]) == (9, None) and row["N"] == pytest.approx(best(EPOCH, C)[0], rel=0.05)
     x, y = np.log([[row["C"], row["N"]] for row in fit.budgets]).T
     line, of_windows = stats.linregress(x, y), [one["a"] for one in fit.windows if not one["is_bent"] and one["a"] is not None]
     doubt = math.sqrt(np.mean((np.array(of_windows) - line.slope) ** 2))       # of the window; beside that of the budgets
@@ -290,8 +268,6 @@ def test_exponents_are_recovered_from_scattered_budgets():
     drift = fit_isoflop(joined(*(grid(EPOCH, [C], 4, centre=c) for C, c in zip(BUDGETS, np.geomspace(1, 3, 7), strict=True))))
     assert drift.identified and drift.parameters["a"] == pytest.approx(0.5139, abs=0.0044)      # half of the parabola's shift
     assert [one["window"] for one in fit.windows] == [None, 30, 10, 5] and fit.windows[0]["a"] == fit.parameters["a"]
-    content = json.loads(json.dumps(fit.plain(), allow_nan=False))
-    assert content["a"] == fit.parameters["a"] and fit.formula().startswith("N* ~ C^0.51")
 
 
 @pytest.mark.parametrize("trunk", [2e-3, 5e-3])
@@ -299,10 +275,9 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk):
     """Ten sizes that pass six budgets each: the budgets' minima share the sizes' luck, so trajectories count, not budgets."""
     N, C = np.repeat(np.geomspace(3e7, 3e9, 10), 6), np.tile(np.geomspace(3e19, 6e20, 6), 10)
     D, label, a, hits = C / 6 / N, np.repeat(np.arange(10), 6), best(EPOCH, 1.0)[1], []
-    truth = EPOCH["E"] + EPOCH["A"] * N ** -EPOCH["alpha"] + EPOCH["B"] * D ** -EPOCH["beta"]
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        loss = truth * np.exp(rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60))
+        loss = law(N, D) * np.exp(rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60))
         fit = fit_isoflop(Points(N, D, C, loss, label))
         if fit.ci95:
             assert fit.interval == "cluster" and fit.clusters == 10
@@ -310,26 +285,19 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk):
     assert len(hits) >= 30 and np.mean(hits) >= 0.9
 
 
-def joined(*parts):
-    return Points(*(np.concatenate([getattr(one, name) for one in parts]) for name in ("N", "D", "C", "loss", "cluster")))
-
-
 def test_budgets_without_a_minimum_are_named():
     good = grid(EPOCH, BUDGETS[:3], 8)
-    for points, reason in (
-            (grid(EPOCH, [1e23], 4, sizes=4), "4 sizes; a minimum needs 5"),
-            (grid(EPOCH, [1e23], 2, centre=20), "the smallest or the largest size has the lowest loss: no interior minimum"),
-            (grid(EPOCH, [1e23], 2, centre=0.05), "the smallest or the largest size has the lowest loss: no interior minimum")):
-        fit = fit_isoflop(joined(good, points))
-        assert [row["reason"] for row in fit.budgets] == [None, None, None, reason] and fit.budgets[3]["N"] is None
-        assert fit.identified and fit.parameters["a"] == fit_isoflop(good).parameters["a"]
+    for shape, reason in (({"wide": 4, "sizes": 4}, "4 sizes"), ({"wide": 2, "centre": 20}, "no interior minimum"),
+                          ({"wide": 2, "centre": 0.05}, "no interior minimum")):
+        fit = fit_isoflop(joined(good, grid(EPOCH, [1e23], **shape)))
+        assert [row["reason"] for row in fit.budgets[:3]] == [None] * 3 and fit.budgets[3]["N"] is None
+        assert reason in fit.budgets[3]["reason"] and fit.parameters["a"] == fit_isoflop(good).parameters["a"]
     assert not fit_isoflop(replace(good, loss=6 - good.loss)).identified
     fits = [fit_isoflop(grid(EPOCH, BUDGETS[:3], 8, sizes=9, sd=1e-2, seed=seed)) for seed in range(12)]
     wide = [fit for fit in fits if fit.ci95 and min(fit.ci95["a"][0], fit.ci95["b"][0]) <= 0]
     assert wide and all(not fit.identified and "contains 0" in fit.reason for fit in wide)
     two = fit_isoflop(grid(EPOCH, BUDGETS[:2], 8))
-    assert not two.identified and two.parameters == {"a": None, "b": None} and len(two.budgets) == 2
-    assert two.reason == "2 of 2 compute budgets have an interior minimum over at least 5 sizes; the exponents need 3"
+    assert two.parameters == {"a": None, "b": None} and "2 of 2 compute budgets have an interior minimum" in two.reason
 
 
 def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
@@ -349,12 +317,11 @@ def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
 
 @published
 def test_least_absolute_deviations_of_published_points():
-    points = read_points(FOLDER / "chinchilla_points.csv", "Model Size", "loss", c="Training FLOP", drop_highest=5).points
+    points = chinchilla_points(5)
     fit = fit_law("chinchilla", points.N, points.D, points.loss, delta=1e-8)
     assert fit.identified and fit.starts_at_best == fit.starts
-    for name, value, within in (("A", 482.01, 0.012), ("B", 2085.43, 0.012), ("E", 1.81686, 1.2e-5), ("alpha", 0.34781, 1.2e-5),
-                                ("beta", 0.36585, 1.2e-5)):
-        assert fit.parameters[name] == pytest.approx(value, abs=within), name
+    assert [fit.parameters[name] for name in "AB"] == pytest.approx([482.01, 2085.43], abs=0.012)
+    assert [fit.parameters[name] for name in ("E", "alpha", "beta")] == pytest.approx([1.81686, 0.34781, 0.36585], abs=1.2e-5)
 
 
 @published
@@ -363,15 +330,14 @@ def test_gadre_hold_outs():
     with (FOLDER / "gadre2024_104runs.csv").open() as file:
         runs = {(round(float(row["N"]) / 1e6), float(row["mult"])): row
                 for row in csv.DictReader(file) if row["train_set"] == "rpj"}       # mult 1 is 20 tokens per parameter
-    five = [runs[key] for key in ((11, 1), (79, 1), (154, 1), (412, 1), (11, 16))]
-    N, D, L = (np.array([float(row[name]) for row in five]) for name in ("N", "D", "loss_c4_val"))
-    fit = fit_law("chinchilla_tied", N, D, L, raw=True)
-    assert {name: fit.parameters[name] for name in ("A", "E", "alpha")} == pytest.approx(
-        {"A": 166.211, "E": 1.83665, "alpha": 0.272851}, rel=1e-5)
-    assert fit.parameters["B"] == pytest.approx(366.687 * 6 ** (-0.272851 / 2), rel=1e-5)
+
+    def columns(*keys):
+        return (np.array([float(runs[key][name]) for key in keys]) for name in ("N", "D", "loss_c4_val"))
+
+    fit = fit_law("chinchilla_tied", *columns((11, 1), (79, 1), (154, 1), (412, 1), (11, 16)), raw=True)
+    assert {"a", "b"}.isdisjoint(fit.se) and fit.se["alpha"] == fit.se["beta"]      # a is 1/2 by construction
+    assert [fit.parameters[name] for name in ("A", "B", "E", "alpha")] == pytest.approx(
+        [166.211, 366.687 * 6 ** (-0.272851 / 2), 1.83665, 0.272851], rel=1e-5)
     assert fit.starts_at_best == fit.starts
-    for key, printed in (((1440, 32), "0.7103"), ((6889, 1), "0.7320"), ((1440, 1), "0.1098")):
-        row = runs[key]
-        loss = float(row["loss_c4_val"])
-        error = 100 * abs(fit.predict(float(row["N"]), float(row["D"])) - loss) / loss
-        assert f"{error:.4f}" == printed
+    N, D, loss = columns((1440, 32), (6889, 1), (1440, 1))
+    assert [f"{error:.4f}" for error in 100 * abs(fit.predict(N, D) - loss) / loss] == ["0.7103", "0.7320", "0.1098"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scaling_runs import surface, write_branches, write_run
+from scaling_runs import edit, surface, write_branches, write_run
 from scipy.optimize import brentq, curve_fit
 from scipy.stats import linregress, nct, ttest_1samp
 from scipy.stats import t as student
@@ -18,7 +18,6 @@ from scaling.precision import analyse
 from scaling.records import counted_as, read_runs
 
 DECLARED = Margin(0.25, "study.json", True)
-RECIPE = {"recipe": "tensorwise", "compile": True, "layers_converted": ["layers.0.attn.qkv"], "layers_skipped": {}}
 
 
 def sample(n, mean=0.0, sd=1.0, seed=0):
@@ -49,15 +48,6 @@ def test_intervals_and_tost_are_scipys_and_verdicts_follow_them(n, mean, sd, wor
         assert found.mean == pytest.approx(same[0]) and found.se is found.half is pairs.tost(found, 1) is None
 
 
-def test_tost_rejects_at_its_margin_five_times_in_a_hundred_and_never_more():
-    """Size by simulation: the true gap is the margin, so each "equivalent" is an error."""
-    rng, n, runs = np.random.default_rng(1), 6, 3000
-    for sd in (0.02, 0.3):       # well below the margin the size is alpha, above it less
-        wrong = np.mean([pairs.tost(estimate(rng.normal(0.25, sd, n)), 0.25) < 0.05 for _ in range(runs)])
-        assert wrong < 0.062
-        assert sd > 0.1 or wrong == pytest.approx(0.05, abs=0.012)
-
-
 def test_power_is_the_noncentral_t():
     for n, gap in itertools.product((3, 10, 40), (0.0, 0.3, -1.0)):
         quantile, shift = student.ppf(0.975, n - 1), gap * math.sqrt(n)
@@ -69,24 +59,21 @@ def test_power_is_the_noncentral_t():
 
 def fake(percent, N=1, D=1, trunk="", seed=0, recipe="tensorwise", speed=None, device="GPU", linears=8):
     """A pair as far as estimates over pairs and their ranking look at it; the gap as trained is 1.5 times as large."""
-    def gap(arm):
-        return SimpleNamespace(percent=percent * (1.5 if arm == "as_trained" else 1))
-    fp8 = SimpleNamespace(trunk=f"f{trunk}", N=N, seed=seed, tokens=D, recipe=recipe, device=device,
-                          run_id=f"{recipe}_{N}_{seed}")
-    return SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{trunk}"), fp8=fp8, gap=gap, tok_per_s_ratio=speed, n_converted=linears,
-                           log_percent=lambda arm: 100 * math.log1p(gap(arm).percent / 100))
+    bf16, fp8 = (SimpleNamespace(trunk=f"{arm}{trunk}", N=N, seed=seed, tokens=D, recipe=recipe, device=device,
+                                 run_id=f"{recipe}_{N}_{seed}") for arm in "bf")
+    return pairs.Pair(bf16, fp8, pairs.Gap(0, 1.5 * percent, None), pairs.Gap(0, percent, None), speed, linears)
 
 
 def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
-    """95 % nominal over 1,000 studies of six trunks with one to four branches, most of whose noise is the trunk's."""
-    rng, truth, honest, naive = np.random.default_rng(5), 0.2, 0, 0
+    """95 % nominal over 2,000 studies of six trunks with one to four branches, most of whose noise is the trunk's."""
+    rng, covered = np.random.default_rng(5), []
     for _ in range(2000):
-        found = [fake(truth + shift + rng.normal(0, 0.03), trunk=i)
+        found = [fake(0.2 + shift + rng.normal(0, 0.03), trunk=i)
                  for i, shift in enumerate(rng.normal(0, 0.1, 6)) for _ in range(1 + i % 4)]
-        mean, wrong = pairs.percents(found)["bf16"], estimate([pair.gap("bf16").percent for pair in found])
-        honest, naive = honest + (mean.low < truth < mean.high), naive + (wrong.low < truth < wrong.high)
-        assert mean.n == 6
-    assert honest / 2000 == pytest.approx(0.95, abs=0.015) and naive / 2000 < 0.85
+        both = pairs.percents(found)["bf16"], estimate([pair.gap("bf16").percent for pair in found])
+        covered.append([one.low < 0.2 < one.high for one in both])
+    honest, naive = np.mean(covered, axis=0)
+    assert both[0].n == 6 and honest == pytest.approx(0.95, abs=0.015) and naive < 0.85
     shared = pairs.clusters([{1, 2}, {5}, {3, 4}, {2, 3}, {5, 6}, {7}])       # through a third
     assert [own.tolist() for own in shared] == [[0, 2, 3], [1, 4], [5]]
 
@@ -96,15 +83,11 @@ SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens 
 
 def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
     N, gaps = np.repeat(SIZES, 3), np.random.default_rng(3).normal(0, 0.1, 12)
-    runs = [fake(gap, size, trunk=i) for i, (size, gap) in enumerate(zip(N, gaps, strict=True))]
     branches = [fake(gap + shift, size, trunk=i) for i, (size, gap) in enumerate(zip(N, gaps, strict=True)) for shift in (1, -1)]
-    theirs = linregress(np.log10(N), gaps)
-    for some in (runs, branches):       # a trunk's branches count once
-        found = pairs.over_sizes(some, "bf16")
-        assert (found.mean, found.half, found.n) == pytest.approx(
-            (theirs.slope, student.ppf(0.975, 10) * theirs.stderr, 12), rel=1e-6)
+    theirs, found = linregress(np.log10(N), gaps), pairs.over_sizes(branches, "bf16")       # a trunk's branches count once
+    assert (found.mean, found.half) == pytest.approx((theirs.slope, student.ppf(0.975, 10) * theirs.stderr), rel=1e-6)
     two_sizes = [fake(1, size, trunk=i) for i, size in enumerate([1e8, 1e8 * (1 + 1e-14), 2e8, 2e8])]       # but for rounding
-    assert pairs.over_sizes(two_sizes, "bf16") is pairs.over_sizes(runs[::4], "bf16") is None
+    assert pairs.over_sizes(two_sizes, "bf16") is pairs.over_sizes(branches[:18:8], "bf16") is None
 
 
 def test_the_change_over_tokens_is_each_trunks_own_and_covers():
@@ -125,16 +108,15 @@ def test_the_change_over_tokens_is_each_trunks_own_and_covers():
     assert pairs.over_tokens(found[:1] + found[5:6], "bf16") is None
 
 
-FP8 = {"recipe": "tensorwise", "precision": RECIPE}
 LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats
 
 
 def write_null(folder, null=NULL):
     """Two seeds in BF16, FP8 and BF16 once more; the repeat differs by `null` nats; of FP8 too there is a repeat, no pair."""
     for seed, loss in LOSS.items():
-        for name, shift, gap, more in (("bf16", 0, 0, {}), ("null", null[seed], 0, {"repeat": 1}), ("fp8", 0, GAP[seed], FP8),
-                                       ("fp8_again", 0, GAP[seed], FP8 | {"repeat": 1})):
-            write_run(folder / f"{name}_{seed}", loss=loss + shift, gap=gap, seed=seed, curve=False, **more)
+        for name, shift, gap in (("bf16", 0, 0), ("null", null[seed], 0), ("fp8", 0, GAP[seed]), ("fp8_again", 0, GAP[seed])):
+            write_run(folder / f"{name}_{seed}", loss=loss + shift, gap=gap, seed=seed, curve=False,
+                      recipe="tensorwise" if gap else "bf16", repeat=int(name in ("null", "fp8_again")))
     return folder
 
 
@@ -145,13 +127,11 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
         assert sorted((p.bf16.run_id, p.fp8.run_id, round(p.in_bf16.nats, 6)) for p in found) == [
             ("bf16_1", "fp8_1", 0.01), ("bf16_1", "null_1", 0.002), ("bf16_2", "fp8_2", 0.014), ("bf16_2", "null_2", -0.004)]
         assert sorted(note.split(":")[0] for note in notes) == ["unpaired fp8_again_1", "unpaired fp8_again_2"]
-    null, percent = analysed(tmp_path)["null"], [100 * NULL[seed] / LOSS[seed] for seed in (1, 2)]
-    sd = math.sqrt((percent[0]**2 + percent[1]**2) / 2)         # around nought: which came first is arbitrary
-    assert null["same_seed"]["pooled"] == {"pairs": 2, "dof": 2, "sd_percent": pytest.approx(sd),
-                                           "band": pytest.approx(4.302652729911275 * sd)}
-    sd = 100 * math.sqrt(2) * np.std(np.log([*LOSS.values()]), ddof=1)
-    assert null["pooled"] == {"runs": 2, "dof": 1, "sd_percent": pytest.approx(sd),
-                              "band": pytest.approx(student.ppf(0.975, 1) * sd)}    # a repeat is no third run
+    null = analysed(tmp_path)["null"]
+    same = 100 * math.hypot(NULL[1] / LOSS[1], NULL[2] / LOSS[2]) / math.sqrt(2)    # around nought: which came first is arbitrary
+    other = 100 * math.sqrt(2) * np.std(np.log([*LOSS.values()]), ddof=1)           # a repeat is no third run
+    for pooled, sd, dof in ((null["same_seed"]["pooled"], same, 2), (null["pooled"], other, 1)):
+        assert [*pooled.values()] == pytest.approx([2, dof, sd, student.ppf(0.975, dof) * sd])
     found, notes = pairs.pairs([run for run in runs if run.run_id not in ("bf16_1", "fp8_2")])
     assert [pair.fp8.run_id for pair in found] == ["null_2"]
     assert {"unpaired bf16_2", "unpaired fp8_1", "unpaired null_1"} <= {note.split(":")[0] for note in notes}
@@ -159,17 +139,15 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
 
 def test_equal_bits_are_no_null_and_branches_add_no_freedom(tmp_path):
     same = analysed(write_null(tmp_path / "equal", {1: 0.0, 2: 0.004}))["null"]["same_seed"]
-    assert (same["equal"], same["sizes"][0]["pairs"], same["pooled"]["dof"]) == (1, 1, 1)
-    assert same["pooled"]["sd_percent"] == pytest.approx(100 * 0.004 / LOSS[2])
+    assert same["equal"] == same["pooled"]["dof"] == 1 and same["pooled"]["sd_percent"] == pytest.approx(100 * 0.004 / LOSS[2])
     for ratio, loss, null in ((5, 2.6, 0.001), (10, 2.4, 0.003), (20, 2.2, 0.002)):
         for name, repeat, recipe in (("bf16", 0, "bf16"), ("null", 1, "bf16"), ("fp8", 0, "tensorwise")):
             lineage = {} if ratio == 20 else {"parent_run": f"{name}_20", "parent_step": 8 * ratio}
             write_run(tmp_path / f"b/{name}_{ratio}", recipe=recipe, tokens=ratio * 40_000, params=40_000, repeat=repeat,
                       loss=loss + null * repeat, gap=0.01 * (name == "fp8"), curve=False, **lineage)
     same = analysed(tmp_path / "b")["null"]["same_seed"]["pooled"]
-    percent = [100 * 0.001 / 2.6, 100 * 0.003 / 2.4, 100 * 0.002 / 2.2]
     assert (same["pairs"], same["dof"]) == (3, 1)
-    assert same["sd_percent"] == pytest.approx(math.sqrt(sum(one**2 for one in percent) / 3))
+    assert same["sd_percent"] == pytest.approx(100 * math.hypot(0.001 / 2.6, 0.003 / 2.4, 0.002 / 2.2) / math.sqrt(3))
 
 
 SHAPES = {"a": (3_150_000, 16_000_000), "b": (6_490_000, 25_800_000), "c": (12_600_000, 38_300_000)}   # nonembed, total
@@ -185,13 +163,11 @@ def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
             write_run(tmp_path / (trunk if ratio == 20 else f"{trunk}_{ratio}"), recipe=recipe, params=total, seed=seed,
                       params_nonembed=nonembed, tokens=tokens, loss=surface(nonembed, tokens) * noise, curve=False,
                       gap=0.005 * seed * (recipe != "bf16"), **lineage)
-    (tmp_path / "study.json").write_text('{"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", "params": "nonembed"}')
+    edit(tmp_path / "study.json", params="nonembed")
     result = analysed(tmp_path)
     row = result["sizes"][0]
     assert (row["N"], row["params_total"], row["tokens_per_param"]) == (3_150_000, 16_000_000, 15_790_000 / 3_150_000)
     (own, epoch), nats = row["costs"], row["nats"].mean         # each under the law's own A, alpha and count of N
-    r = (1 - nats / (60.0 * row["tokens"]**-0.3))**(-1 / 0.3)
-    assert own["law"] == "own" and own["extra_tokens"] == pytest.approx(r, rel=0.02)
     assert own["effective_parameters"] == pytest.approx((1 + nats / (40.0 * 3_150_000**-0.35))**(-1 / 0.35), rel=0.02)
     assert epoch["effective_parameters"] == pytest.approx(EPOCH.effective_parameters(nats, 16e6))
     for found, count in ((result, 0), (analysed(tmp_path, convention="total"), 1)):
@@ -213,34 +189,25 @@ def cells(recipes, sizes=BUDGETS, seeds=SEEDS, ratio=20, **more):
             for i, (N, seed) in enumerate(itertools.product(sizes, seeds)) for recipe, (gap, speed) in recipes.items()]
 
 
-def names(found):
-    return [row["recipe"] for row in found["recipes"]]
-
-
 def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties():
     some = cells({"rowwise": (0.1, 0.8), "tensorwise": (0.1025, 1.1), "cscale": (1.0, 1.3)})
     found, trained = (pairs.rank(some, arm) for arm in ("bf16", "as_trained"))
-    assert names(found) == ["rowwise", "tensorwise", "cscale"]
-    assert [row["ties"] for row in found["recipes"]] == [True, True, False]
-    logs = {name: [p.log_percent("bf16") for p in some if p.fp8.recipe == name] for name in names(found)}
+    assert [(row["recipe"], row["ties"]) for row in found["recipes"]] == [
+        ("rowwise", True), ("tensorwise", True), ("cscale", False)]
+    logs = {name: [p.log_percent("bf16") for p in some if p.fp8.recipe == name] for name in ("rowwise", "tensorwise")}
     difference = found["recipes"][1]["difference"]
     interval = ttest_1samp(np.subtract(logs["tensorwise"], logs["rowwise"]), 0).confidence_interval()
     assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
-    # BF16's own deviations are a hundred times the difference: it is paired, or nothing could be told apart.
-    assert difference.half < 0.2 * found["recipes"][0]["gap"].half
-    assert found["best"] == "tensorwise" and "the fastest, 1.100 of BF16's tokens per second" in found["reason"]
+    assert found["best"] == "tensorwise" and "the fastest, 1.100" in found["reason"]
     assert trained["recipes"][2]["gap"].mean == pytest.approx(1.5 * found["recipes"][2]["gap"].mean, rel=1e-2)
 
 
-@pytest.mark.parametrize("recipes, more, best, words", [
-    ({"rowwise": (0.1, 0.7), "tensorwise": (0.3, 1.4)}, {}, "rowwise", "no other ranked recipe"),
-    ({"rowwise": (-1.5, 0.7), "tensorwise": (0.05, 1.4)}, {}, "rowwise", "no other ranked recipe"),
-    ({"rowwise": (0.1, 0.8), "tensorwise": (0.1025, 1.1)}, {"device": "cpu EPYC"}, "rowwise", "a CPU has no FP8 units"),
-    ({"rowwise": (0.1, 0.8), "tensorwise": (1.0, 1.1)}, {"sizes": BUDGETS[:1], "seeds": SEEDS[:1]}, "tensorwise", "over 1 pairs"),
-    ({"rowwise": (0.1, 0.8)}, {}, "rowwise", "no other ranked recipe")])
-def test_the_best_recipe_by_the_declared_rule(recipes, more, best, words):
-    found = pairs.rank(cells(recipes, **more), "bf16")
-    assert found["best"] == best and words in found["reason"]
+    for rowwise, tensorwise, more, best, words in (
+            ((-1.5, 0.7), (0.05, 1.4), {}, "rowwise", "no other ranked recipe"),
+            ((0.1, 0.8), (0.1025, 1.1), {"device": "cpu EPYC"}, "rowwise", "a CPU has no FP8 units"),
+            ((0.1, 0.8), (1.0, 1.1), {"sizes": BUDGETS[:1], "seeds": (1,)}, "tensorwise", "over 1 pairs")):
+        found = pairs.rank(cells({"rowwise": rowwise, "tensorwise": tensorwise}, **more), "bf16")
+        assert found["best"] == best and words in found["reason"]
 
 
 def test_what_cannot_be_compared_is_not_ranked():
@@ -249,56 +216,48 @@ def test_what_cannot_be_compared_is_not_ranked():
     some += [fake(-25, N, 20 * N, "", seed, "auto", 2.0, linears=0 if (N, seed) == (40_000, 2) else 3) for N, seed in NOISE]
     found = pairs.rank(some, "bf16")
     assert found["best"] == "rowwise" and found["recipes"][0]["gap"].n == 4
-    assert found["left_out"] == [{"recipe": "auto", "reason": "converts no Linear in auto_40000_2: it is BF16 there"}]
+    assert found["left_out"][0]["recipe"] == "auto" and "auto_40000_2" in found["left_out"][0]["reason"]
     for more in ({"sizes": (200_000,)}, {"ratio": 40}):         # the chosen recipe's further sizes and budgets undo nothing
         some += cells({"rowwise": (25, 0.8)}, **more)
     assert pairs.rank(some, "bf16") == found
     found = pairs.rank(cells({"rowwise": (0.1, 0.8), "tensorwise": (0.3, 1.1), "cscale": (0.05, 1.3)})[:-1], "bf16")
-    assert names(found) == ["rowwise", "tensorwise"]
-    assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at 90k seed 2"}]
+    assert len(found["recipes"]) == 2 and "90k seed 2" in found["left_out"][0]["reason"]
     found = pairs.rank(cells({"rowwise": (0.1, 0.8)}, BUDGETS[:1]) + cells({"tensorwise": (0.1, 0.8)}, BUDGETS[1:]), "bf16")
     assert found["best"] is None and len(found["left_out"]) == 2
 
 
-def test_kumar_and_sun_give_the_table_of_four_sizes():
+def test_kumar_sun_and_speedups_give_the_published_tables():
     assert np.round(pairs.kumar_gap(SIZES), 4).tolist() == [0.0091, 0.0065, 0.0055, 0.0027]
     assert np.round(pairs.kumar_gap(SIZES, offsets=False), 4).tolist() == [0.0164, 0.0116, 0.0098, 0.0048]
     assert np.round(pairs.sun_gap(SIZES, 20 * SIZES), 5).tolist() == [0.00011, 0.00013, 0.00014, 0.00022]
     ends = SIZES[[0, 3]]
     assert np.round(pairs.sun_gap(ends, 20 * ends, 5, 2), 5).tolist() == [0.00015, 0.00031]
     assert np.round(pairs.sun_gap(ends, 20 * ends, 2, 1, block=32), 4).tolist() == [0.0061, 0.0123]
-    values = [law(SIZES, 20 * SIZES) for _, law, _ in pairs.PRECISION_LAWS]
-    assert (values[0] / values[2]).max() > 85 and (np.diff(values[0]) < 0).all() and (np.diff(values[2]) > 0).all()
-
-
-def test_speedups_of_a_gap_are_those_of_the_table():
     for ratio, expected in {1.10: (1.076, 1.041, 0.985), 1.17: (1.145, 1.108, 1.047), 1.28: (1.252, 1.212, 1.146)}.items():
         gaps = [share * EPOCH.loss(1.5e9, 30e9) for share in (0.001, 0.0025, 0.005)]
         assert [round(EPOCH.speedup(30e9, gap, None, ratio)[0], 3) for gap in gaps] == list(expected)
 
 
 @pytest.mark.parametrize("law", [EPOCH, HOFFMANN])
-@pytest.mark.parametrize("gap", [-0.01, 0.004, 0.03])
-def test_conversions_solve_the_law(law, gap):
+def test_conversions_solve_the_law(law):
     N, D, step = 3e8, 6e9, 1e-5
-    r = brentq(lambda r: law.loss(N, r * D) + gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
-    phi = brentq(lambda phi: law.loss(phi * N, D) - gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
-    assert law.extra_tokens(gap, D) == pytest.approx(r, rel=1e-9)
-    assert law.effective_parameters(gap, N) == pytest.approx(phi, rel=1e-9)
+    for gap in (-0.01, 0.004, 0.03):
+        r = brentq(lambda r, gap=gap: law.loss(N, r * D) + gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
+        phi = brentq(lambda phi, gap=gap: law.loss(phi * N, D) - gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
+        assert [law.extra_tokens(gap, D), law.effective_parameters(gap, N)] == pytest.approx([r, phi], rel=1e-9)
     numeric = (law.loss(N, D * math.exp(-step)) - law.loss(N, D * math.exp(step))) / (2 * step)
     assert law.slope(D) == pytest.approx(numeric, rel=1e-6)
 
 
-@pytest.mark.parametrize("beta", [1e-17, 1e-5, 1e-3, EPOCH.beta])
-@pytest.mark.parametrize("gap", [-0.5, 0.0, 1.9])
-def test_a_law_that_is_almost_flat_or_a_gap_beyond_it_gives_numbers_or_none(beta, gap):
+def test_a_law_that_is_almost_flat_or_a_gap_beyond_it_gives_numbers_or_none():
     """Runs of one size whose losses fall by nothing: powers of it overflow."""
-    law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
-    shown = pairs.costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
-    numbers = [shown["extra_tokens"], shown["speedup"], *shown["extra_tokens_ci95"], *shown["speedup_ci95"]]
-    assert all(one is None or math.isfinite(one) and one > 0 for one in numbers)
-    assert shown["speedup"] is not None or "no number of tokens" in shown["reason"]
-    assert law.effective_parameters(gap, 5e7) is EPOCH.effective_parameters(-1.01 * EPOCH.A * 1e8**-EPOCH.alpha, 1e8) is None
+    for beta, gap in itertools.product((1e-17, 1e-5, 1e-3, EPOCH.beta), (-0.5, 0.0, 1.9)):
+        law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
+        shown = pairs.costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
+        for one in (shown["extra_tokens"], shown["speedup"], *shown["extra_tokens_ci95"], *shown["speedup_ci95"]):
+            assert one is None or math.isfinite(one) and one > 0
+        assert shown["speedup"] is not None or "no number of tokens" in shown["reason"]
+    assert law.effective_parameters(1.0, 5e7) is EPOCH.effective_parameters(-1.01 * EPOCH.A * 1e8**-EPOCH.alpha, 1e8) is None
 
 
 def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
@@ -315,15 +274,13 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     assert se_log == pytest.approx(drawn.std(), rel=0.05)
     assert math.log(value) == pytest.approx(drawn.mean(), abs=0.1 * drawn.std())
     slope_se = law.speedup(D, gap, 0.0, ratio)[1] * law.slope(D)**2 / gap
-    assert slope_se == pytest.approx((beta * B * D**-beta).std(), rel=0.03) and EPOCH.speedup(D, gap, 0.0, ratio)[1] == 0.0
+    assert slope_se == pytest.approx((beta * B * D**-beta).std(), rel=0.03)
     nats = estimate([0.004, 0.006, 0.005])
-    shown = pairs.costs(EPOCH, 3e8, D, nats, 1.2, 0.002, None)
     value, se_log = EPOCH.speedup(D, 0.005, nats.se, 1.2, 0.002)
-    half = student.ppf(0.975, 2) * se_log       # Student's t of the pairs
-    assert np.log(shown["speedup_ci95"]) == pytest.approx([math.log(value) - half, math.log(value) + half])
+    shown, unknown = (pairs.costs(EPOCH, 3e8, D, nats, 1.2, error, None) for error in (0.002, None))
+    assert np.log(shown["speedup_ci95"]) == pytest.approx(math.log(value) + np.array([-1, 1]) * student.ppf(0.975, 2) * se_log)
     assert shown["extra_tokens_ci95"] == [EPOCH.extra_tokens(nats.low, D), EPOCH.extra_tokens(nats.high, D)]
-    unknown = pairs.costs(EPOCH, 3e8, D, nats, 1.2, None, None)     # one ratio of throughputs: its error is not 0 but unknown
-    assert unknown["speedup"] == shown["speedup"] and unknown["speedup_ci95"] == [None, None]
+    assert unknown["speedup_ci95"] == [None, None]      # one ratio of throughputs: its error is not 0 but unknown
 
 
 @pytest.mark.parametrize("few, rel", [(False, 0.3), (True, 0.05)])
@@ -347,10 +304,10 @@ def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver(few
 
 
 def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
-    N, D = np.geomspace(1e8, 1e9, 6), np.array([1e6, 2e6])
+    N = np.geomspace(1e8, 1e9, 6)
     own, reason = pairs.own_surface(N, 20 * N, EPOCH.loss(N, 20 * N), N)
     assert own is None and "need ratios at least 2x apart" in reason
-    assert pairs.local_surface(D, np.array([2.0, 2.1])) is None         # a loss that rises
+    assert pairs.local_surface(np.array([1e6, 2e6]), np.array([2.0, 2.1])) is None         # a loss that rises
     large = (50_000_000, 200_000_000, 800_000_000)      # 6 N D does not fit 64 bits
     runs, _ = read_runs([write_branches(tmp_path, sizes=large, recipes=("bf16",), curve=False)])
     laws, reason = pairs.surfaces(runs, "loss_bf16")
@@ -358,10 +315,9 @@ def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
     assert reason is None and (own.name, epoch) == ("own", EPOCH) and own.beta == pytest.approx(0.3, abs=0.05)
 
 
-def test_throughput_is_a_geometric_mean_and_means_nothing_on_a_cpu():
-    def of(*ratios, device="NVIDIA H100"):
-        return pairs.throughput([fake(0, speed=one, device=device) for one in ratios])
-    assert of(1.1, 1.3, None) == {"ratio": pytest.approx(math.sqrt(1.1 * 1.3)), "reason": None,
-                                  "se_log": pytest.approx(abs(math.log(1.1 / 1.3)) / 2)}
-    assert of(1.2)["se_log"] is None and "different devices, numbers of GPUs or" in of(None)["reason"]
-    assert "CPU" in of(1.2, device="cpu AMD")["reason"]
+def test_throughput_is_a_geometric_mean():
+    def of(*ratios):
+        return pairs.throughput([fake(0, speed=one) for one in ratios])
+    found = of(1.1, 1.3, None)
+    assert [found["ratio"], found["se_log"]] == pytest.approx([math.sqrt(1.1 * 1.3), math.log(1.3 / 1.1) / 2])
+    assert of(1.2)["se_log"] is None and "different devices" in of(None)["reason"]

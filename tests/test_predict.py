@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import re
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,22 +16,21 @@ from runtime.config import load_config
 from runtime.plan import plan as train_plan
 from scaling import fit, predict
 from scaling.laws import GAMMAS, Points, fit_law
+from scaling.pairs import EPOCH, Surface
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT
-from tests.scaling_runs import law, write_ladder, write_run
-from tests.test_laws import EPOCH as EPOCHS
-from tests.test_laws import law as loss_of
+from tests.scaling_runs import edit, law, strict, write_ladder, write_run
 
-EPOCH = SimpleNamespace(loss=lambda N, D: loss_of(N, D, EPOCHS))
 SMALL = (53e6, 124e6, 257e6, 360e6)
 TARGET = (1.54e9, 30.8e9, 6 * 1.54e9 * 30.8e9)
 GADRE = ROOT.parent / "shared" / "reference" / "gadre2024_104runs.csv"
 # Constants that give the slopes -dL/d ln D at 20 tokens per parameter published for OLMo's ladder (.179 at 125M to .121 at
 # 1.5B) and its compute exponent of about .1: a truth whose exponent lies outside GAMMAS' middle.
-OLMO_LIKE = SimpleNamespace(loss=lambda N, D: 1.15 + 57.0 * N**-0.232 + 32.9 * D**-0.1548)
-GOAL = {"run": "big", "recipe": "bf16", "params_total": 184_320, "params_nonembed": 150_000, "params_matmul": 184_320,
-        "tokens": 20 * 184_320, "flops_per_token": 6 * 184_320 + 300_000}
+OLMO_LIKE = Surface("OLMo-like", "", E=1.15, A=57.0, B=32.9, alpha=0.232, beta=0.1548)
+BIG = 184_320
+GOAL = {"params_total": BIG, "params_nonembed": 150_000, "params_matmul": BIG, "tokens": 20 * BIG,
+        "flops_per_token": 6 * BIG + 300_000}
 
 
 def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None, seeds=1, trunk=None):
@@ -51,30 +50,25 @@ def forms(said):
 
 
 def test_the_interval_is_the_union_of_its_forms():
-    said = forecast(points_of(EPOCH), TARGET)
+    said = forecast(points := points_of(EPOCH), TARGET)
     rows = said["forms"]
+    losses = [row["loss"] for row in rows]
     assert [row["form"] for row in rows] == ["power_c", *(f"ray gamma={gamma:.2f}" for gamma in GAMMAS)]
     assert said["low"] == min(row["low"] for row in rows) and said["high"] == max(row["high"] for row in rows)
-    assert said["parts"]["model_form"] == [min(row["loss"] for row in rows), max(row["loss"] for row in rows)]
     assert said["headline"] == "ray gamma=0.16" and said["loss"] == forms(said)["ray gamma=0.16"]["loss"]
     assert said["extrapolation"] == pytest.approx((TARGET[0] / SMALL[-1]) ** 2, rel=0.01)
-    assert (losses := [row["loss"] for row in rows]) == sorted(losses)      # a larger exponent ends higher, the power law lowest
+    assert losses == sorted(losses) and said["parts"]["model_form"] == [losses[0], losses[-1]]      # the power law is lowest
     mixed, alone = (forecast(points_of(EPOCH, ratios), TARGET) for ratios in ((5, 20, 20.5, 40), (20, 20.5)))
     assert mixed["points"] == {"all": 16, "at_this_ratio": 8}
     for name in set(forms(mixed)) & set(forms(alone)) - {"chinchilla"}:         # of the target's ratio alone
         assert forms(mixed)[name]["loss"] == forms(alone)[name]["loss"] and forms(mixed)[name]["n"] == 8
-    for points, why in ((points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points.*3 of different compute are needed"),
-                        (points_of(EPOCH, (5,)), "0 of 4 points")):
+    for few, why in ((points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points"), (points_of(EPOCH, (5,)), "0 of 4 points")):
         with pytest.raises(UserError, match=why):
-            forecast(points, TARGET)
-    steep = forecast(points_of(SimpleNamespace(loss=lambda N, D: 400 * (6 * N * D) ** -0.13)), TARGET)
-    assert {one["form"]: one["reason"] for one in steep["forms_left_out"] if "gamma" in one["form"]} == dict.fromkeys(
-        ("ray gamma=0.10", "ray gamma=0.12"), "it would need E below 0")       # which fall too slowly at any E
-    width = {0.0: said["high"] - said["low"]}
-    for sd in (FLOOR, 5e-3):                # the noise is at least that of seeds and the floor
-        noisy = forecast(points_of(EPOCH), TARGET, seed_sd=sd)
-        width[sd] = noisy["high"] - noisy["low"]
-    assert width[0.0] == width[FLOOR] < width[5e-3] and forms(noisy)["power_c"]["sigma"] == 5e-3
+            forecast(few, TARGET)
+    steep = forecast(replace(points, loss=400 * points.C**-0.13), TARGET)
+    assert [one["form"] for one in steep["forms_left_out"] if "gamma" in one["form"]] == ["ray gamma=0.10", "ray gamma=0.12"]
+    for sd in (0, FLOOR, 5e-3):                # the noise is at least that of seeds and the floor
+        assert forms(forecast(points, TARGET, seed_sd=sd))["power_c"]["sigma"] == max(sd, FLOOR)
 
 
 @pytest.mark.parametrize("N", [1.9e8, 1.54e9], ids=["among the points", "beyond them"])
@@ -85,9 +79,8 @@ def test_the_power_laws_interval_is_that_of_a_straight_line(N):
     row, x, x0 = forms(said)["power_c"], np.log(points.C), math.log(120 * N * N)
     share = 1 + 1 / 4 + (x0 - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()
     sigma = max(FLOOR, min(one["residual_rms"] for one in said["forms"]))
-    t_2 = 4.302652729911275         # 97.5 % quantile of Student's t, 2 degrees of freedom
     # Huber's estimate is a little less certain than least squares: at most by pi / 2 in variance
-    width = math.log(row["high"] / row["loss"]) / (t_2 * sigma * math.sqrt(share))
+    width = math.log(row["high"] / row["loss"]) / (4.302652729911275 * sigma * math.sqrt(share))    # t, 2 degrees of freedom
     assert row["sigma"] == sigma and 1 - 1e-9 <= width < math.sqrt(math.pi / 2)
     assert row["loss"] == pytest.approx(float(fit_law("power_c", points.C, points.loss).predict(math.exp(x0))))
 
@@ -167,40 +160,35 @@ def test_real_ladders_hold_out_sizes(train_set, known):
 def study(tmp_path):
     """A folder of three BF16 and three FP8 runs, with a study.json that declares a larger one, `big`, in either precision."""
     folder = write_ladder(tmp_path / "study", (33_000, 74_000, 100_000), curve=False)
-    runs = [GOAL, GOAL | {"run": "seed2"}, *(GOAL | {"run": f"big_{name}", "recipe": recipe} for name, recipe in (
-        ("fp8", "tensorwise"), ("row", "rowwise")))]
-    (folder / "study.json").write_text(json.dumps({"held_out": ["big"], "runs": runs}))
+    edit(folder / "study.json", held_out=["big"], runs=[GOAL | {"run": name, "recipe": recipe} for name, recipe in (
+        ("big", "bf16"), ("seed2", "bf16"), ("big_fp8", "tensorwise"), ("big_row", "rowwise"))])
     return folder
 
 
 def freeze(name, study, folder):
     """What fit.py --predict does."""
     records = read_runs([study])[0]
-    groups = [fit.fit_group([one for one in records if one.recipe == recipe and one.params_total < GOAL["params_total"]],
+    groups = [fit.fit_group([one for one in records if one.recipe == recipe and one.params_total < BIG],
                             resamples=0) for recipe in ("bf16", "tensorwise")]
     return predict.freeze(name, groups, records, folder)
 
 
 def write_big(folder, name="big", t_start="2999-01-01T00:00:00Z", **changes):
-    count = {key: value for key, value in GOAL.items() if key not in ("run", "recipe", "params_total")}
-    return write_run(folder / name, params=GOAL["params_total"], curve=False, t_start=t_start, **count | changes)
+    return write_run(folder / name, params=BIG, curve=False, t_start=t_start, **GOAL | changes)
 
 
 def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
-    (study / "big").mkdir()
-    (study / "big" / "config.json").write_text("{}")        # a folder with a configuration is no run yet
+    edit(study / "big" / "config.json")        # a folder with a configuration is no run yet
     made = freeze("big", study, tmp_path / "law")
-    content = json.loads((tmp_path / "law" / "prediction_big.json").read_text())
+    content = strict(tmp_path / "law" / "prediction_big.json")
     rest = {key: value for key, value in content.items() if key != "sha256"}
     assert content["sha256"] == hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     assert [(one["run_id"], one["summary_sha256"]) for one in content["inputs"]] == [
         (f"{name}_bf16", hashlib.sha256((study / f"{name}_bf16" / "summary.json").read_bytes()).hexdigest()) for name in "abc"]
     assert content["tokenizer_sha256"] == "t" * 64 and content["val_sha256"] == "v" * 64 and content["loss_key"] == "loss_bf16"
-    assert (made.low, made.loss, made.high) == (content["low"], content["loss"], content["high"])
-    assert made.low < law(GOAL["flops_per_token"] * GOAL["tokens"]) < made.high and content["extrapolation"] > 1
+    assert made.low < law(GOAL["flops_per_token"] * GOAL["tokens"]) < made.high
     text = "\n".join(predict.describe(made))
-    assert all(word in text for word in (f"{made.loss:.4f}", f"{made.low:.4f} to {made.high:.4f}",
-                                         *(row["form"] for row in made.forms)))
+    assert all(word in text for word in (f"{content['low']:.4f} to {content['high']:.4f}", *(row["form"] for row in made.forms)))
     assert [one.sha256 for one in predict.load(tmp_path / "law")] == [made.sha256] and predict.load(tmp_path / "none") == []
     with pytest.raises(UserError, match="is there already"):        # nothing is frozen twice
         freeze("big.py", study, tmp_path / "law")
@@ -208,8 +196,8 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     assert [one["run_id"] for one in fp8.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"] and fp8.loss > made.loss
     demo = freeze("demo_s_fp8", study, tmp_path)     # a config, counted as train.py --plan counts it
     lines, goal = "\n".join(train_plan(load_config(ROOT / "configs/demo_s_fp8.py"), "", torch.bfloat16)), demo.content["target"]
-    assert demo.recipe == fp8.recipe == "tensorwise" and re.search(rf"  total +{goal['params_total']:,} ", lines)
-    assert re.search(rf"  tokens +{goal['tokens']:,} ", lines)
+    assert demo.recipe == fp8.recipe == "tensorwise"
+    assert re.search(rf"  total +{goal['params_total']:,} [\s\S]+  tokens +{goal['tokens']:,} ", lines)
     assert f"+ attention            {goal['flops_per_token'] * goal['tokens']:.4e}" in lines
 
 
@@ -235,13 +223,12 @@ def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
         some = predict.held_out(records, [made])
         return predict.held_of(recipe, some, [made], loss_key, convention)
 
-    for convention in ("total", "nonembed"):        # a figure counts as its own laws do
-        assert held("tensorwise", convention=convention) == (
-            predict.Held("big_fp8", GOAL[f"params_{convention}"], GOAL["tokens"], C, None, made),)
+    for convention, N in (("total", BIG), ("nonembed", 150_000)):        # a figure counts as its own laws do
+        assert held("tensorwise", convention=convention) == (predict.Held("big_fp8", N, GOAL["tokens"], C, None, made),)
     write_big(study)
     write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
     (one,), (other,) = held("tensorwise"), held("bf16")
-    assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", GOAL["params_total"], 1.5, made)
+    assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", BIG, 1.5, made)
     assert held("tensorwise", "loss_as_trained")[0].prediction is None      # of which nothing was predicted
     assert (other.name, other.prediction) == ("big", None)
 
@@ -253,24 +240,25 @@ def test_scoring(study, tmp_path):
     write_big(study, loss=loss)
     write_big(study, "seed2", seed=2, loss=1.01 * made.high)
     text = "\n".join(predict.score(tmp_path, read_runs([study])[0]))
-    said = json.loads((tmp_path / "score_big.json").read_text())
+    said = strict(tmp_path / "score_big.json")
     one, two = said["runs"]
     assert (one["run_id"], two["run_id"]) == ("big", "seed2") and said["prediction_sha256"] == made.sha256
-    assert one["error_nats"] == pytest.approx(-0.001 * made.loss) and one["error_percent"] == pytest.approx(100 * (1 / 1.001 - 1))
-    assert one["inside"] and not two["inside"] and "OUTSIDE" in text and "inside the interval of 0 of" in text
+    assert [one["error_nats"], one["error_percent"]] == pytest.approx([-0.001 * made.loss, 100 * (1 / 1.001 - 1)])
+    assert one["inside"] and not two["inside"] and "OUTSIDE" in text
     for row, form in zip(one["forms"], made.forms, strict=True):
         assert row["inside"] == (form["low"] <= loss <= form["high"])
 
 
 @pytest.mark.parametrize("changes, damage, sentence", [
-    ({"t_start": "2020-01-01T00:00:00Z"}, {}, "not older than its run.*move .*/prediction_big.json away to use the run in fits"),
-    ({"t_start": None}, {}, "is not older than its run"), ({"val_sha256": "w" * 64}, {}, "another validation set"),
-    ({"tokenizer_sha256": "w" * 64}, {}, "another tokenizer"),
-    ({"tokens": 40 * 184_320}, {}, "another recipe, size or number of"), ({}, {"high": 9.0}, "was edited after it was frozen"),
-    ({}, {"date": "2020-01-01T00:00:00Z"}, "was edited"), ({}, {"target": 3}, "another version"), ({}, None, "not valid JSON")])
+    ({"t_start": "2020-01-01T00:00:00Z"}, None, "not older than its run"), ({"t_start": None}, None, "not older than its run"),
+    ({"val_sha256": "w" * 64}, None, "another validation set"), ({"tokenizer_sha256": "w" * 64}, None, "another tokenizer"),
+    ({"tokens": 40 * BIG}, None, "another recipe, size or number"), ({}, lambda path: edit(path, high=9.0), "was edited"),
+    ({}, lambda path: edit(path, date="2020-01-01T00:00:00Z"), "was edited"),
+    ({}, lambda path: edit(path, target=3), "was edited"), ({}, lambda path: path.write_text('{"a'), "not valid JSON")])
 def test_neither_another_run_nor_a_damaged_prediction_is_scored(study, tmp_path, changes, damage, sentence):
-    made = freeze("big", study, tmp_path)
-    made.path.write_text(made.path.read_text()[:400] if damage is None else json.dumps(made.content | damage))
+    path = freeze("big", study, tmp_path).path
+    if damage:
+        damage(path)
     (study / "elsewhere").mkdir()
     write_big(study / "elsewhere", **changes)
     with pytest.raises(UserError, match=sentence):
@@ -279,11 +267,8 @@ def test_neither_another_run_nor_a_damaged_prediction_is_scored(study, tmp_path,
 
 
 def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path):
-    content = json.loads((study / "study.json").read_text())
-    for name in "abc":
-        path = study / f"{name}_bf16" / "summary.json"
-        summary = json.loads(path.read_text())      # as the goal: 24.6 tokens per non-embedding parameter
-        path.write_text(json.dumps(summary | {"params_nonembed": round(summary["tokens"] * 150_000 / GOAL["tokens"])}))
-    (study / "study.json").write_text(json.dumps(content | {"params": "nonembed"}))
+    for path in study.glob("*_bf16/summary.json"):      # as the goal: 24.6 tokens per non-embedding parameter
+        edit(path, params_nonembed=round(strict(path)["tokens"] * 150_000 / GOAL["tokens"]))
+    edit(study / "study.json", params="nonembed")
     made = freeze("big", study, tmp_path)
     assert made.content["convention"] == "nonembed" and "150,000 non-embedding parameters" in predict.describe(made)[1]

@@ -1,51 +1,34 @@
 """Summaries of runs are read strictly: what cannot be compared is refused by name, nothing is skipped in silence."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from scaling_runs import write_ladder, write_run
+from scaling_runs import edit, write_ladder, write_run
 
 from runtime.cli import UserError
+from scaling import records as room
 from scaling.pairs import pairs
-from scaling.records import (
-    check_comparable,
-    counted_as,
-    from_scratch,
-    read_curve,
-    read_record,
-    read_runs,
-    usable,
-    without_repeats,
-)
+from scaling.records import check_comparable, counted_as, read_curve, read_record, read_runs
 
 
-def test_reads_run_folders_and_folders_of_runs(tmp_path):
+def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tmp_path):
     write_ladder(tmp_path / "out")
-    one, _ = read_runs([tmp_path / "out" / "a_bf16"])
-    all_of_them, notes = read_runs([tmp_path / "out", tmp_path / "out" / "a_bf16"])     # the second is there already
-    assert [record.run_id for record in one] == ["a_bf16"] and notes == []
-    assert [record.run_id for record in all_of_them] == ["a_bf16", "a_fp8", "b_bf16", "b_fp8", "c_bf16", "c_fp8"]
+    found, notes = read_runs([tmp_path / "out", tmp_path / "out" / "a_bf16"])     # the second is there already
+    assert [one.run_id for one in found] == ["a_bf16", "a_fp8", "b_bf16", "b_fp8", "c_bf16", "c_fp8"] and notes == []
     (tmp_path / "out" / "a_bf16.log").touch()       # by sweep.py: out/study/*_bf16* names it too
-    assert [record.run_id for record in read_runs(sorted((tmp_path / "out").glob("a_bf16*")))[0]] == ["a_bf16"]
-    assert one[0].recipe == "bf16" and one[0].params_total == 38_912 and one[0].tokens == 778_240
-    assert one[0].weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
-
-
-def test_what_is_skipped_is_said(tmp_path):
-    write_run(tmp_path / "good")
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "config.json").write_text("{}")
-    for name in ("notes", "law"):       # law: by fit.py
-        (tmp_path / name).mkdir()
-    records, notes = read_runs([tmp_path])
-    assert [record.run_id for record in records] == ["good"]
-    assert [note.removeprefix(f"skipped {tmp_path}/").split(" (")[0] for note in notes] == [
-        "begun: no finished run", "notes: no finished run"]
-    for path, sentence in (("nowhere", "does not exist"), ("good/summary.json", "is a file"), ("notes", "no finished run in ")):
+    (one,), _ = read_runs(sorted((tmp_path / "out").glob("a_bf16*")))
+    assert (one.run_id, one.recipe, one.params_total, one.tokens) == ("a_bf16", "bf16", 38_912, 778_240)
+    assert one.weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
+    for name in ("begun/config.json", "notes/x.json", "law/law.json"):       # law: by fit.py
+        edit(tmp_path / "out" / name)
+    records, notes = read_runs([tmp_path / "out"])
+    assert len(records) == 6 and [note.partition(":")[0][-5:] for note in notes] == ["begun", "notes"]
+    for path, sentence in (("nowhere", "does not exist"), ("a_fp8/summary.json", "is a file"), ("notes", "no finished run in ")):
         with pytest.raises(UserError, match=sentence):
-            read_runs([tmp_path / path])
+            read_runs([tmp_path / "out" / path])
 
 
 def test_branches_know_their_trunk(tmp_path):
@@ -58,30 +41,25 @@ def test_branches_know_their_trunk(tmp_path):
     assert read_record(tmp_path / "further").trunk == "elsewhere"       # a branch of a branch
     write_run(tmp_path / "same", params=50_000, parent_run="same", parent_step=7)       # of another folder's run of its name
     assert read_record(tmp_path / "same").trunk == "same"
-    assert (trunk.trunk, trunk.decays_from, trunk.t_start) == ("long", None, None)
-    assert (short.trunk, short.decays_from) == ("short", None) and (other.trunk, other.decays_from) == ("elsewhere", 7)
-    (tmp_path / "study.json").write_text(json.dumps({"runs": [
+    assert [(one.trunk, one.decays_from) for one in (trunk, short, other)] == [("long", None), ("short", None), ("elsewhere", 7)]
+    edit(tmp_path / "study.json", runs=[
         {"run": "long", "parent": None, "parent_step": None}, {"run": "short", "parent": "long", "parent_step": 400},
-        {"run": "other", "parent": "long", "parent_step": 400}]}))
+        {"run": "other", "parent": "long", "parent_step": 400}])       # what was done counts, not the plan
     trunk, short, other = (read_record(tmp_path / name) for name in ("long", "short", "other"))
-    assert (short.trunk, short.decays_from, short.parent_step) == ("long", 400, None)
-    assert (trunk.trunk, other.trunk, other.decays_from) == ("long", "elsewhere", 7)    # what was done counts, not the plan
+    assert [(one.trunk, one.decays_from) for one in (trunk, short, other)] == [("long", None), ("long", 400), ("elsewhere", 7)]
+    assert short.parent_step is None
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
-    ("params_total", ..., " is damaged or of another version (KeyError: 'params_total'): "),
-    ("params_total", 38912.0, ": params_total=38912.0 is not int"),
-    ("params_matmul", 0, ": params_matmul=0 is not above zero"), ("loss_bf16", float("nan"), ": loss_bf16=nan is not float"),
-    ("is_annealed", 1, ": is_annealed=1 is not bool"),
-    ("precision", {"compile": True}, " is damaged or of another version (KeyError: 'recipe'): "),
-    ("sources", {"a.b": {"loss": 1}}, " is damaged or of another version (KeyError: 'weight'): "),
-    ("sources", {"a": {"weight": 0}, "b": {"weight": 1}}, ": a=0.0 is not above zero"),
-    ("schema_version", 2, " is damaged or of another version (ValueError: schema_version 2, not 1)")])
+    ("params_total", ..., "'params_total'"), ("params_total", 38912.0, "params_total=38912.0 is not int"),
+    ("params_matmul", 0, "params_matmul=0 is not above zero"), ("loss_bf16", float("nan"), "loss_bf16=nan is not float"),
+    ("is_annealed", 1, "is_annealed=1 is not bool"), ("precision", {"compile": True}, "'recipe'"),
+    ("sources", {"a.b": {"loss": 1}}, "'weight'"), ("schema_version", 2, "schema_version 2"),
+    ("sources", {"a": {"weight": 0}, "b": {"weight": 1}}, "a=0.0 is not above zero")])
 def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
     write_run(tmp_path / "run", **{key: value})
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"{tmp_path}/run/summary.json.*{sentence}"):
         read_record(tmp_path / "run")
-    assert str(error.value).startswith(f"{tmp_path / 'run' / 'summary.json'}{sentence}")
 
 
 @pytest.mark.parametrize("file", ["run/summary.json", "study.json"])
@@ -89,16 +67,15 @@ def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
 def test_damaged_files_are_refused(tmp_path, file, content):
     write_run(tmp_path / "run")
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=f"{file} (is not valid JSON .*cut off or edited|holds a list)"):
+    with pytest.raises(UserError, match=f"{file} (is not valid JSON|holds a list)"):
         read_record(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({"tokenizer_sha256": "u" * 64}, "differ in tokenizer_sha256 "), ({"val_sha256": "w" * 64}, "differ in val_sha256 "),
-    ({"vocab_size": 50257}, "differ in vocab_size "), ({"vocab_padded": 512}, "differ in vocab_padded "),
-    ({"sources": {name: {"weight": 1} for name in ("docs", "latex", "python")}}, "differ in weights "),
-    ({"run_id": "a"}, r"are one point given twice \(same run_id\): leave one out"),
-    ({"params": 38_912}, r"are one point given twice \(same recipe, params_total, tokens, seed")])
+    ({"tokenizer_sha256": "u" * 64}, "tokenizer_sha256"), ({"val_sha256": "w" * 64}, "val_sha256"),
+    ({"vocab_size": 50257}, "vocab_size"), ({"vocab_padded": 512}, "vocab_padded"),
+    ({"sources": {name: {"weight": 1} for name in ("docs", "latex", "python")}}, "weights"),
+    ({"run_id": "a"}, "same run_id"), ({"params": 38_912}, "same recipe, params_total, tokens, seed")])
 def test_what_cannot_be_compared_is_refused_naming_two_runs(tmp_path, changes, sentence):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", **{"params": 106_624, **changes})
@@ -116,21 +93,21 @@ def test_what_enters_a_law(tmp_path):
     records = read_runs([tmp_path])[0]
     check_comparable(records)       # another seed is another point
     check_comparable([records[0], replace(records[1], weights={name: w + 1e-12 for name, w in records[1].weights.items()})])
-    for sieve, gone in ((usable, "bc"), (from_scratch, "d"), (without_repeats, "e")):
+    for sieve, gone in ((room.usable, "bc"), (room.from_scratch, "d"), (room.without_repeats, "e")):
         kept, notes = sieve(records)
         assert [record.run_id for record in kept] == [name for name in "abcde" if name not in gone]
-        assert [note[:12] for note in notes] == [f"left out {name}: " for name in gone]
+        assert [note.split(":")[0] for note in notes] == [f"left out {name}" for name in gone]
 
 
 def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_path):
     for name, study in (("x", {"params": "nonembed"}), ("y", {"params": "total"}), ("z", {})):
         write_run(tmp_path / name / name, params=106_624 if name == "x" else 38_912)
-        (tmp_path / name / "study.json").write_text(json.dumps(study))
+        edit(tmp_path / name / "study.json", **study)
     x, y, z = (read_record(tmp_path / name / name) for name in "xyz")
     assert (x.convention, y.convention, z.convention) == ("nonembed", "total", "total")
     assert (x.params_nonembed, y.params_total) == (x.N, y.N) and x.params_nonembed != x.params_total
-    assert counted_as([y], "nonembed") == [replace(y, convention="nonembed")] and counted_as([y], None) == [y]
-    with pytest.raises(UserError, match="x and y differ in convention .*or with n=total"):
+    assert y.params_nonembed == counted_as([y], "nonembed")[0].N and counted_as([y], None) == [y]
+    with pytest.raises(UserError, match="x and y differ in convention .*n=total"):
         check_comparable([x, y])
     check_comparable(counted_as([x, y], "total"))
 
@@ -139,29 +116,22 @@ def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path):
     write_run(tmp_path / "a", curve=False)
     record = read_record(tmp_path / "a")
     assert [len(values) for values in read_curve(record)] == [0, 0]
-    rows = [{"kind": "train", "step": 1, "tokens": 10, "loss": 5.0}, {"kind": "val", "step": 1, "tokens": 10, "loss": 9},
-            {"kind": "train", "step": 2, "tokens": 20, "loss": float("nan")},
-            {"kind": "train", "step": 3, "tokens": 30, "loss": 4.0},
-            {"kind": "train", "step": 3, "tokens": 30, "loss": 3.5}]
+    rows = [{"kind": "val" if loss == 9 else "train", "step": tokens // 10, "tokens": tokens, "loss": loss}
+            for tokens, loss in ((10, 5.0), (10, 9.0), (20, math.nan), (30, 4.0), (30, 3.5))]
     (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n[1]\n{"kind": "tr')
     tokens, loss = read_curve(record)
     assert tokens.tolist() == [10, 30] and loss.tolist() == [5.0, 3.5]
 
 
-def write_pair_by_hand(folder):
+def test_paired_gap_by_hand(tmp_path):
     """Two sources of weight 1/4 and 3/4; two sequences of 10 tokens, then sequences of 20 and 30 tokens."""
-    arrays = {"source": np.array([0, 0, 1, 1]), "n_tokens": np.array([10, 10, 20, 30])}
     base, change = np.array([20.0, 22, 50, 70]), {"bf16": np.array([1.0, 3, 2, 8]), "as_trained": np.array([2.0, 4, 4, 6])}
     for name, recipe, sign in (("x", "bf16", 0), ("y", "tensorwise", 1)):
         nats = {arm: base + sign * change[arm] for arm in change}
         loss = {f"loss_{arm}": 0.25 * nats[arm][:2].sum() / 20 + 0.75 * nats[arm][2:].sum() / 50 for arm in nats}
-        write_run(folder / name, recipe=recipe, sources={"p": {"weight": 0.25}, "q": {"weight": 0.75}},
+        write_run(tmp_path / name, recipe=recipe, sources={"p": {"weight": 0.25}, "q": {"weight": 0.75}},
                   tok_per_s_median=100.0 + 30 * sign, **loss)
-        np.savez(folder / name / "val_losses.npz", **nats, **arrays)
-
-
-def test_paired_gap_by_hand(tmp_path):
-    write_pair_by_hand(tmp_path)
+        np.savez(tmp_path / name / "val_losses.npz", source=[0, 0, 1, 1], n_tokens=[10, 10, 20, 30], **nats)
     (pair,), notes = pairs(read_runs([tmp_path])[0])
     assert notes == [] and pair.bf16.run_id == "x" and pair.fp8.run_id == "y"
     # In BF16: source p gains (1+3)/20 = 0.2, q (2+8)/50 = 0.2 nats per token.

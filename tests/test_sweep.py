@@ -21,10 +21,10 @@ from runtime.machine import read_rows
 from runtime.roofline import modelled_ratio
 from scaling import sweep
 from scaling.predict import digest
-from scaling.study import expand
+from scaling.study import Size, Study, expand
 from scaling.sweep import ENDED, Options, cost_of, state_of, table
-from tests.conftest import ROOT, write_config
-from tests.scaling_runs import asked, cells
+from tests.conftest import ROOT, asked, write_config
+from tests.scaling_runs import cells, edit, strict
 
 OPTIONS = Options(study="x", start=2.0)
 # The fake's checkpoints hold nothing but DONE; what a test appends says what the run does.
@@ -51,27 +51,23 @@ def finish(**more):
 def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), held_out=False, sizes=(64, 128), null=False,
                max_epochs=100):
     """A study file of tiny sizes, each given by its n_ffn: 64 and 128 have 22.6k and 28.8k parameters."""
-    lines = []
+    made = []
     for name, n_ffn in zip("ab", sizes, strict=False):
         config = replace(tiny, run=f"{name}_bf16", steps=None, tokens_per_param=20, log=replace(tiny.log, every=100),
                          model=replace(tiny.model, n_layer=1, n_ffn=n_ffn), data=replace(tiny.data, max_epochs=max_epochs),
                          checkpoint=replace(tiny.checkpoint, every=None, keep=1), optim=replace(tiny.optim, warmup_share=0.05))
         path = write_config(config, folder / f"{name}_bf16.py")
-        lines.append(f"Size(config={str(path)!r}, seeds={seeds}, held_out={held_out and name == 'b'}, "
-                     f"null_seeds={seeds if null else ()})")
+        made.append(Size(config=str(path), seeds=seeds, held_out=held_out and name == "b", null_seeds=seeds if null else ()))
+    study = Study(name="tiny", sizes=tuple(made), tokens_per_param=budgets, recipes=recipes, margin_percent=1.0,
+                  null=("deterministic=true",))
     file = folder / "study_tiny.py"
-    file.write_text("from scaling.study import Size, Study\n"
-                    f"study = Study(name='tiny', sizes=({', '.join(lines)},), tokens_per_param={budgets}, recipes={recipes}, "
-                    f"margin_percent=1.0, null=('deterministic=true',))\n")
+    file.write_text(f"from scaling.study import Size, Study\nstudy = {study!r}\n")
     return file
 
 
 def finish(row, folder, **changes):
-    """The summary.json of a finished run."""
-    (folder / row.run).mkdir(parents=True, exist_ok=True)
-    (folder / row.run / "summary.json").write_text(json.dumps({
-        "status": "ok", "tok_per_s_median": 1000.0, "n_gpu": 1, "device": "X", "loss_bf16": 2.0, "wall_s": 0,
-        "parent_step": row.parent_step, **changes}))
+    edit(folder / row.run / "summary.json", **{"status": "ok", "tok_per_s_median": 1000.0, "n_gpu": 1, "device": "X",
+                                               "loss_bf16": 2.0, "wall_s": 0, "parent_step": row.parent_step, **changes})
 
 
 def checkpoint(row, folder, step):
@@ -106,17 +102,15 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
 
 
 def summaries(tmp_path):
-    return {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
+    return {path.parent.name: strict(path) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
 
-
-# -------------------------------------------------------------------------------------------------------------- the table
 
 def test_the_table_by_hand(rows, tmp_path):
     text, (trunk, branch, *_) = table(rows, tmp_path / "none", OPTIONS), rows
     assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354) and not (tmp_path / "none").exists()
     assert cells(text)[2] == ["a_bf16_t10_s1", "22.6k", "10", "226k", "354", f"{88 * 512 * trunk.flops_per_token:.2e}", "~2 s",
                               "missing"]
-    assert "~ assumed: 45% of the 989 BF16 TFLOP/s of one h100 (mfu=)" in text and "it, 2 s to start and end (start=)" in text
+    assert "~ assumed: 45% of the 989 BF16 TFLOP/s of one h100" in text
     own, options = sum(row.flops_per_token * row.own_tokens for row in rows), replace(OPTIONS, mfu=1e-7, start=6.0, gpus=2)
     seconds = 4 * 6 * 2 + own / (989.4e12 * 1e-7)
     assert f"left: 4 runs: {own:.3g} FLOPs, {duration(seconds)} of a GPU\n" in table(rows, tmp_path, options)
@@ -129,12 +123,12 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
     # of the size: 1,500 and 1,000 tokens/s on each GPU; 8.5 and 1.5 seconds beside the steps, and 5 no summary tells of
     finish(rows[0], tmp_path, status="diverged", tok_per_s_median=3000.0, n_gpu=2, wall_s=884 * 512 / 3000 + 8.5)
     finish(rows[1], tmp_path, tok_per_s_median=1000.0, wall_s=88 * 512 / 1000 + 1.5)
-    text, start = table(rows, tmp_path, OPTIONS), 5 + (8.5 + 1.5) / 2
-    assert [row[-2:] for row in cells(text)[1:4]] == [
-        [duration(start + 884 * 512 / 1250), "diverged"], [duration(start + 88 * 512 / 1250), "done"], ["~2 s", "missing"]]
+    start = 5 + (8.5 + 1.5) / 2
+    for gpus in (1, 8):         # a start occupies all of them
+        text = table(rows, tmp_path, replace(OPTIONS, gpus=gpus))
+        assert [row[-2:] for row in cells(text)[1:3]] == [
+            [duration(gpus * start + steps * 512 / 1250), state] for steps, state in ((884, "diverged"), (88, "done"))]
     assert "measured: a bf16 1.25k tokens/s on each X, 10 s to start and end" in text and "left: 2 runs" in text
-    text = table(rows, tmp_path, replace(OPTIONS, gpus=8))      # a start occupies all of them
-    assert cells(text)[2][-2:] == [duration(8 * start + 88 * 512 / 1250), "done"]
 
 
 def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_where_a_model_tells(tiny, tmp_path):
@@ -156,8 +150,7 @@ def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_wh
 
 def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path):
     for limit in (2, 10):       # 10: too little for b alone, which is held out and waits for a prediction of it
-        told = fake("finish()", "only=a_*", code=2, max_epochs=limit, held_out=True)
-        assert "b_bf16_t20_s1: this run plans " in told and f"data.max_epochs={limit};" in told
+        assert "b_bf16_t20_s1: this run plans " in fake("finish()", "only=a_*", code=2, max_epochs=limit, held_out=True)
     assert not (tmp_path / "out").exists()
     fake("finish(data_sha256='other')", "only=a_bf16_t20_s1", max_epochs=20)
     assert "holds other tokens than a_bf16_t20_s1, which is done, has seen" in fake("finish()", code=2)
@@ -166,7 +159,6 @@ def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path
 
 def test_held_out_runs_wait_to_be_named(fake, tmp_path):
     fake("finish()", held_out=True)
-    assert summaries(tmp_path).keys() == {"a_bf16_t20_s1", "a_bf16_t10_s1"}
     rows = expand(sweep.load_study(tmp_path / "study_tiny.py"))
     assert [state_of(row, tmp_path / "out/tiny") for row in rows] == ["done", "done", "held out", "held out"]
     assert "0 of 1 runs to do" in fake("finish()", "only=*_t20_*", held_out=True)       # a broad pattern starts no largest runs
@@ -185,13 +177,12 @@ def predict(row, folder, **changes):
     """A frozen prediction of a run, as far as scaling/predict.py reads one."""
     content = {"target": {**asdict(row), "overrides": [], "name": row.run, **changes}, "date": "2026-01-01T00:00:00Z",
                "loss_key": "loss_bf16", "loss": 2.0, "low": 1.9, "high": 2.1, "headline": "ray", "forms": []}
-    folder.mkdir(exist_ok=True)
-    (folder / f"prediction_{row.run}.json").write_text(json.dumps(content | {"sha256": digest(content)}))
+    edit(folder / f"prediction_{row.run}.json", **content, sha256=digest(content))
 
 
 @pytest.mark.parametrize("argument, told", [
-    ("jobs=0", "jobs=0 must be a positive, finite number"), ("gpu=tpu", "gpu=tpu: the peak of that GPU is not in"),
-    ("only=a_bf16_t10_s2", "did you mean 'a_bf16_t10_s1'?"), ("--slurm limit=9", "limit= go without it")])
+    ("jobs=0", "jobs=0 must be a positive"), ("gpu=tpu", "gpu=tpu"), ("only=a_bf16_t10_s2", "did you mean 'a_bf16_t10_s1'?"),
+    ("--slurm limit=9", "limit= go without it")])
 def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, argument, told):
     assert told in asked(capsys, sweep.main, tiny_study(tiny, tmp_path), f"out={tmp_path}/out", *argument.split(), code=2)
     assert not (tmp_path / "out").exists()
@@ -248,10 +239,9 @@ def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
     body = "if run == 'a_bf16_t20_s1': print('train.py: the disk is full', file=sys.stderr); sys.exit(1)\nfinish()"
     told = fake(body, code=1)
     assert summaries(tmp_path).keys() == {"b_bf16_t20_s1", "b_bf16_t10_s1"}     # its branch could not start
-    assert "failed: a_bf16_t20_s1\n" in told and "the same command goes on: a_bf16_t20_s1, a_bf16_t10_s1\n" in told
+    assert "failed: a_bf16_t20_s1\n" in told and "goes on: a_bf16_t20_s1, a_bf16_t10_s1\n" in told
     rows, folder = expand(sweep.load_study(tmp_path / "study_tiny.py")), tmp_path / "out/tiny"
-    assert [state_of(row, folder) for row in rows[:2]] == [
-        f"failed, exit code 1: train.py: the disk is full ({folder}/a_bf16_t20_s1.log)", "missing"]
+    assert state_of(rows[0], folder).startswith("failed, exit code 1: train.py: the disk is full")
     for left in ("b_bf16_t10_s1", "b_bf16_t20_s1/checkpoints"):
         shutil.rmtree(folder / left)
     assert "b_bf16_t10_s1 starts from scratch" in fake("finish()")      # what failed is tried again, after what may succeed
@@ -270,8 +260,8 @@ def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(fake, tmp_path
 def test_what_is_left_is_told_at_the_speed_of_the_runs_under_way(rows, tmp_path):
     finish(rows[0], tmp_path)
     checkpoint(rows[2], tmp_path, 8)
-    (tmp_path / rows[2].run / "metrics.jsonl").write_text(
-        "".join(json.dumps({"kind": "train", "step": i, "loss": 2.0, "tok_per_s": 500.0}) + "\n" for i in range(1, 11)) + '{"cut')
+    lines = [json.dumps({"kind": "train", "step": i, "loss": 2.0, "tok_per_s": 500.0}) for i in range(1, 11)]
+    (tmp_path / rows[2].run / "metrics.jsonl").write_text("\n".join([*lines, '{"cut']))
     flops = sum(row.flops_per_token * row.own_tokens for row in rows[1:]) - 8 * 512 * rows[2].flops_per_token
     left = duration(flops / (500 * rows[2].flops_per_token))
     assert sweep.progress(rows, [rows[2]], tmp_path) == (
@@ -287,13 +277,11 @@ finish()"""
     assert "a_bf16_t20_s1 at step 7" in fake(body, "limit=2", "start=0.1", "only=a_bf16_t20_s1", code=3)
     assert time.monotonic() - began < 15
     assert "a_bf16_t20_s1 goes on from step 7" in fake(body, "limit=20", "start=0.1", "only=a_bf16_t20_s1")
-    assert list(summaries(tmp_path)) == ["a_bf16_t20_s1"]
 
 
 def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
     told = fake("finish()", "limit=100", "only=a_bf16_t20_s1", code=3, began=time.monotonic() - 45)     # from the command's start
-    assert summaries(tmp_path) == {} and re.search(r"; 5[45]\.\d s are left of limit=100\n", told), told
-    assert "no time is left to begin: a_bf16_t20_s1, which takes 60 s" in told
+    assert summaries(tmp_path) == {} and "no time is left to begin: a_bf16_t20_s1, which takes 60 s" in told
     # 452,608 tokens at 1,000 a second; 13 s beside them, and 5 that no summary tells of
     fake("finish(wall_s=465.608)", "limit=1e4", "only=a_bf16_t20_s1")
     told = fake("finish()", "limit=17", "only=a_*", code=3, seeds=(1, 2))      # and no branch of what was not begun
@@ -347,10 +335,9 @@ def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbro
         whole = [f"out={tmp_path}/whole" if text.startswith("out=") else text for text in overrides
                  if not text.startswith("start_from=")]
         assert train.main([path, *whole]) == 0, capsys.readouterr().err
-        ours, theirs = (json.loads((base / row.run / "summary.json").read_text()) for base in (folder, tmp_path / "whole"))
+        ours, theirs = (strict(base / row.run / "summary.json") for base in (folder, tmp_path / "whole"))
         assert (ours["parent_run"], ours["parent_step"]) == (row.parent, row.parent_step)
-        for key in ("run_id", "pair_id", "loss_bf16", "loss_as_trained", "sources", "train_loss_last", "steps", "tokens",
-                    "status", "params_total", "flops_per_token", "is_annealed", "warmup_steps", "val_sha256"):
+        for key in ("pair_id", "loss_bf16", "loss_as_trained", "sources", "train_loss_last", "steps", "tokens", "is_annealed"):
             assert ours[key] == theirs[key], (row.run, key)
         steps = [r["step"] for r in read_rows(folder / row.run / "metrics.jsonl") if r["kind"] == "train"]
         assert steps == list(range((row.parent_step or 0) + 1, row.steps + 1))
