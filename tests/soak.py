@@ -25,7 +25,7 @@ def storm(config: Config, kills: int, ranks: int) -> None:
     rng = random.Random(kills + ranks)
     for killed in range(kills):
         before, saves, seen = saved_steps(config), rng.randrange(1, 4), set()
-        run = faults.start(config, ranks=ranks)
+        run = faults.Run(config, ranks=ranks)
         end = time.monotonic() + rng.uniform(0, 1.0 * ranks)
         while run.is_running() and (len(seen) < saves if killed % 2 else time.monotonic() < end):
             seen.update(leftovers(config))
@@ -55,10 +55,10 @@ def test_a_kill_before_every_change_that_a_save_makes(base, ranks):     # noqa: 
     """Opened, renamed, removed: as many as there are, so that a new stage of a save is not forgotten here. Older checkpoints are
     there from the first kill on, and their removal is part of it."""
     config, n, codes = replace(base, run=f"every_change{ranks}", steps=120), 0, {-signal.SIGKILL}
-    assert -signal.SIGKILL in faults.start(config, faults=["signal_in_step:6:0:9"], ranks=ranks).wait()
+    assert -signal.SIGKILL in faults.Run(config, faults=["signal_in_step:6:0:9"], ranks=ranks).wait()
     while -signal.SIGKILL in codes:
         n, at = n + 1, max(saved_steps(config)[-1], 2 * EVERY) + EVERY
-        run = faults.start(config, faults=[f"kill_in_save:{at}:{n}"], ranks=ranks)
+        run = faults.Run(config, faults=[f"kill_in_save:{at}:{n}"], ranks=ranks)
         codes, now = set(run.wait()), saved_steps(config)
         assert now[-1] in (at - EVERY, at) or codes == {0}, (n, now, run.output)
         assert len(now) >= 2, (n, now)
@@ -70,7 +70,7 @@ def test_a_kill_before_every_change_that_a_save_makes(base, ranks):     # noqa: 
 def test_a_compiled_run_resumes_bit_for_bit(base, ranks):     # noqa: F811
     config = replace(base, run=f"compiled{ranks}", steps=8, model=replace(base.model, n_layer=1),
                      parallel=replace(base.parallel, compile=True, timeout=120.0))
-    run = faults.start(config, ranks=ranks)
+    run = faults.Run(config, ranks=ranks)
     run.wait_until(lambda: bool(saved_steps(config)), 600)
     run.kill()
     finish(config, ranks=ranks)
@@ -81,7 +81,7 @@ def test_kills_under_one_torchrun(base):     # noqa: F811
     """Each restart must come up: stock torchrun reads the addresses of dead ranks in two of five."""
     config = replace(base, run="restarts", steps=160, data=replace(base.data, max_epochs=20),
                      checkpoint=replace(base.checkpoint, every=5))
-    rng, run = random.Random(0), faults.start(config, restarts=6)
+    rng, run = random.Random(0), faults.Run(config, restarts=6)
     for kill in range(6):
         run.wait_until(lambda kill=kill: run.output.count("resuming ") + run.output.count("starting at ") > kill)
         run.wait_until(faults.last_step(config) + rng.randrange(1, 12))
@@ -93,7 +93,7 @@ def test_kills_under_one_torchrun(base):     # noqa: F811
 
 def test_a_rank_that_stands_still_ends_the_job_which_resumes(base):     # noqa: F811
     config = replace(base, run="still", parallel=replace(base.parallel, timeout=10.0))
-    run = faults.start(config, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"], restarts=1)
+    run = faults.Run(config, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"], restarts=1)
     assert run.wait(300) == [0], run.output
     assert "rank 1" in run.output
     assert list((config.run_dir / "stacks").glob("rank_*.txt"))

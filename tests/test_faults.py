@@ -47,7 +47,7 @@ def whole(base) -> dict[int, dict]:
 
 
 def finish(config: Config, *overrides, **how) -> Config:
-    run = faults.start(config, *overrides, **how)
+    run = faults.Run(config, *overrides, **how)
     assert set(run.wait()) == {0}, run.output
     assert (config.run_dir / "summary.json").exists(), run.output
     assert not leftovers(config)
@@ -56,7 +56,7 @@ def finish(config: Config, *overrides, **how) -> Config:
 
 def ended(codes: list[int], config: Config, *overrides, **how) -> faults.Run:
     """A start that ends with these exit codes."""
-    run = faults.start(config, *overrides, **how)
+    run = faults.Run(config, *overrides, **how)
     assert run.wait() == codes, run.output
     return run
 
@@ -119,7 +119,7 @@ def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all_and_all_use_the_ch
 def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
     """The genuine torchrun: it restarts the ranks, which resume; SIGTERM then ends them with a save; the rest is bit-equal."""
     config = replace(base, run="torchrun")
-    run = faults.start(config, faults=["signal_in_step:5:1:9", "slow_steps:0.05"], restarts=1)
+    run = faults.Run(config, faults=["signal_in_step:5:1:9", "slow_steps:0.05"], restarts=1)
     run.wait_until(lambda: "resuming" in run.output)
     run.wait_until(faults.last_step(config) + 3)
     ranks = faults.children(run.pids[0])
@@ -133,7 +133,7 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
 
 def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole):
     config = replace(base, run="signalled")
-    run = faults.start(config, ranks=2, faults=["slow_steps:0.1"])
+    run = faults.Run(config, ranks=2, faults=["slow_steps:0.1"])
     run.wait_until(3)
     os.kill(run.pids[1], signal.SIGUSR1)
     assert run.wait() == [0, 0], run.output
@@ -145,7 +145,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole):
 
 
 def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
-    run = faults.start(replace(base, run="stuck"), ranks=2, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"])
+    run = faults.Run(replace(base, run="stuck"), ranks=2, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"])
     run.wait_until(4)
     rank = run.processes[0]
     for number, seconds in (signal.SIGUSR1, 0.1), (signal.SIGUSR1, 1.5), (signal.SIGTERM, 0.5):
@@ -163,7 +163,7 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     config, calm = (replace(base, run=name, fp8=FP8Config()) for name in ("elastic", "calm"))
     files = [config.run_dir.parent / f"{each.run}.tokens" for each in (config, calm)]
     for ranks, at in (2, 9), (1, 17):
-        run = faults.start(config, ranks=ranks, faults=[f"trace_data:{files[0]}", f"signal_in_step:{at}:0:9"])
+        run = faults.Run(config, ranks=ranks, faults=[f"trace_data:{files[0]}", f"signal_in_step:{at}:0:9"])
         assert -signal.SIGKILL in run.wait(), run.output
     finish(config, ranks=2, faults=[f"trace_data:{files[0]}"])
     finish(calm, faults=[f"trace_data:{files[1]}"])
@@ -188,7 +188,7 @@ def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, own_data):
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
     shard = own_data / "web/train_00000.bin"
     shard.write_bytes(shard.read_bytes().replace(row, b"\xff\xff" + row[2:]))
-    run = faults.start(config, ranks=2)
+    run = faults.Run(config, ranks=2)
     assert 0 not in run.wait() and "holds the id 65535" in run.output and "train.py: rank 1: " in run.output
 
 
@@ -225,10 +225,10 @@ def test_a_rollback_ends_in_the_bits_of_a_run_given_later_data(request, base, fa
     from behind that step in the first place. With killed_at it is killed over that step's data and goes on."""
     overrides = ["checkpoint.every=4", *(f"{key}={value}" for key, value in changes.items())]
     config = apply_overrides(replace(base, run=request.node.callspec.id), overrides)
-    run = faults.start(config, faults=[fault, *([f"signal_in_step:{killed_at}:0:9"] if killed_at else [])], ranks=ranks)
+    run = faults.Run(config, faults=[fault, *([f"signal_in_step:{killed_at}:0:9"] if killed_at else [])], ranks=ranks)
     if killed_at:
         assert run.wait() == [-signal.SIGKILL], run.output
-        run = faults.start(config, faults=[fault] * fault.startswith("scale_loss"))
+        run = faults.Run(config, faults=[fault] * fault.startswith("scale_loss"))
     assert set(run.wait()) == {0}, run.output
     assert rollbacks(config) == [(bad, to)], run.output
     told = finish(replace(config, run=f"{config.run}_told"), faults=[f"move_data:{to + 1}:{bad - to}"], ranks=ranks)
@@ -294,10 +294,10 @@ def arm(request, base):
         finish(config, ranks=ranks)
     manifest = read_manifest(Path(branch.start_from))
     seal(Path(branch.start_from), manifest | {"state": manifest["state"] | {"seconds": 1e6, "probe_seconds": 1e5}})
-    run = faults.start(branch, faults=[f"signal_in_step:{SHORT}:0:9"], ranks=ranks)
+    run = faults.Run(branch, faults=[f"signal_in_step:{SHORT}:0:9"], ranks=ranks)
     assert -signal.SIGKILL in run.wait() and f"branching off {branch.start_from}" in run.output, run.output
     aside = trunk.run_dir.rename(trunk.run_dir.with_name(f"aside{ranks}"))
-    run = faults.start(branch, ranks=ranks)        # its own checkpoint wins; the parent may be gone by now
+    run = faults.Run(branch, ranks=ranks)        # its own checkpoint wins; the parent may be gone by now
     assert set(run.wait()) == {0} and f"resuming {branch.run_dir}/checkpoints/step_00000007" in run.output, run.output
     aside.rename(trunk.run_dir)
     return trunk, scratch, branch

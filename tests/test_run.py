@@ -317,6 +317,6 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, error, is_memo
 def test_a_run_limited_in_memory_says_so_before_it_writes_anything(tiny):
     """RLIMIT_AS, as a batch system sets it, and a model that outgrows it."""
     size = "model.n_layer=8", "model.n_embd=8192", "model.n_ffn=32768"
-    run = faults.start(tiny, *size, faults=[f"limit:{resource.RLIMIT_AS}:{20 * 2**30}"])
+    run = faults.Run(tiny, *size, faults=[f"limit:{resource.RLIMIT_AS}:{20 * 2**30}"])
     assert run.wait() == [1] and not tiny.run_dir.exists(), run.output
     assert "Traceback" not in run.output and "train.py: out of memory on rank 0 (cpu)" in run.output

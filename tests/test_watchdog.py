@@ -28,7 +28,7 @@ def jobs(tmp_path_factory, data_dir):
     """Two ranks of train.py for each, all at once, since most of their time is spent waiting: name -> exit codes, run."""
     tiny = tiny_config(data_dir, tmp_path_factory.mktemp("jobs") / "out")
     timeouts = dict.fromkeys(JOBS, 2) | {"suspend": 4, "fail": 20}      # seconds; a collective that fails is explained first
-    runs = {name: faults.start(replace(tiny, run=name, steps=12), f"parallel.timeout={timeouts[name]}", "data.micro_batch=2",
+    runs = {name: faults.Run(replace(tiny, run=name, steps=12), f"parallel.timeout={timeouts[name]}", "data.micro_batch=2",
                                ranks=2, faults=what) for name, what in JOBS.items()}
     try:
         runs["suspend"].wait_until(2)
