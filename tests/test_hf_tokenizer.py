@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,10 +16,10 @@ from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import GPT2_PATTERN, byte_letters, load_tokenizer
 from tests.conftest import encode_document, tiny_config
+from tests.test_tokenizer import HOSTILE, merged
 from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 
-HOSTILE = ["", " ", "\n\n\n", "<|end|>", "a<|begin|>b<|end|><|end|>", "x" * 3000, " " * 3000, "naïve 日本 🙂", "\x00\x1f\ufeff",
-           "def f():\n\treturn 0.5  \n", "\u2028\u200b", *DOCUMENTS]
+TEXTS = [*HOSTILE, "<|end|>", "a<|begin|>b<|end|><|end|>", "def f():\n\treturn 0.5  \n", *DOCUMENTS]
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +27,15 @@ def folder(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def merged(folder, text):
-    """The ids of a text by the folder's merges, applied by hand; the pieces are GPT-2's, which ByteLevel takes too."""
+def test_ids_are_the_merges_and_text_returns(folder):
+    """Merges by hand; the pieces are GPT-2's, which ByteLevel takes too."""
+    tok, letters = load_tokenizer(str(folder)), byte_letters()
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
-    letters, ids = byte_letters(), []
-    for piece in regex.findall(GPT2_PATTERN, text):
-        parts = [letters[b] for b in piece.encode()]
-        while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
-            i = min(pairs)[1]
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        ids += [model["vocab"][part] for part in parts]
-    return ids
-
-
-def test_ids_are_the_merges_and_text_returns(folder):
-    tok = load_tokenizer(str(folder))
-    for text in HOSTILE:
-        ids = tok.encode(text)
-        assert ids.dtype == np.uint16 and ids.tolist() == (merged(folder, text) if len(text) < 2000 else ids.tolist())
+    for text in TEXTS:
+        ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
+        due = [model["vocab"][part] for piece in pieces for part in merged([letters[b] for b in piece.encode()], ranks)]
+        assert ids.dtype == np.uint16 and (ids.tolist() == due or len(text) > 2000)
         assert tok.decode(ids) == text and not {0, 1} & set(ids.tolist()), "text that spells a special token stays text"
         assert encode_document(tok, text).tolist() == [1, 0, *ids.tolist()]
     assert tok.decode(tok.encode("a\ud800b")) == "a\ufffdb" and tok.decode([1, 0]) == "<|end|><|begin|>"
@@ -61,7 +50,7 @@ def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path
     made.enable_padding(length=9)
     made.save(str(tmp_path / "tokenizer.json"))
     other = load_tokenizer(str(tmp_path))
-    assert all(np.array_equal(other.encode(text), load_tokenizer(str(folder)).encode(text)) for text in HOSTILE)
+    assert all(np.array_equal(other.encode(text), load_tokenizer(str(folder)).encode(text)) for text in TEXTS)
     assert other.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
 
@@ -71,12 +60,11 @@ def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path
     ({"eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": {"content": "<|begin|>"}}, (1, 0)),
     ({"eos_token": "<|begin|>", "bos_token": "<|begin|>"}, (0,))])
 def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, prefix):
-    tok, usual = (load_tokenizer(str(path)) for path in (write_tokenizer(tmp_path, roles | {"padding_side": 9}), folder))
-    assert tok.prefix == prefix and tok.eot == prefix[0] and tok.start == prefix[-1]
-    assert encode_document(tok, "a").tolist() == [*prefix, *tok.encode("a").tolist()]
+    usual, tok = (load_tokenizer(str(path)) for path in (folder, write_tokenizer(tmp_path, roles | {"padding_side": 9})))
+    assert (tok.prefix, tok.eot, tok.start) == (prefix, prefix[0], prefix[-1])
     assert (tok.sha256 == usual.sha256) == (prefix == (1, 0))
-    others = (write_tokenizer(tmp_path, vocab=300), write_tokenizer(tmp_path, spare=1))
-    assert all(load_tokenizer(str(other)).sha256 != usual.sha256 for other in others)
+    for other in {"vocab": 300}, {"spare": 1}:
+        assert load_tokenizer(str(write_tokenizer(tmp_path, **other))).sha256 != usual.sha256
 
 
 @pytest.mark.parametrize("file, content, sentence", [

@@ -4,9 +4,12 @@ import hashlib
 import json
 import random
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from runtime import tokenizer
 from runtime.tokenizer import VOCAB_SIZE, load_tokenizer, token_bytes, vocab_bpe
@@ -20,14 +23,21 @@ HOSTILE = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "
            "0" * 3000, "é" * 999 + "!"]
 
 
+def merged(parts, ranks):
+    """Byte-pair encoding as the textbook has it: of the neighbours the pair of lowest rank is merged first."""
+    while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
+        i = min(pairs)[1]
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
 @pytest.fixture(scope="module")
 def gpt2():
     return load_tokenizer("gpt2")
 
 
 def test_ids_are_the_official_ones_and_pieces_are_merged_by_rank(gpt2):
-    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against. A quadratic
-    textbook encoder, over letters instead of bytes, gives the same ids for single words."""
+    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against."""
     letters, extra = {}, 0      # as the paper's code defines them: printable bytes stay, the rest follow U+00FF
     for byte in range(256):
         if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD):
@@ -43,11 +53,7 @@ def test_ids_are_the_official_ones_and_pieces_are_merged_by_rank(gpt2):
     assert gpt2.eot == ids["<|endoftext|>"] == 50256 and gpt2.vocab_size == len(ids) == VOCAB_SIZE["gpt2"]
     rank = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
     for word in ["hello", " pretraining", " Tokenisierung", "ÄÖÜß", "zzzzzz", " antidisestablishment"]:
-        parts = [letters[b] for b in word.encode()]
-        while pairs := [(rank[pair], i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)) if pair in rank]:
-            i = min(pairs)[1]
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        assert gpt2.encode(word).tolist() == [ids[part] for part in parts], word
+        assert gpt2.encode(word).tolist() == [ids[part] for part in merged([letters[b] for b in word.encode()], rank)], word
     assert gpt2.encode("Hello world").tolist() == [15496, 995]      # published examples
     assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
 
@@ -55,8 +61,7 @@ def test_ids_are_the_official_ones_and_pieces_are_merged_by_rank(gpt2):
 @pytest.mark.parametrize("name", VOCAB_SIZE)
 def test_text_returns_unchanged(name):
     tok = load_tokenizer(name)
-    rng = random.Random(1)
-    planes = [range(128), range(0xD800), range(0xE000, 0x110000)]
+    rng, planes = random.Random(1), [range(128), range(0xD800), range(0xE000, 0x110000)]
     noise = ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(rng.randrange(40))) for _ in range(500)]
     for text in HOSTILE + noise:
         ids = tok.encode(text)
@@ -75,8 +80,6 @@ def test_text_returns_unchanged(name):
 def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cut(gpt2, monkeypatch):
     """tiktoken 0.14 fails at a million blanks before a word. All but the last are one piece, the last is the word's where it is a
     space."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str
     own = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, special_tokens={"<|endoftext|>": 50256},
                             mergeable_ranks={token: rank for rank, token in enumerate(token_bytes())})
 
@@ -84,8 +87,8 @@ def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cu
         for text in texts:
             assert np.array_equal(gpt2.encode(text), own.encode_to_numpy(text, disallowed_special=())), text[:200]
 
-    letters = [*"aZ09 \n\t\r\x1c\x85\xa0\u2003\u3000'!é日🙂\u0301²",
-               *["'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "<|endoftext|>"]]
+    letters = [*"aZ09 \n\t\r\x1c\x85\xa0\u2003\u3000'!é日🙂\u0301²", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S",
+               "<|endoftext|>"]
     rng = random.Random(3)
     hold("".join(rng.choices(letters, k=rng.randrange(60))) for _ in range(8_000))
     codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]       # every character, in 1,000 a text
