@@ -14,16 +14,16 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-import prepare_data
 from runtime.checkpoint import checkpoints, load_model, read_manifest, seal
 from runtime.config import Config, FP8Config, OptimConfig, apply_overrides
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
-from tests.conftest import call_train, tiny_config
+from tests.conftest import call_train, tiny_config, write_shards
 from tests.faults import flip_bit, leftovers, record, rows, saved_steps, summary
 
 STEPS, EVERY = 24, 2
@@ -161,14 +161,14 @@ def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(b
 def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     """In BF16, to rounding. A wrong gradient scale would be off by a factor of two."""
     config, calm = (replace(base, run=name, fp8=FP8Config()) for name in ("elastic", "calm"))
-    files = [config.run_dir.parent / f"{each.run}.tokens" for each in (config, calm)]
+    traces = [f"trace_data:{base.out}/{each.run}.tokens" for each in (config, calm)]
     for ranks, at in (2, 9), (1, 17):
-        run = faults.Run(config, ranks=ranks, faults=[f"trace_data:{files[0]}", f"signal_in_step:{at}:0:9"])
+        run = faults.Run(config, ranks=ranks, faults=[traces[0], f"signal_in_step:{at}:0:9"])
         assert -signal.SIGKILL in run.wait(), run.output
-    finish(config, ranks=2, faults=[f"trace_data:{files[0]}"])
-    finish(calm, faults=[f"trace_data:{files[1]}"])
-    seen = [{line for rank in range(2) if (part := file.with_name(f"{file.name}.{rank}")).exists()
-             for line in part.read_text().splitlines()} for file in files]
+    finish(config, ranks=2, faults=traces[:1])
+    finish(calm, faults=traces[1:])
+    seen = [{line for part in Path(base.out).glob(f"{each.run}.tokens.*") for line in part.read_text().splitlines()}
+            for each in (config, calm)]
     assert seen[0] == seen[1]
     assert len(seen[0]) == 2 * STEPS, "two micro-batches a step, each known by its content"
     a, b = (rows(each) for each in (config, calm))
@@ -239,13 +239,12 @@ def test_a_rollback_ends_in_the_bits_of_a_run_given_later_data(request, base, fa
 
 def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(base, tmp_path):
     """At a learning rate of nothing each step's loss can be told from its data alone, of which each has other targets."""
-    (tmp_path / "chat.jsonl").write_text("".join(
-        json.dumps({"prompt": "p" * (7 * i % 40), "response": chr(97 + i % 26) * (1 + 11 * i % 60)}) + "\n" for i in range(300)))
-    assert prepare_data.main(["local", str(tmp_path / "chat.jsonl"), "name=chat", "instruct=true", "tokenizer=byte",
-                              "val_share=0.1", f"out={tmp_path / 'data'}", "processes=1"]) == 0
+    rng = np.random.default_rng(0)
+    masked = [rng.integers(97, 123, tokens, "<u4") | (rng.random(tokens) < 0.5) << np.uint32(31) for tokens in (9000, 900)]
+    write_shards(tmp_path / "chat", {split: [ids] for split, ids in zip(("train", "val"), masked, strict=True)}, is_masked=True)
     config = replace(base, run="masked", steps=14, fp8=FP8Config(), optim=OptimConfig(lr=1e-12),
                      guard=replace(base.guard, skips=3), checkpoint=replace(base.checkpoint, every=4),
-                     data=replace(base.data, dir=str(tmp_path / "data"), mixture={"chat": 1}, max_epochs=9))
+                     data=replace(base.data, dir=str(tmp_path), mixture={"chat": 1}))
     finish(config, faults=["nan_weight:9:0"], ranks=2)
     assert rollbacks(config) == [(12, 8)]
     data = open_data(config, load_tokenizer("byte").sha256)
@@ -336,18 +335,16 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(
 def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, capsys, arm):
     trunk, _, branch = arm
     own, branch = replace(branch, start_from=None), replace(branch, run="refused")
-    copies = {name: tmp_path / name / "checkpoints/step_00000006" for name in ("whole", "unfinished", "damaged")}
-    for copy in copies.values():
-        shutil.copytree(branch.start_from, copy)
-    (copies["unfinished"] / "DONE").unlink()
-    flip_bit(copies["damaged"] / "__0_0.distcp", 4321)
-    renamed = copies["whole"].rename(copies["whole"].with_name("step_00000005"))
+    unfinished, damaged, renamed = (
+        shutil.copytree(branch.start_from, tmp_path / f"{i}/checkpoints/step_{step:08d}") for i, step in enumerate((6, 6, 5)))
+    (unfinished / "DONE").unlink()
+    flip_bit(damaged / "__0_0.distcp", 4321)
     for config, override, told in [
         (own, "seed=1337", f"start_from was {trunk.run}"), (branch, "seed=1", "seed was 1337, now 1"),
         (branch, "eval.tokens=64", "other validation windows"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
         (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "before the decay"),
-        (branch, f"start_from={copies['unfinished']}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
-        (branch, f"start_from={copies['damaged']}", "__0_0.distcp")]:
+        (branch, f"start_from={unfinished}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
+        (branch, f"start_from={damaged}", "__0_0.distcp")]:
         done = call_train(capsys, config, tmp_path, override)
         assert (done.returncode, told in done.stderr) == (2, True), (override, done.stderr)
         assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1
