@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,7 +202,7 @@ def main(argv: list[str]) -> int:
     NOW.rank = int(os.environ.get("RANK", 0))
     wrap(train.Run, "next_step", lambda next_step, run: setattr(NOW, "run", run) or next_step(run))
     for name, *words in (fault.split(":") for fault in argv[:at]):
-        FAULTS[name](*(word if "/" in word else float(word) for word in words))
+        FAULTS[name](*map(float, words))
     sys.argv = ["train.py", *argv[at:]]
     return train.main(sys.argv[1:])
 
@@ -218,10 +217,9 @@ def now() -> tuple[int, int]:
     return NOW.run.progress.step + NOW.run.progress.data_offset + 1, NOW.rank
 
 
-def in_loss(change: Callable) -> None:
-    """change(step, losses, tokens) -> losses of each forward pass that is trained on."""
-    wrap(GPT, "forward", lambda forward, model, x, *rest: (
-        change(now()[0], forward(model, x, *rest), x) if torch.is_grad_enabled() else forward(model, x, *rest)))
+def scale_loss(first: float, last: float, factor: float) -> None:
+    wrap(GPT, "forward", lambda forward, *arguments: (
+        forward(*arguments) * (factor if torch.is_grad_enabled() and first <= now()[0] <= last else 1)))
 
 
 def before_norm(call: Callable, *at: float) -> None:
@@ -251,12 +249,6 @@ def in_save(step: float, call: Callable) -> None:
     on_change(is_counted, call)
 
 
-def trace(file: str, step: int, losses: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    with open(f"{file}.{NOW.rank}", "a") as out:
-        print(step, hashlib.sha256(x.numpy().tobytes()).hexdigest(), file=out)
-    return losses
-
-
 def sleep_for_ever() -> None:
     time.sleep(600)
 
@@ -274,10 +266,7 @@ FAULTS = {
         n <= count < n + many and NOW.rank in (rank or [NOW.rank]) and fill_disk(change))),
     # one rank alone cannot read what a checkpoint holds: EBADF
     "fail_load": lambda rank: rank == NOW.rank and setattr(TensorReader, "read_data", lambda *_: os.read(-1, 1)),
-    # append step and SHA-256 of each micro-batch that is trained on to FILE.<rank>
-    "trace_data": lambda file: in_loss(partial(trace, file)),
-    # the loss, and with it its gradient, times a factor on the data of these steps; nan is a factor
-    "scale_loss": lambda first, last, factor: in_loss(lambda step, losses, _: losses * (factor if first <= step <= last else 1)),
+    "scale_loss": scale_loss,       # and with it its gradient, on the data of these steps; nan is a factor
     # one element of one gradient, or of one weight from this update on, on one rank is NaN
     "nan_gradient": lambda *at: before_norm(lambda: spoil("grad"), *at),
     "nan_weight": lambda *at: before_norm(lambda: spoil("data"), *at),

@@ -159,23 +159,13 @@ def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(b
 
 
 def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
-    """In BF16, to rounding. A wrong gradient scale would be off by a factor of two."""
-    config, calm = (replace(base, run=name, fp8=FP8Config()) for name in ("elastic", "calm"))
-    traces = [f"trace_data:{base.out}/{each.run}.tokens" for each in (config, calm)]
+    """In BF16, to rounding, which so small a learning rate keeps small: one other sequence in a step is 1e-3 of its loss."""
+    config, calm = (replace(base, run=name, fp8=FP8Config(), optim=replace(base.optim, lr=1e-4)) for name in ("elastic", "calm"))
     for ranks, at in (2, 9), (1, 17):
-        run = faults.Run(config, ranks=ranks, faults=[traces[0], f"signal_in_step:{at}:0:9"])
-        assert -signal.SIGKILL in run.wait(), run.output
-    finish(config, ranks=2, faults=traces[:1])
-    finish(calm, faults=traces[1:])
-    seen = [{line for part in Path(base.out).glob(f"{each.run}.tokens.*") for line in part.read_text().splitlines()}
-            for each in (config, calm)]
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 2 * STEPS, "two micro-batches a step, each known by its content"
-    a, b = (rows(each) for each in (config, calm))
-    assert [row["loss"] for row in a] == pytest.approx([row["loss"] for row in b], rel=2e-2)
-    assert a[0]["loss"] == pytest.approx(b[0]["loss"], rel=1e-5), "it depends on initialisation and data alone"
-    assert [row["loss"] for row in a[:4]] == pytest.approx([row["loss"] for row in b[:4]], rel=1e-4)
-    assert [row["grad_norm"] for row in a] == pytest.approx([row["grad_norm"] for row in b], rel=0.1)
+        assert -signal.SIGKILL in faults.Run(config, ranks=ranks, faults=[f"signal_in_step:{at}:0:9"]).wait()
+    a, b = (rows(each) for each in (finish(config, ranks=2), finish(calm)))
+    for key, rounding in ("loss", 1e-5), ("grad_norm", 1e-4):
+        assert [row[key] for row in a] == pytest.approx([row[key] for row in b], rel=rounding) and len(a) == STEPS
     assert [summary(each)["n_gpu"] for each in (config, calm)] == [2, 1]
 
 
