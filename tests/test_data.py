@@ -240,7 +240,7 @@ def test_more_than_the_data_allows_or_too_little_is_refused(folder):
     said = refusal(folder, {"short": 1})
     assert "1 train tokens, too few" in said and "1 val tokens, too few" in said
     assert re.search(r"there is no .*/ghost/index.json \(.* holds a, b, c, short\)", refusal(folder, {"a": 1, "ghost": 1}))
-    conftest.write_index(folder / "b", tokenizer="gpt2")        # of other rules or sizes: test_hf_tokenizer.py
+    conftest.write_index(folder / "b", tokenizer="gpt2")        # of other rules or sizes: test_tokenizer.py
     assert "tokenizer=gpt2 (0123abcd...), but data.tokenizer=./some/folder" in refusal(folder)
 
 
