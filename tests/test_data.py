@@ -8,7 +8,6 @@ import random
 import re
 import threading
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data, permute, schedule, shares
-from runtime.run import save_sequence_losses
 from runtime.shards import damage, read_index, remove_shards
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
@@ -326,9 +324,6 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert all((a.tolist(), b.tolist()) in windows for a, b in zip(x, y, strict=True))
     assert val.targets.tolist() == (y != -100).sum(1).tolist() and 0 in val.targets and val.tokens == val.targets.sum()
     assert val.text_bytes == round(val.tokens * sum(sizes) / (raw < MASK).sum())
-    losses = SimpleNamespace(sequences={"chat": np.arange(len(val), dtype=float)}, targets={"chat": val.targets})
-    save_sequence_losses(tmp_path / "val_losses.npz", losses, losses)
-    assert np.load(tmp_path / "val_losses.npz")["n_tokens"].tolist() == val.targets.tolist()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.json").write_text(json.dumps(config.to_dict()))
     ((_, *texts),) = held_out._sources(str(config.run_dir))
