@@ -63,9 +63,12 @@ def rolled_back(config):
 @contextmanager
 def largest_file(size):
     """A full disk for this process: no file grows beyond `size` bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def refuse(*arguments, **options):
@@ -94,9 +97,10 @@ AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val eve
 
 
 def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order_and_what_directly_follows(tiny):
+    """At 4 those from before the rollback: it will happen again."""
     rolled_back(tiny).close()
-    for step, n_kept in (6, 12), (5, 11), (4, 6), (3, 4), (2, 3), (0, 0):       # at 4 those from before the rollback, which will
-        assert (2 in open_log(tiny, step).validated) == (step >= 2)             # happen again
+    for step, n_kept in (6, 12), (5, 11), (4, 6), (3, 4), (2, 3), (0, 0):
+        assert (2 in open_log(tiny, step).validated) == (step >= 2)
         assert read(tiny, "kind") == AFTER_A_ROLLBACK.split()[:n_kept]
     one, failed = open_log(tiny), {"event": "save_failed", "step": 1}
     one.step(row(1))
