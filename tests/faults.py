@@ -218,13 +218,20 @@ def now() -> tuple[int, int]:
 
 
 def scale_loss(first: float, last: float, factor: float) -> None:
-    wrap(GPT, "forward", lambda forward, *arguments: (
-        forward(*arguments) * (factor if torch.is_grad_enabled() and first <= now()[0] <= last else 1)))
+    """The loss, and with it its gradient, on the data of these steps; nan is a factor."""
+    def scaled(forward, *arguments):
+        is_due = torch.is_grad_enabled() and first <= now()[0] <= last
+        return forward(*arguments) * (factor if is_due else 1)
+    wrap(GPT, "forward", scaled)
 
 
 def before_norm(call: Callable, *at: float) -> None:
     """call() between backward pass and gradient norm; of one step, on one rank, where they are named."""
-    wrap(train.parallel, "clip_gradients", lambda clip, *rest: (now()[:len(at)] == at and call(), clip(*rest))[1])
+    def clip_after(clip, *arguments):
+        if now()[:len(at)] == at:
+            call()
+        return clip(*arguments)
+    wrap(train.parallel, "clip_gradients", clip_after)
 
 
 def in_data(change: Callable) -> None:
@@ -266,7 +273,7 @@ FAULTS = {
         n <= count < n + many and NOW.rank in (rank or [NOW.rank]) and fill_disk(change))),
     # one rank alone cannot read what a checkpoint holds: EBADF
     "fail_load": lambda rank: rank == NOW.rank and setattr(TensorReader, "read_data", lambda *_: os.read(-1, 1)),
-    "scale_loss": scale_loss,       # and with it its gradient, on the data of these steps; nan is a factor
+    "scale_loss": scale_loss,
     # one element of one gradient, or of one weight from this update on, on one rank is NaN
     "nan_gradient": lambda *at: before_norm(lambda: spoil("grad"), *at),
     "nan_weight": lambda *at: before_norm(lambda: spoil("data"), *at),
