@@ -249,7 +249,7 @@ def test_the_index_is_read_as_it_is_written(tmp_path):
     index, by_hand = read_index(tmp_path / "a"), json.loads((tmp_path / "a/index.json").read_text())
     assert {**by_hand, **vars(index)} == {**by_hand, "splits": index.splits, "dtype": "<u2", "is_masked": False}
     assert [shard.path.name for shard in index.shards] == ["train_00000.bin", "train_00001.bin", "val_00000.bin"]
-    assert index.splits["train"].tokens == 31 * N_CTX + 9
+    assert (index.dtype, index.is_masked, index.splits["train"].tokens) == ("<u2", False, 31 * N_CTX + 9)
     shards.write_index(tmp_path / "a", {key: by_hand[key] for key in by_hand if key not in ("format_version", "dtype", "sha256")})
     assert json.loads((tmp_path / "a/index.json").read_text()) == by_hand and read_index(tmp_path / "a") == index
     by_hand["splits"]["train"]["shards"][0]["file"] = "../b/train_00000.bin"
