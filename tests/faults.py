@@ -99,7 +99,9 @@ class Run:
     def kill(self) -> None:
         """kill -9, all ranks at once; returns when they are gone."""
         self.signal(signal.SIGKILL)
-        wait_for(lambda: not self.is_running(), 60)
+        for process in self.processes:
+            process.kill()      # where it was not yet in the group
+            process.join(60)
 
 
 def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader: int = 0) -> None:
