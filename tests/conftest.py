@@ -30,14 +30,12 @@ def write_shards(folder: Path, splits: dict[str, list[np.ndarray]], bytes_per_to
     folder.mkdir(parents=True)
     described = {}
     for split, arrays in splits.items():
-        files = {f"{split}_{i:05d}.bin": ids for i, ids in enumerate(arrays)}
-        for name, ids in files.items():
-            ids.tofile(folder / name)
-        tokens, documents = sum(map(len, arrays)), sum(int((ids == 256).sum()) for ids in arrays)
-        described[split] = {
-            "documents": documents, "text_bytes": round(bytes_per_token * (tokens - documents)), "tokens": tokens,
-            "shards": [{"file": name, "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
-                       for name, ids in files.items()]}
+        tokens, documents, shards = sum(map(len, arrays)), sum(int((ids == 256).sum()) for ids in arrays), []
+        for i, ids in enumerate(arrays):
+            ids.tofile(folder / (name := f"{split}_{i:05d}.bin"))
+            shards.append({"file": name, "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()})
+        described[split] = {"documents": documents, "text_bytes": round(bytes_per_token * (tokens - documents)),
+                            "tokens": tokens, "shards": shards}
     np.save(folder / "hashes.npy", np.arange(6, dtype="<u8"))
     write_index(folder, **{
         "format_version": 2, "dtype": next(iter(sum(splits.values(), []))).dtype.name, "source": folder.name, "tokenizer": "byte",
@@ -58,8 +56,7 @@ def write_index(folder: Path, **changes) -> None:
 
 def write_source(folder: Path, seed: int, train_tokens: int = 40_000, val_tokens: int = 4_000) -> None:
     """One source, its bytes drawn from a skewed distribution, so that there is something to learn."""
-    rng = np.random.default_rng(seed)
-    splits = {}
+    rng, splits = np.random.default_rng(seed), {}
     for split, tokens in (("train", train_tokens), ("val", val_tokens)):
         ids = np.minimum(rng.geometric(0.05, tokens), 255).astype("<u2")
         ids[::500] = 256    # end-of-text before each document
@@ -133,8 +130,8 @@ def write_config(config: Config, path: Path) -> Path:
 
 def run_train(config: Config, path: Path, *arguments: str) -> subprocess.CompletedProcess:
     """train.py as a user starts it; returns the finished process with its output as text."""
-    command = [sys.executable, str(ROOT / "train.py"), str(write_config(config, path / f"{config.run}.py")), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "train.py", write_config(config, path / f"{config.run}.py"), *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
 
 

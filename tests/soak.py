@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811 - fixtures of other files
 """The long tier of fault injection: kills at any moment, restarts under torchrun, every recipe, compiled runs, hangs.
 
 `make soak` takes five to fifteen minutes on two cores. Everything is compared, bit for bit, with a run that was left alone.
@@ -12,20 +13,31 @@ from dataclasses import replace
 import pytest
 
 from runtime.config import Config, FP8Config
-from tests import faults
+from tests import faults, test_prepare
 from tests.faults import leftovers, record, saved_steps
-from tests.test_faults import EVERY, base, finish  # noqa: F401
-from tests.test_prepare import big, content  # noqa: F401
-from tests.test_prepare import finish as finish_command
-from tests.test_prepare import storm as storm_of_commands
+from tests.test_faults import EVERY, base, finish
+from tests.test_prepare import big
 
 
-def storm(config: Config, kills: int, ranks: int) -> None:
-    """Run to the end through `kills` times kill -9: every second one in the middle of a save, the others at any moment."""
+def is_as_calm(config: Config, ranks: int) -> None:
+    """What a run ends in, once it is finished, is what one that was left alone ends in."""
+    assert record(finish(config, ranks=ranks)) == record(finish(replace(config, run=f"{config.run}_calm"), ranks=ranks))
+
+
+@pytest.mark.parametrize("recipe, ranks, kills, changes", [
+    ("tensorwise", 1, 10, {}), ("tensorwise", 2, 10, {}), ("tensorwise", 4, 4, {"replicate": 2, "shard": 2}),
+    ("off", 1, 3, {"recompute": True}), ("tensorwise_gw_hp", 1, 3, {}), ("rowwise", 1, 3, {}), ("amax", 1, 3, {}),
+    ("rowwise_with_gw_hp", 1, 3, {"recompute": True}), ("cscale", 1, 3, {}), ("mxfp8", 1, 3, {}),
+    ("off", 2, 3, {}), ("tensorwise_gw_hp", 2, 3, {"recompute": True}), ("rowwise", 2, 3, {}), ("gathered", 2, 3, {})])
+def test_kills_at_any_moment(base, recipe, ranks, kills, changes):
+    """Every second one in the middle of a save, the others wherever the run is."""
+    fp8 = FP8Config(recipe="tensorwise", all_gather=True) if recipe == "gathered" else FP8Config(recipe=recipe)
+    config = replace(base, run=f"{recipe}{ranks}", steps=180 if kills == 10 else 48, fp8=fp8,
+                     parallel=replace(base.parallel, **changes), data=replace(base.data, tokens_per_step=128 * max(2, ranks)))
     rng = random.Random(kills + ranks)
     for killed in range(kills):
         before, saves, seen = saved_steps(config), rng.randrange(1, 4), set()
-        run = faults.start(config, ranks=ranks)
+        run = faults.Run(config, ranks=ranks)
         end = time.monotonic() + rng.uniform(0, 1.0 * ranks)
         while run.is_running() and (len(seen) < saves if killed % 2 else time.monotonic() < end):
             seen.update(leftovers(config))
@@ -34,82 +46,68 @@ def storm(config: Config, kills: int, ranks: int) -> None:
         run.kill()
         assert not before or saved_steps(config)[-1] >= before[-1], "a checkpoint was lost"
         assert faults.last_step(config) - (saved_steps(config) or [0])[-1] <= 2 * EVERY, "the save under way and since"
-    finish(config, ranks=ranks)
-
-
-@pytest.mark.parametrize("recipe, ranks, kills, changes", [
-    ("tensorwise", 1, 10, {}), ("tensorwise", 2, 10, {}), ("tensorwise", 4, 4, {"replicate": 2, "shard": 2}),
-    ("off", 1, 3, {"recompute": True}), ("tensorwise_gw_hp", 1, 3, {}), ("rowwise", 1, 3, {}), ("amax", 1, 3, {}),
-    ("rowwise_with_gw_hp", 1, 3, {"recompute": True}), ("cscale", 1, 3, {}), ("mxfp8", 1, 3, {}),
-    ("off", 2, 3, {}), ("tensorwise_gw_hp", 2, 3, {"recompute": True}), ("rowwise", 2, 3, {}), ("gathered", 2, 3, {})])
-def test_kills_at_any_moment(base, recipe, ranks, kills, changes):      # noqa: F811
-    fp8 = FP8Config(recipe="tensorwise", all_gather=True) if recipe == "gathered" else FP8Config(recipe=recipe)
-    config = replace(base, run=f"{recipe}{ranks}", steps=180 if kills == 10 else 48, fp8=fp8,
-                     parallel=replace(base.parallel, **changes), data=replace(base.data, tokens_per_step=128 * max(2, ranks)))
-    storm(config, kills, ranks)
-    assert record(config) == record(finish(replace(config, run=f"{config.run}_calm"), ranks=ranks))
+    is_as_calm(config, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_kill_before_every_change_that_a_save_makes(base, ranks):     # noqa: F811
+def test_a_kill_before_every_change_that_a_save_makes(base, ranks):
     """Opened, renamed, removed: as many as there are, so that a new stage of a save is not forgotten here. Older checkpoints are
     there from the first kill on, and their removal is part of it."""
     config, n, codes = replace(base, run=f"every_change{ranks}", steps=120), 0, {-signal.SIGKILL}
-    assert -signal.SIGKILL in faults.start(config, faults=["signal_in_step:6:0:9"], ranks=ranks).wait()
+    assert -signal.SIGKILL in faults.Run(config, faults=["signal_in_step:6:0:9"], ranks=ranks).wait()
     while -signal.SIGKILL in codes:
         n, at = n + 1, max(saved_steps(config)[-1], 2 * EVERY) + EVERY
-        run = faults.start(config, faults=[f"kill_in_save:{at}:{n}"], ranks=ranks)
+        run = faults.Run(config, faults=[f"kill_in_save:{at}:{n}"], ranks=ranks)
         codes, now = set(run.wait()), saved_steps(config)
         assert now[-1] in (at - EVERY, at) or codes == {0}, (n, now, run.output)
         assert len(now) >= 2, (n, now)
     assert codes == {0} and n > 20, run.output
-    assert record(config) == record(finish(replace(config, run=f"{config.run}_calm"), ranks=ranks))
+    is_as_calm(config, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_compiled_run_resumes_bit_for_bit(base, ranks):     # noqa: F811
+def test_a_compiled_run_resumes_bit_for_bit(base, ranks):
     config = replace(base, run=f"compiled{ranks}", steps=8, model=replace(base.model, n_layer=1),
                      parallel=replace(base.parallel, compile=True, timeout=120.0))
-    run = faults.start(config, ranks=ranks)
+    run = faults.Run(config, ranks=ranks)
     run.wait_until(lambda: bool(saved_steps(config)), 600)
     run.kill()
-    finish(config, ranks=ranks)
-    assert record(config) == record(finish(replace(config, run=f"{config.run}_calm"), ranks=ranks))
+    is_as_calm(config, ranks)
 
 
-def test_kills_under_one_torchrun(base):     # noqa: F811
+def test_kills_under_one_torchrun(base):
     """Each restart must come up: stock torchrun reads the addresses of dead ranks in two of five."""
     config = replace(base, run="restarts", steps=160, data=replace(base.data, max_epochs=20),
                      checkpoint=replace(base.checkpoint, every=5))
-    rng, run = random.Random(0), faults.start(config, restarts=6)
+    rng, run = random.Random(0), faults.Run(config, restarts=6)
     for kill in range(6):
         run.wait_until(lambda kill=kill: run.output.count("resuming ") + run.output.count("starting at ") > kill)
         run.wait_until(faults.last_step(config) + rng.randrange(1, 12))
         os.kill(rng.choice(faults.children(run.pids[0])), signal.SIGKILL)
         run.wait_until(lambda kill=kill: run.output.count("resuming ") > kill)
     assert run.wait(600) == [0], run.output
-    assert record(config) == record(finish(replace(config, run="no_restarts"), ranks=2))
+    is_as_calm(config, 2)
 
 
-def test_a_rank_that_stands_still_ends_the_job_which_resumes(base):     # noqa: F811
+def test_a_rank_that_stands_still_ends_the_job_which_resumes(base):
     config = replace(base, run="still", parallel=replace(base.parallel, timeout=10.0))
-    run = faults.start(config, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"], restarts=1)
+    run = faults.Run(config, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"], restarts=1)
     assert run.wait(300) == [0], run.output
     assert "rank 1" in run.output
     assert list((config.run_dir / "stacks").glob("rank_*.txt"))
-    assert record(config) == record(finish(replace(base, run="moving"), ranks=2))
+    is_as_calm(config, 2)
 
 
-def test_finished_jobs_exit_cleanly(base):     # noqa: F811
+def test_finished_jobs_exit_cleanly(base):
     for i in range(20):
         finish(replace(base, steps=2, run=f"clean{i}"), ranks=2)
 
 
-def test_forty_kills_of_prepare_data(big, tmp_path):     # noqa: F811
-    storm_of_commands(big, tmp_path, 40, 2)
+def test_forty_kills_of_prepare_data(big, tmp_path):
+    test_prepare.storm(big, tmp_path, 40, 2)
 
 
-def test_ray_makes_the_same_shards(big, tmp_path):     # noqa: F811
+def test_ray_makes_the_same_shards(big, tmp_path):
     pytest.importorskip("ray")
-    finish_command(big.command(tmp_path, 2, "on=ray"))
-    assert content(tmp_path) == big.calm
+    test_prepare.finish(big.command(tmp_path, 2, "on=ray"))
+    assert test_prepare.content(tmp_path) == big.calm

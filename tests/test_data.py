@@ -8,7 +8,6 @@ import random
 import re
 import threading
 from fractions import Fraction
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data, permute, schedule, shares
-from runtime.run import save_sequence_losses
 from runtime.shards import damage, read_index, remove_shards
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
@@ -64,9 +62,9 @@ def load(*args, **kwargs):
     return open_data(config_of(*args, **kwargs), SHA)
 
 
-def refusal(folder, *args, **kwargs):
+def refusal(*args, **kwargs):
     with pytest.raises(UserError) as caught:
-        load(folder, *args, **kwargs)
+        load(*args, **kwargs)
     return str(caught.value)
 
 
@@ -163,9 +161,9 @@ def test_validation_windows_are_fixed_and_evenly_strided(folder):
 
 
 def test_identities_change_with_what_they_name(folder):
-    one, seed, fewer = load(folder), load(folder, seed=7), load(folder, eval_tokens=8)
-    assert one.train_sha256 == seed.train_sha256 == fewer.train_sha256
-    assert one.val_sha256 == seed.val_sha256 != fewer.val_sha256
+    one, other = load(folder), load(folder, seed=7, eval_tokens=8)
+    assert one.train_sha256 == other.train_sha256 and one.val_sha256 != other.val_sha256
+    assert one.val_sha256 == load(folder, seed=7).val_sha256
     for split in "train", "val":
         splits = json.loads((folder / "a/index.json").read_text())["splits"]
         splits[split]["shards"][0]["sha256"] = "other"
@@ -182,8 +180,7 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     np.memmap(path, "<u2", "r+")[window[place] * N_CTX + 3] = VOCAB
     seen, threads = [], threading.active_count()
     with pytest.raises(UserError, match=rf"{path.parent} holds the id {VOCAB}, ") as caught:
-        for batch in load(folder).stream(0, 6, 0, 1, "cpu"):
-            seen.append(batch)
+        seen.extend(load(folder).stream(0, 6, 0, 1, "cpu"))
     assert len(seen) == place // 2, "all batches before it were served"
     assert caught.value.__notes__, "train.py prints it on this rank, which may be the only one"
     assert threading.active_count() == threads, "the preparing thread has ended"
@@ -203,14 +200,13 @@ def test_a_flipped_bit_or_another_size_of_any_file_is_found_and_named(folder):
             for rank in range(3):
                 data = load(folder)
                 data.verify(rank, 3)
-                with contextlib.suppress(UserError):
+                try:
                     data.verified()
-                    continue
-                with pytest.raises(UserError, match=f"{path} is damaged") as caught:
-                    next(data.stream(0, 6, 0, 1, "cpu"))
-                found.append(caught.value)
+                except UserError as error:
+                    with pytest.raises(UserError, match=f"{path} is damaged"):
+                        next(data.stream(0, 6, 0, 1, "cpu"))
+                    found += error.__notes__        # by which train.py prints it on this rank, which may be the only one
             assert len(found) == is_shard
-            assert all(error.__notes__ for error in found), "train.py prints it on this rank, which may be the only one"
             flip_bit(path, at)
         for other in (content[:-1], content + b"\0\0", None):
             path.unlink() if other is None else path.write_bytes(other)
@@ -224,11 +220,9 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_no
     monkeypatch.setattr(shards, "file_sha256", lambda path: go_on.wait(60) and {}["a shard that cannot be hashed"])
     data.verify(0, 1)
     assert len(list(data.stream(0, 6, 0, 1, "cpu"))) == 24
-    verify, = (thread for thread in threading.enumerate() if thread.name == "verify")
-    assert verify.daemon
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "verify")
     go_on.set()
-    verify.join(60)
-    for ends in lambda: next(data.stream(0, 6, 0, 1, "cpu")), data.verified:
+    for ends in data.verified, lambda: next(data.stream(0, 6, 0, 1, "cpu")):
         with pytest.raises(KeyError):       # it does not pass as sound
             ends()
 
@@ -244,18 +238,16 @@ def test_more_than_the_data_allows_or_too_little_is_refused(folder):
     said = refusal(folder, {"short": 1})
     assert "1 train tokens, too few" in said and "1 val tokens, too few" in said
     assert re.search(r"there is no .*/ghost/index.json \(.* holds a, b, c, short\)", refusal(folder, {"a": 1, "ghost": 1}))
-    conftest.write_index(folder / "b", tokenizer="gpt2")        # of other rules or sizes: test_hf_tokenizer.py
+    conftest.write_index(folder / "b", tokenizer="gpt2")        # of other rules or sizes: test_tokenizer.py
     assert "tokenizer=gpt2 (0123abcd...), but data.tokenizer=./some/folder" in refusal(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------- index.json
 
 def test_the_index_is_read_as_it_is_written(tmp_path):
-    facts = {"duplicates": {"a": 2, "other": 1}, "empty": 1, "contaminated": 4, "is_whole": False, "budget": 150, "license": "l",
-             "decontaminated_against": [{"file": "e.jsonl", "sha256": "0"}], "selection": {"column": "text"}, "files": ["y.gz"]}
-    write_numbered(tmp_path / "a", (20, 11), 1000, **facts)
+    write_numbered(tmp_path / "a", (20, 11), 1000, duplicates={"a": 2, "other": 1}, empty=1, contaminated=4, budget=150)
     index, by_hand = read_index(tmp_path / "a"), json.loads((tmp_path / "a/index.json").read_text())
-    assert {key: getattr(index, key) for key in facts} == facts
+    assert {**by_hand, **vars(index)} == {**by_hand, "splits": index.splits, "dtype": "<u2", "is_masked": False}
     assert [shard.path.name for shard in index.shards] == ["train_00000.bin", "train_00001.bin", "val_00000.bin"]
     assert (index.dtype, index.is_masked, index.splits["train"].tokens) == ("<u2", False, 31 * N_CTX + 9)
     shards.write_index(tmp_path / "a", {key: by_hand[key] for key in by_hand if key not in ("format_version", "sha256")})
@@ -275,21 +267,20 @@ def test_no_flipped_bit_and_no_edit_of_an_index_stays_unseen(folder):
         with contextlib.suppress(UserError):
             assert read_index(folder / "a") == meant and chr(sound[byte]).isspace()
         path.write_bytes(sound)
-    for content in b"", b"[]", sound.replace(b"CC0", b"MIT"):
+    for content, changes in ((b"", {}), (b"[]", {}), (sound.replace(b"CC0", b"MIT"), {}), (sound, {"format_version": 3}),
+                             (sound, {"note": "of another program"})):
         path.write_bytes(content)
-        assert refusal(folder).startswith(f"{path} is damaged")
-    for change in {"format_version": 3}, {"note": "of another program"}:
-        path.write_bytes(sound)
-        conftest.write_index(folder / "a", **change)
+        if changes:
+            conftest.write_index(folder / "a", **changes)
         assert refusal(folder).startswith(f"{path} is damaged")
 
 
 def test_only_shards_hashes_and_index_are_removed(tmp_path):
-    foreign = ["my_hashes.npy", "my_train_00000.bin", "notes.txt", "train.bin", "train_1.bin"]
-    for name in ["train_00002.bin.tmp", "hashes.npy", "val_00000.bin", *foreign]:
+    foreign = {"my_hashes.npy", "my_train_00000.bin", "notes.txt", "train.bin", "train_1.bin"}
+    for name in {"train_00002.bin.tmp", "hashes.npy", "val_00000.bin", *foreign}:
         (tmp_path / name).touch()
     remove_shards(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == foreign
+    assert {path.name for path in tmp_path.iterdir()} == foreign
 
 
 # ----------------------------------------------------------------------------------------------- prompts and responses
@@ -306,21 +297,19 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert local(file, out=tmp_path / "data", name="chat", tokenizer=name, instruct="true", val_share=0.3) == 0
     tok, index = load_tokenizer(name), read_index(tmp_path / "data/chat")
     assert index.is_masked and index.dtype == "<u4" and index.duplicates == {"chat": 1} and index.empty == 3
-    expected = {split: SimpleNamespace(ids=[], targets=[], bytes=0, documents=0) for split in ("train", "val")}
+    expected = {"train": ([], []), "val": ([], [])}        # tokens of each document, bytes of its response
     for prompt, response in dict.fromkeys(pair for pair in PAIRS if pair[1].strip()):
-        first, *rest = tok.prefix
-        head, tail = [*rest, *tok.encode(prompt).tolist()], tok.encode(response).tolist()
-        of = expected[split_of(f"{prompt}\0{response}".encode(), 3000)]
-        of.ids += [first, *head, *tail]
-        of.targets += [True, *[False] * len(head), *[True] * len(tail)]
-        of.bytes, of.documents = of.bytes + len(response.encode()), of.documents + 1
+        context = np.array([*tok.prefix[1:], *tok.encode(prompt)], "<u4") | MASK
+        tokens, sizes = expected[split_of(f"{prompt}\0{response}".encode(), 3000)]
+        tokens.append(np.concatenate([[tok.eot], context, tok.encode(response)]))
+        sizes.append(len(response.encode()))
     windows = []
-    for split, of in expected.items():
-        raw = np.fromfile(tmp_path / f"data/chat/{split}_00000.bin", "<u4")
-        assert (raw & ~MASK).tolist() == of.ids and (raw < MASK).tolist() == of.targets
-        assert (index.splits[split].text_bytes, index.splits[split].documents) == (of.bytes, of.documents)
-        targets = np.where(of.targets, of.ids, -100).tolist()
-        windows += [(of.ids[at:at + N_CTX], targets[at + 1:at + N_CTX + 1]) for at in range(0, len(targets) - N_CTX, N_CTX)]
+    for split, (tokens, sizes) in expected.items():
+        raw = np.concatenate(tokens)
+        assert np.fromfile(tmp_path / f"data/chat/{split}_00000.bin", "<u4").tolist() == raw.tolist()
+        assert (index.splits[split].text_bytes, index.splits[split].documents) == (sum(sizes), len(sizes))
+        ids, targets = (raw & ~MASK).tolist(), np.where(raw < MASK, raw, -100).tolist()
+        windows += [(ids[at:at + N_CTX], targets[at + 1:at + N_CTX + 1]) for at in range(0, len(ids) - N_CTX, N_CTX)]
     assert main(["--show", str(tmp_path / "data")]) == 0
     assert "the responses and the ends of documents" in capsys.readouterr().out
 
@@ -334,15 +323,12 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     x, y = val.batch(0, len(val))
     assert all((a.tolist(), b.tolist()) in windows for a, b in zip(x, y, strict=True))
     assert val.targets.tolist() == (y != -100).sum(1).tolist() and 0 in val.targets and val.tokens == val.targets.sum()
-    assert val.text_bytes == round(val.tokens * expected["val"].bytes / sum(expected["val"].targets))
-    losses = SimpleNamespace(sequences={"chat": np.arange(len(val), dtype=float)}, targets={"chat": val.targets})
-    save_sequence_losses(tmp_path / "val_losses.npz", losses, losses)
-    assert np.load(tmp_path / "val_losses.npz")["n_tokens"].tolist() == val.targets.tolist()
+    assert val.text_bytes == round(val.tokens * sum(sizes) / (raw < MASK).sum())
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.json").write_text(json.dumps(config.to_dict()))
     ((_, *texts),) = held_out._sources(str(config.run_dir))
     found = held_out._pick(*texts, 999, "seed", lambda text: text)
-    assert len(found) == expected["val"].documents and set(found) <= {p + r for p, r in PAIRS if r.strip()}
+    assert len(found) == len(sizes) and set(found) <= {p + r for p, r in PAIRS if r.strip()}
     conftest.write_index(tmp_path / "data/chat", is_masked=False)     # a mark is no token id
     with pytest.raises(UserError, match=r"holds the id \d{10}, "):
         read(open_data(config, tok.sha256), 6)

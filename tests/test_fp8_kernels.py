@@ -498,7 +498,7 @@ def test_a_resume_is_bit_exact_and_so_is_one_or_two_ranks(tiny, tmp_path, capsys
     assert faults.record(cut) == faults.record(whole)
     assert len(state(whole)) == 16 and all(0 < min(row[:4]) < 1e4 for row in state(whole).values())
     two = replace(whole, run="two", data=replace(whole.data, micro_batch=2))
-    done = faults.start(two, ranks=2)
+    done = faults.Run(two, ranks=2)
     assert set(done.wait()) == {0}, done.output
     faults.back_to(two, 3)          # from two ranks on to one
     assert call_train(capsys, two, tmp_path).returncode == 0

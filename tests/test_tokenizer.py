@@ -1,16 +1,30 @@
-"""Tests of runtime/tokenizer.py against OpenAI's hashes and a second byte-pair encoder; folders: test_hf_tokenizer.py."""
+"""Tests of runtime/tokenizer.py against OpenAI's hashes and a second byte-pair encoder; tokenizers that are folders, from ids
+and roles to shards of 32 bits."""
 
 import hashlib
 import json
 import random
 import re
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import regex
+import tiktoken
+import tokenizers
+from eval_runs import call
+from tiktoken_ext.openai_public import r50k_pat_str
 
-from runtime import tokenizer
-from runtime.tokenizer import VOCAB_SIZE, load_tokenizer, token_bytes, vocab_bpe
-from tests.conftest import encode_document
+import prepare_data
+from runtime import tokenizer as room
+from runtime.cli import UserError
+from runtime.config import EvalConfig
+from runtime.data import open_data
+from runtime.shards import read_index
+from runtime.tokenizer import GPT2_PATTERN, VOCAB_SIZE, byte_letters, load_tokenizer, token_bytes, vocab_bpe
+from tests.conftest import encode_document, tiny_config
+from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
 ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
@@ -20,14 +34,21 @@ HOSTILE = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "
            "0" * 3000, "é" * 999 + "!"]
 
 
+def merged(parts, ranks):
+    """Byte-pair encoding as the textbook has it: of the neighbours the pair of lowest rank is merged first."""
+    while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
+        i = min(pairs)[1]
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
 @pytest.fixture(scope="module")
 def gpt2():
     return load_tokenizer("gpt2")
 
 
 def test_ids_are_the_official_ones_and_pieces_are_merged_by_rank(gpt2):
-    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against. A quadratic
-    textbook encoder, over letters instead of bytes, gives the same ids for single words."""
+    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against."""
     letters, extra = {}, 0      # as the paper's code defines them: printable bytes stay, the rest follow U+00FF
     for byte in range(256):
         if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD):
@@ -43,11 +64,7 @@ def test_ids_are_the_official_ones_and_pieces_are_merged_by_rank(gpt2):
     assert gpt2.eot == ids["<|endoftext|>"] == 50256 and gpt2.vocab_size == len(ids) == VOCAB_SIZE["gpt2"]
     rank = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
     for word in ["hello", " pretraining", " Tokenisierung", "ÄÖÜß", "zzzzzz", " antidisestablishment"]:
-        parts = [letters[b] for b in word.encode()]
-        while pairs := [(rank[pair], i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)) if pair in rank]:
-            i = min(pairs)[1]
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        assert gpt2.encode(word).tolist() == [ids[part] for part in parts], word
+        assert gpt2.encode(word).tolist() == [ids[part] for part in merged([letters[b] for b in word.encode()], rank)], word
     assert gpt2.encode("Hello world").tolist() == [15496, 995]      # published examples
     assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
 
@@ -55,8 +72,7 @@ def test_ids_are_the_official_ones_and_pieces_are_merged_by_rank(gpt2):
 @pytest.mark.parametrize("name", VOCAB_SIZE)
 def test_text_returns_unchanged(name):
     tok = load_tokenizer(name)
-    rng = random.Random(1)
-    planes = [range(128), range(0xD800), range(0xE000, 0x110000)]
+    rng, planes = random.Random(1), [range(128), range(0xD800), range(0xE000, 0x110000)]
     noise = ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(rng.randrange(40))) for _ in range(500)]
     for text in HOSTILE + noise:
         ids = tok.encode(text)
@@ -75,8 +91,6 @@ def test_text_returns_unchanged(name):
 def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cut(gpt2, monkeypatch):
     """tiktoken 0.14 fails at a million blanks before a word. All but the last are one piece, the last is the word's where it is a
     space."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str
     own = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, special_tokens={"<|endoftext|>": 50256},
                             mergeable_ranks={token: rank for rank, token in enumerate(token_bytes())})
 
@@ -84,8 +98,8 @@ def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cu
         for text in texts:
             assert np.array_equal(gpt2.encode(text), own.encode_to_numpy(text, disallowed_special=())), text[:200]
 
-    letters = [*"aZ09 \n\t\r\x1c\x85\xa0\u2003\u3000'!é日🙂\u0301²",
-               *["'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "<|endoftext|>"]]
+    letters = [*"aZ09 \n\t\r\x1c\x85\xa0\u2003\u3000'!é日🙂\u0301²", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S",
+               "<|endoftext|>"]
     rng = random.Random(3)
     hold("".join(rng.choices(letters, k=rng.randrange(60))) for _ in range(8_000))
     codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]       # every character, in 1,000 a text
@@ -94,8 +108,102 @@ def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cu
     run = " " * 1_000_100
     ids = [*gpt2.encode("a" + run[:-1]), *gpt2.encode(" word")]
     assert gpt2.encode(f"a{run}word{run}word{run}").tolist() == ids + ids[1:] + gpt2.encode(run).tolist()
-    monkeypatch.setattr(tokenizer, "LONG_RUN_LENGTH", 0)
-    monkeypatch.setattr(tokenizer, "LONG_RUN", re.compile(tokenizer.LONG_RUN.pattern.replace("500000", "1")))
+    monkeypatch.setattr(room, "LONG_RUN_LENGTH", 0)
+    monkeypatch.setattr(room, "LONG_RUN", re.compile(room.LONG_RUN.pattern.replace("500000", "1")))
     blanks = [chr(code) for code in range(0x3001) if chr(code).isspace() or code in (0x180E, 0x200B)]    # Python's, and two
     hold("".join(rng.choice(["x", "'s", "1", "!", "é", "\x1c", *rng.sample(blanks, 3)]) * rng.choice([1, 2, 3, 9])
                  for _ in range(rng.randrange(12))) for _ in range(1000))
+
+
+# ----------------------------------------------------------------------------------------------- tokenizers that are folders
+
+TEXTS = [*HOSTILE, "<|end|>", "a<|begin|>b<|end|><|end|>", "def f():\n\treturn 0.5  \n", *DOCUMENTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_ids_are_the_merges_and_text_returns(folder):
+    """Merges by hand; the pieces are GPT-2's, which ByteLevel takes too."""
+    tok, letters = load_tokenizer(str(folder)), byte_letters()
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
+    for text in TEXTS:
+        ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
+        due = [model["vocab"][part] for piece in pieces for part in merged([letters[b] for b in piece.encode()], ranks)]
+        assert ids.dtype == np.uint16 and (ids.tolist() == due or len(text) > 2000)
+        assert tok.decode(ids) == text and not {0, 1} & set(ids.tolist()), "text that spells a special token stays text"
+        assert encode_document(tok, text).tolist() == [1, 0, *ids.tolist()]
+    assert tok.decode(tok.encode("a\ud800b")) == "a\ufffdb" and tok.decode([1, 0]) == "<|end|><|begin|>"
+    with pytest.raises(ValueError, match=f"has ids 0 to {tok.vocab_size - 1}, but was given"):
+        tok.decode([tok.vocab_size])
+
+
+def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path):
+    """Truncation, padding, tokens put around a text: for a model's input, not for documents."""
+    made = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path, post_processor=BEGINS) / "tokenizer.json"))
+    made.enable_truncation(4)
+    made.enable_padding(length=9)
+    made.save(str(tmp_path / "tokenizer.json"))
+    other = load_tokenizer(str(tmp_path))
+    assert all(np.array_equal(other.encode(text), load_tokenizer(str(folder)).encode(text)) for text in TEXTS)
+    assert other.adds_start, "it is noted, though: a model's input begins so"
+    assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
+
+
+@pytest.mark.parametrize("roles, prefix", [
+    ({"eos_token": "<|end|>", "bos_token": "<|begin|>"}, (1, 0)), ({"eos_token": "<|end|>"}, (1,)),
+    ({"eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": {"content": "<|begin|>"}}, (1, 0)),
+    ({"eos_token": "<|begin|>", "bos_token": "<|begin|>"}, (0,))])
+def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, prefix):
+    usual, tok = (load_tokenizer(str(path)) for path in (folder, write_tokenizer(tmp_path, roles | {"padding_side": 9})))
+    assert (tok.prefix, tok.eot, tok.start) == (prefix, prefix[0], prefix[-1])
+    assert (tok.sha256 == usual.sha256) == (prefix == (1, 0))
+    for other in {"vocab": 300}, {"spare": 1}:
+        assert load_tokenizer(str(write_tokenizer(tmp_path, **other))).sha256 != usual.sha256
+
+
+@pytest.mark.parametrize("file, content, sentence", [
+    ("tokenizer.json", None, "has no tokenizer.json"), ("tokenizer.json", "{}", "cannot be read"),
+    ("tokenizer_config.json", None, "cannot be read"), ("tokenizer_config.json", "{}", "says eos_token=None"),
+    ("tokenizer_config.json", '{"eos_token": "<eos>"}', "eos_token='<eos>' .* a token of tokenizer.json must")])
+def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, sentence):
+    path = write_tokenizer(tmp_path) / file
+    path.write_text(content) if content else path.unlink()
+    with pytest.raises(UserError, match=sentence):
+        load_tokenizer(str(tmp_path))
+
+
+def config(out, tokenizer, vocab_size):
+    tiny = tiny_config(out, out)
+    return replace(tiny, eval=EvalConfig(tokens=64), model=replace(tiny.model, vocab_size=vocab_size), data=replace(
+        tiny.data, mixture={"mine": 1}, tokenizer=str(tokenizer), tokens_per_step=128, max_epochs=9))
+
+
+def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsys):
+    """70,000 ids and more, from the command to the batch."""
+    wide, data_dir = write_tokenizer(tmp_path / "wide", spare=70_000), tmp_path / "data"
+    (tmp_path / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
+    call(prepare_data, "local", tmp_path / "a.jsonl", f"tokenizer={wide}", "name=mine", "val_share=0.3", "processes=2",
+         f"out={data_dir}")
+    index, tok = read_index(data_dir / "mine"), load_tokenizer(str(wide))
+    raw = json.loads((data_dir / "mine/index.json").read_text())
+    assert (raw["dtype"], raw["tokenizer"], raw["tokenizer_sha256"]) == ("uint32", "folder", tok.sha256)
+    assert str(wide) not in json.dumps(raw) and "is_masked" not in raw, "no machine's path, and no mask where there is none"
+    ids = np.concatenate([np.fromfile(split.shards[0].path, "<u4") for split in index.splits.values()])
+    found = [piece.tolist() for piece in np.split(ids, (ids == tok.eot).nonzero()[0][1:])]
+    assert sorted(found) == sorted(encode_document(tok, document).tolist() for document in DOCUMENTS)
+    x, y = open_data(config(data_dir, wide, tok.vocab_size + 8), tok.sha256).batch(0, 0, 0, 1)
+    assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
+    call(prepare_data, "--show", data_dir)
+    assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in capsys.readouterr().out
+
+    size, another = tok.vocab_size, load_tokenizer(str(folder)).sha256
+    with pytest.raises(UserError, match="made with tokenizer=folder .* another tokenizer .*: set data.tokenizer to"):
+        open_data(config(data_dir, folder, size), another)
+    with pytest.raises(UserError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
+        open_data(config(data_dir, wide, 300), tok.sha256)
+    made, moved = config(data_dir, wide, size), config(data_dir, "/else/where", size)
+    assert made.identity() == moved.identity() != config(data_dir, "gpt2", 50257).identity()      # the shards say which it is
