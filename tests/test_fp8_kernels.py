@@ -424,6 +424,7 @@ def test_a_tensor_without_finite_values_leaves_no_trace_and_evaluation_changes_n
         assert scales.state()["layers.0.attn.qkv.x"][0] == max(before["layers.0.attn.qkv.x"][:4])
         assert all(torch.tensor(row).isfinite().all() for row in scales.state().values())
     weight.data.fill_(1.0)
+    before = {name: [*row[:4], 7.0] for name, row in before.items()}        # with a wide margin for seven steps
     scales.load(before)
     scales.begin(1 / 128)
     with torch.no_grad():
