@@ -1,7 +1,8 @@
-"""bench/kernels.py: the table that fp8.recipe=auto goes by; a linear drift cancels."""
+"""bench/kernels.py makes the table of timings, in which a linear drift cancels; runtime/speed.py chooses recipes by it."""
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from bench import kernels
 from runtime import speed
+from runtime.cli import UserError
+from runtime.speed import choose, load_table
 
 
 def call(capsys, *arguments):
@@ -76,11 +79,10 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
 
 
 def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(capsys, tmp_path, monkeypatch):
-    toy = (f"out={tmp_path / 'absent' / 'cpu.json'}", "shapes=64x64", "tokens=64", "turns=2")
-    code, said, _ = call(capsys, *toy, "recipes=tensorwise,tensorwise+kernels")
-    assert code == 0 and "2 rows to time" in said
-    text = (tmp_path / "absent/cpu.json").read_text()
-    entry, = json.loads(text)["measured"]["cpu"]
+    out = tmp_path / "absent" / "cpu.json"
+    toy = (f"out={out}", "shapes=64x64", "tokens=64", "turns=2")
+    assert call(capsys, *toy, "recipes=tensorwise,tensorwise+kernels")[0] == 0
+    text, (entry,) = out.read_text(), load_table(out)["measured"]["cpu"]
     assert entry["gpu"].startswith("cpu ") and "rehearsal" in entry["timer"] and text == speed.to_text(json.loads(text))
     assert entry["torch"] == torch.__version__ and entry["command"].startswith("python -m bench.kernels out=")
     assert [(row["recipe"], row["K"], row["N"], row["M"]) for row in entry["rows"]] == [
@@ -89,44 +91,32 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finit
     forward = kernels.Piece.forward
     monkeypatch.setattr(kernels.Piece, "forward", lambda self, x: forward(self, x) * float("nan"))
     code, said, _ = call(capsys, *toy, "recipes=tensorwise,rowwise")
-    assert code == 1 and "1 rows to time, 1 are there" in said and "FAILED" in said and "not finite" in said
-    assert (tmp_path / "absent/cpu.json").read_text() == text
+    assert code == 1 and "1 rows to time, 1 are there" in said and "not finite" in said and out.read_text() == text
     assert call(capsys, "casts")[0] == call(capsys, "matmuls", "shapes=64x64", "tokens=64")[0] == 0
 
 
-def test_a_cut_or_failing_row_costs_no_other_and_the_same_command_goes_on(capsys, tmp_path, timed, monkeypatch):
-    out, (done, acts) = tmp_path / "cpu.json", timed
+def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_setups_do_not_mix(
+        capsys, tmp_path, timed, monkeypatch):
+    (out := tmp_path / "cpu.json").write_bytes(speed.SHIPPED.read_bytes())
+    done, acts = timed
     arguments = [f"out={out}", "shapes=64x64,64x128", "tokens=64", "recipes=tensorwise,rowwise"]
     acts[:] = [None, type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU"), None, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         call(capsys, *arguments)
     assert done == [("tensorwise", 64, 64), ("tensorwise", 64, 128)]
-    assert "rowwise                        64 x 64     FAILED: no kernel image for this GPU\n" in capsys.readouterr().out
+    assert "64 x 64     FAILED: no kernel image for this GPU\n" in capsys.readouterr().out
     now = iter(range(0, 10_000, 15))        # each look at the clock is 15 s after the last
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
+    out.write_text(re.sub('"commit": .*', '"commit": "0123",', out.read_text()))    # another commit is no other setup
     for left in (True, False):
         code, said, _ = call(capsys, *arguments, "budget=20")
         assert code == 0 and ("1 rows are left, the same command goes on" in said) is left
-    (entry,) = speed.load_table(out)["measured"]["cpu"]
+    (entry,) = load_table(out)["measured"]["cpu"]
     assert [(row["recipe"], row["N"]) for row in entry["rows"]] == [*itertools.product(("tensorwise", "rowwise"), (64, 128))]
-
-
-def test_rows_of_two_setups_do_not_mix_and_other_entries_stay(capsys, tmp_path, timed):
-    out = tmp_path / "cpu.json"
-    out.write_bytes(speed.SHIPPED.read_bytes())
-
-    def again(shape, **changes):
-        value = json.loads(out.read_text())
-        for entry in value["measured"].get("cpu", ()):
-            entry |= changes
-        out.write_text(json.dumps(value))
-        return call(capsys, f"out={out}", f"shapes={shape}", "tokens=64", "recipes=tensorwise")
-    assert again("64x64")[0] == again("64x128", commit="0123")[0] == 0      # another commit is no other setup: both are named
-    value = json.loads(out.read_text())
-    (entry,), shipped = value["measured"]["cpu"], json.loads(speed.SHIPPED.read_text())
-    assert value["published"] == shipped["published"] and len(entry["rows"]) == 2 and entry["commit"].startswith("0123, ")
-    code, _, said = again("64x256", torch="1.0")
-    assert code == 2 and "torch 1.0" in said and len(timed[0]) == 2
+    assert load_table(out)["published"] == load_table()["published"] and entry["commit"].startswith("0123, ")
+    out.write_text(out.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
+    code, _, said = call(capsys, arguments[0], "shapes=64x256")
+    assert code == 2 and "torch 1.0" in said and len(done) == 4
 
 
 @pytest.mark.parametrize("arguments, word", [
@@ -137,3 +127,58 @@ def test_mistakes_get_a_sentence_and_the_shipped_table_holds_no_cpus_times(capsy
     code, _, said = call(capsys, *({"out": "out=out/cpu.json"} | {arguments.split("=")[0]: arguments}).values())
     assert code == 2 and word in said and said.count("\n") == 1
     assert call(capsys)[0] == 2 and not timed[0]
+
+
+# ------------------------------------------------------------------------------------------------------ what auto chooses
+
+GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
+RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
+
+
+def entry(gpu, *rows):
+    """An entry of the table from (recipe, K, N, ratio) or (recipe, K, N, ratio, M)."""
+    return {"gpu": gpu, "rows": [dict(zip(("recipe", "K", "N", "ratio", "M"), row, strict=False)) for row in rows]}
+
+
+@pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
+    ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640"),
+    ([(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)], GPU, 64, 64, None, "BF16 is faster: best measured 0.87x at 64 x 64"),
+    ([(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)], GPU, 80, 64, TW, "measured 1.50x at 32 x 32"),       # the best at or below
+    ([(TW, 64, 64, 1.03)], GPU, 64, 64, None, "FP8 gains too little: best measured 1.03x"),
+    ([(TW, 64, 64, 1.5, 64), (TW, 64, 64, 0.9, 128)], GPU, 64, 64, None, "best measured 0.90x"),      # a shape at its slowest M
+    ([(TW, 32, 32, 1.2), ("rowwise", 64, 64, 1.1)], GPU, 64, 64, TW, "measured 1.20x at 32 x 32"),
+    ([("rowwise", 64, 64, 1.3), (TW, 64, 64, 1.3)], GPU, 64, 64, TW, "measured 1.30x at 64 x 64"),    # the first candidate
+    # Our own rows override published ones altogether: rowwise was not even timed.
+    ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"), ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "measured 0.90x"),
+    ([(TW, 64, 64, 1.2)], "H100", 64, 64, TW, f"measured on {GPU} 1.20x"),       # --plan h100
+    ([], "NVIDIA H200", 64, 64, "rowwise", "published on H100 1.60x at 64 x 64"),       # of the architecture
+    ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU"), ([(TW, 16, 16, 2.0)], "NVIDIA B200", 64, 64, None, "no timings"),
+    ([(TW, 16, 16, 2.0)], "NVIDIA Unheard", 64, 64, None, "no timings")])
+def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
+    table = {"measured": {"sm_90": [entry(GPU, *measured)]} if measured else {},
+             "published": {"sm_90": [entry("H100", (TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6))]}}
+    chosen, reason = choose(table, gpu, K, N, RECIPES)
+    assert chosen == recipe and why in reason
+
+
+def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch):
+    two = {"measured": {"sm_90": [entry("NVIDIA H200", (TW, 64, 64, 1.2)), entry(GPU, (TW, 64, 64, 1.1))]}}
+    for gpu, due in ((GPU, "measured 1.10x"), ("NVIDIA H200", "measured 1.20x"),
+                     ("NVIDIA H200 NVL", "measured on NVIDIA H200 1.20x")):
+        assert choose(two, gpu, 64, 64, RECIPES)[1].startswith(due), gpu
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)       # the GPU at hand is asked: no name needs to be known
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Unheard")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert choose(two, "NVIDIA Unheard", 64, 64, RECIPES) == (TW, "measured on NVIDIA H200 1.20x at 64 x 64")
+
+
+def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h100(tmp_path):
+    text, published = speed.SHIPPED.read_text(), load_table() | {"measured": {}}
+    assert text == speed.to_text(json.loads(text)), "a row a line"
+    for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):
+        assert choose(published, GPU, K, N, RECIPES)[0] is None, (K, N)
+    assert choose(published, GPU, 2048, 11264, RECIPES) == (TW, "published 1.18x at 1664 x 6656")
+    for damaged in (text[:-9], "[]", text.replace('"format_version": 2', '"format_version": 1')):
+        (file := tmp_path / "table.json").write_text(damaged)
+        with pytest.raises(UserError, match="table.json is no table of timings"):
+            load_table(file)

@@ -125,14 +125,6 @@ def test_logits_and_loss_equal_the_float64_reference(name):
     np.testing.assert_allclose(later[:, :10], got[:, :10], rtol=0, atol=1e-6, err_msg="future tokens change past logits")
 
 
-def test_rms_norm_computes_in_fp32_and_rounds_in_hugging_faces_order():
-    norm, generator = RMSNorm(64, 1e-5), torch.Generator().manual_seed(0)
-    norm.weight.data.copy_(1 + 0.1 * torch.randn(64, generator=generator))
-    x = (3 * torch.randn(50, 64, generator=generator)).bfloat16()
-    normalised = (x.float() / (x.float().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).bfloat16()
-    assert (norm(x) != norm.weight.bfloat16() * normalised).float().mean() < 0.01   # 1/sqrt may differ from rsqrt in a last bit
-
-
 def test_gradients_equal_finite_differences_of_the_float64_reference():
     config = replace(VARIANTS["everything"], n_layer=2, n_ctx=6, vocab_size=20, tied=True)
     model, x, y = build_rough(config), tokens(config), tokens(config, seed=4)
@@ -236,7 +228,7 @@ def test_init_scales(n_layer):
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_bf16_compute_keeps_fp32_weights_and_gradients(chunk):
+def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk):
     config = replace(VARIANTS["everything"], loss_chunk=chunk)
     model, x, y, seen = build(config, compute_dtype=torch.bfloat16), tokens(config), tokens(config, seed=2), {}
     for name, module in model.named_modules():
@@ -247,8 +239,12 @@ def test_bf16_compute_keeps_fp32_weights_and_gradients(chunk):
     assert seen.pop("wte") == (torch.int64, torch.float32)      # the embedding is read in fp32, then cast once
     assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)} and {"head", "layers.2"} < seen.keys()
     assert {t.dtype for p in model.parameters() for t in (p, p.grad, loss, model.cos)} == {torch.float32}
-    linear, h = model.layers[0].mlp.gate_up, torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear, h = model.layers[0].mlp.gate_up, torch.randn(99, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(linear(h), torch.nn.functional.linear(h, linear.weight.bfloat16())), "by the rounded weight"
+    norm = RMSNorm(48, 1e-5)        # fp32 inside, rounded in Hugging Face's order
+    norm.weight.data.copy_(1 + 0.1 * h[0])
+    normalised = (h.float() / (h.float().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).bfloat16()
+    assert (norm(h) != norm.weight.bfloat16() * normalised).float().mean() < 0.01   # 1/sqrt may differ from rsqrt in a last bit
 
 
 @pytest.mark.parametrize("name", VARIANTS)

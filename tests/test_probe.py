@@ -33,6 +33,7 @@ def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
                 p.mul_(4)
             elif name.endswith("_norm.weight"):
                 p.mul_(torch.linspace(0.5, 2.0, p.numel()))
+    fp8.refresh_weight_copies(model)
     return model, fp8.recipes(layers, SCALE), *tokens(seed)
 
 
@@ -108,18 +109,24 @@ def test_statistics_of_values_made_by_hand():
     assert all(statistics(a * torch.ones(1, 32), Operand(E4M3))[5] == 0 for a in torch.linspace(0.01, 3, 500).bfloat16())
 
 
-def test_a_head_in_chunks_is_measured_once_and_only_by_ranks_that_write(tmp_path, monkeypatch):
-    """Its first chunk, and not again when the backward pass recomputes it."""
-    calls = []
+@pytest.mark.parametrize("label, pieces", [("rowwise", 0), ("tensorwise+kernels", 1), ("tensorwise_gw_hp+kernels", 0)])
+def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_write(label, pieces, tmp_path, monkeypatch):
+    """Its first chunk, and not again when the backward pass recomputes it. An FP8 head on our kernels computes its loss in one
+    piece, which has no output to watch: not with BF16 weight gradients, and not while a probe watches."""
+    calls, whole, forward = [], [], fp8.HeadLoss.forward
     monkeypatch.setattr(probe, "statistics", lambda x, operand, *noise: calls.append(operand) or statistics(x, operand, *noise))
-    model, recipes, x, y = build("rowwise", head=True, loss_chunk=32)
+    monkeypatch.setattr(fp8.HeadLoss, "forward", staticmethod(lambda *a: whole.append(1) or forward(*a)))
+    model, recipes, x, y = build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
+    model(x, y)
+    assert len(whole) == pieces
     Probe(None, model, recipes, 4096)(1, x, y, SCALE)
     assert not calls
+    whole.clear()
     [row] = [row for row in probed(tmp_path, model, recipes, x, y) if row.get("layer") == "head"]
     assert len(calls) == 3 * len(recipes) == 27, "three operands of each Linear"
-    assert row["activation"]["amax"] == model.hidden(x)[0].abs().max().item()
-
-
+    hidden = model.hidden(x)
+    assert row["activation"]["amax"] == (hidden[0] if label == "rowwise" else hidden).abs().max().item()
+    assert row["gradient"]["amax"] > 0 and not whole
 @pytest.mark.parametrize("at_once, changes", [(2**24, {}), (100, {"n_head": 4, "n_kv_head": 2}),
                                               (100, {"n_head": 4, "n_kv_head": 1, "qk_norm": True})])
 def test_block_rows_against_a_naive_computation(changes, at_once, tmp_path, monkeypatch):
