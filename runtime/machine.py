@@ -28,7 +28,9 @@ GIB = 2**30
 
 def read_bytes(path: str | Path) -> bytes:
     """The content of a file; b"" where there is none."""
-    return Path(path).read_bytes() if os.path.exists(path) else b""
+    with suppress(FileNotFoundError):
+        return Path(path).read_bytes()
+    return b""
 
 
 def read_rows(path: str | Path, unwritten: bytes = b"") -> list:

@@ -366,7 +366,8 @@ def test_compiled_equals_eager_also_when_the_weights_have_changed(no_scaled_mm):
                 torch.autograd.backward(ys, [g, g, g, torch.full((len(x),), 1 / 48)])
                 results.append([*ys, leaf.grad, *(p.grad for p in model.parameters())])
         distances = list(map(distance, *results))       # 1e-7 where both sum in the same order
-        assert all(d < 2e-3 for d in distances[:-2]) and all(d < 1e-2 for d in distances[-2:]), distances
+        most = 2e-3 if torch.__version__ >= "2.13" else 4e-3        # before, Inductor adds a norm's gradients in another order
+        assert all(d < most for d in distances[:-2]) and all(d < 1e-2 for d in distances[-2:]), distances
     with fp8.in_bf16(compiled), torch.no_grad():
         for y in compiled(x):
             assert torch.equal(y, eager.norm(x) @ operands("random")[1].bfloat16().T), "in_bf16 must leave the compiled graph"
