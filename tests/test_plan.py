@@ -63,6 +63,15 @@ def test_llama_by_hand():
         planned(config, gpu="h10")
 
 
+@pytest.mark.parametrize("words, told", [
+    (["--plan"], "name a GPU"), (["--plan", "steps=7"], "name a GPU"), (["--plan", "b200", "steps=7"], "on 1 x b200"),
+    (["steps=7", "--plan", "h100"], "on 1 x h100")])
+def test_a_gpu_may_follow_plan_and_settings_stand_anywhere(tiny, tmp_path, capsys, words, told):
+    page = call_train(capsys, tiny, tmp_path, *words).stdout
+    assert told in page and re.search(rf"^  steps +{7 if 'steps=7' in words else 6} ", page, re.M)
+    assert not tiny.run_dir.exists(), "nothing is trained"
+
+
 def test_muon_by_hand():
     config = replace(FP8_RUN, optim=replace(FP8_RUN.optim, kind="muon"), parallel=replace(FP8_RUN.parallel, shard=8))
     page, (C, F), n = planned(config), (2048, 5632), config.model.params_total
