@@ -32,7 +32,7 @@ from runtime.data import open_data
 from runtime.log import peak_flops
 from runtime.machine import GIB, memory_error
 from runtime.parallel import World, build
-from runtime.roofline import modelled_ratio
+from runtime.roofline import highest_ratio, modelled_ratio
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
@@ -89,7 +89,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
         *page, "",
         *_memory(config, c, by_muon, copied, gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
-        *_hours(config, c["flops_per_token"] * own_tokens, gpus, gpu),
+        *_hours(config, c["flops_per_token"], own_tokens, in_fp8, gpus, gpu),
         "", "disk",
         _gib("checkpoint", size, f"fp32 weights and moments; {kept} kept = {size * kept / GIB:.1f} GiB, one more while saving; "
                                  f"host memory for one or two"),
@@ -136,14 +136,14 @@ def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, g
             *(_gib(*row) for row in rows if row[1])]
 
 
-def _hours(config: Config, flops: int, gpus: int, gpu: str) -> list[str]:
-    """Hours in BF16 and FP8, estimated."""
+def _hours(config: Config, flops_per_token: int, own_tokens: int, in_fp8: int, gpus: int, gpu: str) -> list[str]:
+    """Hours in BF16 and FP8, estimated; `in_fp8` counts the parameters that are converted."""
     recipe, peaks = config.fp8.recipe, peak_flops(gpu)
     if peaks is None:
         return ["hours: name a GPU, as in --plan h100"]
     bf16_peak, fp8_peak = peaks
     again = 4 / 3 if config.parallel.recompute else 1       # the forward pass, a third, runs twice
-    hours = flops * again / (bf16_peak * ASSUMED_MFU * gpus) / 3600
+    hours = flops_per_token * own_tokens * again / (bf16_peak * ASSUMED_MFU * gpus) / 3600
     lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
              f"  {'BF16':22} {hours:10.1f} h"]
     if recipe == "off" or recipe in fp8.EMULATED:       # the emulated are slower by far, as the lines above say
@@ -153,7 +153,9 @@ def _hours(config: Config, flops: int, gpus: int, gpu: str) -> list[str]:
     if ratio := modelled_ratio(config, gpu, gpus):
         return [*lines, f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings: {ratio:.2f}x of BF16's speed "
                         f"(python -m runtime.roofline); not measured"]
-    return [*lines, f"  {'FP8':22} {'?':>10} h   no model of this GPU, recipe or choice of Linears: bench.throughput measures"]
+    most = highest_ratio(config, in_fp8, flops_per_token, (bf16_peak, fp8_peak))
+    return [*lines, f"  {'FP8, at the very best':22} {hours / most:10.1f} h   {most:.2f}x of BF16's speed: an upper bound, "
+                    f"matmuls at the ratio of the peaks, casts free; small layers can be slower than BF16"]
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto

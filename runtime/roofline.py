@@ -226,6 +226,14 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     return bf16 / quantised
 
 
+def highest_ratio(config: Config, in_fp8: int, flops_per_token: int, peaks: tuple[float, float]) -> float:
+    """The most that FP8 may speed a run up: the matmuls of `in_fp8` parameters at the ratio of (BF16, FP8) peaks, casts free."""
+    again = config.parallel.recompute       # the forward pass, a third of the FLOPs
+    # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
+    share = ((4 if config.fp8.recipe.endswith("gw_hp") else 6) + 2 * again) * in_fp8 / flops_per_token / (4 / 3 if again else 1)
+    return 1 / (1 - share * (1 - peaks[0] / peaks[1]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     gpu: Literal["h100", "h200"] = "h100"

@@ -23,7 +23,7 @@ from runtime.cli import UserError, command, grid, run_command, si
 from runtime.config import fp8_overrides, load_config, positive
 from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
-from runtime.roofline import modelled_ratio
+from runtime.roofline import highest_ratio, modelled_ratio
 from scaling.pairs import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats
 from scaling.study import ROOT, expand, load_study
@@ -113,10 +113,8 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
         with torch.device("meta"):
             model = GPT(config.model)
         counts = model.counts()
-        # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
-        per_param = 4 if config.fp8.recipe.endswith("gw_hp") else 6
         in_fp8 = sum(layer.params for layer in fp8.select(model, config.fp8, options.gpu.upper()) if layer.reason is None)
-        most = 1 / (1 - per_param * in_fp8 / counts["flops_per_token"] * (1 - bf16_peak / fp8_peak))
+        most = highest_ratio(config, in_fp8, counts["flops_per_token"], (bf16_peak, fp8_peak))
         N, modelled = counts["params_total"], modelled_ratio(config, options.gpu)
         sizes.append(Size(name, N, counts["flops_per_token"],
                           _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else modelled or most))

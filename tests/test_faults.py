@@ -103,6 +103,7 @@ def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all_and_all_use_the_ch
     assert "3 saves in a row have failed" in refused([1, 1], config, ranks=2, faults=full)
     failed = [row["reason"] for row in rows(config, "event") if row["event"] == "save_failed"]
     assert "rank 1: " in failed[0] and all("rank 0: " in told and "No space left" in told for told in failed[1:])
+    assert [told.split()[1] for told in failed] == ["step_00000004", "step_00000008", "step_00000010"], "each once, by its name"
     assert "Errno 9" in refused([1, 1], config, ranks=2, faults=["fail_load:1"])
     assert record(finish(config, ranks=2)) == whole[2]
     (config.run_dir / "summary.json").unlink()

@@ -34,7 +34,7 @@ def planned(config, gpu="h100"):
 
 
 def hours_of(page):
-    return {name: float(h) for name, h in re.findall(r"^  (BF16|FP8) +([\d.]+) h", page, re.M)}
+    return {name: float(h) for name, h in re.findall(r"^  (BF16|FP8)(?:, at the very best)? +([\d.]+) h", page, re.M)}
 
 
 def gib_of(page):
@@ -64,6 +64,15 @@ def test_llama_by_hand():
         planned(config, gpu="h10")
 
 
+@pytest.mark.parametrize("words, told", [
+    (["--plan"], "name a GPU"), (["--plan", "steps=7"], "name a GPU"), (["--plan", "b200", "steps=7"], "on 1 x b200"),
+    (["steps=7", "--plan", "h100"], "on 1 x h100")])
+def test_a_gpu_may_follow_plan_and_settings_stand_anywhere(tiny, tmp_path, capsys, words, told):
+    page = call_train(capsys, tiny, tmp_path, *words).stdout
+    assert told in page and re.search(rf"^  steps +{7 if 'steps=7' in words else 6} ", page, re.M)
+    assert not tiny.run_dir.exists(), "nothing is trained"
+
+
 def test_muon_by_hand():
     config = replace(FP8_RUN, optim=replace(FP8_RUN.optim, kind="muon"), parallel=replace(FP8_RUN.parallel, shard=8))
     page, (C, F), n = planned(config), (2048, 5632), config.model.params_total
@@ -77,13 +86,18 @@ def test_muon_by_hand():
     assert "Muon" not in planned(FP8_RUN)
 
 
-def test_hours_of_fp8_are_modelled_or_unknown():
+def test_hours_of_fp8_are_modelled_or_the_very_best():
     page = planned(FP8_RUN)
     assert "an assumed mfu_bf16 of 45%" in page and "1.13x of BF16's speed" in page and "MODELLED" in page
     assert hours_of(page)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.1316, rel=0.002)
     for other in (planned(FP8_RUN, gpu="b200"), planned(with_recipe(FP8_RUN, "cscale")),
                   planned(replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, skip=("mlp.down",))))):
-        assert "no model of this GPU, recipe" in other and "MODELLED" not in other
+        assert "at the very best" in other and "MODELLED" not in other
+    counts = [re.search(line, page)[1] for line in (r"in FP8 +(\S+)", r"\+ attention +\S+ +(\S+) per token")]
+    in_fp8, per_token = (int(number.replace(",", "")) for number in counts)
+    for recompute in False, True:       # of both precisions' forward pass
+        best = planned(replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, recompute=recompute)), gpu="b200")
+        assert f"{1 / (1 - 6 * in_fp8 / per_token / 2):.2f}x of BF16's speed" in best
     eight = planned(replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, shard=8)))
     assert hours_of(eight)["BF16"] == pytest.approx(hours_of(page)["BF16"] / 8, abs=0.06)
     assert "micro-batch 1 (auto: the start tries larger ones)" in planned(auto(FP8_RUN))

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eval.loss import evaluate
 from model import GPT
 from runtime import machine, shards
 from runtime import run as room
@@ -91,6 +93,21 @@ def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tin
     assert "begun with other training tokens" in run(config, *moved, code=2)
 
 
+def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(tiny, run, monkeypatch):
+    config = replace(tiny, run="whole", eval=replace(tiny.eval, every=4))
+    run(config)
+    whole, validated = faults.record(config), [(row["step"], row["loss"]) for row in faults.rows(config, "val")]
+    for at, step in (1, 4), (2, 6), (3, 6):     # of the run's three validations; the last is in BF16
+        config, calls = replace(config, run=f"stopped{at}"), count(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "evaluate", lambda *rest, at=at, calls=calls: None if next(calls) == at else evaluate(*rest))
+            assert f"stopped on request at step {step}; saved" in run(config)
+        assert faults.rows(config, "event")[-1]["event"] == "stopped" and faults.saved_steps(config)[-1] == step
+        run(config)
+        assert [(row["step"], row["loss"]) for row in faults.rows(config, "val")] == validated
+        assert faults.record(config) == whole
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
     """A purged scratch disk, a link to one that is not mounted: the rows of days must not be written over."""
     config = replace(tiny, checkpoint=replace(tiny.checkpoint, every=None, rolling=2))
@@ -145,6 +162,7 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, before, after,
     branch = replace(trunk, run="branch", steps=6, optim=replace(wsd, warmup_share=1 / 3, decay_share=1 / 3),
                      start_from=f"{trunk.run_dir}/checkpoints/step_00000004", checkpoint=replace(tiny.checkpoint, every=1))
     switched = replace(branch, fp8=FP8Config(**after))
+    assert "begun with other validation windows" in run(replace(switched, run="other"), "eval.tokens=64", code=2)
     run(switched)
     losses = [row["loss"] for row in faults.rows(switched)]
     unswitched = [row["loss"] for row in faults.rows(trunk)][4:6]       # at a slightly higher learning rate
