@@ -170,13 +170,15 @@ class Task:
 
     def __call__(self, data, rank: int, world_size: int) -> Iterator[None]:
         """Yields now and then."""
-        if read_piece(self.parts, rank).serves(self.most):
+        if (piece := read_piece(self.parts, rank)).serves(self.most):
             return
         stem, file, documents, tokens, size = self.parts / f"{rank:05d}", self.files[rank], 0, 0, 0
         tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.grams), time.monotonic()
 
         def tell(**facts) -> None:
             write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
+        if piece.end:
+            tell()      # a kill must not leave the old end beside the new documents
         try:
             with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
                 for texts, share in file.read():
