@@ -15,7 +15,7 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
     val_share=0.005         share of the documents, by hash, that is kept for validation (demo: 0.04)
     processes=N             tasks at the same time, an input file each (local: one per core; demo: 1; slurm, ray: 100)
     on=slurm partition=P    submit an array of jobs, time=20:00:00 each, and one behind them that makes the shards;
-                            --dry-run prints them. on=ray: a running Ray cluster. out= must be seen by all machines
+                            --dry-run prints them. on=ray: a running Ray cluster. all see out= and this folder
     decontaminate=FILE,...  drop documents that share 13 words in a row with these evaluation files
     skip_bad=true           finish without the files that could not be read, rather than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)

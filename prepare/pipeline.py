@@ -145,8 +145,9 @@ class Piece:
 
 
 def read_piece(parts: Path, number: int) -> Piece:
-    """Of an input file, by its number."""
-    return Piece(parts / f"{number:05d}", **json.loads(read_bytes(parts / f"{number:05d}.json") or "{}"))
+    """Of an input file, by its number. One of an earlier edition has no `end`, so its file is read again."""
+    facts = json.loads(read_bytes(parts / f"{number:05d}.json") or "{}")
+    return Piece(parts / f"{number:05d}", **{key: value for key, value in facts.items() if key in Piece.__dataclass_fields__})
 
 
 def read_pieces(parts: Path) -> list[Piece]:
@@ -170,13 +171,15 @@ class Task:
 
     def __call__(self, data, rank: int, world_size: int) -> Iterator[None]:
         """Yields now and then."""
-        if read_piece(self.parts, rank).serves(self.most):
+        if (piece := read_piece(self.parts, rank)).serves(self.most):
             return
         stem, file, documents, tokens, size = self.parts / f"{rank:05d}", self.files[rank], 0, 0, 0
         tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.grams), time.monotonic()
 
         def tell(**facts) -> None:
             write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
+        if piece.end:
+            tell()      # a kill must not leave the old end beside the new documents
         try:
             with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
                 for texts, share in file.read():
@@ -219,7 +222,7 @@ _cached_grams = cache(np.load)
 
 def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], None]) -> None:
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
-    mostly, and leaves workers behind that write on when it is killed itself. `tick` is called twice a second."""
+    mostly, and leaves workers behind that write on when it is killed itself. `tick` is called once a second."""
     if (workers := min(processes, len(ranks))) <= 1:
         for rank in ranks:
             _run_whole(task, rank, tick)
@@ -301,7 +304,7 @@ def _finish(folder: Path, sources: list[Source], job: Job, data, rank: int, worl
 # ------------------------------------------------------------------------------------------------------------ one source
 
 class Work:
-    """A source on its way to out/NAME/. In `parts` lie begun.json and the pieces. Grams of which files, the grams."""
+    """A source on its way to out/NAME/. In `parts` lie begun.json and the pieces. gram_files, grams: by read_grams()."""
 
     def __init__(self, source: Source, job: Job, tokenizer: Tokenizer, gram_files: list[dict], grams: np.ndarray):
         self.source, self.job, self.tokenizer, self.grams = source, job, tokenizer, grams

@@ -52,8 +52,6 @@ def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
-
-
 # ------------------------------------------------------------------------------------------------------- a run's training
 
 @dataclass

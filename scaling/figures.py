@@ -324,8 +324,6 @@ class Line:
     each: float | None = None
 
 
-
-
 def is_surface(group) -> bool:
     """Whether an identified L(N, D) heads the group, so that no single curve over one axis is its law."""
     return group.headline == "chinchilla"

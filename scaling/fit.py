@@ -67,7 +67,6 @@ class Options:
 
     POSITIONAL: ClassVar = ("paths",)
 
-
     def __post_init__(self):
         if bool(self.points) == bool(self.paths):
             raise UserError("give either run folders such as out/RUN, a folder that holds them, or a table with --points FILE")

@@ -169,7 +169,7 @@ class Pair:
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each FP8 run, and each repeat of a BF16 run, a null in FP8's place, with the BF16 run of its pair_id, smallest model
-    first; plus a line for each run left alone. Raises UserError for two BF16 runs of a pair, or other sequences."""
+    first; plus a line for each run left alone. Raises UserError for two BF16 runs of a pair, partners of other sequences."""
     partners, found, paired = {}, [], set()
     for record in records:
         if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
@@ -232,6 +232,7 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
 
 
 def percents(chosen) -> dict[str, Estimate]:
+    """The gap in per cent of BF16's loss under both evaluations."""
     return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}
 
 
@@ -377,6 +378,7 @@ class Surface:
     counts: str = "total"                   # which parameters N is: params_total, params_nonembed
 
     def loss(self, N, D):
+        """Nats per token; N, D: numbers or arrays of one shape."""
         return self.E + self.A * N**-self.alpha + self.B * D**-self.beta
 
     def slope(self, D) -> float:

@@ -96,6 +96,7 @@ def is_of(record, prediction: Prediction) -> bool:
 
 
 def is_at(record, goal: dict) -> bool:
+    """Whether a run has a target's recipe, size and tokens, whatever its seed."""
     return all(getattr(record, key) == goal[key] for key in POINT)
 
 

@@ -107,8 +107,8 @@ def _oddities(arm: Arm) -> list[str]:
 
 
 def step_times(history: History) -> dict:
-    """Seconds of all steps as they passed, undone ones too; without what compilation added; that: what the first step after a
-    start (since_start 1) took beyond the median of the others."""
+    """Seconds of all steps as they passed, undone ones too, without what compilation added, the difference. The first step
+    after a start (since_start 1) compiles: what it took beyond the median of the others."""
     seconds, is_first = history.train["step_s"], history.train["since_start"] == 1
     usual = math.inf if is_first.all() else float(np.nanmedian(seconds[~is_first]))
     whole = float(np.nansum(seconds) + sum(np.nansum(lost["step_s"]) for lost in history.undone))

@@ -169,7 +169,7 @@ def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_pa
     assert any("copies 5 (first met in one 5), empty 0" in line for line in lines)
 
 
-def test_a_budget_counts_training_tokens(tmp_path, capsys):
+def test_a_budget_counts_training_tokens(tmp_path, monkeypatch, capsys):
     files = [write(tmp_path / f"{i}.jsonl", DOCUMENTS[i * 10:i * 10 + 10] + DOCUMENTS[:2] * 20) for i in range(4)]
     for budget in 300, 2000, 5000:
         ended = {"train": [], "val": []}
@@ -190,7 +190,18 @@ def test_a_budget_counts_training_tokens(tmp_path, capsys):
     write(files[0], DOCUMENTS[:10])
     assert local(*files, out=tmp_path / "all", tokens=9e9) == 0
     assert "training tokens are all there are, 9,000,000,000 were asked for" in capsys.readouterr().err
-    assert local(write(files[0], [DOCUMENTS[0]] * 200 + DOCUMENTS), out=tmp_path / "anew", tokens=2000) == 0
+    write(files[0], [DOCUMENTS[0]] * 200 + DOCUMENTS)
+    write_json, ends = pipeline.write_json, []
+
+    def stop_before_the_second_end(path, value):
+        ends.extend(["an end"] * bool(value.get("end")))
+        if len(ends) == 2:
+            signal.raise_signal(signal.SIGINT)
+        write_json(path, value)
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "write_json", stop_before_the_second_end)
+        assert local(files[0], out=tmp_path / "anew", tokens=2000) == 130
+    assert local(files[0], out=tmp_path / "anew", tokens=2000) == 0
     train = found(tmp_path / "anew/mine")["train"]
     assert 2000 <= len(train) < 2500 and train == due(DOCUMENTS)["train"][:len(train)], "copies filled the budget at first"
 
@@ -392,6 +403,11 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     write(files[1], DOCUMENTS[20:])
     (tmp_path / "data/mine/parts/00000.bin").write_bytes(b"")
     assert local(*files, out=tmp_path / "data") == 1 and "is shorter than what was written" in capsys.readouterr().err
+    other = tmp_path / "early/mine/parts"
+    other.mkdir(parents=True)
+    (other / "begun.json").write_text('{"files": 1}')
+    (other / "00000.json").write_text('{"input": ["a.jsonl", 1, 2], "documents": 3, "tokens": 4, "is_whole": true}')
+    assert main(["--show", str(tmp_path / "early")]) == local(files[0], out=tmp_path / "early") == 0, "of an earlier edition"
     write(files[0], DOCUMENTS[:30])
     assert local(*files, out=tmp_path / "data") == 0 and "a.jsonl changed or could not be read" in capsys.readouterr().err
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
