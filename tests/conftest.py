@@ -56,12 +56,10 @@ def write_index(folder: Path, **changes) -> None:
 
 def write_source(folder: Path, seed: int, train_tokens: int = 40_000, val_tokens: int = 4_000) -> None:
     """One source, its bytes drawn from a skewed distribution, so that there is something to learn."""
-    rng, splits = np.random.default_rng(seed), {}
-    for split, tokens in (("train", train_tokens), ("val", val_tokens)):
-        ids = np.minimum(rng.geometric(0.05, tokens), 255).astype("<u2")
-        ids[::500] = 256    # end-of-text before each document
-        splits[split] = [ids]
-    write_shards(folder, splits)
+    rng = np.random.default_rng(seed)
+    train, val = (np.minimum(rng.geometric(0.05, tokens), 255).astype("<u2") for tokens in (train_tokens, val_tokens))
+    train[::500] = val[::500] = 256     # end-of-text before each document
+    write_shards(folder, {"train": [train], "val": [val]})
 
 
 @pytest.fixture(scope="session")
@@ -128,11 +126,15 @@ def write_config(config: Config, path: Path) -> Path:
     return path
 
 
+def process(*command, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
+    """`python COMMAND`, finished, its output as text."""
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True, capture_output=True, timeout=600,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment})
+
+
 def run_train(config: Config, path: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """train.py as a user starts it; returns the finished process with its output as text."""
-    command = [sys.executable, ROOT / "train.py", write_config(config, path / f"{config.run}.py"), *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
+    """train.py as a user starts it."""
+    return process(ROOT / "train.py", write_config(config, path / f"{config.run}.py"), *arguments)
 
 
 def call_train(capsys, config: Config, path: Path, *arguments: str) -> SimpleNamespace:

@@ -1,11 +1,8 @@
 """A tiny opinionated model, its log-likelihoods one token at a time, folders like a finished run's, texts of many kinds."""
 
 import json
-import os
 import queue
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -21,8 +18,7 @@ from runtime.checkpoint import name_of, read_manifest, seal
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
-from tests import conftest
-from tests.conftest import asked, encode_document
+from tests.conftest import asked, encode_document, write_shards
 from tests.test_model import build_rough
 from tests.text_files import BEGINS, write_tokenizer
 
@@ -40,12 +36,6 @@ def refused(capsys, command, *arguments):
     said = asked(capsys, command.main, *arguments, code=2)
     assert said.count("\n") == 1
     return said
-
-
-def process(*command, cwd=conftest.ROOT, **environment):
-    """`python COMMAND`, finished, its output as text."""
-    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True, capture_output=True, timeout=600,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(conftest.ROOT), **environment})
 
 
 def build(config=TINY, seed=1, compute_dtype=torch.float32):
@@ -132,7 +122,8 @@ def build_run(tmp_path, monkeypatch):
     protect_environment(monkeypatch)
     rng = random.Random(0)
     for source in ("prose", "code"):
-        write_shards(tmp_path / "data" / source, [words(rng, 80) for _ in range(250)])
+        ids = [encode_document(BYTES, words(rng, 80)) for _ in range(250)]
+        write_shards(tmp_path / "data" / source, {"train": [], "val": [np.concatenate(ids[:125]), np.concatenate(ids[125:])]})
     folder = tmp_path / "out" / "tiny"
     write_run(folder, step=1, mixture={"prose": 0.5, "code": 0.5}, **asdict(TINY))
     (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1}))
@@ -145,21 +136,15 @@ def protect_environment(monkeypatch):
         monkeypatch.setenv(name, "0")
 
 
-def write_shards(folder, texts, shards=2):
-    val = [np.concatenate([encode_document(BYTES, text) for text in part]) for part in np.array_split(texts, shards)]
-    conftest.write_shards(folder, {"train": [], "val": val})
-
-
 def make_task(folder, rows, name="sums", **changes):
     """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other keys of its YAML."""
     folder.mkdir(exist_ok=True)
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / f"{name}.yaml").write_text(
-        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / f'{name}.jsonl'}}},"
-        f" cache_dir: {folder / 'cache'}}}\noutput_type: multiple_choice\nvalidation_split: validation\n"
-        "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetadata: {version: 1.0}\n"
-        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-        + "".join(f"{key}: {json.dumps(value)}\n" for key, value in changes.items()))     # of a key twice the last counts
+    (data := folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{name}.yaml").write_text(json.dumps({       # JSON is YAML
+        "task": name, "dataset_path": "json", "output_type": "multiple_choice", "validation_split": "validation",
+        "dataset_kwargs": {"data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache")},
+        "doc_to_text": "q", "doc_to_choice": "answers", "doc_to_target": "gold", "metadata": {"version": 1.0},
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]} | changes))
     return folder
 
 

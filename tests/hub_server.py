@@ -9,7 +9,7 @@ import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pyarrow
 import pyarrow.parquet
@@ -17,18 +17,18 @@ import pyarrow.parquet
 from tests.text_files import PACK
 
 URL = re.compile(r"(/api)?/datasets/(?P<repo>[^/]+/[^/]+)"
-                 r"(/(?P<what>revision|tree|paths-info|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?")
+                 r"(/(?P<what>revision|tree|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?")
 ERRORS = {"gated": (401, "GatedRepo"), "forbidden": (403, "GatedRepo"), "moved": (404, "RepoNotFound"),
           "revision": (404, "RevisionNotFound"), "entry": (404, "EntryNotFound")}
 
 
-class HubServer:
-    """Serves folder/<owner>/<name>/<files>; a repository's commit is the content of its .revision, else a hash of its name."""
+class HubServer(ThreadingHTTPServer):
+    """Serves folder/<owner>/<name>/<files>, as write_repository() lays them out."""
 
     def __init__(self, folder: Path):
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.faults, self.lock = Path(folder), {}, threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self.server_port}"
 
     def fault(self, path: str, kind: str, times: float = float("inf"), after: int = 1_000) -> None:
         """Spoils the next `times` answers about `path`: owner/name (whatever is asked of it) or owner/name/file (its content).
@@ -52,62 +52,57 @@ class HubServer:
         return min(size, after) if kind == "truncate" else size
 
     def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_):
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    hub: HubServer
+    server: HubServer
 
     def log_message(self, *_):
         pass
 
     def do_GET(self):
-        body, url = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(), urlsplit(self.path)
+        url = urlsplit(self.path)
         if not (found := URL.fullmatch(url.path)):      # huggingface_hub asks for more than data sets
             return self._error("404")
         self.repo, path = found["repo"], unquote(found["path"] or "").strip("/")
-        self.root, (kind, _) = self.hub.folder / self.repo, self.hub.take(self.repo)
+        self.root, (kind, _) = self.server.folder / self.repo, self.server.take(self.repo)
         if kind or not self.root.is_dir():
             return self._error(kind or "moved")
-        pinned = self.root / ".revision"
-        sha = pinned.read_text() if pinned.exists() else hashlib.sha1(self.repo.encode()).hexdigest()
+        sha, license = ((self.root / name).read_text() for name in (".revision", ".license"))
         if found["at"] not in (None, "main", sha):
             return self._error("revision")
         if found["what"] == "resolve":
             return self._file(path, sha)
         entries = self._entries()
-        if found["what"] == "paths-info":
-            wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-            return self._json([entry for entry in entries if entry["path"] in wanted])
         if found["what"] == "tree":
             within = [entry for entry in entries if not path or entry["path"].startswith(path + "/")]
-            if "recursive=true" not in url.query.lower():
+            if "recursive=true" not in url.query:
                 within = [entry for entry in within if "/" not in entry["path"][len(path):].strip("/")]
             return self._json(within)
-        license = self.root / ".license"
-        return self._json({"id": self.repo, "sha": sha, "tags": [f"license:{license.read_text()}"] if license.exists() else [],
+        return self._json({"id": self.repo, "sha": sha, "tags": [f"license:{license}"] * bool(license),
                            "siblings": [{"rfilename": entry["path"]} for entry in entries if entry["type"] == "file"]})
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
 
     def _entries(self) -> list[dict]:
         names = [(path.relative_to(self.root).as_posix(), path.is_dir()) for path in sorted(self.root.rglob("[!.]*"))]
         return [{"type": "directory" if is_folder else "file", "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(),
-                 "size": 0 if is_folder else self.hub.size(f"{self.repo}/{name}")} for name, is_folder in names]
+                 "size": 0 if is_folder else self.server.size(f"{self.repo}/{name}")} for name, is_folder in names]
 
     def _file(self, name: str, sha: str):
         if not (self.root / name).is_file():
             return self._error("entry")
-        kind, after = self.hub.take(f"{self.repo}/{name}") if self.command == "GET" else ("", 0)
+        kind, after = self.server.take(f"{self.repo}/{name}") if self.command == "GET" else ("", 0)
         if kind.isdigit():
             return self._error(kind)
-        data, size = bytearray((self.root / name).read_bytes()), self.hub.size(f"{self.repo}/{name}")
+        data, size = bytearray((self.root / name).read_bytes()), self.server.size(f"{self.repo}/{name}")
         size = min(size, after) if kind == "short" else size
         begin, end = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "bytes=0-")).groups()
         begin, end = int(begin), min(int(end or size), size - 1)
@@ -115,11 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(416, b"", {"Content-Range": f"bytes */{size}"})
         if kind == "corrupt":
             data[after:after + 16] = bytes(b ^ 0xa5 for b in data[after:after + 16])
-        headers = {"ETag": f'"{hashlib.sha1(f"{name}{size}".encode()).hexdigest()}"', "X-Repo-Commit": sha,
-                   "Accept-Ranges": "bytes"}
-        if "Range" in self.headers:
-            headers["Content-Range"] = f"bytes {begin}-{end}/{size}"
-        return self._send(206 if "Range" in self.headers else 200, data[begin:end + 1], headers, kind, after)
+        status, part = (206, {"Content-Range": f"bytes {begin}-{end}/{size}"}) if "Range" in self.headers else (200, {})
+        etag = f'"{hashlib.sha1(f"{name}{size}".encode()).hexdigest()}"'
+        return self._send(status, data[begin:end + 1], {"ETag": etag, "X-Repo-Commit": sha, **part}, kind, after)
 
     def _error(self, kind: str):
         status, code = ERRORS.get(kind) or (int(kind), "")
@@ -142,8 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
 
 
-def write_repository(folder: Path, repo: str, files: dict[str, list[dict]], **facts: str) -> None:
-    """Writes rows as the names say: .parquet, .jsonl, .json, each line-based one also packed. facts: revision, license."""
+def write_repository(folder: Path, repo: str, files: dict[str, list[dict]], revision: str = "", license: str = "") -> None:
+    """Writes rows as the names say: .parquet, .jsonl, .json, each line-based one also packed; the commit is a hash by default."""
     for name, rows in files.items():
         path = folder / repo / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +144,6 @@ def write_repository(folder: Path, repo: str, files: dict[str, list[dict]], **fa
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=20)
         else:
             path.write_bytes(PACK.get(path.suffix, bytes)("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    for name, content in {".revision": facts.get("revision"), ".license": facts.get("license"), "README.md": repo}.items():
-        if content:
-            (folder / repo / name).write_text(content)
+    revision = revision or hashlib.sha1(repo.encode()).hexdigest()
+    for name, content in {".revision": revision, ".license": license, "README.md": repo}.items():
+        (folder / repo / name).write_text(content)

@@ -50,12 +50,9 @@ def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):
     made.train_from_iterator(DOCUMENTS, trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=["<|begin|>", "<|end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    raw = json.loads(made.to_str()) | more
-    size = len(raw["model"]["vocab"])
-    raw["added_tokens"] += [{"id": size + i, "content": f"<|spare_{i}|>", "single_word": False, "lstrip": False, "rstrip": False,
-                             "normalized": False, "special": True} for i in range(spare)]
+    made.add_special_tokens([f"<|spare_{i}|>" for i in range(spare)])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | more))
     roles = {"bos_token": "<|begin|>", "eos_token": "<|end|>"} if roles is None else roles
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
     return folder
