@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from runtime.log import Log
 from scaling import dynamics, figures
 from tests.conftest import asked
 from tests.scaling_runs import cells, legend
@@ -66,20 +65,6 @@ def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(t
     history = dynamics.read_history(write(tmp_path / "two", [
         row(1), row(2, "undone"), event("rollback", 2, to=1), row(2, "undone"), row(3, "undone"), event("rollback", 3, to=1)]))
     assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
-
-
-def test_what_the_log_writes_is_what_the_figure_reads(tiny):
-    tiny.run_dir.mkdir(parents=True)
-    log = Log(tiny, 0)
-    for step in range(1, 5):
-        changes = {"verdict": "SKIP", "loss": float("nan")} if step == 2 else {}
-        log.step({k: v for k, v in row(step, **changes).items() if k != "kind"})
-    log.event({"event": "save_failed", "step": 4})
-    log.roll_back(3, {"event": "rollback", "step": 4, "to": 3})
-    log.close()
-    history = dynamics.read_history(tiny.run_dir)
-    assert list(history.train["step"]) == [1, 2, 3] and list(history.undone[0]["step"]) == [4]
-    assert sorted(history.marks) == ["ROLLBACK", "SKIP", "save failed"]
 
 
 def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import cut, declare_branches, edit, law, strict, write_branches, write_ladder, write_run
+from scaling_runs import cut, declare_branches, law, strict, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
 from scaling.fit import fit_group, fit_points, seed_noise
@@ -98,7 +98,8 @@ def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figures, ru
 
 
 def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figures):
-    folder = write_branches(tmp_path / "out", curve=False)
+    """Also where those of one seed were trained from scratch: their noise is their trunk's, they are no trajectories."""
+    cut(folder := declare_branches(write_branches(tmp_path / "out", curve=False)), "*_1_d*")
     out = asked(capsys, cli.main, folder, "--all")
     assert out.startswith("bf16: 40 runs of 10 trajectories, N 30k to 480k, 5 to 40 tokens per parameter\n  chinchilla: L = ")
     content = strict(folder / "law" / "law.json")
@@ -114,21 +115,10 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figures):
         assert counts["params_matmul"]["alpha"] == pytest.approx(fit["alpha"], rel=1e-9)
         assert counts["params_nonembed"]["alpha"] != pytest.approx(fit["alpha"], rel=1e-3)
     assert content["seed_noise"]["degrees_of_freedom"] == 5     # five sizes, two seeds; recipes and branches add none
+    logs = [[math.log(one["loss"]) for one in sorted(content["inputs"], key=lambda one: one["run_id"]) if one["seed"] == seed]
+            for seed in (1, 2)]
+    assert content["seed_noise"]["estimate"] == pytest.approx(np.sqrt(np.mean(np.subtract(*logs) ** 2) / 2))
     assert all(one["trunk"] == one["run_id"].split("_d")[0] for one in content["inputs"])
-
-
-def test_predict_before_and_score_after(tmp_path, capsys, no_figures):
-    folder, big = write_ladder(tmp_path / "out", sizes=(33_000, 74_000, 130_000), curve=False), 184_320
-    goal = {"params_nonembed": 150_000, "params_matmul": big, "tokens": 20 * big, "flops_per_token": 6 * big + 300_000}
-    edit(folder / "study.json", held_out=["big"], runs=[goal | {"run": "big", "recipe": "bf16", "params_total": big}])
-    assert "nobody" in asked(capsys, cli.main, folder, "--predict", "nobody", code=2) and not (folder / "law").exists()
-    assert "big: predicted loss_bf16 " in asked(capsys, cli.main, folder, "--predict", "big")
-    before = strict(folder / "law" / "law.json")
-    for name, seed in (("big", 1337), ("large", 2)):        # another seed of what was predicted is held out too
-        write_run(folder / name, params=big, curve=False, seed=seed, t_start="2999-01-01T00:00:00Z", **goal)
-    out = asked(capsys, cli.main, folder, "--score")
-    assert all(line in out for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 "))
-    assert strict(folder / "law" / "law.json")["groups"] == before["groups"]       # in no fit
 
 
 def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
@@ -140,18 +130,6 @@ def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
     assert seed_noise(records) == (pytest.approx(expected, rel=1e-12), 3) and seed_noise(records[:1]) == (None, 0)
     assert fit_group(records, resamples=0).seed_sd == pytest.approx(expected)
     assert fit_group(records, seed_sd=0.5, resamples=0).seed_sd == 0.5
-
-
-def test_a_branch_that_was_trained_from_scratch_is_no_trajectory_of_its_own(tmp_path):
-    """Of one seed alone: it is still alike to the other seed's branch, and its noise is its trunk's."""
-    folder = declare_branches(write_branches(tmp_path, sizes=(30_000, 60_000, 120_000), curve=False))
-    before = [record for record in read_runs([folder])[0] if record.recipe == "bf16"]
-    cut(folder, "*_1_d*")
-    after = [record for record in read_runs([folder])[0] if record.recipe == "bf16"]
-    assert sum(one.parent_step is None for one in before) == 6 and sum(one.parent_step is None for one in after) == 15
-    assert seed_noise(after) == seed_noise(before) and seed_noise(before)[1] == 3
-    clusters = [fit_group(records, resamples=0).points.cluster.tolist() for records in (before, after)]
-    assert clusters[0] == clusters[1] and len(set(clusters[0])) == 6
 
 
 def write_points(path, N, D, loss):
@@ -181,9 +159,8 @@ def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path
     words = [f"out={tmp_path}", "--points", path, "n=Model Size", "d=tokens", "loss=val"]
     out, content = fitted(capsys, *words)
     assert out.startswith("WARNING: p.csv: L(N, D) does not fit: residuals of ") and content["headline"]["form"] == "power_c"
-    lack = content["lack_of_fit"]
-    assert content["laws"]["chinchilla"]["identified"] and lack["without"]["alpha"] == pytest.approx(0.34, abs=0.02)
-    assert {str(2 + i) for i in np.flatnonzero(points.D / points.N < 0.5)} <= set(lack["left_out"])       # lines of the file
+    early_lines = {str(2 + i) for i in np.flatnonzero(points.D / points.N < 0.5)}
+    assert content["laws"]["chinchilla"]["identified"] and early_lines <= set(content["lack_of_fit"]["left_out"])
     assert fit_points(points, "p", resamples=200, insist=True).headline == "chinchilla"
 
 

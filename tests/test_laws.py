@@ -167,14 +167,12 @@ def test_laws_are_recovered_in_any_unit(form, truth, starts):
 
 
 @pytest.mark.parametrize(("N", "D", "lost", "reason"), [
-    (np.full(8, 1e8), np.geomspace(1e9, 1e10, 8), None, "the points hold 1 distinct N"),
     (np.geomspace(1e8, 1e9, 8), np.full(8, 1e10), None, "the points hold 1 distinct D"),
     (np.repeat([1e8, 3e8], 5), np.tile(np.geomspace(1e9, 1e10, 5), 2), None, "the points hold 2 distinct N"),
     (np.repeat([1e8, 1.04e8, 3e8], 5), np.tile(np.geomspace(1e9, 1e10, 5), 3), None, "the points hold 2 distinct N"),
     (np.array([5e7, 1e8, 2e8, 4e8, 1e8]), np.array([1e9, 2e9, 4e9, 1e9, 8e9]), None, "5 distinct points are too few for five"),
     (*LADDER, lambda N, D: 1e3 * N**-0.3 + 1e3 * D**-0.3, "E runs to zero"),
     (*LADDER, lambda N, D: 1.8 + 400 * N**-0.34 + 0 * D, "beta is not above zero"),
-    (*LADDER, lambda N, D: 2 + 1e-3 * N**0.1 + 0 * D, "is not above zero"),
     (*LADDER, lambda N, D: 2 + 0 * N, "is not above zero"),
     (*LADDER, lambda N, D: noisy(N, D, 0.03), "contains 0|zero")])
 def test_designs_and_losses_that_cannot_tell(N, D, lost, reason):

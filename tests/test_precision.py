@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 from scaling_runs import cells, cut, declare_branches, edit, errorbars, legend, strict, write_branches, write_run
-from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
 from scaling import precision
@@ -121,10 +120,7 @@ def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys, n
     _, result = run(capsys, write_seeds(tmp_path / "gpu", [0.004, 0.010, 0.007], device="NVIDIA H100",
                                         params=1_500_000_000, tok_per_s_median=1.0))
     cost = next(one for one in result["sizes"][0]["costs"] if one["law"] == "Epoch")
-    r = EPOCH.extra_tokens(0.007, 30e9)
-    assert cost["extra_tokens"] == pytest.approx(r) and cost["speedup"] == pytest.approx(1 / r)     # equal throughput
-    half = student.ppf(0.975, 2) * 0.003 / math.sqrt(3) / EPOCH.slope(30e9)
-    assert np.log(cost["speedup_ci95"]) == pytest.approx([-math.log(r) - half, -math.log(r) + half], rel=1e-5)
+    assert cost["speedup"] == pytest.approx(1 / EPOCH.extra_tokens(0.007, 30e9))         # equal throughput
 
 
 def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_path, capsys, no_figures):
@@ -159,12 +155,12 @@ def damaged(runs, shift=0, **arrays):
     (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read"),
     (lambda runs: study(runs, percent=0), "margin"), (lambda runs: study(runs, declared="yesterday"), "margin"),
     (lambda runs: write_run(runs / "again", loss=2.2, seed=1, recipe="tensorwise", curve=False), "given twice"),
+    (lambda runs: write_run(runs / "d", seed=9, pair_id="pair38912_778240_1", curve=False), "d are both the BF16 run of pair"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(), "val_losses.npz cannot be read"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz cannot be read"),
     (lambda runs: damaged(runs, bf16=np.full(35, 9.9)), "val_losses.npz cannot be read"),
     (lambda runs: damaged(runs, bf16=np.full(36, math.nan)), "not from one evaluation"),
     (lambda runs: damaged(runs, n_tokens=np.arange(36) // 12 * 9), "not from one evaluation"),      # a source without a target
-    (lambda runs: damaged(runs, source=np.arange(36) // 9), "not from one evaluation"),     # of four sources
     (lambda runs: damaged(runs, bf16=np.full(36, 9.9)), "not from one evaluation"),
     (lambda runs: damaged(runs, shift=5), "same validation sequences in the same order"),
     (lambda runs: [write_run(runs / name, recipe=name, loss=2.2, seed=9, curve=False, **more) for name, more in (
@@ -175,22 +171,6 @@ def damaged(runs, shift=0, **arrays):
 def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, damage, sentence):
     damage(study(write_seeds(tmp_path, [0.004, 0.010, 0.007])))
     assert sentence in asked(capsys, precision.main, tmp_path, code=2) and not (tmp_path / "law").exists()
-
-
-def test_a_sequence_may_be_context_alone(tmp_path, capsys, no_figures):
-    """Instruction data: sequences differ in their targets, a window of prompt has none; the loss is the same by construction."""
-    (plain,) = run(capsys, write_seeds(tmp_path, [0.004]))[1]["pairs"]
-    tokens = np.array([0, 0, 5, 128, 7, 0, 64, 1, 2, 3, 0, 90])
-    for path in tmp_path.glob("*/val_losses.npz"):
-        with np.load(path) as file:
-            losses = dict(file)
-        first = losses["source"] == 0
-        for arm in ("as_trained", "bf16"):
-            losses[arm][first] = losses[arm][first].sum() / losses["n_tokens"][first].sum() * tokens
-        losses["n_tokens"][first] = tokens
-        np.savez(path, **losses)
-    (pair,) = run(capsys, tmp_path)[1]["pairs"]
-    assert pair["gap_bf16"]["nats"] == pytest.approx(plain["gap_bf16"]["nats"]) and pair["gap_bf16"]["se"] > 0
 
 
 def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):

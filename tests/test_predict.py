@@ -19,7 +19,7 @@ from scaling.laws import GAMMAS, Points, fit_law
 from scaling.pairs import EPOCH, Surface
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
-from tests.conftest import ROOT
+from tests.conftest import ROOT, asked
 from tests.scaling_runs import edit, law, strict, write_ladder, write_run
 
 SMALL = (53e6, 124e6, 257e6, 360e6)
@@ -249,12 +249,22 @@ def test_scoring(study, tmp_path):
         assert row["inside"] == (form["low"] <= loss <= form["high"])
 
 
+def test_what_is_predicted_is_in_no_fit_and_scored_when_it_is_there(study, capsys, no_figures):
+    assert "nobody" in asked(capsys, fit.main, study, "--predict", "nobody", code=2) and not (study / "law").exists()
+    assert "big: predicted loss_bf16 " in asked(capsys, fit.main, study, "--predict", "big")
+    before = strict(study / "law/law.json")
+    write_big(study)
+    write_big(study, "large", seed=2)        # another seed of what was predicted is held out too
+    out = asked(capsys, fit.main, study, "--score")
+    assert all(line in out for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 "))
+    assert strict(study / "law/law.json")["groups"] == before["groups"]
+
+
 @pytest.mark.parametrize("changes, damage, sentence", [
     ({"t_start": "2020-01-01T00:00:00Z"}, None, "not older than its run"), ({"t_start": None}, None, "not older than its run"),
     ({"val_sha256": "w" * 64}, None, "another validation set"), ({"tokenizer_sha256": "w" * 64}, None, "another tokenizer"),
     ({"tokens": 40 * BIG}, None, "another recipe, size or number"), ({}, lambda path: edit(path, high=9.0), "was edited"),
-    ({}, lambda path: edit(path, date="2020-01-01T00:00:00Z"), "was edited"),
-    ({}, lambda path: edit(path, target=3), "was edited"), ({}, lambda path: path.write_text('{"a'), "not valid JSON")])
+    ({}, lambda path: path.write_text('{"a'), "not valid JSON")])
 def test_neither_another_run_nor_a_damaged_prediction_is_scored(study, tmp_path, changes, damage, sentence):
     path = freeze("big", study, tmp_path).path
     if damage:

@@ -14,7 +14,7 @@ from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
 from runtime.plan import plan as train_plan
 from scaling import plan
-from scaling.pairs import EPOCH, HOFFMANN
+from scaling.pairs import EPOCH
 from scaling.plan import PRIOR_SD, RHO, Options, Size, bound, gradient, optimum, tokens
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, asked
@@ -53,10 +53,9 @@ def output(capsys, *arguments, budget=BUDGET, code=0):
     return asked(capsys, plan.main, *budget, *arguments, code=code)
 
 
-@pytest.mark.parametrize("law", [EPOCH, HOFFMANN], ids=lambda law: law.name)
 @pytest.mark.parametrize("flops", [1e19, 1e23])
-def test_the_optimum_is_chinchillas_where_a_token_costs_6n(law, flops):
-    N, D = optimum(law, PLAIN, flops, in_fp8=False)
+def test_the_optimum_is_chinchillas_where_a_token_costs_6n(flops):
+    law, (N, D) = EPOCH, optimum(EPOCH, PLAIN, flops, in_fp8=False)
     a = law.beta / (law.alpha + law.beta)           # Hoffmann et al. 2022, section 3.3
     G = (law.alpha * law.A / (law.beta * law.B)) ** (1 / (law.alpha + law.beta))
     assert pytest.approx(G * (0.5 * flops / 6) ** a, rel=1e-4) == N
@@ -98,16 +97,13 @@ def test_the_bound_on_the_speedup_is_train_pys(label):
         assert config.total_tokens / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
 
 
-def test_a_law_is_told_with_its_reach_and_the_runs_that_are_done(tmp_path, capsys):
-    assert "16 points;" in output(capsys, f"law={write_law(tmp_path, is_table=True)}")
-    out = output(capsys, f"law={write_law(tmp_path)}")
-    assert f"16 points up to {6 * 350e6**2 * 40:.3g} FLOPs" in out and "16 runs done; " in out and "a wide prior" not in out
-
-
-def test_runs_of_another_world_say_nothing_of_the_target(tmp_path, capsys):
+def test_a_law_is_told_with_its_reach_and_runs_of_another_world_say_nothing_of_the_target(tmp_path, capsys):
     """As out/demo: 33k to 131k parameters over bytes are no evidence for 1.5B, nor is their law."""
     def advice(text):
         return text[text.index("| run "):]
+    assert "16 points;" in output(capsys, f"law={write_law(tmp_path, is_table=True)}")
+    out = output(capsys, f"law={write_law(tmp_path)}")
+    assert f"16 points up to {6 * 350e6**2 * 40:.3g} FLOPs" in out and "16 runs done; " in out and "a wide prior" not in out
     small, without = (33e3, 74e3, 131e3, 200e3), output(capsys)
     out = output(capsys, f"law={write_law(tmp_path, identified=False, sizes=small)}")
     assert "after 0 runs done" in out and row(out, "gpt1p5b") == row(without, "gpt1p5b") and advice(out) == advice(without)
