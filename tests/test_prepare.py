@@ -196,7 +196,7 @@ def test_a_budget_counts_training_tokens(tmp_path, monkeypatch, capsys):
     def stop_before_the_second_end(path, value):
         ends.extend(["an end"] * bool(value.get("end")))
         if len(ends) == 2:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         write_json(path, value)
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "write_json", stop_before_the_second_end)
