@@ -15,6 +15,8 @@ from tests.conftest import asked
 from tests.scaling_runs import cells, legend
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+STEPS = (100, 200, 300)
+ZERO = {"amax": 0, "scale_min": 1, "scale": 1, "scale_max": 1, "underflow": 0, "saturated": 0, "error": 0}
 
 
 def write(folder, rows, name="metrics.jsonl"):
@@ -114,8 +116,6 @@ def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time
     assert dict(matplotlib.rcParams) == before
 
 
-# ------------------------------------------------------------------------------------------------------- what FP8 did inside
-
 def operand(name, block, kind, step):
     """A known function: scales are powers of two that fall with depth, underflow grows with the step."""
     base = {"weight": 12, "activation": 6, "gradient": 20}[name] + kind - 0.25 * block + 2 * step / 300
@@ -132,9 +132,6 @@ def linear_row(step, block, kind, **changes):
 def block_row(step, block, **changes):
     return {"kind": "block", "step": step, "block": block, "attention_logit_max": 5 + 20 * block * step / 300,
             "swiglu_amax": 8.0 + 2.0**(block * step / 300), "swiglu_rms": 0.5, **changes}
-
-
-STEPS = (100, 200, 300)
 
 
 def rows_of(blocks=3):
@@ -195,11 +192,6 @@ def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
             found = figure.axes[3 * row + column].collections[0].get_array().reshape(want.shape)
             assert np.allclose(found.filled(0), 100 * want) and (np.ma.getmaskarray(found) == (want == 0)).all()
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [*map(str, range(12)), "head"]
-
-
-# ---------------------------------------------------------------------------------------------------------- the command
-
-ZERO = {"amax": 0, "scale_min": 1, "scale": 1, "scale_max": 1, "underflow": 0, "saturated": 0, "error": 0}
 
 
 @pytest.mark.parametrize("rows, figures_of, told", [

@@ -182,8 +182,6 @@ def test_what_train_writes_is_what_the_report_reads(tiny, tmp_path, capsys):
     assert result["notes"] == [] and page.startswith(out.rsplit("\n\nwrote", 1)[0]) and "![loss](report_loss.png)" in page
 
 
-# ---------------------------------------------------------------------------------------------------------------- a study
-
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """A study of 24 runs with its largest size held out, predicted, run and scored; its laws, its gaps."""

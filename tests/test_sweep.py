@@ -28,6 +28,7 @@ from scaling.predict import digest
 from scaling.study import Size, Study, expand, load_study
 from scaling.sweep import ENDED, Options, cost_of, declare, is_ready, placed, state_of, table, tokens_left
 from tests.conftest import ROOT, asked, write_config
+from tests.faults import wait_for
 from tests.scaling_runs import cells, edit, strict
 
 STUDIES = sorted((ROOT / "configs").glob("study_*.py"))
@@ -109,8 +110,6 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
 def summaries(tmp_path):
     return {path.parent.name: strict(path) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
 
-
-# ------------------------------------------------------------------------------------------------------ what a study declares
 
 @pytest.fixture
 def study(tiny, tmp_path):
@@ -251,8 +250,6 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
     assert state_of(branch, tmp_path) == "done"
 
 
-# --------------------------------------------------------------------------------------------------------------- the table
-
 def test_the_table_by_hand(rows, tmp_path):
     text, (trunk, branch, *_) = table(rows, tmp_path / "none", OPTIONS), rows
     assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354) and not (tmp_path / "none").exists()
@@ -293,8 +290,6 @@ def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_wh
     assert cost(bf16) == (1000.0, 5.0, "X") and cost(tensorwise)[-1] is None
     assert cost(null) == (100.0, 5 + 1e4 - 884 * 512 / 100, "X")
 
-
-# ------------------------------------------------------------------------------------------------------------ before it all
 
 def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path):
     for limit in (2, 10):       # 10: too little for b alone, which is held out and waits for a prediction of it
@@ -354,8 +349,6 @@ def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_don
     process.terminate()     # as --signal=B:TERM does before the time limit
     assert process.communicate(timeout=20)[0] == "scontrol requeue 71\n" and process.returncode == 3
 
-
-# ------------------------------------------------------------------------------------------------------- running the runs
 
 def test_trunks_come_before_branches_and_one_at_a_time(fake, tmp_path):
     fake("time.sleep(0.05); finish()", recipes=("bf16", "tensorwise"))
@@ -438,13 +431,6 @@ def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
     assert len(summaries(tmp_path)) == 4
 
 
-def until(is_so):
-    end = time.monotonic() + 90
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbroken_study(tiny, tmp_path, capsys, monkeypatch):
     """Real runs. First Ctrl-C, then the sweep alone is killed, while its run lives on and nobody else may write there."""
     file = tiny_study(tiny, tmp_path, budgets=(3, 6), sizes=(64,))
@@ -454,7 +440,7 @@ def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbro
     def begin(steps):
         process = subprocess.Popen([*call, "limit=1000"], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env,
                                    start_new_session=True)
-        until(lambda: len(read_rows(folder / "a_bf16_t6_s1/metrics.jsonl")) >= steps or process.poll() is not None)
+        wait_for(lambda: len(read_rows(folder / "a_bf16_t6_s1/metrics.jsonl")) >= steps or process.poll() is not None)
         assert process.poll() is None, process.stdout.read()
         return process
 
@@ -472,7 +458,7 @@ def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbro
     second.communicate()
     assert state_of(rows[0], folder) == "running" and sweep.main([*call[2:], "only=a_bf16_t6_s1"]) == 3
     assert "a_bf16_t6_s1 is being run by another sweep: left to it" in capsys.readouterr().out
-    until(lambda: state_of(rows[0], folder) != "running")
+    wait_for(lambda: state_of(rows[0], folder) != "running")
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert sweep.main(call[2:]) == 0, capsys.readouterr()
