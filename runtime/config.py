@@ -29,7 +29,6 @@ FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
 WITH_KERNELS = "+kernels"    # behind a recipe's name, as in FP8Config.label
-WITH_FAST_BACKWARD = "+fast_backward"
 # Recipes of torch's float8 matmul, which can accumulate fast.
 FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
