@@ -18,9 +18,11 @@ import train
 from model import GPTConfig
 from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig
 from runtime.fp8 import scaled_mm
+from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 def write_shards(folder: Path, splits: dict[str, list[np.ndarray]], bytes_per_token: float = 1, **changes) -> None:
@@ -132,16 +134,21 @@ def process(*command, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment})
 
 
-def run_train(config: Config, path: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """train.py as a user starts it."""
-    return process(ROOT / "train.py", write_config(config, path / f"{config.run}.py"), *arguments)
-
-
 def call_train(capsys, config: Config, path: Path, *arguments: str) -> SimpleNamespace:
     """train.main() in this process, for what needs no process of its own: quicker by torch's import."""
     code = train.main([str(write_config(config, path / f"{config.run}.py")), *arguments])
     out, err = capsys.readouterr()
     return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(config, *overrides): what train.py prints; on stderr where it ends with another exit code than 0."""
+    def start(config, *overrides, code=0):
+        done = call_train(capsys, config, tmp_path, *overrides)
+        assert (done.returncode, bool(done.stderr)) == (code, code > 0) and "Traceback" not in done.stderr, done.stderr
+        return done.stderr if code else done.stdout
+    return start
 
 
 def asked(capsys, main, *words, code=0) -> str:

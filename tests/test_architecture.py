@@ -3,15 +3,13 @@
 import ast
 import dataclasses
 import importlib
-import os
 import re
-import subprocess
 import sys
 from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, asked, process
 
 ROOMS = ("runtime", "prepare", "eval", "scaling", "configs", "bench")
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
@@ -36,16 +34,14 @@ def test_no_module_imports_itself_by_way_of_others():
 @pytest.mark.parametrize("command", [["-m", "scaling.fit"], [str(ROOT / "scaling/sweep.py")]])
 def test_commands_run_as_files_and_as_modules_from_anywhere(command, tmp_path):
     """By the editable install of requirements.txt alone."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, *command, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = process(*command, "--help", cwd=tmp_path, PYTHONPATH="")
     assert done.returncode == 0 and "python" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(name for name, text in MODULES.items() if "\nif __name__ == " in text))
 def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, capsys):
     module = importlib.import_module(name)
-    assert module.main(["--help"]) == 0
-    lines = (page := capsys.readouterr().out).splitlines()
+    lines = (page := asked(capsys, module.main, "--help")).splitlines()
     assert lines[0].startswith("usage: python ") and max(map(len, lines)) <= 130
     assert all(line.startswith("    ") for line in lines[lines.index("examples:") + 1:])
     cls = getattr(module, "Options", None)
@@ -60,8 +56,7 @@ def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, 
 def test_what_is_not_needed_is_not_imported(code, unneeded):
     """Readers of records start without torch, BF16 runs without torchao."""
     code += f"\nimport sys; print({unneeded} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout == "set()\n"
+    assert process("-c", code).stdout == "set()\n"
 
 
 def test_nothing_untrusted_is_unpickled_or_executed():

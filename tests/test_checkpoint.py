@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from runtime import checkpoint
 from runtime.checkpoint import DamagedError, Saver, checkpoints, kept, latest, load, read_manifest, restore, seal
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig
+from tests.conftest import ALONE
 from tests.faults import flip_bit, saved_steps
 
-ALONE = SimpleNamespace(rank=0, size=1, is_main=True, checkpoint_group=None, device=torch.device("cpu"))
 FILES = ["__0_0.distcp", ".metadata", "manifest.json", "DONE"]
 
 

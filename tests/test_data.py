@@ -310,8 +310,7 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
         assert (index.splits[split].text_bytes, index.splits[split].documents) == (sum(sizes), len(sizes))
         ids, targets = (raw & ~MASK).tolist(), np.where(raw < MASK, raw, -100).tolist()
         windows += [(ids[at:at + N_CTX], targets[at + 1:at + N_CTX + 1]) for at in range(0, len(ids) - N_CTX, N_CTX)]
-    assert main(["--show", str(tmp_path / "data")]) == 0
-    assert "the responses and the ends of documents" in capsys.readouterr().out
+    assert "the responses and the ends of documents" in conftest.asked(capsys, main, "--show", tmp_path / "data")
 
     config = config_of(tmp_path / "data", {"chat": 1}, eval_tokens=10**6, tokenizer=name, vocab_size=tok.vocab_size)
     data = open_data(config, tok.sha256)

@@ -23,7 +23,7 @@ from runtime.config import Config, FP8Config, OptimConfig, apply_overrides
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
-from tests.conftest import call_train, tiny_config, write_shards
+from tests.conftest import tiny_config, write_shards
 from tests.faults import flip_bit, leftovers, record, rows, saved_steps, summary
 
 STEPS, EVERY = 24, 2
@@ -323,7 +323,7 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(
 
 
 @pytest.mark.parametrize("arm", [1], indirect=True)
-def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, capsys, arm):
+def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, run, arm):
     trunk, _, branch = arm
     own, branch = replace(branch, start_from=None), replace(branch, run="refused")
     unfinished, damaged, renamed = (
@@ -336,7 +336,6 @@ def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path
         (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "before the decay"),
         (branch, f"start_from={unfinished}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
         (branch, f"start_from={damaged}", "__0_0.distcp")]:
-        done = call_train(capsys, config, tmp_path, override)
-        assert (done.returncode, told in done.stderr) == (2, True), (override, done.stderr)
-        assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1
+        said = run(config, override, code=2)
+        assert told in said and said.startswith("train.py: ") and said.count("\n") == 1, (override, said)
         assert not branch.run_dir.exists()

@@ -17,7 +17,6 @@ from runtime import fp8, parallel
 from runtime.cli import UserError
 from runtime.config import FP8Config
 from runtime.fp8 import fake_quantise, noise_at
-from tests.conftest import call_train
 from tests.faults import back_to, record, rows
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
@@ -28,7 +27,6 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 NAMES = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 KINDS = ["random", "opposed", "heavy", "zero", "outlier"]
 GPU = "NVIDIA H100 80GB HBM3"
-ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 
 
 def build(label="off", device_type="cpu", head=False, dtype=torch.bfloat16, loss_scale=1.0, seed=0, **changes):
@@ -285,33 +283,28 @@ def test_stochastic_rounding_is_right_in_the_mean_where_nearest_is_not():
 
 
 def test_a_run_of_nvfp4_has_noise_of_its_own_for_every_token_resumes_bit_by_bit_and_learns_compiled_too(
-        tiny, tmp_path, capsys, monkeypatch):
+        tiny, run, monkeypatch):
     """Of ten blocks: were each compiled anew, for a number of its own, torch would give up at eight."""
     seen, place = [], fp8.set_position
     monkeypatch.setattr(fp8, "set_position", lambda model, position, seed: seen.append(position) or place(model, position, seed))
     whole = replace(tiny, run="whole", fp8=FP8Config(recipe="nvfp4"), model=replace(tiny.model, n_layer=10))
-    parts, compiled = (replace(whole, run=run, parallel=replace(tiny.parallel, compile=unit)) for run, unit in (
-        ("parts", "off"), ("compiled", "block")))
-    for config in (whole, parts, compiled):
-        assert call_train(capsys, config, tmp_path).returncode == 0
-    n = whole.steps * whole.accumulation(1)
-    assert seen == 3 * seen[:n] and set(np.diff(seen[:n])) == {tiny.data.micro_batch * tiny.model.n_ctx}, "of each micro-batch"
-    back_to(parts, 3)
-    assert call_train(capsys, parts, tmp_path).returncode == 0
-    assert seen[3 * n:] == seen[n // 2:n] and record(parts) == record(whole)
+    compiled = replace(whole, run="compiled", parallel=replace(tiny.parallel, compile="block"))
+    for config in (whole, compiled):
+        run(config)
+    due, n = record(whole), whole.steps * whole.accumulation(1)
+    assert seen == 2 * seen[:n] and set(np.diff(seen[:n])) == {tiny.data.micro_batch * tiny.model.n_ctx}, "of each micro-batch"
+    back_to(whole, 3)
+    run(whole)
+    assert seen[2 * n:] == seen[n // 2:n] and record(whole) == due
     losses = [[row["loss"] for row in rows(config)] for config in (whole, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[0] != losses[1] and losses[1][-1] < losses[1][0]
 
 
 # ---------------------------------------------------------------------------------------------------------- whole models
 
-@pytest.fixture
-def no_scaled_mm(monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: pytest.fail("torch._scaled_mm was called on a CPU"))
-
-
 @pytest.mark.parametrize("label", RECIPES + KERNELS)
-def test_a_model_trains_near_bf16_in_bf16_it_is_the_plain_model_and_its_checkpoints_are_plain(label, no_scaled_mm):
+def test_a_model_trains_near_bf16_in_bf16_it_is_the_plain_model_and_its_checkpoints_are_plain(label, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: pytest.fail("torch._scaled_mm was called on a CPU"))
     (plain, _), (model, layers), (x, y) = build(), build(label, head=True), tokens()
     a, b = plain.state_dict(), model.state_dict()
     assert list(a) == list(b) and all(a[k].dtype == b[k].dtype == torch.float32 and torch.equal(a[k], b[k]) for k in a)
@@ -348,7 +341,7 @@ class Piece(torch.nn.Module):
         return ys
 
 
-def test_compiled_equals_eager_also_when_the_weights_have_changed(no_scaled_mm):
+def test_compiled_equals_eager_also_when_the_weights_have_changed():
     """One graph, forward and backward. Fused kernels keep fp32 where eager ones round to BF16 in between, and a value at the
     edge of a float8 step then falls to the other side: with those roundings kept, both must agree closely."""
     eager, compiled, (x, _, g) = Piece(), Piece(), operands("opposed")

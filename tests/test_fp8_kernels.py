@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -21,8 +20,8 @@ from runtime import fp8, parallel
 from runtime.config import FP8Config
 from runtime.fp8 import RECIPES, fake_quantise, scaled_mm
 from tests import faults
-from tests.conftest import ROOT, call_train
-from tests.test_fp8 import ALONE, E4M3, E5M2, KERNELS, KINDS, SIZE, build, distance, linear, operands, passes, tokens
+from tests.conftest import ALONE, ROOT
+from tests.test_fp8 import E4M3, E5M2, KERNELS, KINDS, SIZE, build, distance, linear, operands, passes, tokens
 
 
 def load():
@@ -108,10 +107,9 @@ SMALL, IN_USE = {"ROWS": 32, "CAST_COLUMNS": 16, "GRAD_COLUMNS": 16, "GROUP": 2}
     (16, 112, E4M3, torch.bfloat16, SMALL), (48, 80, E5M2, torch.bfloat16, SMALL), (112, 16, E5M2, torch.float32, SMALL),
     (176, 48, E4M3, torch.float32, SMALL | {"GROUP": 4}),      # 6 tiles of rows
     (144, 272, E4M3, torch.bfloat16, IN_USE)])                 # no multiples of it
-def test_both_layouts_hold_torchs_values(kernels, monkeypatch, M, K, format, dtype, tile):
+def test_both_layouts_hold_torchs_values(kernels, M, K, format, dtype, tile):
     x = hostile(M, K, dtype)
-    for name, size in tile.items():
-        monkeypatch.setattr(kernels, name, size)
+    vars(kernels).update(tile)
     for scale in (torch.tensor(1.0), torch.tensor(0.37)):
         q, qt = outputs(M, K, format)
         kernels.cast_both(x, scale, q, qt)
@@ -146,15 +144,14 @@ def is_near(a, b):
 
 @pytest.mark.parametrize("is_broken", [False, True])
 @pytest.mark.parametrize("M, V, tile", [(48, 80, SMALL), (144, 208, IN_USE)])
-def test_the_cross_entropys_gradient_is_that_of_its_definition(kernels, monkeypatch, M, V, tile, is_broken):
+def test_the_cross_entropys_gradient_is_that_of_its_definition(kernels, M, V, tile, is_broken):
     """What is broken stays broken but in ignored rows; a token may be masked; an infinity saturates, as torchao's casts do."""
     logits, lse, targets, grad, scale = entropy_case(M, V)
     if is_broken:
         logits[2, 7] = logits[3, 7] = float("nan")
         logits[4, 9], logits[6, 1], grad[8] = float("inf"), -float("inf"), float("inf")
         lse = torch.logsumexp(logits.float(), 1)
-    for name, size in tile.items():
-        monkeypatch.setattr(kernels, name, size)
+    vars(kernels).update(tile)
     q, qt = outputs(M, V, E5M2)
     kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
     assert is_near(q, entropy_grad(logits, lse, targets, grad, scale)) and same(qt, q.t().contiguous())
@@ -469,28 +466,26 @@ def state(config, step=6):
     return json.loads((config.run_dir / f"checkpoints/step_{step:08d}/manifest.json").read_text())["state"]["fp8_scales"]
 
 
-def test_a_resume_is_bit_exact_and_so_is_one_or_two_ranks(tiny, tmp_path, capsys):
+def test_a_resume_is_bit_exact_and_so_is_one_or_two_ranks(tiny, run):
     whole = replace(tiny, run="whole", fp8=DELAYED, eval=replace(tiny.eval, every=3))
-    assert call_train(capsys, whole, tmp_path).returncode == 0
-    cut = replace(whole, run="cut")
-    shutil.copytree(whole.run_dir, cut.run_dir)
-    faults.back_to(cut, 3)
-    assert call_train(capsys, cut, tmp_path).returncode == 0
-    assert faults.digest(cut) == faults.digest(whole) and state(cut) == state(whole)
-    assert faults.record(cut) == faults.record(whole)
+    run(whole)
+    due = faults.record(whole), state(whole)
+    faults.back_to(whole, 3)
+    run(whole)
+    assert (faults.record(whole), state(whole)) == due
     assert len(state(whole)) == 16 and all(0 < min(row[:4]) < 1e4 for row in state(whole).values())
     two = replace(whole, run="two", data=replace(whole.data, micro_batch=2))
     done = faults.Run(two, ranks=2)
     assert set(done.wait()) == {0}, done.output
     faults.back_to(two, 3)          # from two ranks on to one
-    assert call_train(capsys, two, tmp_path).returncode == 0
+    run(two)
     assert state(two).keys() == state(whole).keys()
     for name, (*_, first, none, wide_for) in state(whole, 3).items():        # the first of three steps: of the same weights
         exactly = name == "layers.0.attn.qkv.x"         # no rounding of FSDP2's lies before it
         assert state(two, 3)[name][2] == pytest.approx(first, rel=0 if exactly else 0.3) and none == wide_for == 0, name
 
 
-def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, tmp_path, capsys, monkeypatch):
+def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, run, monkeypatch):
     delayed, calls, real = replace(tiny, fp8=DELAYED), [], fp8.DelayedScales.begin
 
     def begin(self, loss_scale):
@@ -499,7 +494,7 @@ def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, tmp_path, capsys, monk
         if len(calls) == 6:     # of the constructor, then of the steps: the fifth
             self._scales[0].mul_(1e3)
     monkeypatch.setattr(fp8.DelayedScales, "begin", begin)
-    assert call_train(capsys, delayed, tmp_path).returncode == 0
+    run(delayed)
     event, = (row for row in faults.rows(delayed, "event") if row["event"] == "fp8_saturated")
     assert event["step"] == 5 and event["tensors"] == ["layers.0.attn.qkv.x"]
     assert state(delayed)["layers.0.attn.qkv.x"][4] == 15 and state(delayed)["layers.1.attn.qkv.x"][4] == 0

@@ -5,11 +5,8 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manife
 from runtime.config import CheckpointConfig, DataConfig, EvalConfig, FP8Config, LogConfig, load_config
 from runtime.guard import diagnose
 from runtime.parallel import World
-from tests.conftest import ROOT, call_train, run_train, with_recipe, write_config, write_source
+from tests.conftest import ROOT, process, with_recipe, write_config, write_source
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import E4M3, E5M2, KERNELS, RECIPES, build, distance, linear, operands, passes, reference, tokens
 from tests.test_fp8_kernels import entropy_case, entropy_grad, head_case, head_loss, is_near, quantised, same, step
@@ -44,8 +41,8 @@ def passes_on_gpu(label, x, w, g):
 
 
 def trained(config, folder, *arguments):
-    """What train.py prints."""
-    done = run_train(config, folder, *arguments)
+    """What train.py prints, as a process of its own."""
+    done = process("train.py", write_config(config, folder / f"{config.run}.py"), *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -157,10 +154,9 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
     """The update of a step is queued behind work that keeps the GPU busy when save() is called, the next one right behind
     staged(): a copy that begins too early or ends too late is torn."""
     device = torch.device("cuda", 0)
-    world = SimpleNamespace(rank=0, size=1, is_main=True, checkpoint_group=None, device=device)
     live = {f"model.{i}": torch.zeros(2**24, device=device) for i in range(8)}     # 512 MiB: some 10 ms of copying
     work = torch.randn(4096, 4096, device=device)
-    saver = Saver(tiny.run_dir, CheckpointConfig(every=1, keep=9), world, {})
+    saver = Saver(tiny.run_dir, CheckpointConfig(every=1, keep=9), World(0, 0, 1, device), {})
     for number in range(1, 4):
         for _ in range(50):
             work = torch.tanh(work @ work)
@@ -242,23 +238,21 @@ def test_two_gpus_learn_as_one_does(tmp_path, recipe):
         config = replace(config, run=f"on_{n}_{gather}", fp8=FP8Config(recipe=recipe, all_gather=gather and recipe != "off"),
                          data=replace(config.data, micro_batch=4 // n))
         path = write_config(config, tmp_path / f"{config.run}.py")
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py", path],
-                       cwd=ROOT, check=True, timeout=300)
+        process("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py", path).check_returncode()
         losses.append([row["loss"] for row in rows(config)])
     assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[2] == pytest.approx(losses[0], rel=5e-3)
 
 
-def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, tmp_path, capsys):
+def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, run):
     config = replace(tiny, steps=1, data=replace(tiny.data, micro_batch=1024, tokens_per_step=32 * 1024))
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + 2**27      # the logits and their gradients alone are more
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
     try:
-        done = call_train(capsys, config, tmp_path)
+        said = run(config, code=1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert done.returncode == 1 and "out of memory on rank 0 (cuda:0, " in done.stderr, done.stderr
-    assert "data.micro_batch=512 (now 1024; " in done.stderr and "Traceback" not in done.stderr
+    assert "out of memory on rank 0 (cuda:0, " in said and "data.micro_batch=512 (now 1024; " in said, said
     assert not (config.run_dir / "summary.json").exists()
 
 
@@ -294,7 +288,7 @@ def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
     assert plan.resolve_micro_batch(auto, World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)
 
 
-def test_a_step_on_a_gpu_waits_for_it_once(tiny, tmp_path, capsys, monkeypatch):
+def test_a_step_on_a_gpu_waits_for_it_once(tiny, run, monkeypatch):
     """By CUDA's own account of synchronising calls, from the third step on: the first compile and allocate."""
     within, config, seen = watched_steps(monkeypatch), replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True)), []
     with warnings.catch_warnings():
@@ -302,7 +296,7 @@ def test_a_step_on_a_gpu_waits_for_it_once(tiny, tmp_path, capsys, monkeypatch):
         warnings.showwarning = lambda message, *rest: seen.append((within[0], str(message)))
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            assert call_train(capsys, config, tmp_path).returncode == 0
+            run(config)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = [step for step, message in seen if step and step > 2 and "synchroniz" in message.lower()]

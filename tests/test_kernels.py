@@ -12,11 +12,7 @@ from bench import kernels
 from runtime import speed
 from runtime.cli import UserError
 from runtime.speed import choose, load_table
-
-
-def call(capsys, *arguments):
-    code = kernels.main([str(a) for a in arguments])
-    return code, *capsys.readouterr()
+from tests.conftest import asked
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
 def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(capsys, tmp_path, monkeypatch):
     out = tmp_path / "absent" / "cpu.json"
     toy = (f"out={out}", "shapes=64x64", "tokens=64", "turns=2")
-    assert call(capsys, *toy, "recipes=tensorwise,tensorwise+kernels")[0] == 0
+    asked(capsys, kernels.main, *toy, "recipes=tensorwise,tensorwise+kernels")
     text, (entry,) = out.read_text(), load_table(out)["measured"]["cpu"]
     assert entry["gpu"].startswith("cpu ") and "rehearsal" in entry["timer"] and text == speed.to_text(json.loads(text))
     assert entry["torch"] == torch.__version__ and entry["command"].startswith("python -m bench.kernels out=")
@@ -90,9 +86,9 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finit
     assert all(0 < row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"] for row in entry["rows"])
     forward = kernels.Piece.forward
     monkeypatch.setattr(kernels.Piece, "forward", lambda self, x: forward(self, x) * float("nan"))
-    code, said, _ = call(capsys, *toy, "recipes=tensorwise,rowwise")
-    assert code == 1 and "1 rows to time, 1 are there" in said and "not finite" in said and out.read_text() == text
-    assert call(capsys, "casts")[0] == call(capsys, "matmuls", "shapes=64x64", "tokens=64")[0] == 0
+    said = asked(capsys, kernels.main, *toy, "recipes=tensorwise,rowwise", code=1)
+    assert "1 rows to time, 1 are there" in said and "not finite" in said and out.read_text() == text
+    assert asked(capsys, kernels.main, "casts") and asked(capsys, kernels.main, "matmuls", "shapes=64x64", "tokens=64")
 
 
 def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_setups_do_not_mix(
@@ -102,21 +98,20 @@ def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_se
     arguments = [f"out={out}", "shapes=64x64,64x128", "tokens=64", "recipes=tensorwise,rowwise"]
     acts[:] = [None, type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU"), None, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
-        call(capsys, *arguments)
+        kernels.main(arguments)
     assert done == [("tensorwise", 64, 64), ("tensorwise", 64, 128)]
     assert "64 x 64     FAILED: no kernel image for this GPU\n" in capsys.readouterr().out
     now = iter(range(0, 10_000, 15))        # each look at the clock is 15 s after the last
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
     out.write_text(re.sub('"commit": .*', '"commit": "0123",', out.read_text()))    # another commit is no other setup
     for left in (True, False):
-        code, said, _ = call(capsys, *arguments, "budget=20")
-        assert code == 0 and ("1 rows are left, the same command goes on" in said) is left
+        said = asked(capsys, kernels.main, *arguments, "budget=20")
+        assert ("1 rows are left, the same command goes on" in said) is left
     (entry,) = load_table(out)["measured"]["cpu"]
     assert [(row["recipe"], row["N"]) for row in entry["rows"]] == [*itertools.product(("tensorwise", "rowwise"), (64, 128))]
     assert load_table(out)["published"] == load_table()["published"] and entry["commit"].startswith("0123, ")
     out.write_text(out.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
-    code, _, said = call(capsys, arguments[0], "shapes=64x256")
-    assert code == 2 and "torch 1.0" in said and len(done) == 4
+    assert "torch 1.0" in asked(capsys, kernels.main, arguments[0], "shapes=64x256", code=2) and len(done) == 4
 
 
 @pytest.mark.parametrize("arguments, word", [
@@ -124,9 +119,9 @@ def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_se
     ("recipes=rowwise+kernels", "rowwise"), ("out=README.md", "no table of timings")])
 def test_mistakes_get_a_sentence_and_the_shipped_table_holds_no_cpus_times(capsys, timed, monkeypatch, arguments, word):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _, said = call(capsys, *({"out": "out=out/cpu.json"} | {arguments.split("=")[0]: arguments}).values())
-    assert code == 2 and word in said and said.count("\n") == 1
-    assert call(capsys)[0] == 2 and not timed[0]
+    said = asked(capsys, kernels.main, *({"out": "out=out/cpu.json"} | {arguments.split("=")[0]: arguments}).values(), code=2)
+    assert word in said and said.count("\n") == 1
+    assert asked(capsys, kernels.main, code=2) and not timed[0]
 
 
 # ------------------------------------------------------------------------------------------------------ what auto chooses

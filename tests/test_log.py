@@ -22,7 +22,10 @@ from runtime.cli import UserError, duration, si
 from runtime.config import LogConfig
 from runtime.machine import read_rows, write_json
 from tests.changes import on_change
+from tests.conftest import ALONE
 from tests.faults import wait_for
+
+refuse = MagicMock(side_effect=OSError(28, "No space left on device"))
 
 
 def row(step, **changes):
@@ -69,10 +72,6 @@ def largest_file(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def refuse(*arguments, **options):
-    raise OSError(28, "No space left on device")
 
 
 def test_rows_are_strict_json_and_a_rollback_relabels_what_it_undid(tiny):
@@ -291,7 +290,7 @@ def traced_steps(run_dir):
     ([1, 2, 3, 2, 3, 4, 5], (3, 4), [2, 3, 3, 4])])     # a rollback in between
 def test_the_steps_asked_for_are_traced(tmp_path, steps, asked, traced):
     said = []
-    profiler = log.Profiler(asked, tmp_path, SimpleNamespace(rank=0, is_main=True), said.append)
+    profiler = log.Profiler(asked, tmp_path, ALONE, said.append)
     for step in steps:
         profiler.begin(step)
         torch.ones(4) @ torch.ones(4)

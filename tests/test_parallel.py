@@ -32,10 +32,10 @@ from runtime.data import open_data
 from runtime.machine import read_rows
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ROOT, call_train, with_recipe, write_config
+from tests.conftest import ALONE, ROOT, process, with_recipe, write_config
 from tests.faults import back_to, record, rows, summary
+from tests.test_fp8 import tokens
 
-ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 GATHERED = FP8Config(recipe="tensorwise", all_gather=True)
 ONE_BLOCK = {"n_layer": 1}
 SHARDED = ("off", *(name for name, recipe in fp8.RECIPES.items() if recipe.multiple <= 32))       # what tiny models can have
@@ -48,10 +48,6 @@ def build(config, world=ALONE, fp8_config=None, model=None, **changes):
     built.model.init_weights(0, built.assign)
     fp8.refresh_weight_copies(built.model)
     return built
-
-
-def tokens(seed):
-    return torch.randint(257, (2, 4, 32), generator=torch.Generator().manual_seed(seed))
 
 
 def step(built, world=ALONE, micros=1, reshard=True, seed=0):
@@ -233,9 +229,7 @@ def ranks(tiny, shared):
     if not (shared / "seen.json").exists():
         for config in (whole, halves):
             (shared / f"{config.run}.json").write_text(json.dumps(config.to_dict()))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        done = subprocess.run([*torchrun, __file__, shared], capture_output=True, text=True, timeout=600, cwd=ROOT,
-                              env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+        done = process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, shared)
         assert done.returncode == 0, done.stderr[-4000:]
         train.train(one, ALONE)
     return SimpleNamespace(whole=whole, halves=halves, one=one, **json.loads((shared / "seen.json").read_text()))
@@ -285,7 +279,7 @@ def test_ranks_train_what_one_process_trains_and_its_checkpoints_are_plain(ranks
     assert loss.loss == told["loss_bf16"] != told["loss_as_trained"]
 
 
-def test_a_recomputed_deterministic_run_is_the_same_run(ranks, tmp_path, capsys, monkeypatch):
+def test_a_recomputed_deterministic_run_is_the_same_run(ranks, run, monkeypatch):
     """From config key to weights; on a CPU neither changes a bit. What was switched on is switched off again."""
     def switches():
         return (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, inductor.deterministic)
@@ -293,12 +287,11 @@ def test_a_recomputed_deterministic_run_is_the_same_run(ranks, tmp_path, capsys,
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     changed = replace(ranks.one, run="changed", deterministic=True, parallel=replace(ranks.one.parallel, recompute=True))
     try:
-        done = call_train(capsys, changed, tmp_path)
+        assert "torch: deterministic algorithms" in run(changed)
         assert switches() == (True, True, True) and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         assert parallel.set_torch_flags(ranks.one, ALONE, []) == []
     assert switches() == (False, False, False)
-    assert done.returncode == 0 and "torch: deterministic algorithms" in done.stdout, done.stderr
     assert record(changed) == record(ranks.one)
 
 

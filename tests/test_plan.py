@@ -17,14 +17,11 @@ from runtime import plan, roofline
 from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
 from runtime.machine import read_bytes, write_json
-from runtime.parallel import World
 from runtime.plan import candidates, resolve_micro_batch, search, try_one
 from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Casts, Moved, Shape, linears, matmul_seconds, modelled_ratio, step
-from tests.conftest import ROOT, call_train, with_recipe
+from tests.conftest import ALONE, ROOT, asked, with_recipe
 from tests.faults import children, wait_for
 
-CPU = torch.device("cpu")
-ALONE = World(0, 0, 1, CPU)
 FULL, BROKEN = MemoryError(), MachineError("a kernel's offset")
 FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
@@ -67,8 +64,8 @@ def test_llama_by_hand():
 @pytest.mark.parametrize("words, told", [
     (["--plan"], "name a GPU"), (["--plan", "steps=7"], "name a GPU"), (["--plan", "b200", "steps=7"], "on 1 x b200"),
     (["steps=7", "--plan", "h100"], "on 1 x h100")])
-def test_a_gpu_may_follow_plan_and_settings_stand_anywhere(tiny, tmp_path, capsys, words, told):
-    page = call_train(capsys, tiny, tmp_path, *words).stdout
+def test_a_gpu_may_follow_plan_and_settings_stand_anywhere(tiny, run, words, told):
+    page = run(tiny, *words)
     assert told in page and re.search(rf"^  steps +{7 if 'steps=7' in words else 6} ", page, re.M)
     assert not tiny.run_dir.exists(), "nothing is trained"
 
@@ -208,8 +205,7 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
 
 
 def test_the_command_says_that_nothing_is_measured(capsys):
-    assert roofline.main(["gpu=h200", "sizes=1p5b", "context=2048"]) == 0
-    out = capsys.readouterr().out
+    out = asked(capsys, roofline.main, "gpu=h200", "sizes=1p5b", "context=2048")
     assert out.startswith("MODELLED step times on H200") and "nothing here is measured" in out
     assert "1p5b, T=2048, micro-batch 8" in out and "zero casts+head" in out and "nan" not in out.split()
 
@@ -228,17 +224,10 @@ def auto(config, **data):
     ({1: 10, 2: 20, 4: BROKEN, 8: 50}, 0, 2, [1, 2, 4]),                        # what broke is not chosen, what ran may be
     ({1: BROKEN, 2: FULL}, 1, MachineError, [2, 1])])
 def test_the_fastest_that_fits(trials, first, best, order):
-    tried = []
-
-    def attempt(n):
-        tried.append(n)
-        if isinstance(trials[n], Exception):
-            raise trials[n]
-        return trials[n], 1.0
-
+    attempt = mock.Mock(side_effect=[trials[n] if isinstance(trials[n], Exception) else (trials[n], 1.0) for n in order])
     with pytest.raises(MachineError, match="a kernel's offset") if best is MachineError else nullcontext():
         assert search(list(trials), first, attempt) == best
-    assert tried == order
+    assert attempt.call_args_list == [mock.call(n) for n in order]
 
 
 @pytest.mark.parametrize("sequences, size, recipe, n_ctx, numbers", [
@@ -252,8 +241,8 @@ def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx,
 
 
 def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_whole_run_on_one_device(tiny, monkeypatch):
-    trials = []
-    monkeypatch.setattr(plan, "try_one", mock.Mock(side_effect=lambda *trial: trials.append(trial) or exec("raise MemoryError")))
+    trials = mock.Mock(side_effect=MemoryError)
+    monkeypatch.setattr(plan, "try_one", trials)
     monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: work())
     assert resolve_micro_batch(tiny, ALONE) is tiny
     tiny.run_dir.mkdir(parents=True)
@@ -265,14 +254,14 @@ def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_who
                          (replace(fresh, steps=100_000), "data.max_epochs")):
         with pytest.raises(UserError, match=told):
             resolve_micro_batch(config, ALONE)
-    assert not trials
+    assert not trials.called
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
     config = replace(fresh, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
         tiny.parallel, replicate=2, shard=2, recompute=True))
     with pytest.raises(UserError, match=r"none of \[1, 2, 4\] that fits"):
-        resolve_micro_batch(config, World(0, 0, 4, CPU))
+        resolve_micro_batch(config, replace(ALONE, size=4))
     alone = replace(config, fp8=FP8Config(recipe="tensorwise"), parallel=replace(tiny.parallel, recompute=True))
-    assert trials == [(auto(alone, micro_batch=n), CPU) for n in (4, 2, 1)]
+    assert trials.call_args_list == [mock.call(auto(alone, micro_batch=n), ALONE.device) for n in (4, 2, 1)]
 
 
 class Killer:
@@ -286,14 +275,14 @@ def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
     for config, error, told in ((Killer(), MemoryError, None), (vast, MemoryError, None),
                                 (refused, UserError, "fp8.skip"), (tiny.data, MachineError, "AttributeError.*give data")):
         with pytest.raises(error, match=told):
-            try_one(config, CPU)
+            try_one(config, ALONE.device)
         assert not multiprocessing.active_children()
 
 
 def test_a_trial_ends_with_its_parent(tiny):
     slow = auto(tiny, micro_batch=512, tokens_per_step=2**14)
     slow = replace(slow, model=replace(slow.model, n_embd=512, n_ffn=2048, n_layer=8))      # minutes
-    parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, CPU))
+    parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, ALONE.device))
     parent.start()
     trial = wait_for(lambda: [p for p in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")
                               and int(read_bytes(f"/proc/{p}/statm").split()[1]) > 2**18])     # pages: it trains, in a GiB
@@ -302,10 +291,10 @@ def test_a_trial_ends_with_its_parent(tiny):
     wait_for(lambda: not read_bytes(f"/proc/{trial[0]}/cmdline"), 30)       # it does not go on alone
 
 
-def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
+def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, run):
     config = auto(with_recipe(tiny, "tensorwise"), tokens_per_step=32)     # one trial, which takes a process of its own
-    said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
+    said = run(config, "steps=2", "checkpoint.every=none")
     assert said.count("data.micro_batch=auto: ") == 2 and "data.micro_batch=auto: 1 it is" in said
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
-    said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
+    said = run(config, "steps=2", "checkpoint.every=none")
     assert "nothing to do" in said and "tokens/s" not in said

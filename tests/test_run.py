@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from itertools import count
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,19 +36,9 @@ from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 from tests import faults
-from tests.conftest import call_train, with_recipe, write_source
+from tests.conftest import ALONE, with_recipe, write_source
 from tests.faults import summary
 from tests.test_log import traced_steps
-
-
-@pytest.fixture
-def run(tmp_path, capsys):
-    """run(config, *overrides): what train.py prints; on stderr where it ends with another exit code than 0."""
-    def start(config, *overrides, code=0):
-        done = call_train(capsys, config, tmp_path, *overrides)
-        assert (done.returncode, bool(done.stderr)) == (code, code > 0) and "Traceback" not in done.stderr, done.stderr
-        return done.stderr if code else done.stdout
-    return start
 
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, run):
@@ -263,7 +253,7 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(ti
     with lock_folder(tiny.run_dir):
         pass
     assert not tiny.run_dir.exists(), "nothing was written in it"
-    monkeypatch.setattr(fcntl, "lockf", lambda *_: refuse(OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with lock_folder(tiny.run_dir):
         assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
@@ -290,15 +280,11 @@ def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, is_usable, vi
         check_device()
 
 
-def refuse(error):
-    raise error
-
-
 @pytest.mark.parametrize("is_memory, call", [
     (True, lambda: torch.empty(2**50)), (True, lambda: np.empty(2**46)), (True, lambda: bytearray(2**60)),
-    (True, lambda: refuse(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))),
-    (True, lambda: refuse(RuntimeError("std::bad_alloc"))), (True, lambda: refuse(OSError(12, "Cannot allocate memory"))),
-    (True, lambda: refuse(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))),
+    (True, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))),
+    (True, Mock(side_effect=RuntimeError("std::bad_alloc"))), (True, Mock(side_effect=OSError(12, "Cannot allocate memory"))),
+    (True, Mock(side_effect=RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))),
     (False, lambda: torch.empty(2, 3) @ torch.empty(2, 3)), (False, lambda: {}["memory"])])
 def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, call):
     with pytest.raises(ValueError) as caught:
@@ -306,7 +292,7 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, cal
             call()
         except Exception as error:
             raise ValueError("backend='inductor' raised:") from error
-    said = out_of_memory(caught.value, tiny, SimpleNamespace(rank=0, size=1, device=torch.device("cpu")))
+    said = out_of_memory(caught.value, tiny, ALONE)
     assert (said is not None) == is_memory
     assert said is None or all(part in said for part in ("rank 0 (cpu)", "data.micro_batch (now 4", "parallel.recompute", "GPUs"))
 

@@ -5,17 +5,16 @@ A rank that is killed: tests/test_faults.py; one that is stopped under torchrun,
 import json
 import re
 import signal
+import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from runtime import watchdog
 from runtime.watchdog import Watchdog
 from tests import faults
-from tests.conftest import tiny_config
+from tests.conftest import ALONE, tiny_config
 
 STOP, KILLED = f"signal_in_step:5:{{}}:{signal.SIGSTOP:d}", -signal.SIGKILL
 JOBS = {        # name -> what happens in step 5 of two ranks, of which rank 0 holds the store; timeout, exit codes, message
@@ -65,16 +64,16 @@ def test_stacks_and_the_last_collectives_are_written(jobs):
 
 def test_one_process_a_place_may_last_as_long_as_it_asks_for_and_a_moving_loop_for_ever(tmp_path, monkeypatch, capfd):
     """In this process, with the exit replaced. A folder that is no run yet is left alone."""
-    ended, world = [], SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
-    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.append(code) or watch._closed.set())
+    ended = []
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.append(code) or sys.exit())
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, exit: None)
     monkeypatch.setattr(watchdog, "BEAT", 0.02)
-    with Watchdog(world, tmp_path, 0.2, 0.6) as watch:
-        watch._thread.join(20)
+    with Watchdog(ALONE, tmp_path, 0.2, 0.6):
+        faults.wait_for(lambda: ended, 20)
     assert ended == [1] and not list(tmp_path.iterdir())
     assert "no progress for 0.6 s at start\n" in capfd.readouterr().err, "the first step has more patience"
     (tmp_path / "config.json").touch()
-    with Watchdog(world, tmp_path, 0.2, 0.6) as watch:
+    with Watchdog(ALONE, tmp_path, 0.2, 0.6) as watch:
         assert watch.explain(RuntimeError("out of memory")) is None, "an error of its own"
         watch.first_step_done()
         watch.at("validating", 3, patience=10**6)
@@ -83,6 +82,6 @@ def test_one_process_a_place_may_last_as_long_as_it_asks_for_and_a_moving_loop_f
             watch.at("forward", step)
             time.sleep(0.02)
         assert ended == [1] and not (tmp_path / "stacks").exists()
-        watch._thread.join(20)
+        faults.wait_for(lambda: len(ended) > 1, 20)
     assert ended == [1, 1] and "no progress for 0.2 s at step 39, forward\n" in capfd.readouterr().err
     assert (tmp_path / "stacks/rank_0.txt").exists()
