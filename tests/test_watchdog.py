@@ -62,6 +62,7 @@ def test_stacks_and_the_last_collectives_are_written(jobs):
     assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")     # of the exit, in its thread
 def test_one_process_a_place_may_last_as_long_as_it_asks_for_and_a_moving_loop_for_ever(tmp_path, monkeypatch, capfd):
     """In this process, with the exit replaced. A folder that is no run yet is left alone."""
     ended = []
