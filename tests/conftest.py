@@ -16,7 +16,7 @@ import torch
 
 import train
 from model import GPTConfig
-from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig
+from runtime.config import Config, DataConfig, FP8Config, OptimConfig, apply_overrides
 from runtime.fp8 import scaled_mm
 from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
@@ -85,13 +85,12 @@ def tiny(data_dir, tmp_path) -> Config:
 
 def tiny_config(data_dir: Path, out: Path) -> Config:
     """Six steps of a model with 2 blocks on two sources, eager."""
-    return Config(
-        run="tiny", steps=6, out=str(out),
+    config = Config(
+        run="tiny", steps=6, out=str(out), optim=OptimConfig(lr=1e-2, warmup_share=0.2),
         model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
         data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=512,
-                        micro_batch=4),
-        optim=OptimConfig(lr=1e-2, warmup_share=0.2), parallel=ParallelConfig(compile=False),
-        checkpoint=CheckpointConfig(every=3, keep=3), eval=EvalConfig(every=None, tokens=320), log=LogConfig(every=1))
+                        micro_batch=4))
+    return changed(config, "parallel.compile=off checkpoint.every=3 eval.every=none eval.tokens=320 log.every=1")
 
 
 @pytest.fixture
@@ -118,6 +117,11 @@ def encode_document(tokenizer, text: str) -> np.ndarray:
 
 def with_recipe(config: Config, recipe: str, **changes) -> Config:
     return replace(config, fp8=FP8Config(recipe=recipe), **changes)
+
+
+def changed(config: Config, words: str) -> Config:
+    """The config with settings as they stand on a command line."""
+    return apply_overrides(config, words.split())
 
 
 def write_config(config: Config, path: Path) -> Path:

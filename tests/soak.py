@@ -14,6 +14,7 @@ import pytest
 
 from runtime.config import Config, FP8Config
 from tests import faults, test_prepare
+from tests.conftest import changed
 from tests.faults import leftovers, record, saved_steps
 from tests.test_faults import EVERY, base, finish
 from tests.test_prepare import big
@@ -67,8 +68,7 @@ def test_a_kill_before_every_change_that_a_save_makes(base, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_compiled_run_resumes_bit_for_bit(base, ranks):
-    config = replace(base, run=f"compiled{ranks}", steps=8, model=replace(base.model, n_layer=1),
-                     parallel=replace(base.parallel, compile=True, timeout=120.0))
+    config = changed(base, f"run=compiled{ranks} steps=8 model.n_layer=1 parallel.compile=true parallel.timeout=120")
     run = faults.Run(config, ranks=ranks)
     run.wait_until(lambda: bool(saved_steps(config)), 600)
     run.kill()
@@ -77,8 +77,7 @@ def test_a_compiled_run_resumes_bit_for_bit(base, ranks):
 
 def test_kills_under_one_torchrun(base):
     """Each restart must come up: stock torchrun reads the addresses of dead ranks in two of five."""
-    config = replace(base, run="restarts", steps=160, data=replace(base.data, max_epochs=20),
-                     checkpoint=replace(base.checkpoint, every=5))
+    config = changed(base, "run=restarts steps=160 data.max_epochs=20 checkpoint.every=5")
     rng, run = random.Random(0), faults.Run(config, restarts=6)
     for kill in range(6):
         run.wait_until(lambda kill=kill: run.output.count("resuming ") + run.output.count("starting at ") > kill)
@@ -90,7 +89,7 @@ def test_kills_under_one_torchrun(base):
 
 
 def test_a_rank_that_stands_still_ends_the_job_which_resumes(base):
-    config = replace(base, run="still", parallel=replace(base.parallel, timeout=10.0))
+    config = changed(base, "run=still parallel.timeout=10")
     run = faults.Run(config, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"], restarts=1)
     assert run.wait(300) == [0], run.output
     assert "rank 1" in run.output

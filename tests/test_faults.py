@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from runtime.checkpoint import checkpoints, load_model, read_manifest, seal
-from runtime.config import Config, FP8Config, OptimConfig, apply_overrides
+from runtime.config import Config, FP8Config
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
-from tests.conftest import tiny_config, write_shards
+from tests.conftest import changed, tiny_config, write_shards
 from tests.faults import flip_bit, leftovers, record, rows, saved_steps, summary
 
 STEPS, EVERY = 24, 2
@@ -32,9 +32,9 @@ STEPS, EVERY = 24, 2
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, data_dir):
     """24 steps of two micro-batches in FP8, a checkpoint every second one: a run is half a second."""
-    yield apply_overrides(tiny_config(data_dir, tmp_path_factory.mktemp("faults") / "out"), [
-        "run=base", f"steps={STEPS}", "data.tokens_per_step=256", "fp8.recipe=tensorwise", "parallel.timeout=20",
-        f"checkpoint.every={EVERY}", "checkpoint.keep=2", "eval.every=8"])
+    yield changed(tiny_config(data_dir, tmp_path_factory.mktemp("faults") / "out"),
+                  f"run=base steps={STEPS} data.tokens_per_step=256 fp8.recipe=tensorwise parallel.timeout=20 "
+                  f"checkpoint.every={EVERY} checkpoint.keep=2 eval.every=8")
     for process in multiprocessing.active_children():       # of a test that failed
         process.kill()
 
@@ -204,27 +204,25 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_the_weights(base, ranks, s
 
 @pytest.mark.parametrize("fault, bad, to, killed_at, ranks, changes", [
     # The NaN comes right before a save, and a kill soon after it: the rollback goes to the checkpoint before.
-    ("nan_weight:8:0", 11, 4, 11, 1, {"guard.skips": 3, "eval.every": 6}),
+    ("nan_weight:8:0", 11, 4, 11, 1, "guard.skips=3 eval.every=6"),
     # Validated after step 8, where it was saved too. On two ranks the validation has left weights gathered: those of the
     # checkpoint must be gathered anew.
-    ("nan_weight:8:0", 8, 4, None, 2, {"parallel.reshard": "false"}),
+    ("nan_weight:8:0", 8, 4, None, 2, "parallel.reshard=false"),
     # A tenfold loss that lasts. Killed after the rollback, before a save has noted that the data moved on.
-    ("scale_loss:22:24:10", 24, 20, 26, 1, {"steps": 28, "guard.window": 16, "guard.skips": 3, "eval.every": "none"})],
+    ("scale_loss:22:24:10", 24, 20, 26, 1, "steps=28 guard.window=16 guard.skips=3 eval.every=none")],
     ids=["poisoned_checkpoint", "nan_validation", "spike"])
 def test_a_rollback_ends_in_the_bits_of_a_run_given_later_data(request, base, fault, bad, to, killed_at, ranks, changes):
     """A run under `fault` goes from step `bad` back to step `to`, and ends as one that, from there on, was given the data
     from behind that step in the first place. With killed_at it is killed over that step's data and goes on."""
-    overrides = ["checkpoint.every=4", *(f"{key}={value}" for key, value in changes.items())]
-    config = apply_overrides(replace(base, run=request.node.callspec.id), overrides)
-    run = faults.Run(config, faults=[fault, *([f"signal_in_step:{killed_at}:0:9"] if killed_at else [])], ranks=ranks)
+    config = changed(base, f"run={request.node.callspec.id} checkpoint.every=4 {changes}")
     if killed_at:
-        assert run.wait() == [-signal.SIGKILL], run.output
-        run = faults.Run(config, faults=[fault] * fault.startswith("scale_loss"))
-    assert set(run.wait()) == {0}, run.output
-    assert rollbacks(config) == [(bad, to)], run.output
+        ended([-signal.SIGKILL], config, faults=[fault, f"signal_in_step:{killed_at}:0:9"])
+    lasts = not killed_at or fault.startswith("scale_loss")
+    finish(config, faults=[fault] * lasts, ranks=ranks)
+    assert rollbacks(config) == [(bad, to)]
     told = finish(replace(config, run=f"{config.run}_told"), faults=[f"move_data:{to + 1}:{bad - to}"], ranks=ranks)
     assert not skipped(told)
-    assert faults.digest(config) == faults.digest(told), run.output
+    assert faults.digest(config) == faults.digest(told)
     assert faults.trajectory(config) == faults.trajectory(told)
 
 
@@ -233,9 +231,8 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     rng = np.random.default_rng(0)
     masked = [rng.integers(97, 123, tokens, "<u4") | (rng.random(tokens) < 0.5) << np.uint32(31) for tokens in (9000, 900)]
     write_shards(tmp_path / "chat", {split: [ids] for split, ids in zip(("train", "val"), masked, strict=True)}, is_masked=True)
-    config = replace(base, run="masked", steps=14, fp8=FP8Config(), optim=OptimConfig(lr=1e-12),
-                     guard=replace(base.guard, skips=3), checkpoint=replace(base.checkpoint, every=4),
-                     data=replace(base.data, dir=str(tmp_path), mixture={"chat": 1}))
+    config = changed(base, "run=masked steps=14 fp8.recipe=off optim.lr=1e-12 guard.skips=3 checkpoint.every=4 "
+                     f"data.dir={tmp_path} data.mixture=chat:1")
     finish(config, faults=["nan_weight:9:0"], ranks=2)
     assert rollbacks(config) == [(12, 8)]
     data = open_data(config, load_tokenizer("byte").sha256)
@@ -254,8 +251,8 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan", 8),
     (["scale_loss:1:999:nan"], 2, 1, "step 3: loss nan, gradient norm nan; 3 skipped in a row, and there is no checkpoint", 0)])
 def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt, rollbacks, replicas, told, saved):
-    config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=3, rollbacks=rollbacks),
-                     parallel=replace(base.parallel, replicate=replicas))
+    config = changed(base, f"run=hopeless{rollbacks}{replicas} guard.skips=3 guard.rollbacks={rollbacks} "
+                     f"parallel.replicate={replicas}")
     assert told in refused([1, 1], config, faults=spoilt, ranks=2)
     found = json.loads((config.run_dir / "diagnosis.json").read_text())
     weights = found["weights"].values()
@@ -274,12 +271,11 @@ LONG, SHORT, FORK = 12, 8, 6        # steps of the trunk, of its branch, and whe
 def arm(request, base):
     """Trunk, the run of the branch's length from scratch, branch. The trunk decays over its last 3 steps, the others over 2."""
     ranks = request.param
-    trunk = replace(base, run=f"trunk{ranks}", steps=LONG, probe=replace(base.probe, every=1, tokens=128),
-                    optim=replace(base.optim, schedule="wsd", decay_share=0.25, warmup_share=2 / LONG),
-                    checkpoint=replace(base.checkpoint, every=4, keep=1, at=(FORK,)), eval=replace(base.eval, every=None))
-    scratch = replace(trunk, run=f"scratch{ranks}", steps=SHORT, optim=replace(trunk.optim, warmup_share=2 / SHORT))
-    branch = replace(scratch, run=f"branch{ranks}", start_from=f"{trunk.run_dir}/checkpoints/step_{FORK:08d}",
-                     checkpoint=replace(base.checkpoint, every=1))
+    trunk = changed(base, f"run=trunk{ranks} steps={LONG} optim.schedule=wsd optim.decay_share=0.25 eval.every=none "
+                    f"probe.every=1 probe.tokens=128 optim.warmup_share={2 / LONG} checkpoint.every=4 checkpoint.at={FORK}")
+    scratch = changed(trunk, f"run=scratch{ranks} steps={SHORT} optim.warmup_share={2 / SHORT}")
+    branch = changed(scratch, f"run=branch{ranks} start_from={trunk.run_dir}/checkpoints/step_{FORK:08d} checkpoint.every=1 "
+                     "checkpoint.at=()")
     for config in (trunk, scratch):
         finish(config, ranks=ranks)
     manifest = read_manifest(Path(branch.start_from))
@@ -311,8 +307,8 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
 
 def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(arm, tmp_path):
     ranks, branch = int(arm[2].run[-1]), arm[2]
-    config = finish(replace(branch, run=f"{branch.run}_back", guard=replace(branch.guard, skips=1),
-                            checkpoint=replace(branch.checkpoint, every=None)), faults=[f"nan_weight:{FORK + 1}:0"], ranks=ranks)
+    config = changed(branch, f"run={branch.run}_back guard.skips=1 checkpoint.every=none")
+    finish(config, faults=[f"nan_weight:{FORK + 1}:0"], ranks=ranks)
     assert rollbacks(config) == [(FORK + 2, FORK)]
     told = finish(replace(config, run=f"{branch.run}_told"), faults=[f"move_data:{FORK + 1}:2"], ranks=ranks)
     assert faults.digest(config) == faults.digest(told) and faults.trajectory(config) == faults.trajectory(told)

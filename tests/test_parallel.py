@@ -32,7 +32,7 @@ from runtime.data import open_data
 from runtime.machine import read_rows
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ALONE, ROOT, process, with_recipe, write_config
+from tests.conftest import ALONE, ROOT, changed, process, with_recipe, write_config
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import tokens
 
@@ -102,21 +102,18 @@ def test_compiled_whole_and_recomputed_it_differs_by_rounding_alone(tiny):
 
 
 @pytest.mark.parametrize("environment, changes, told", [
-    ({"WORLD_SIZE": "2"}, {"parallel": {"shard": 3}}, "parallel.shard=3 does not make 2 processes"),
-    ({}, {"fp8": {"all_gather": True}}, "fp8.all_gather=true needs several ranks"),
-    ({"WORLD_SIZE": "2"}, {"fp8": {"all_gather": True}, "parallel": {"replicate": 2}}, "each of 2 has them whole"),
-    ({"WORLD_SIZE": "2"}, {"fp8": {"all_gather": True, "head": True}}, "while the embedding shares its weight"),
-    ({"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, {},
+    ({"WORLD_SIZE": "2"}, "parallel.shard=3", "parallel.shard=3 does not make 2 processes"),
+    ({}, "fp8.all_gather=true", "fp8.all_gather=true needs several ranks"),
+    ({"WORLD_SIZE": "2"}, "fp8.all_gather=true parallel.replicate=2", "each of 2 has them whole"),
+    ({"WORLD_SIZE": "2"}, "fp8.all_gather=true fp8.head=true", "while the embedding shares its weight"),
+    ({"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "",
      "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-    ({"PATH": ""}, {"parallel": {"compile": True}}, "install g\\+\\+"),
-])
+    ({"PATH": ""}, "parallel.compile=true", "install g\\+\\+")])
 def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(tiny, monkeypatch, environment, changes, told):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    config = with_recipe(tiny, "tensorwise")
-    config = replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in changes.items()})
     with pytest.raises(UserError, match=told):
-        parallel.start(config)
+        parallel.start(changed(tiny, f"fp8.recipe=tensorwise {changes}"))
     three = SimpleNamespace(size=3, device=torch.device("cpu"), mesh={"shard": SimpleNamespace(size=lambda: 3)})
     with pytest.raises(UserError, match=r"32 rows of layers.0.attn.out.weight do not divide among 3 ranks"):
         build(tiny, three, GATHERED, {"n_ffn": 96})     # torchao would not pad them
@@ -285,14 +282,14 @@ def test_a_recomputed_deterministic_run_is_the_same_run(ranks, run, monkeypatch)
         return (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic, inductor.deterministic)
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    changed = replace(ranks.one, run="changed", deterministic=True, parallel=replace(ranks.one.parallel, recompute=True))
+    config = changed(ranks.one, "run=changed deterministic=true parallel.recompute=true")
     try:
-        assert "torch: deterministic algorithms" in run(changed)
+        assert "torch: deterministic algorithms" in run(config)
         assert switches() == (True, True, True) and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         assert parallel.set_torch_flags(ranks.one, ALONE, []) == []
     assert switches() == (False, False, False)
-    assert record(changed) == record(ranks.one)
+    assert record(config) == record(ranks.one)
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -394,10 +391,9 @@ def test_what_is_requeued_and_mistakes(slurm, task, code, requeued, told, env):
     assert bool(calls) == bool(task)
 
 
-def test_warned_the_real_train_py_saves_and_is_requeued(slurm, tiny):
+def test_warned_the_real_train_py_saves_and_is_requeued(slurm):
     """Two gloo ranks; SIGUSR1 to both, as Slurm sends it."""
-    write_config(replace(slurm.config, steps=10_000, checkpoint=replace(tiny.checkpoint, every=4),
-                         data=replace(tiny.data, max_epochs=1000)), slurm.file)
+    write_config(changed(slurm.config, "steps=10_000 checkpoint.every=4 data.max_epochs=1000"), slurm.file)
     job = str(os.getpid())      # the port follows from it
     code, out, calls = submit(slurm, PYTHON=sys.executable, SLURM_JOB_ID=job, WARN=str(slurm.config.run_dir))
     assert code == 0 and "requeued" in out and f"scontrol requeue {job}" in calls, out

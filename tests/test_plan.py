@@ -15,19 +15,19 @@ import torch
 from model import GPT
 from runtime import plan, roofline
 from runtime.cli import MachineError, UserError
-from runtime.config import FP8Config, load_config
+from runtime.config import load_config
 from runtime.machine import read_bytes, write_json
 from runtime.plan import candidates, resolve_micro_batch, search, try_one
 from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Casts, Moved, Shape, linears, matmul_seconds, modelled_ratio, step
-from tests.conftest import ALONE, ROOT, asked, with_recipe
+from tests.conftest import ALONE, ROOT, asked, changed
 from tests.faults import children, wait_for
 
 FULL, BROKEN = MemoryError(), MachineError("a kernel's offset")
 FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
 
-def planned(config, gpu="h100"):
-    return "\n".join(plan.plan(config, gpu, torch.bfloat16))
+def planned(config, words="", gpu="h100"):
+    return "\n".join(plan.plan(changed(config, words), gpu, torch.bfloat16))
 
 
 def hours_of(page):
@@ -52,7 +52,7 @@ def test_llama_by_hand():
         "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30}
     assert gib_of(page) == pytest.approx({**parts, "sum": sum(parts.values()), "checkpoint": 3 * weights,
                                   "training tokens": 4 * 131.072e6 / 2**30}, abs=0.03)     # ids beyond 16 bits
-    kept = planned(replace(config, parallel=replace(config.parallel, recompute=False)))
+    kept = planned(config, "parallel.recompute=false")
     assert hours_of(page)["BF16"] / hours_of(kept)["BF16"] == pytest.approx(4 / 3, abs=0.1)     # the forward pass is a third
     flops = float(re.search(r"\+ attention +(\S+)", kept)[1])
     assert hours_of(kept)["BF16"] == pytest.approx(flops / (989.4e12 * 0.45 * 4) / 3600, abs=0.051)
@@ -71,7 +71,7 @@ def test_a_gpu_may_follow_plan_and_settings_stand_anywhere(tiny, run, words, tol
 
 
 def test_muon_by_hand():
-    config = replace(FP8_RUN, optim=replace(FP8_RUN.optim, kind="muon"), parallel=replace(FP8_RUN.parallel, shard=8))
+    config = changed(FP8_RUN, "optim.kind=muon parallel.shard=8")
     page, (C, F), n = planned(config), (2048, 5632), config.model.params_total
     update = 28 * 5 * (4 * 6 * C**3 + 3 * (4 * C * C * F + 2 * C**3))     # Q, K, V, out; gate, up, down
     assert f"Muon                   {update * config.total_steps:.4e}   {update:.4e} an update, 0.7% of" in page
@@ -87,28 +87,27 @@ def test_hours_of_fp8_are_modelled_or_the_very_best():
     page = planned(FP8_RUN)
     assert "an assumed mfu_bf16 of 45%" in page and "1.13x of BF16's speed" in page and "MODELLED" in page
     assert hours_of(page)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.1316, rel=0.002)
-    for other in (planned(FP8_RUN, gpu="b200"), planned(with_recipe(FP8_RUN, "cscale")),
-                  planned(replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, skip=("mlp.down",))))):
+    for other in planned(FP8_RUN, gpu="b200"), planned(FP8_RUN, "fp8.recipe=cscale"), planned(FP8_RUN, "fp8.skip=mlp.down"):
         assert "at the very best" in other and "MODELLED" not in other
     counts = [re.search(line, page)[1] for line in (r"in FP8 +(\S+)", r"\+ attention +\S+ +(\S+) per token")]
     in_fp8, per_token = (int(number.replace(",", "")) for number in counts)
     for recompute in False, True:       # of both precisions' forward pass
-        best = planned(replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, recompute=recompute)), gpu="b200")
+        best = planned(FP8_RUN, f"parallel.recompute={recompute}", "b200")
         assert f"{1 / (1 - 6 * in_fp8 / per_token / 2):.2f}x of BF16's speed" in best
-    eight = planned(replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, shard=8)))
+    eight = planned(FP8_RUN, "parallel.shard=8")
     assert hours_of(eight)["BF16"] == pytest.approx(hours_of(page)["BF16"] / 8, abs=0.06)
-    assert "micro-batch 1 (auto: the start tries larger ones)" in planned(auto(FP8_RUN))
+    assert "micro-batch 1 (auto: the start tries larger ones)" in planned(FP8_RUN, "data.micro_batch=auto")
 
 
 def test_a_branch_costs_the_steps_after_its_branch_point():
     def work(page):
         return [float(number) for number in re.findall(r"^  (?:\+ attention|Muon|BF16|FP8) +([\d.e+]+)", page, re.M)]
 
-    whole = replace(FP8_RUN, steps=10_000, tokens_per_param=None, optim=replace(FP8_RUN.optim, kind="muon"))
-    branch = planned(replace(whole, start_from="out/trunk/checkpoints/step_00008000"))
+    whole = changed(FP8_RUN, "steps=10_000 optim.kind=muon")
+    branch = planned(whole, "start_from=out/trunk/checkpoints/step_00008000")
     assert work(branch) == pytest.approx([number / 5 for number in work(planned(whole))], rel=0.01)
     assert re.search("of this branch +2,000   after step 8000", branch)
-    assert "of this branch" not in planned(whole) + planned(replace(whole, start_from="out/weights"))
+    assert "of this branch" not in planned(whole) + planned(whole, "start_from=out/weights")
 
 
 H100 = GPUS["h100"]
@@ -178,12 +177,8 @@ def test_the_forward_pass_of_a_linear_that_nanochat_timed():
 
 
 def test_the_ratio_of_a_run_and_where_no_model_tells():
-    run = replace(FP8_RUN, model=replace(FP8_RUN.model, n_ctx=1024),
-                  data=replace(FP8_RUN.data, micro_batch=16, tokens_per_step=2**19))
+    run = changed(FP8_RUN, f"model.n_ctx=1024 data.micro_batch=16 data.tokens_per_step={2**19}")
     apart = replace(CASTS["bf16"], adds=False)      # under FSDP2 gradients are added up behind the matmul, on one GPU within it
-
-    def changed(section, **changes):
-        return replace(run, **{section: replace(getattr(run, section), **changes)})
 
     def modelled(label, gpus=1, bf16=CASTS["bf16"]):
         return step(H100, BIG, label, 16, 2**19 // gpus, gpus, bf16)
@@ -192,26 +187,22 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
         return modelled("bf16", gpus, bf16).seconds / modelled(label, gpus, bf16).seconds
 
     assert modelled_ratio(run, "h100") == modelled_ratio(run, "NVIDIA H100 80GB HBM3") == due("tensorwise")
-    assert modelled_ratio(changed("parallel", shard=8), "h100", 8) == due("tensorwise", 8, apart)
-    assert modelled_ratio(changed("fp8", head=True, kernels=True), "h100") == due("tensorwise+kernels+head")
+    assert modelled_ratio(changed(run, "parallel.shard=8"), "h100", 8) == due("tensorwise", 8, apart)
+    assert modelled_ratio(changed(run, "fp8.head=true fp8.kernels=true"), "h100") == due("tensorwise+kernels+head")
     blocks = 28 * (4 * 2048**2 + 3 * 2048 * 5632)       # read by 32 matmuls and zeroed once; otherwise added to 31 times
     within, behind = (modelled("bf16", bf16=casts).buckets["pointwise"] for casts in (CASTS["bf16"], apart))
     assert behind - within == pytest.approx((12 * 31 / 32 - 4 * 33 / 32) * blocks / H100)
     for gpu in ("b200", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "a100"):
         assert modelled_ratio(run, gpu) is None
-    for other in (changed("fp8", recipe="auto"), changed("fp8", recipe="cscale"), changed("fp8", skip=("mlp.down",)),
-                  changed("fp8", first_bf16=1), changed("parallel", compile=False), changed("parallel", recompute=True)):
-        assert modelled_ratio(other, "h100") is None, other
+    for other in ("fp8.recipe=auto", "fp8.recipe=cscale", "fp8.skip=mlp.down", "fp8.first_bf16=1", "parallel.compile=off",
+                  "parallel.recompute=true"):
+        assert modelled_ratio(changed(run, other), "h100") is None, other
 
 
 def test_the_command_says_that_nothing_is_measured(capsys):
     out = asked(capsys, roofline.main, "gpu=h200", "sizes=1p5b", "context=2048")
     assert out.startswith("MODELLED step times on H200") and "nothing here is measured" in out
     assert "1p5b, T=2048, micro-batch 8" in out and "zero casts+head" in out and "nan" not in out.split()
-
-
-def auto(config, **data):
-    return replace(config, data=replace(config.data, **{"micro_batch": "auto", **data}))
 
 
 @pytest.mark.parametrize("trials, first, best, order", [
@@ -230,14 +221,14 @@ def test_the_fastest_that_fits(trials, first, best, order):
     assert attempt.call_args_list == [mock.call(n) for n in order]
 
 
-@pytest.mark.parametrize("sequences, size, recipe, n_ctx, numbers", [
+@pytest.mark.parametrize("sequences, size, recipe, T, numbers", [
     (512, 8, "off", 32, [1, 2, 4, 8, 16, 32, 64]), (24, 2, "off", 32, [1, 2, 3, 4, 6, 12]),
     (24, 2, "tensorwise", 8, [2, 4, 6, 12]), (7, 1, "off", 32, [1]), (12, 1, "mxfp8", 8, [4, 12])])
-def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx, numbers):
-    config = with_recipe(auto(tiny, tokens_per_step=sequences * n_ctx), recipe, model=replace(tiny.model, n_ctx=n_ctx))
+def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, T, numbers):
+    config = changed(tiny, f"model.n_ctx={T} data.micro_batch=auto data.tokens_per_step={sequences * T} fp8.recipe={recipe}")
     assert candidates(config, size) == numbers
     for n in numbers:
-        assert auto(config, micro_batch=n).accumulation(size) * n * size == sequences
+        assert changed(config, f"data.micro_batch={n}").accumulation(size) * n * size == sequences
 
 
 def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_whole_run_on_one_device(tiny, monkeypatch):
@@ -246,22 +237,22 @@ def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_who
     monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: work())
     assert resolve_micro_batch(tiny, ALONE) is tiny
     tiny.run_dir.mkdir(parents=True)
-    write_json(tiny.run_dir / "config.json", auto(tiny, micro_batch=16).to_dict())
-    assert resolve_micro_batch(auto(tiny), ALONE).data.micro_batch == 16
-    write_json(tiny.run_dir / "config.json", replace(tiny, seed=5).to_dict())
-    fresh = auto(replace(tiny, run="b"))
-    for config, told in ((auto(tiny), "seed was 5, now 1337"), (auto(fresh, dir=f"{tiny.run_dir}/nowhere"), "nowhere"),
-                         (replace(fresh, steps=100_000), "data.max_epochs")):
+    auto = changed(tiny, "data.micro_batch=auto")
+    write_json(tiny.run_dir / "config.json", changed(tiny, "data.micro_batch=16").to_dict())
+    assert resolve_micro_batch(auto, ALONE).data.micro_batch == 16
+    write_json(tiny.run_dir / "config.json", changed(tiny, "seed=5").to_dict())
+    for words, told in (("", "seed was 5, now 1337"), ("run=b data.dir=/nowhere", "nowhere"),
+                        ("run=b steps=100_000", "data.max_epochs")):
         with pytest.raises(UserError, match=told):
-            resolve_micro_batch(config, ALONE)
+            resolve_micro_batch(changed(auto, words), ALONE)
     assert not trials.called
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
-    config = replace(fresh, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
-        tiny.parallel, replicate=2, shard=2, recompute=True))
+    config = changed(auto, "run=b fp8.recipe=tensorwise fp8.all_gather=true parallel.replicate=2 parallel.shard=2 "
+                     "parallel.recompute=true")
     with pytest.raises(UserError, match=r"none of \[1, 2, 4\] that fits"):
         resolve_micro_batch(config, replace(ALONE, size=4))
-    alone = replace(config, fp8=FP8Config(recipe="tensorwise"), parallel=replace(tiny.parallel, recompute=True))
-    assert trials.call_args_list == [mock.call(auto(alone, micro_batch=n), ALONE.device) for n in (4, 2, 1)]
+    alone = changed(config, "fp8.all_gather=false parallel.replicate=1 parallel.shard=none")
+    assert trials.call_args_list == [mock.call(changed(alone, f"data.micro_batch={n}"), ALONE.device) for n in (4, 2, 1)]
 
 
 class Killer:
@@ -270,8 +261,8 @@ class Killer:
 
 
 def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
-    vast = replace(tiny, model=replace(tiny.model, n_embd=2**16, n_ffn=2**18, n_layer=64))      # 15 TB of weights
-    refused = replace(tiny, fp8=FP8Config(recipe="tensorwise", skip=("nothing",)))              # no micro-batch mends it
+    vast = changed(tiny, f"model.n_embd={2**16} model.n_ffn={2**18} model.n_layer=64")      # 15 TB of weights
+    refused = changed(tiny, "fp8.recipe=tensorwise fp8.skip=nothing")                       # no micro-batch mends it
     for config, error, told in ((Killer(), MemoryError, None), (vast, MemoryError, None),
                                 (refused, UserError, "fp8.skip"), (tiny.data, MachineError, "AttributeError.*give data")):
         with pytest.raises(error, match=told):
@@ -280,8 +271,8 @@ def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
 
 
 def test_a_trial_ends_with_its_parent(tiny):
-    slow = auto(tiny, micro_batch=512, tokens_per_step=2**14)
-    slow = replace(slow, model=replace(slow.model, n_embd=512, n_ffn=2048, n_layer=8))      # minutes
+    """One that would take minutes."""
+    slow = changed(tiny, f"data.micro_batch=512 data.tokens_per_step={2**14} model.n_embd=512 model.n_ffn=2048 model.n_layer=8")
     parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, ALONE.device))
     parent.start()
     trial = wait_for(lambda: [p for p in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")
@@ -292,9 +283,10 @@ def test_a_trial_ends_with_its_parent(tiny):
 
 
 def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, run):
-    config = auto(with_recipe(tiny, "tensorwise"), tokens_per_step=32)     # one trial, which takes a process of its own
-    said = run(config, "steps=2", "checkpoint.every=none")
+    # One trial, which takes a process of its own.
+    config = changed(tiny, "fp8.recipe=tensorwise data.micro_batch=auto data.tokens_per_step=32 steps=2 checkpoint.every=none")
+    said = run(config)
     assert said.count("data.micro_batch=auto: ") == 2 and "data.micro_batch=auto: 1 it is" in said
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
-    said = run(config, "steps=2", "checkpoint.every=none")
+    said = run(config)
     assert "nothing to do" in said and "tokens/s" not in said
