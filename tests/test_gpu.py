@@ -6,17 +6,16 @@ import json
 import math
 import re
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 
 from runtime import fp8, plan
 from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
-from runtime.config import CheckpointConfig, DataConfig, EvalConfig, FP8Config, LogConfig, load_config
+from runtime.config import CheckpointConfig, load_config
 from runtime.guard import diagnose
 from runtime.parallel import World
-from tests.conftest import ROOT, process, with_recipe, write_config, write_source
+from tests.conftest import ROOT, changed, process, write_config, write_source
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import E4M3, E5M2, KERNELS, RECIPES, build, distance, linear, operands, passes, reference, tokens
 from tests.test_fp8_kernels import entropy_case, entropy_grad, head_case, head_loss, is_near, quantised, same, step
@@ -177,8 +176,8 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise", "rowwise"])
 def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_load_on_a_cpu(tiny, tmp_path, recipe):
-    first, second = (with_recipe(tiny, recipe, run=name, deterministic=True, parallel=replace(tiny.parallel, compile=True))
-                     for name in ("first", "second"))
+    first, second = (changed(tiny, f"run={run} fp8.recipe={recipe} deterministic=true parallel.compile=true")
+                     for run in ("first", "second"))
     assert all("deterministic algorithms" in trained(config, tmp_path) for config in (first, second))
     wanted = record(first)
     assert record(second) == wanted and wanted["skipped_steps"] == 0
@@ -188,25 +187,22 @@ def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_lo
     assert re.search("resuming .*step_00000003", trained(second, tmp_path)) and record(second) == wanted
 
 
-def gpt125m(folder, arm, steps, sequences=32):
+def gpt125m(folder, arm, steps, words="", sequences=32):
     """configs/gpt125m_<arm>.py with `steps` of two micro-batches of random bytes, beside rows for GPT-2's whole vocabulary."""
     config = load_config(ROOT / f"configs/gpt125m_{arm}.py")
     tokens = 2 * sequences * 1024
     if not (folder / "data").exists():
         write_source(folder / "data" / "web", 0, train_tokens=(steps + 1) * tokens, val_tokens=2**16)
-    return replace(
-        config, run=arm, out=str(folder / "out"), steps=steps, tokens_per_param=None, log=LogConfig(every=1),
-        model=replace(config.model, n_ctx=1024, vocab_size=257, vocab_multiple=50304), eval=EvalConfig(every=None, tokens=2**14),
-        parallel=replace(config.parallel, compile="block"),
-        data=DataConfig(dir=str(folder / "data"), mixture={"web": 1.0}, tokenizer="byte", tokens_per_step=tokens,
-                        micro_batch=sequences), checkpoint=CheckpointConfig(every=None))
+    return changed(config, f"run={arm} out={folder}/out steps={steps} model.n_ctx=1024 model.vocab_size=257 "
+                   f"model.vocab_multiple=50304 data.dir={folder}/data data.mixture=web:1 data.tokenizer=byte "
+                   f"data.tokens_per_step={tokens} data.micro_batch={sequences} parallel.compile=block checkpoint.every=none "
+                   f"eval.every=none eval.tokens={2**14} log.every=1 {words}")
 
 
 def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
     losses = {}
     for arm in ("bf16", "fp8"):
-        config = gpt125m(tmp_path, arm, 60)
-        config = replace(config, fp8=replace(config.fp8, kernels=arm == "fp8"))
+        config = gpt125m(tmp_path, arm, 60, f"fp8.kernels={arm == 'fp8'}")
         trained(config, tmp_path)
         steps, page = rows(config), "\n".join(plan.plan(config, "h100", torch.bfloat16))
         losses[arm] = torch.tensor([row["loss"] for row in steps])
@@ -220,9 +216,8 @@ def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
 def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
     found = []
     for recompute in (False, True):
-        config = gpt125m(tmp_path, "fp8", 3)
-        config = replace(config, run=f"recompute_{recompute}", model=replace(config.model, n_layer=4, loss_chunk=2048),
-                         parallel=replace(config.parallel, recompute=recompute))
+        config = gpt125m(tmp_path, "fp8", 3, "model.n_layer=4 model.loss_chunk=2048")
+        config = changed(config, f"run=recompute_{recompute} parallel.recompute={recompute}")
         trained(config, tmp_path)
         found.append(([row["loss"] for row in rows(config)], summary(config)["mem_peak_gib"]))
     (plain, most), (again, least) = found
@@ -234,9 +229,8 @@ def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
 def test_two_gpus_learn_as_one_does(tmp_path, recipe):
     losses = []
     for n, gather in ((1, False), (2, False), (2, True)):
-        config = gpt125m(tmp_path, "bf16", 5, sequences=4)
-        config = replace(config, run=f"on_{n}_{gather}", fp8=FP8Config(recipe=recipe, all_gather=gather and recipe != "off"),
-                         data=replace(config.data, micro_batch=4 // n))
+        how = f"run=on_{n}_{gather} fp8.recipe={recipe} fp8.all_gather={gather and recipe != 'off'}"
+        config = changed(gpt125m(tmp_path, "bf16", 5, how, sequences=4), f"data.micro_batch={4 // n}")
         path = write_config(config, tmp_path / f"{config.run}.py")
         process("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py", path).check_returncode()
         losses.append([row["loss"] for row in rows(config)])
@@ -244,7 +238,7 @@ def test_two_gpus_learn_as_one_does(tmp_path, recipe):
 
 
 def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, run):
-    config = replace(tiny, steps=1, data=replace(tiny.data, micro_batch=1024, tokens_per_step=32 * 1024))
+    config = changed(tiny, f"steps=1 data.micro_batch=1024 data.tokens_per_step={32 * 1024}")
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + 2**27      # the logits and their gradients alone are more
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
@@ -277,20 +271,19 @@ def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path):
 
 
 def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
-    device, wide = torch.device("cuda", 0), replace(tiny.model, n_embd=512, n_ffn=1536, n_ctx=1024)
-    config = replace(tiny, model=wide, parallel=replace(tiny.parallel, compile=True))
-    huge, small = (replace(config, data=replace(tiny.data, micro_batch=n, tokens_per_step=n * 1024)) for n in (2**15, 4))
+    device, wide = torch.device("cuda", 0), "model.n_embd=512 model.n_ffn=1536 model.n_ctx=1024 parallel.compile=true"
+    huge, small = (changed(tiny, f"{wide} data.micro_batch={n} data.tokens_per_step={n * 1024}") for n in (2**15, 4))
     with pytest.raises(MemoryError):
         plan.try_one(huge, device)
     tok_per_s, gib = plan.try_one(small, device)
     assert tok_per_s > 10_000 and 0 < gib < 20
-    auto = replace(small, data=replace(small.data, micro_batch="auto"))
+    auto = changed(small, "data.micro_batch=auto")
     assert plan.resolve_micro_batch(auto, World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)
 
 
 def test_a_step_on_a_gpu_waits_for_it_once(tiny, run, monkeypatch):
     """By CUDA's own account of synchronising calls, from the third step on: the first compile and allocate."""
-    within, config, seen = watched_steps(monkeypatch), replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True)), []
+    within, config, seen = watched_steps(monkeypatch), changed(tiny, "steps=8 parallel.compile=true"), []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *rest: seen.append((within[0], str(message)))
