@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import torch
 
 import train
 from model import GPTConfig
-from runtime.config import Config, DataConfig, FP8Config, OptimConfig, apply_overrides
+from runtime.config import Config, DataConfig, OptimConfig, apply_overrides
 from runtime.fp8 import scaled_mm
 from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
@@ -113,10 +112,6 @@ def no_figures(monkeypatch):
 def encode_document(tokenizer, text: str) -> np.ndarray:
     """The ids of one document as a shard holds it: the prefix, then the text."""
     return np.concatenate([np.array(tokenizer.prefix, tokenizer.dtype), tokenizer.encode(text)])
-
-
-def with_recipe(config: Config, recipe: str, **changes) -> Config:
-    return replace(config, fp8=FP8Config(recipe=recipe), **changes)
 
 
 def changed(config: Config, words: str) -> Config:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import Config, FP8Config
+from runtime.config import Config
 from tests import faults, test_prepare
 from tests.conftest import changed
 from tests.faults import leftovers, record, saved_steps
@@ -26,15 +26,15 @@ def is_as_calm(config: Config, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("recipe, ranks, kills, changes", [
-    ("tensorwise", 1, 10, {}), ("tensorwise", 2, 10, {}), ("tensorwise", 4, 4, {"replicate": 2, "shard": 2}),
-    ("off", 1, 3, {"recompute": True}), ("tensorwise_gw_hp", 1, 3, {}), ("rowwise", 1, 3, {}), ("amax", 1, 3, {}),
-    ("rowwise_with_gw_hp", 1, 3, {"recompute": True}), ("cscale", 1, 3, {}), ("mxfp8", 1, 3, {}),
-    ("off", 2, 3, {}), ("tensorwise_gw_hp", 2, 3, {"recompute": True}), ("rowwise", 2, 3, {}), ("gathered", 2, 3, {})])
+    ("tensorwise", 1, 10, ""), ("tensorwise", 2, 10, ""), ("tensorwise", 4, 4, "parallel.replicate=2 parallel.shard=2"),
+    ("off", 1, 3, "parallel.recompute=true"), ("tensorwise_gw_hp", 1, 3, ""), ("rowwise", 1, 3, ""), ("amax", 1, 3, ""),
+    ("rowwise_with_gw_hp", 1, 3, "parallel.recompute=true"), ("cscale", 1, 3, ""), ("mxfp8", 1, 3, ""), ("off", 2, 3, ""),
+    ("tensorwise_gw_hp", 2, 3, "parallel.recompute=true"), ("rowwise", 2, 3, ""),
+    ("tensorwise", 2, 3, "run=gathered fp8.all_gather=true")])
 def test_kills_at_any_moment(base, recipe, ranks, kills, changes):
     """Every second one in the middle of a save, the others wherever the run is."""
-    fp8 = FP8Config(recipe="tensorwise", all_gather=True) if recipe == "gathered" else FP8Config(recipe=recipe)
-    config = replace(base, run=f"{recipe}{ranks}", steps=180 if kills == 10 else 48, fp8=fp8,
-                     parallel=replace(base.parallel, **changes), data=replace(base.data, tokens_per_step=128 * max(2, ranks)))
+    config = changed(base, f"run={recipe}{ranks} fp8.recipe={recipe} steps={180 if kills == 10 else 48} "
+                     f"data.tokens_per_step={128 * max(2, ranks)} {changes}")
     rng = random.Random(kills + ranks)
     for killed in range(kills):
         before, saves, seen = saved_steps(config), rng.randrange(1, 4), set()

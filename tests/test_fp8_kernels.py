@@ -87,16 +87,6 @@ def outputs(M, K, format):
     return [torch.full(shape, 0x55, dtype=torch.uint8).view(format) for shape in ((M, K), (K, M))]      # not written yet
 
 
-def hostile(M, K, dtype=torch.bfloat16):
-    """Values of every size, each special one somewhere; never symmetric under transposition."""
-    torch.manual_seed(M * 1000 + K)
-    x = torch.randn(M, K) * torch.exp2(torch.randint(-24, 12, (M, K)))
-    special = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 448.0, -448.0, 449.0, 464.0, 480.0, 57344.0,
-                            61440.0, 65536.0, 3e38, -3e38, 2.0**-9, 2.0**-10, 1.5 * 2.0**-10, 2.0**-16, 2.0**-17, 1e-30, 1e-40])
-    x.view(-1)[torch.randperm(M * K)[:len(special)]] = special
-    return x.to(dtype)
-
-
 # Tiles so small that even small tensors have many; or those in use.
 SMALL, IN_USE = {"ROWS": 32, "CAST_COLUMNS": 16, "GRAD_COLUMNS": 16, "GROUP": 2}, {}
 
@@ -108,7 +98,13 @@ SMALL, IN_USE = {"ROWS": 32, "CAST_COLUMNS": 16, "GRAD_COLUMNS": 16, "GROUP": 2}
     (176, 48, E4M3, torch.float32, SMALL | {"GROUP": 4}),      # 6 tiles of rows
     (144, 272, E4M3, torch.bfloat16, IN_USE)])                 # no multiples of it
 def test_both_layouts_hold_torchs_values(kernels, M, K, format, dtype, tile):
-    x = hostile(M, K, dtype)
+    """Of values of every size, each special one somewhere; never symmetric under transposition."""
+    torch.manual_seed(M * 1000 + K)
+    x = torch.randn(M, K) * torch.exp2(torch.randint(-24, 12, (M, K)))
+    special = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 448.0, -448.0, 449.0, 464.0, 480.0, 57344.0,
+                            61440.0, 65536.0, 3e38, -3e38, 2.0**-9, 2.0**-10, 1.5 * 2.0**-10, 2.0**-16, 2.0**-17, 1e-30, 1e-40])
+    x.view(-1)[torch.randperm(M * K)[:len(special)]] = special
+    x = x.to(dtype)
     vars(kernels).update(tile)
     for scale in (torch.tensor(1.0), torch.tensor(0.37)):
         q, qt = outputs(M, K, format)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT, GPTConfig
 from runtime import fp8, optim, parallel
-from runtime.config import FP8Config, OptimConfig
+from runtime.config import OptimConfig
+from tests.conftest import changed
 from tests.faults import back_to, record, rows, summary
 from tests.test_faults import finish
 from tests.test_parallel import build
@@ -82,7 +83,7 @@ def test_updates_against_the_equations_in_fp64_with_decay_of_matrices_only(kind,
 
 
 @pytest.mark.parametrize("settings, compiled", [
-    ({}, "off"), ({}, "block"), ({"recipe": "tensorwise_gw_hp", "kernels": True}, "off")])
+    ("", "off"), ("", "block"), ("fp8.recipe=tensorwise_gw_hp fp8.kernels=true", "off")])
 def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, monkeypatch, settings, compiled):
     """Bit by bit what autograd gives for each micro-batch, added in their order; twice, as the first sum must be gone then."""
     calls, add = [], fp8.add_weight_grad
@@ -91,8 +92,7 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, mon
     if compiled == "off":
         monkeypatch.setattr(fp8, "add_weight_grad", lambda *tensors: calls.append(tensors) or add(*tensors))
     one = tiny.data.micro_batch * tiny.model.n_ctx      # tokens of a micro-batch
-    model, alone = (build(replace(tiny, data=replace(tiny.data, tokens_per_step=n * one)), fp8_config=FP8Config(**settings),
-                          compile=compiled).model for n in (2, 1))
+    model, alone = (build(tiny, f"{settings} data.tokens_per_step={n * one} parallel.compile={compiled}").model for n in (2, 1))
     lasting = {name: p.grad.data_ptr() for name, p in model.named_parameters() if p.grad is not None}
     assert len(lasting) == 4 * tiny.model.n_layer and all(p.grad is None for p in alone.parameters())
     for step in range(2):
@@ -123,7 +123,7 @@ def test_the_work_of_muon_is_dealt_evenly():      # FLOPs by hand: test_plan.py
 
 
 def test_a_resumed_run_ends_in_the_same_bits_and_two_ranks_train_what_one_process_trains(tiny, run):
-    config = replace(tiny, optim=replace(tiny.optim, kind="muon"))
+    config = changed(tiny, "optim.kind=muon")
     run(config)
     whole = record(config)
     back_to(config, 3)

@@ -27,24 +27,21 @@ from eval.loss import evaluate
 from runtime import fp8, parallel
 from runtime.checkpoint import latest, load_model, read_manifest, run_on_rank0
 from runtime.cli import UserError
-from runtime.config import FP8Config, ProbeConfig, config_from_dict
+from runtime.config import config_from_dict
 from runtime.data import open_data
 from runtime.machine import read_rows
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ALONE, ROOT, changed, process, with_recipe, write_config
+from tests.conftest import ALONE, ROOT, changed, process, write_config
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import tokens
 
-GATHERED = FP8Config(recipe="tensorwise", all_gather=True)
-ONE_BLOCK = {"n_layer": 1}
 SHARDED = ("off", *(name for name, recipe in fp8.RECIPES.items() if recipe.multiple <= 32))       # what tiny models can have
 
 
-def build(config, world=ALONE, fp8_config=None, model=None, **changes):
-    """An initialised model, built as for training; changes: of config.parallel."""
-    built = parallel.build(replace(config, fp8=fp8_config or FP8Config(), model=replace(config.model, **(model or {})),
-                                   parallel=replace(config.parallel, **changes)), world)
+def build(config, words="", world=ALONE):
+    """An initialised model, built as for training, in BF16 unless the settings say otherwise."""
+    built = parallel.build(changed(config, f"fp8.recipe=off fp8.all_gather=false {words}"), world)
     built.model.init_weights(0, built.assign)
     fp8.refresh_weight_copies(built.model)
     return built
@@ -70,7 +67,7 @@ def test_recomputation_runs_a_block_twice_but_for_attention_and_changes_no_name_
     recipe: on two ranks, below."""
     seen, counts, kept = [], [], []
     for recompute in (False, True):
-        built = build(tiny, fp8_config=FP8Config(recipe="tensorwise"), recompute=recompute)
+        built = build(tiny, f"fp8.recipe=tensorwise parallel.recompute={recompute}")
         model, ops, sizes = built.model, [], []
 
         class Spy(TorchDispatchMode):
@@ -93,9 +90,9 @@ def test_recomputation_runs_a_block_twice_but_for_attention_and_changes_no_name_
 
 def test_compiled_whole_and_recomputed_it_differs_by_rounding_alone(tiny):
     """Inductor fuses operations between which eager rounds to BF16. Compiled by blocks: on two ranks, below."""
-    built = build(tiny, model=ONE_BLOCK, recompute=True, compile="model")
+    built = build(tiny, "model.n_layer=1 parallel.recompute=true parallel.compile=model")
     assert [module._compiled_call_impl is not None for module in (built.model, *built.model.layers)] == [True, False]
-    (loss, eager), (compiled_loss, compiled) = step(build(tiny, model=ONE_BLOCK)), step(built)
+    (loss, eager), (compiled_loss, compiled) = step(build(tiny, "model.n_layer=1")), step(built)
     assert compiled_loss == pytest.approx(loss, rel=1e-3)
     for name, gradient in eager.items():
         assert torch.linalg.norm(compiled[name] - gradient) <= 0.02 * torch.linalg.norm(gradient), name
@@ -116,7 +113,7 @@ def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(tiny, monkeypatch
         parallel.start(changed(tiny, f"fp8.recipe=tensorwise {changes}"))
     three = SimpleNamespace(size=3, device=torch.device("cpu"), mesh={"shard": SimpleNamespace(size=lambda: 3)})
     with pytest.raises(UserError, match=r"32 rows of layers.0.attn.out.weight do not divide among 3 ranks"):
-        build(tiny, three, GATHERED, {"n_ffn": 96})     # torchao would not pad them
+        build(tiny, "fp8.recipe=tensorwise fp8.all_gather=true model.n_ffn=96", three)      # torchao would not pad them
 
 
 # ------------------------------------------------------------------------------------------------- what two ranks do
@@ -137,17 +134,16 @@ def work(folder: Path) -> None:
             "timeouts": [group._get_backend(world.device).options._timeout.total_seconds() for group in groups],
             "gathered": [gathered(whole, world, *how) for how in (
                 ("tensorwise", True), ("tensorwise", False), ("tensorwise_gw_hp", True))],
-            "kernels": [descent(whole, world, FP8Config(recipe="tensorwise", head=True, kernels=kernels), recompute=recompute)
+            "kernels": [descent(whole, world, f"fp8.head=true fp8.kernels={kernels} parallel.recompute={recompute}")
                         for kernels, recompute in ((False, False), (True, False), (True, True))],
             "unsharded": [equals_unsharded(whole, world), equals_unsharded(whole, world, reshard=False),
                           equals_unsharded(whole, replicas)],
-            "compiled": [descent(whole, world, FP8Config(recipe="tensorwise"), ONE_BLOCK, compile=compiled)
-                         for compiled in (False, True)],
+            "compiled": [descent(whole, world, f"model.n_layer=1 parallel.compile={compiled}") for compiled in (False, True)],
             "graphs": counters["stats"]["unique_graphs"],
             "same": {}}
     for recipe in SHARDED:
-        plain, *others = [step(build(whole, world, FP8Config(recipe=recipe), **way), world) for way in (
-            {}, {"recompute": True}, {"reshard": False}, {"recompute": True, "reshard": False})]
+        plain, *others = [step(build(whole, f"fp8.recipe={recipe} {way}", world), world) for way in (
+            "", "parallel.recompute=true", "parallel.reshard=false", "parallel.recompute=true parallel.reshard=false")]
         seen["same"][recipe] = [same(plain, other) for other in others]
     if world.is_main:
         (folder / "seen.json").write_text(json.dumps(seen))
@@ -159,8 +155,8 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
     forward pass, the loss as trained, the loss in BF16 within a block that fails, the loss after it; all-reduces of a refresh."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"      # until torch 2.12
     seen, gather, (x, y) = {"sent": [], "losses": []}, getattr(dist, name), tokens(world.rank)
-    for fp8_config in (replace(GATHERED, recipe=recipe, head=True), None):
-        model, sizes, losses = build(config, world, fp8_config, {"tied": False}, reshard=reshard).model, [], []
+    for words in f"fp8.recipe={recipe} fp8.all_gather=true fp8.head=true", "":
+        model, sizes, losses = build(config, f"{words} model.tied=false parallel.reshard={reshard}", world).model, [], []
 
         def counted(output, input, *args, sizes=sizes, **kwargs):
             sizes.append(input.numel() * input.itemsize)
@@ -181,10 +177,10 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
     return seen
 
 
-def equals_unsharded(config, world, **changes) -> list[bool]:
+def equals_unsharded(config, world, reshard=True) -> list[bool]:
     """Loss, gradients over two micro-batches and their norm, against models of one process, gradients summed in fp32."""
-    built = build(config, world, **changes)
-    loss, gradients = step(built, world, micros=2, **changes)
+    built = build(config, f"parallel.reshard={reshard}", world)
+    loss, gradients = step(built, world, micros=2, reshard=reshard)
     alone = [step(build(config), seed=seed) for seed in (0, 1, 10, 11)]     # rank 0's micro-batches, rank 1's
     # FSDP averages over the ranks.
     wanted = {name: ((alone[0][1][name] + alone[1][1][name]) + (alone[2][1][name] + alone[3][1][name])) / 2 for name in gradients}
@@ -194,9 +190,9 @@ def equals_unsharded(config, world, **changes) -> list[bool]:
     return [*are_equal, abs(norms[0] / norm - 1) < 1e-6, abs(norms[1] - 1) < 1e-5]
 
 
-def descent(config, world, *how, **changes) -> list[tuple[float, float]]:
-    """Loss of all ranks and norm of all gradients of three steps downhill, then the loss in BF16."""
-    built, told = build(config, world, *how, **changes), []
+def descent(config, world, words) -> list[tuple[float, float]]:
+    """Loss of all ranks and norm of all gradients of three steps downhill, tensorwise, then the loss in BF16."""
+    built, told = build(config, f"fp8.recipe=tensorwise {words}", world), []
     for _ in range(3):
         loss, gradients = step(built, world)
         norm = torch.stack([torch.linalg.norm(gradient) for gradient in gradients.values()]).norm().item()
@@ -219,10 +215,9 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def ranks(tiny, shared):
-    whole = replace(tiny, run="whole", out=str(shared / "out"), fp8=GATHERED,
-                    parallel=replace(tiny.parallel, start_timeout=777))
-    halves = replace(whole, run="halves", probe=ProbeConfig(every=2, tokens=64))    # resumed after step 3
-    one = with_recipe(whole, "tensorwise", run="one")                               # by this process
+    whole = changed(tiny, f"run=whole out={shared}/out fp8.recipe=tensorwise fp8.all_gather=true parallel.start_timeout=777")
+    halves = changed(whole, "run=halves probe.every=2 probe.tokens=64")     # resumed after step 3
+    one = changed(whole, "run=one fp8.all_gather=false")                    # by this process
     if not (shared / "seen.json").exists():
         for config in (whole, halves):
             (shared / f"{config.run}.json").write_text(json.dumps(config.to_dict()))

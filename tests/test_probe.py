@@ -3,7 +3,6 @@ tests/test_parallel.py; through recomputation: there too."""
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ from torch._dynamo.utils import counters
 
 from runtime import fp8, probe
 from runtime.checkpoint import checkpoints, seal
-from runtime.config import ProbeConfig
 from runtime.fp8 import Operand
 from runtime.probe import Probe, sequences, statistics
-from tests.conftest import with_recipe
+from tests.conftest import changed
 from tests.faults import record, summary
 from tests.test_fp8 import E4M3, E5M2, LARGEST, NAMES, OPERANDS, RECIPES, quantised, tokens
 from tests.test_fp8 import build as build_model
@@ -197,8 +195,8 @@ def test_training_is_the_same_bits_with_and_without(tiny, run, monkeypatch):
     """Four micro-batches a step; the summary has the time that the probes took, a resumed run's too."""
     scales = []
     monkeypatch.setattr(Probe, "__call__", lambda self, *args, real=Probe.__call__: scales.append(args[-1]) or real(self, *args))
-    plain = with_recipe(tiny, "cscale", run="plain")
-    looked = replace(plain, run="looked", probe=ProbeConfig(every=2, tokens=64))
+    plain = changed(tiny, "run=plain fp8.recipe=cscale")
+    looked = changed(plain, "run=looked probe.every=2 probe.tokens=64")
     run(plain)
     run(looked)
     assert scales == [1 / 512] * 3, "training's own"

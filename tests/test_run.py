@@ -36,14 +36,14 @@ from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 from tests import faults
-from tests.conftest import ALONE, changed, with_recipe, write_source
+from tests.conftest import ALONE, changed, write_source
 from tests.faults import summary
 from tests.test_log import traced_steps
 
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, run):
-    bf16, fp8 = replace(tiny, run="a", profile="2:3"), with_recipe(tiny, "tensorwise", run="b")
-    kernels = replace(fp8, run="c", fp8=replace(fp8.fp8, kernels=True))
+    bf16, fp8 = changed(tiny, "run=a profile=2:3"), changed(tiny, "run=b fp8.recipe=tensorwise")
+    kernels = changed(fp8, "run=c fp8.kernels=true")
     said = [run(config) for config in (bf16, kernels, fp8)]
     a, b, c = map(summary, (bf16, fp8, kernels))
     for key in ("pair_id", "data_sha256", "val_sha256", "params_total", "flops_per_token", "seed", "tokens"):
@@ -164,7 +164,7 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, before, after,
 
 def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, run):
     """With other data, schedule, context and number of steps; the first loss is the parent's on the new run's first tokens."""
-    parent = with_recipe(tiny, "tensorwise", run="pretrained")
+    parent = changed(tiny, "run=pretrained fp8.recipe=tensorwise")
     tuned = changed(tiny, f"run=tuned steps=5 start_from={parent.run_dir} model.n_ctx=16 data.mixture=code:1 optim.lr=1e-3 "
                     "optim.schedule=wsd optim.decay_share=0.2")
     assert "pretrained has none: train that run first" in run(tuned, code=2)

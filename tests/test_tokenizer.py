@@ -5,7 +5,6 @@ import hashlib
 import json
 import random
 import re
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,20 +18,18 @@ from tiktoken_ext.openai_public import r50k_pat_str
 import prepare_data
 from runtime import tokenizer as room
 from runtime.cli import UserError
-from runtime.config import EvalConfig
 from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import GPT2_PATTERN, VOCAB_SIZE, byte_letters, load_tokenizer, token_bytes, vocab_bpe
-from tests.conftest import asked, encode_document, tiny_config
+from tests.conftest import asked, changed, encode_document, tiny_config
 from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
 ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
-HOSTILE = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "'s 'll I'LL don't", "\x00\x01\x7f",
-           "\r\n\t ", "naïve café ﬁ Ω", "日本語のテキスト", "👩\u200d👧 \u200b\ufeff", "x" * 3000, " " * 3000,
-           "0" * 3000, "é" * 999 + "!"]
-TEXTS = [*HOSTILE, "<|end|>", "a<|begin|>b<|end|><|end|>", "def f():\n\treturn 0.5  \n", *DOCUMENTS]
+TEXTS = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "'s 'll I'LL don't", "\x00\x01\x7f",
+         "\r\n\t ", "naïve café ﬁ Ω", "日本語のテキスト", "👩\u200d👧 \u200b\ufeff", "x" * 3000, " " * 3000,
+         "0" * 3000, "é" * 999 + "!", "<|end|>", "a<|begin|>b<|end|><|end|>", "def f():\n\treturn 0.5  \n", *DOCUMENTS]
 
 
 def merged(parts, ranks):
@@ -170,9 +167,8 @@ def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, se
 
 
 def config(out, tokenizer, vocab_size):
-    tiny = tiny_config(out, out)
-    return replace(tiny, eval=EvalConfig(tokens=64), model=replace(tiny.model, vocab_size=vocab_size), data=replace(
-        tiny.data, mixture={"mine": 1}, tokenizer=str(tokenizer), tokens_per_step=128, max_epochs=9))
+    return changed(tiny_config(out, out), f"eval.tokens=64 model.vocab_size={vocab_size} data.mixture=mine:1 "
+                   f"data.tokenizer={tokenizer} data.tokens_per_step=128 data.max_epochs=9")
 
 
 def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsys):
