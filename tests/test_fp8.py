@@ -382,41 +382,34 @@ def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(tiny, recipe, chos
 
 # ------------------------------------------------------------------------------------------------------------- selection
 
-def verdicts(config, gpu=None, **changes):
+def verdicts(label, gpu=None, **changes):
     with torch.device("meta"):
-        return fp8.select(GPT(GPTConfig(**{**SIZE, **changes})), config, gpu)
+        return fp8.select(GPT(GPTConfig(**{**SIZE, **changes})), fp8.by_name(label), gpu)
 
 
 def blocks(*numbers):
     return {f"layers.{i}.{name}" for i in numbers for name in NAMES}
 
 
-@pytest.mark.parametrize("config, kept", [
-    (FP8Config(recipe="tensorwise"), {"head"}),
-    (FP8Config(recipe="tensorwise", head=True), set()),
-    (FP8Config(recipe="tensorwise", skip=("layers.0.*",)), {"head", *blocks(0)}),
-    (FP8Config(recipe="tensorwise", skip=("attn.out",)), {"head", "layers.0.attn.out", "layers.1.attn.out"}),
-    (FP8Config(recipe="tensorwise", skip=("layers.1.mlp.down", "head"), head=True), {"head", "layers.1.mlp.down"}),
-    (FP8Config(recipe="tensorwise", include=("layers.1.mlp.*",), skip=("mlp.down",)),
-     {"head", *blocks(0, 1)} - {"layers.1.mlp.gate_up"}),
-    (FP8Config(recipe="rowwise", first_bf16=1), {"head", *blocks(0)}),
-    (FP8Config(recipe="rowwise", last_bf16=1, head=True), blocks(1)),
-    (FP8Config(recipe="rowwise", last_bf16=5, head=True), blocks(0, 1)),
-])
-def test_selection_by_name(config, kept):
-    assert {layer.name for layer in verdicts(config) if layer.recipe is None} == kept
+@pytest.mark.parametrize("label, kept", [
+    ("tensorwise", {"head"}), ("tensorwise+head", set()), ("tensorwise+skip=layers.0.*", {"head", *blocks(0)}),
+    ("tensorwise+skip=attn.out", {"head", "layers.0.attn.out", "layers.1.attn.out"}),
+    ("tensorwise+head+skip=layers.1.mlp.down,head", {"head", "layers.1.mlp.down"}),
+    ("tensorwise+include=layers.1.mlp.*+skip=mlp.down", {"head", *blocks(0, 1)} - {"layers.1.mlp.gate_up"}),
+    ("rowwise+first_bf16=1", {"head", *blocks(0)}), ("rowwise+head+last_bf16=1", blocks(1)),
+    ("rowwise+head+last_bf16=5", blocks(0, 1))])
+def test_selection_by_name(label, kept):
+    assert {layer.name for layer in verdicts(label) if layer.recipe is None} == kept
 
 
-@pytest.mark.parametrize("config, changes, told", [
-    (FP8Config(recipe="tensorwise", skip=("output",)), {}, r"fp8.skip='output' .*layers\.\*\.attn\.qkv"),
-    (FP8Config(recipe="rowwise"), {"n_ffn": 100}, "layers.0.mlp.gate_up of 64 x 200: .* multiples of 16"),
-    (FP8Config(recipe="mxfp8"), {"n_ffn": 112}, "layers.0.mlp.down of 112 x 64: .* multiples of 32"),
-    (FP8Config(recipe="tensorwise", skip=("layers.*",)), {}, "nothing to convert"),
-    (FP8Config(recipe="rowwise", kernels=True), {}, "fp8.kernels=true .* fp8.recipe=rowwise"),
-])
-def test_refusals(config, changes, told):
+@pytest.mark.parametrize("label, changes, told", [
+    ("tensorwise+skip=output", {}, r"fp8.skip='output' .*layers\.\*\.attn\.qkv"),
+    ("rowwise", {"n_ffn": 100}, "layers.0.mlp.gate_up of 64 x 200: .* multiples of 16"),
+    ("mxfp8", {"n_ffn": 112}, "layers.0.mlp.down of 112 x 64: .* multiples of 32"),
+    ("tensorwise+skip=layers.*", {}, "nothing to convert"), ("rowwise+kernels", {}, "fp8.kernels=true .* fp8.recipe=rowwise")])
+def test_refusals(label, changes, told):
     with pytest.raises(UserError, match=told):
-        verdicts(config, **changes)
+        verdicts(label, **changes)
 
 
 def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypatch, emulated_scaled_mm):
@@ -429,7 +422,7 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
     for kernels in (False, True):
-        layers = verdicts(FP8Config(recipe="auto", kernels=kernels), GPU)
+        layers = verdicts("auto" + "+kernels" * kernels, GPU)
         assert {layer.name.split(".", 2)[-1]: (layer.recipe, layer.kernels) for layer in layers} == {
             "attn.qkv": ("tensorwise", kernels), "mlp.gate_up": ("tensorwise", kernels), "attn.out": (None, False),
             "mlp.down": ("rowwise_with_gw_hp", False), "head": (None, False)}
@@ -448,7 +441,7 @@ def test_the_table_counts_what_the_modules_hold_and_says_where_nothing_is_fp8():
     matrices = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.ndim == 2)
     assert f"8 of 9 Linears, {matrices / (matrices + model.head.weight.numel()):.1%} of" in lines[5]
     for gpu in (None, "NVIDIA A100-SXM4-80GB"):
-        layers = verdicts(FP8Config(recipe="auto"), gpu)
+        layers = verdicts("auto", gpu)
         assert not any(layer.recipe for layer in layers) and "THIS RUN IS BF16" in fp8.table(layers, "auto", "cpu")[-1]
 
 
