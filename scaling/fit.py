@@ -31,8 +31,7 @@ import numpy as np
 from runtime.cli import UserError, command, run_command
 from scaling import predict
 from scaling.figures import as_json, draw, write_with
-from scaling.intervals import lack_of_fit, robustness, with_bootstrap
-from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, on_one_ray, ray_of, unfitted
+from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
 from scaling.precision import table
@@ -194,7 +193,7 @@ class Group:
     @property
     def ray(self) -> tuple[float, float] | None:
         """Smallest and largest tokens per parameter; None for a table that gives N alone."""
-        return ray_of(self.points) if "D" in self.x else None
+        return self.points.ray if "D" in self.x else None
 
     @cached_property
     def lines(self) -> dict[str, Fit]:
@@ -262,10 +261,10 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
     fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
     x, n = {axis: getattr(points, axis) for axis in axes}, len(points.loss)
     resamples = min(resamples, max(200, RESAMPLED // n))
-    laws = {form: with_bootstrap(fit_form(form, points, seed_sd), points, resamples) if form == "power_n" or "D" in x else
+    laws = {form: fit_form(form, points, seed_sd, resamples=resamples) if form == "power_n" or "D" in x else
             unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
-    headline, reason = _headline(laws, ray_of(points) if "D" in x else None, lack and not insist)
+    headline, reason = _headline(laws, points.ray if "D" in x else None, lack and not insist)
     return Group(name, (), points, x, laws, headline, reason, seed_sd,
                  _form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack)
 
@@ -334,8 +333,8 @@ def _headline_lines(group) -> list[str]:
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
     what = (f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of {len(set(group.points.cluster))} "
             f"trajectories, {kind}N {human(N.min())} to {human(N.max())}")
-    if "D" in group.x:
-        low, high = ray_of(group.points)
+    if group.ray:
+        low, high = group.ray
         what += f", {low:.3g} to {high:.3g} tokens per {kind}parameter"
     lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:

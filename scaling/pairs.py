@@ -20,8 +20,7 @@ from scipy.stats import t as student
 
 from runtime.cli import UserError
 from runtime.cli import si as human
-from scaling.intervals import with_bootstrap
-from scaling.laws import Points, fit_law
+from scaling.laws import Points, fit_form
 from scaling.records import Record, check_comparable, listed, read_json, read_study
 
 ALPHA = 0.05
@@ -423,10 +422,7 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
 
 def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,), trunks naming their trajectories; or None, and why."""
-    try:
-        fit = with_bootstrap(fit_law("chinchilla", N, D, L), Points(N, D, 6 * N * D, L, trunks))
-    except UserError as error:
-        return None, str(error)
+    fit = fit_form("chinchilla", Points(N, D, 6 * N * D, L, trunks), resamples=1000)
     if not fit.identified:
         return None, fit.reason
     # The solver's B is the factor at the centre of ln D: ln B = b + beta * centre.

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections import namedtuple
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +20,7 @@ from scipy.special import fdtri
 from runtime.cli import UserError, nearest
 from runtime.machine import git
 from scaling.figures import as_json, write_files
-from scaling.intervals import with_bootstrap
-from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law
+from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law, with_bootstrap
 from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
@@ -43,16 +42,8 @@ class Prediction(SimpleNamespace):
     its `recipe`; `path` and `content` are the file's. loss, low and high are nats per token, the interval at 95 %."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """A run that enters no fit; loss is None while it is not there, prediction where none was frozen."""
-
-    name: str
-    N: int
-    D: int
-    C: float
-    loss: float | None
-    prediction: Prediction | None
+# A run that enters no fit; loss is None while it is not there, prediction where none was frozen.
+Held = namedtuple("Held", "name N D C loss prediction")
 
 
 def load(folder) -> list[Prediction]:
