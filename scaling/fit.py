@@ -34,10 +34,9 @@ from scaling.figures import as_json, draw, write_with
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
-from scaling.precision import table
+from scaling.precision import LINES, table
 from scaling.records import check_comparable, counted_as, from_scratch, law_folder, read_curve, read_runs, usable, without_repeats
 
-LINES = 40                  # of text, without --all
 SHOWN = 8                   # points that a warning names
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
@@ -238,9 +237,8 @@ class Group:
 
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
               insist: bool = False) -> Group:
-    """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason.
-    seed_sd: of ln(loss) between seeds; None estimates it. held: of predict.Held, carried along for the figure. resamples: of the
-    bootstrap; 0 leaves t-intervals that take every run for an independent one."""
+    """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason. seed_sd: of ln(loss)
+    between seeds; None estimates it. held: of predict.Held, for the figure. resamples: 0 takes every run for independent."""
     records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
     seed_sd = (seed_noise(records, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
 

@@ -365,9 +365,8 @@ def back(name: str, values):
 
 def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
     """(theta, residual, Jacobian, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
-    delta None: plain squares; raw: squares of the loss over its geometric mean, in which the best start finishes. Below DELTA the
-    starts descend with DELTA and their best follows delta down by halves: as delta goes to 0 the objective becomes the least
-    absolute deviation, whose gradient jumps."""
+    delta None: plain squares; raw: squares of the loss over its geometric mean, in which the best start finishes. Below DELTA
+    the best of the starts follows delta down by halves: with it the objective nears absolute deviations, whose gradient jumps."""
     wide = max(delta, DELTA) if delta else None
     scale = np.exp(y.mean()) if raw else 1.0
 
@@ -467,10 +466,9 @@ def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
 def fit_isoflop(points: Points) -> Fit:
     """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
     A budget's minimum is that of a cubic in ln N through the sizes within a window around it; a parabola's vertex is biased. The
-    law has one shape around N* at every budget, so the cubic's bias is a factor on N*, not on a. Used is the widest of WINDOWS in
-    which a quartic term does nothing for the budgets together; how a differs over those that pass widens its interval.
-    Intervals are Student's t over budgets, or over trajectories (each left out once) where one serves several budgets. D* is read
-    off the points' own D at N*, so C may follow any convention."""
+    law has one shape around N* at every budget, so the cubic's bias is a factor on N*, not on a. Used is the widest of WINDOWS
+    where a quartic term does nothing; how a differs over those that pass widens its interval: Student's t over budgets, or over
+    trajectories (each left out once) where one serves several. D* is the points' own D at N*: C may follow any convention."""
     minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
     found = [_allocation(points, np.arange(n), window, minimum) for window in WINDOWS]
     fitted = [one for one in found if one["values"] is not None]
@@ -584,8 +582,8 @@ def with_bootstrap(fit: Fit, points: Points, resamples: int = 1000) -> Fit:
 
 
 def jackknife(fit: Fit, points: Points):
-    """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and
-    McCaffrey 2002); None where the points without one of them do not determine the law."""
+    """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and McCaffrey
+    2002); None where the points without one of them do not determine the law."""
     best = fit.optimum
     log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), best.theta)
     residual = np.log(points.loss) - log_loss
@@ -604,9 +602,8 @@ def jackknife(fit: Fit, points: Points):
 
 
 def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
-    """The fit with standard errors, covariance and 95 % percentile intervals over `resamples` draws of as many trajectories as
-    there are, with replacement; `failed` counts those without a converged fit. With every point its own trajectory the draws
-    are Besiroglu et al. 2024's: np.random.seed(seed); np.random.choice(n, n)."""
+    """The fit with standard errors, covariance and 95 % percentile intervals over `resamples` draws of its trajectories, with
+    replacement; `failed` of them did not converge. With every point its own trajectory the draws are Besiroglu et al. 2024's."""
     labels, member = np.unique(points.cluster, return_inverse=True)
     rng, best = np.random.RandomState(seed), fit.optimum
     counts = np.array([np.bincount(rng.choice(len(labels), len(labels)), minlength=len(labels)) for _ in range(resamples)], float)

@@ -272,8 +272,7 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
 def measure(records, repeated, arm: str) -> dict:
     """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed"), from the
     null Pairs `repeated`; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one
-    trunk add no degree of freedom. Same seed: the root mean square around 0, as which came first is arbitrary; pairs that are
-    equal to the last bit were not rounded differently: counted, no null."""
+    trunk add no freedom. Same seed: root mean square around 0, as the order is arbitrary; equal to the last bit: no null."""
     rows, trunks, sizes, pooled, pooled_again = [], {}, [], None, None
     for (N, _), some in grouped([r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)):
         runs = list({r.trunk: r for r in some}.values())
@@ -449,9 +448,8 @@ def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]
 
 
 def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict:
-    """What an estimated gap in nats costs at N, D, each with its 95 % interval; None, with a reason. extra_tokens: r, also the
-    extra compute at fixed size. effective_parameters: phi. speedup: throughput `ratio` over r, with Student's t of the gap's
-    degrees of freedom; one pair has no interval. reason: why there is no ratio."""
+    """What an estimated gap in nats costs at N, D, with 95 % intervals; None, with a reason. extra_tokens: r, also the extra
+    compute at fixed size. effective_parameters: phi. speedup: throughput `ratio` over r. reason: why there is no ratio."""
     tokens, parameters = ([None if gap is None else law(gap, at) for gap in (nats.mean, nats.low, nats.high)] for law, at in (
         (surface.extra_tokens, D), (surface.effective_parameters, N)))
     speedup, ends = None, [None, None]
