@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from scipy.optimize import minimize, minimize_scalar
+from scipy.special import logsumexp
 
 from runtime.cli import UserError
 from scaling import laws as solver
@@ -64,6 +65,8 @@ def test_gradients_against_finite_differences(form, theta, gamma):
     steps, axes = h * np.eye(len(theta)), np.exp(rng.normal(20, 2, (2 if form.startswith("chin") else 1, 12)))
     logs = solver.centred(axes, (20.0, 20.0)[:len(axes)])
     parts = solver.terms(form, logs, gamma)
+    for at in (theta, 0 * theta):       # also where terms are equal
+        assert (solver.log_law(*parts, at)[0] == logsumexp(parts[0] @ at + parts[1], axis=1)).all()
     numeric = [(solver.log_law(*parts, theta + step)[0] - solver.log_law(*parts, theta - step)[0]) / (2 * h) for step in steps]
     assert np.allclose(solver.log_law(*parts, theta)[1], np.transpose(numeric), atol=1e-8)
     fit = fit_law(form, *axes, np.exp(solver.log_law(*parts, theta)[0] + rng.normal(0, 1e-5, 12)), gamma=gamma)
