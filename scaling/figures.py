@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import textwrap
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -29,7 +30,7 @@ from scipy.stats import binned_statistic
 
 from runtime.cli import UserError, command, run_command
 from runtime.machine import write_atomically
-from scaling.laws import on_one_ray, ray_of
+from scaling.laws import on_one_ray
 from scaling.pairs import KIND, human
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
@@ -313,15 +314,8 @@ def name_recipe(recipe: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ lines of the laws
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a law, arrays of one shape; `each`: its size or its tokens per parameter, None for one of all points."""
-
-    x: np.ndarray
-    loss: np.ndarray
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
-    each: float | None = None
+# A line of a law, arrays of one shape; `each`: its size or its tokens per parameter, None for one of all points.
+Line = namedtuple("Line", "x loss low high each", defaults=(None, None, None))
 
 
 def is_surface(group) -> bool:
@@ -331,7 +325,7 @@ def is_surface(group) -> bool:
 
 def is_spread(group) -> bool:
     """Whether the group's points lie at several tokens-per-parameter ratios: then loss over N or D alone is no one curve."""
-    return "D" in group.x and not on_one_ray(ray_of(group.points))
+    return bool(group.ray) and not on_one_ray(group.ray)
 
 
 def drawn(groups) -> tuple[list, list]:
@@ -349,22 +343,21 @@ def lines_of(group, axis: str, grid) -> list[Line]:
     tokens, per ratio over parameters. Else its law over one axis; where its points lie at several ratios, over D or N lines that
     join the few points of one size or one ratio, means over seeds: the eye takes a cloud of two dimensions for noise."""
     law, points = group.laws["chinchilla"], group.points
-    if is_surface(group) and axis == "C":
-        return [_line(law, grid, _cheapest(group, grid))]
-    if is_surface(group) and axis == "D":
+    if is_surface(group):
+        if axis == "C":
+            return [_line(law, grid, _cheapest(group, grid))]
+        if axis == "N":
+            return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
         sizes = sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})
         return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sizes]
-    if is_surface(group):
-        return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
     if axis == "C" or not is_spread(group):
         return [_line(group.lines[axis], grid, (grid,))] if axis in group.lines else []
     lines, values = [], points.N if axis == "D" else points.D / points.N
     for value in _few(values) if len(group.loss) < MANY else ():
         near = np.abs(np.log(values / value)) < np.log(1.05)
         x = np.unique(group.x[axis][near])
-        if len(x) > 1:
-            lines.append(Line(x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x]), each=value))
-    return lines
+        lines.append(Line(x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x]), each=value))
+    return [line for line in lines if len(line.x) > 1]
 
 
 def _line(law, x, where, each=None) -> Line:

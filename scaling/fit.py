@@ -31,14 +31,12 @@ import numpy as np
 from runtime.cli import UserError, command, run_command
 from scaling import predict
 from scaling.figures import as_json, draw, write_with
-from scaling.intervals import lack_of_fit, robustness, with_bootstrap
-from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, on_one_ray, ray_of, unfitted
+from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
-from scaling.precision import table
+from scaling.precision import LINES, table
 from scaling.records import check_comparable, counted_as, from_scratch, law_folder, read_curve, read_runs, usable, without_repeats
 
-LINES = 40                  # of text, without --all
 SHOWN = 8                   # points that a warning names
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
@@ -175,8 +173,6 @@ class Group:
     laws: dict[str, Fit]                # one of each of FORMS
     headline: str                       # the form that answers for this group
     headline_reason: str
-    lines: dict[str, Fit]               # axis -> the law to draw over it
-    bands: dict[str, list[Fit]]         # axis -> forms whose spread is the model-form band
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
@@ -192,6 +188,31 @@ class Group:
     def convention(self) -> str | None:
         """Of Record; None for a table, which does not say what its N counts."""
         return self.records[0].convention if self.records else None
+
+    @property
+    def ray(self) -> tuple[float, float] | None:
+        """Smallest and largest tokens per parameter; None for a table that gives N alone."""
+        return self.points.ray if "D" in self.x else None
+
+    @cached_property
+    def lines(self) -> dict[str, Fit]:
+        """Axis -> the law that the figure draws over it; none where L(N, D) is headlined, which is no curve."""
+        powers = {axis: self.laws[f"power_{axis.lower()}"] for axis in self.x if self.headline != "chinchilla"}
+        found = {axis: law for axis, law in powers.items() if law.objective is not None}
+        if self.laws["ray"].identified:
+            found |= {axis: fit_law("ray", self.x[axis], self.loss, seed_sd=self.seed_sd) for axis in found if axis != "C"}
+            found["C"] = self.laws["ray"]
+        return found
+
+    @cached_property
+    def bands(self) -> dict[str, list[Fit]]:
+        """Axis -> forms whose spread is the model-form band: over C, on one ray over N and D too."""
+        found = {}
+        for axis in [axis for axis in self.lines if axis == "C" or on_one_ray(self.ray)]:
+            # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
+            factor = float(np.polyfit(np.log(self.x[axis]), np.log(self.x["C"]), 1)[0])
+            found[axis] = fit_band(self.x[axis], self.loss, axis.lower(), factor)
+        return found
 
     @cached_property
     def robustness(self) -> list[dict]:
@@ -216,9 +237,8 @@ class Group:
 
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
               insist: bool = False) -> Group:
-    """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason.
-    seed_sd: of ln(loss) between seeds; None estimates it. held: of predict.Held, carried along for the figure. resamples: of the
-    bootstrap; 0 leaves t-intervals that take every run for an independent one."""
+    """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason. seed_sd: of ln(loss)
+    between seeds; None estimates it. held: of predict.Held, for the figure. resamples: 0 takes every run for independent."""
     records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
     seed_sd = (seed_noise(records, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
 
@@ -239,13 +259,11 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
     fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
     x, n = {axis: getattr(points, axis) for axis in axes}, len(points.loss)
     resamples = min(resamples, max(200, RESAMPLED // n))
-    laws = {form: with_bootstrap(fit_form(form, points, seed_sd), points, resamples) if form == "power_n" or "D" in x else
+    laws = {form: fit_form(form, points, seed_sd, resamples=resamples) if form == "power_n" or "D" in x else
             unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
-    ray = ray_of(points) if "D" in x else None
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
-    headline, reason = _headline(laws, ray, lack and not insist)
-    lines, bands = _lines(laws, headline, x, points, seed_sd, ray)
-    return Group(name, (), points, x, laws, headline, reason, lines, bands, seed_sd,
+    headline, reason = _headline(laws, points.ray if "D" in x else None, lack and not insist)
+    return Group(name, (), points, x, laws, headline, reason, seed_sd,
                  _form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack)
 
 
@@ -291,23 +309,6 @@ def _headline(laws, ray, is_misfit) -> tuple[str, str]:
     return "power_c", f"{why}: power law in C instead" + ", which mixes the effects of size and of data" * (not on_one_ray(ray))
 
 
-def _lines(laws, headline, x, points, seed_sd, ray):
-    """What the figure draws: a law per axis, and the forms of its band; nothing where L(N, D) is headlined, which is no curve."""
-    lines, bands = {}, {}
-    for axis in x if headline != "chinchilla" else ():
-        power = laws[f"power_{axis.lower()}"]
-        if power.objective is None:
-            continue
-        lines[axis] = power
-        if axis == "C" or on_one_ray(ray):
-            if laws["ray"].identified:
-                lines[axis] = laws["ray"] if axis == "C" else fit_law("ray", x[axis], points.loss, seed_sd=seed_sd)
-            # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
-            factor = float(np.polyfit(np.log(x[axis]), np.log(x["C"]), 1)[0])
-            bands[axis] = fit_band(x[axis], points.loss, axis.lower(), factor)
-    return lines, bands
-
-
 def _warnings(group) -> list[str]:
     fit, lack, lines = group.laws[group.headline], group.lack_of_fit, []
     if not fit.identified:
@@ -330,8 +331,8 @@ def _headline_lines(group) -> list[str]:
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
     what = (f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of {len(set(group.points.cluster))} "
             f"trajectories, {kind}N {human(N.min())} to {human(N.max())}")
-    if "D" in group.x:
-        low, high = ray_of(group.points)
+    if group.ray:
+        low, high = group.ray
         what += f", {low:.3g} to {high:.3g} tokens per {kind}parameter"
     lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:

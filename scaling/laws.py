@@ -1,4 +1,4 @@
-"""Fit scaling laws to arrays of points, with a certificate that the optimum was found.
+"""Fit scaling laws to arrays of points, with a certificate that the optimum was found and intervals from trajectories.
 
 Every law is a sum of power laws, so ln L is the log-sum-exp of terms that are linear in theta = (ln factors at the centre of
 ln x, exponents): one value and one gradient for all forms. The objective is Huber's loss on log-loss residuals, summed
@@ -7,14 +7,14 @@ ln x, exponents): one value and one gradient for all forms. The objective is Hub
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
 import numpy as np
 from scipy.optimize import least_squares
-from scipy.special import erf, fdtri, logsumexp, stdtrit
+from scipy.special import erf, fdtri, stdtrit
 
-from runtime.cli import UserError
+from runtime.cli import UserError, si
 
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
@@ -53,6 +53,16 @@ WINDOWS = (None, 30, 10, 5) # isoflop fits sizes within this factor of the minim
 ALLOCATION = ("a", "k_n", "b", "k_d")
 BENT = 0.05                 # chance of refusing a window in which the cubic holds
 
+CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says
+FAILED = 0.05               # share of resamples without a fit above which the bootstrap is not believed
+MISSES = 0.01, 2.0          # a law does not fit whose residuals are above this, in ln L, and above so many times the noise
+SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)        # of the points, earliest first, that a law may have to do without
+DROPS = (1, 3, 5, 10)
+DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
+MOST_SIZES = 10                     # more sizes than these are left out in as many groups of neighbours
+RESAMPLES = 100                     # of a variant: enough to tell whether an exponent's interval holds 0
+MANY = 2000                         # points: a quarter of the resamples must do
+
 
 # ------------------------------------------------------------------------------------------------- what a fitted law is
 
@@ -69,6 +79,12 @@ class Points:
     def axes(self, form: str) -> tuple[np.ndarray, ...]:
         """The abscissae that a form's predict takes: (N, D) for chinchilla, else one of C, N, D."""
         return tuple(getattr(self, axis) for _, axis, _ in POWERS[form])
+
+    @property
+    def ray(self) -> tuple[float, float]:
+        """Smallest and largest tokens per parameter."""
+        ratios = self.D / self.N
+        return float(ratios.min()), float(ratios.max())
 
     def take(self, index) -> "Points":
         """The points at `index`, which numpy must accept as one."""
@@ -167,18 +183,17 @@ def unfitted(form: str, n: int, reason: str) -> Fit:
 
 # ---------------------------------------------------------------------------------------------------------- the laws
 
-def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Any form fitted to the points, as fit_law does; where they cannot carry it, a Fit that says why."""
+def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA, resamples: int = 0) -> Fit:
+    """Any form fitted to the points, as fit_law and with_bootstrap do; where they cannot carry it, a Fit that says why."""
     try:
-        if form == "isoflop":
-            return fit_isoflop(points)
-        fit = fit_law(form, *points.axes(form), points.loss, seed_sd=seed_sd, delta=delta)
+        fit = fit_isoflop(points) if form == "isoflop" else fit_law(
+            form, *points.axes(form), points.loss, seed_sd=seed_sd, delta=delta)
     except UserError as error:
         return unfitted(form, len(points.loss), str(error))
-    if form != "ray" or on_one_ray(ray := ray_of(points)):
-        return fit
-    return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
-        "the points lie at {:.3g} to {:.3g} tokens per parameter; the ray law needs one ratio".format(*ray)))
+    if form == "ray" and not on_one_ray(points.ray):
+        return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
+            "the points lie at {:.3g} to {:.3g} tokens per parameter; the ray law needs one ratio".format(*points.ray)))
+    return with_bootstrap(fit, points, resamples)
 
 
 def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None,
@@ -231,11 +246,6 @@ def _starts(form: str, logs, y, gamma: float | None) -> list[list[float]]:
         height = np.mean(np.log(np.exp(y) - floor)) - np.log(len(logs))
         starts += [[np.log(floor), *[height] * len(logs), *some] for some in product(slopes, repeat=free)]
     return starts
-
-
-def ray_of(points: Points) -> tuple[float, float]:
-    ratios = points.D / points.N
-    return float(ratios.min()), float(ratios.max())
 
 
 def on_one_ray(ray: tuple[float, float] | None) -> bool:
@@ -317,7 +327,11 @@ def terms(form: str, logs, gamma: float | None = None):
 def log_law(slopes, offsets, theta):
     """(ln L (n,), its gradient in theta (n, p)) of what `terms` gives."""
     parts = slopes @ theta + offsets
-    total = logsumexp(parts, axis=1)
+    # scipy.special.logsumexp to the last bit, for a tenth of its time.
+    top = parts.max(axis=1, keepdims=True)
+    is_top = parts == top
+    n_top = is_top.sum(axis=1)
+    total = np.log1p(np.exp(np.where(is_top, -np.inf, parts) - top).sum(axis=1) / n_top) + np.log(n_top) + top[:, 0]
     return total, np.einsum("nt,ntp->np", np.exp(parts - total[:, None]), slopes)
 
 
@@ -351,14 +365,14 @@ def back(name: str, values):
 
 def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
     """(theta, residual, Jacobian, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
-    delta None: plain squares; raw: squares of the loss over its geometric mean, in which the best start finishes. Below DELTA the
-    starts descend with DELTA and their best follows delta down by halves: as delta goes to 0 the objective becomes the least
-    absolute deviation, whose gradient jumps."""
+    delta None: plain squares; raw: squares of the loss over its geometric mean, in which the best start finishes. Below DELTA
+    the best of the starts follows delta down by halves: with it the objective nears absolute deviations, whose gradient jumps."""
     wide = max(delta, DELTA) if delta else None
     scale = np.exp(y.mean()) if raw else 1.0
 
-    def at(theta):      # residual, Jacobian
-        log_loss, relative = log_law(slopes, offsets, theta)
+    @lru_cache(maxsize=1)       # the solver asks for the residual, then for the Jacobian where it steps
+    def at(theta: bytes):
+        log_loss, relative = log_law(slopes, offsets, np.frombuffer(theta))
         if not raw:
             return log_loss - y, relative
         return (np.exp(log_loss) - np.exp(y)) / scale, relative * np.exp(log_loss)[:, None] / scale
@@ -366,8 +380,9 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
     def finish(start, unit):
         # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.
         with np.errstate(all="ignore"):      # in a valley without a minimum, where scipy may overflow
-            return least_squares(lambda theta: at(theta)[0] / unit, start, jac=lambda theta: at(theta)[1] / unit, x_scale="jac",
-                                 loss="huber" if delta else "linear", ftol=1e-13, xtol=1e-13, gtol=1e-12, max_nfev=500)
+            return least_squares(lambda x: at(x.tobytes())[0] / unit, start, jac=lambda x: at(x.tobytes())[1] / unit,
+                                 x_scale="jac", loss="huber" if delta else "linear", ftol=1e-13, xtol=1e-13, gtol=1e-12,
+                                 max_nfev=500)
 
     equal = np.ones((len(starts), len(y)))
     # Far from the points Huber's gradient does not grow with the distance: a few steps by plain squares come first, so
@@ -382,7 +397,7 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
         wide = max(wide / 2, delta)
         best = finish(best.x, wide)
     unit = wide or scale
-    return best.x, *at(best.x), {
+    return best.x, *at(best.x.tobytes()), {
         "objective": float(best.cost) * unit**2, "starts": len(starts), "starts_at_best": at_best,
         "gradient_norm": float(np.linalg.norm(best.grad)) * unit**2}
 
@@ -398,29 +413,29 @@ def descend(starts, slopes, offsets, y, delta: float | None, weights, steps: int
 def _descend(starts, slopes, offsets, y, delta, weights, limit, are_few):
     """Levenberg and Marquardt's steps for all starts at once; each ends where its objective no longer falls."""
     B, p = starts.shape
-    theta, end_cost = starts.copy(), np.full(B, np.inf)
-    converged, alive, damping = np.zeros(B, bool), np.arange(B), np.full(B, 1e-3)
-    state = _quadratic(theta, slopes, offsets, y, delta, weights, are_few)
+    thetas, costs, converged = starts.copy(), np.full(B, np.inf), np.zeros(B, bool)
+    alive, damping, unit = np.arange(B), np.full(B, 1e-3), np.eye(p)        # of those that go on, as theta and what follows it
+    theta, cost, gradient, curvature, size = starts, *_quadratic(starts, slopes, offsets, y, delta, weights, are_few)
+    weights = np.ascontiguousarray(weights)     # the layout decides how products round
     for _ in range(limit):
-        cost, gradient, curvature, size = state
-        damped = curvature + ((damping[:, None] * size)[:, :, None] + 1e-300) * np.eye(p)
+        damped = curvature + ((damping[:, None] * size)[:, :, None] + 1e-300) * unit
         step = -np.linalg.solve(damped, gradient[..., None])[..., 0]
-        trial = theta[alive] + np.clip(step, -5, 5)
-        new = _quadratic(trial, slopes, offsets, y, delta, weights[alive], are_few)
-        better = new[0] <= cost * (1 + 1e-12) + ROUNDING
-        end = better & (np.abs(cost - new[0]) <= FLAT * cost + ROUNDING) & (damping <= 1e-2)
-        theta[alive[better]] = trial[better]
-        for old, one in zip(state, new, strict=True):
-            old[better] = one[better]
-        end_cost[alive] = cost
-        damping = np.maximum(np.where(better, damping / 5, damping * 4), 1e-9)
-        converged[alive[end]] = True
+        trial = theta + np.minimum(np.maximum(step, -5), 5)         # np.clip is slow for so few
+        new = trial, *_quadratic(trial, slopes, offsets, y, delta, weights, are_few)
+        worse = ~(new[1] <= cost * (1 + 1e-12) + ROUNDING)
+        end = ~worse & (np.abs(cost - new[1]) <= FLAT * cost + ROUNDING) & (damping <= 1e-2)
+        if worse.any():
+            for one, old in zip(new, (theta, cost, gradient, curvature, size), strict=True):
+                one[worse] = old[worse]
+        damping = np.maximum(np.where(worse, damping * 4, damping / 5), 1e-9)
+        thetas[alive], costs[alive], converged[alive[end]] = *new[:2], True
         keep = ~end & (damping < 1e10)
-        alive, damping = alive[keep], damping[keep]
-        state = tuple(one[keep] for one in state)
+        if not keep.all():
+            alive, damping, weights, *new = (one[keep] for one in (alive, damping, weights, *new))
         if not len(alive):
             break
-    return theta, end_cost, converged
+        theta, cost, gradient, curvature, size = new
+    return thetas, costs, converged
 
 
 def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
@@ -451,10 +466,9 @@ def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
 def fit_isoflop(points: Points) -> Fit:
     """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
     A budget's minimum is that of a cubic in ln N through the sizes within a window around it; a parabola's vertex is biased. The
-    law has one shape around N* at every budget, so the cubic's bias is a factor on N*, not on a. Used is the widest of WINDOWS in
-    which a quartic term does nothing for the budgets together; how a differs over those that pass widens its interval.
-    Intervals are Student's t over budgets, or over trajectories (each left out once) where one serves several budgets. D* is read
-    off the points' own D at N*, so C may follow any convention."""
+    law has one shape around N* at every budget, so the cubic's bias is a factor on N*, not on a. Used is the widest of WINDOWS
+    where a quartic term does nothing; how a differs over those that pass widens its interval: Student's t over budgets, or over
+    trajectories (each left out once) where one serves several. D* is the points' own D at N*: C may follow any convention."""
     minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
     found = [_allocation(points, np.arange(n), window, minimum) for window in WINDOWS]
     fitted = [one for one in found if one["values"] is not None]
@@ -538,3 +552,147 @@ def _minimum(points: Points, window: float | None) -> tuple[dict, tuple | None]:
         least = float(np.polyfit(some, loss[kept], 4, full=True)[1][0])
         gain = (float(left[0]) - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
     return row | {"N": float(np.exp(at)), "D": float(np.exp(np.interp(at, x, d))), "loss": float(np.polyval(cubic, lowest))}, gain
+
+
+# ------------------------------------------------- intervals from trajectories, lack of fit, what is choice in a law
+# Points that branch off one run share its fate, so runs are drawn, not points. All resamples descend together from the fit's
+# optimum: a resample is a row of weights, and numpy does a thousand of them in the time of a few solver calls. Few
+# trajectories leave a bootstrap too few different draws; there each is left out once (jackknife) instead.
+
+def with_bootstrap(fit: Fit, points: Points, resamples: int = 1000) -> Fit:
+    """The fit with the intervals that its trajectories allow, which judge anew whether an exponent's holds 0; 0 resamples: as is.
+    Every point its own trajectory and fewer than CLUSTERS: Student's t, as fitted. Shared trajectories, fewer than CLUSTERS: the
+    jackknife over them. From CLUSTERS on: the bootstrap, unless seeds differ by more than the residuals, which it cannot know."""
+    if fit.ci95 is None or fit.optimum is None or not resamples:
+        return fit
+    clusters = len(np.unique(points.cluster))
+    before, fit = replace(fit, clusters=clusters), replace(fit, clusters=clusters, identified=True, reason=None)
+    if clusters >= CLUSTERS and fit.optimum.sigma <= fit.residual_rms:
+        drawn = bootstrap(fit, points, resamples)
+        if drawn.failed <= FAILED * resamples:
+            return judged(drawn)
+        fit = replace(fit, resamples=resamples, failed=drawn.failed)
+    elif clusters == len(points.loss):
+        return before
+    covariance = jackknife(fit, points)
+    if covariance is None:
+        return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
+            f"the law rests on single trajectories: without one of the {clusters} the points do not determine it"))
+    return with_covariance(fit, covariance, clusters - 1, "cluster")
+
+
+def jackknife(fit: Fit, points: Points):
+    """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and McCaffrey
+    2002); None where the points without one of them do not determine the law."""
+    best = fit.optimum
+    log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), best.theta)
+    residual = np.log(points.loss) - log_loss
+    bread = np.linalg.inv(jacobian.T @ jacobian)
+    labels, total = np.unique(points.cluster), 0.0
+    for label in labels:
+        rows = points.cluster == label
+        own = jacobian[rows]
+        rest = np.eye(rows.sum()) - own @ bread @ own.T
+        if np.linalg.eigvalsh(rest)[0] < SINGULAR:
+            return None
+        moved = bread @ own.T @ np.linalg.solve(rest, residual[rows])
+        total = total + np.outer(moved, moved)
+    floor = max(1.0, best.sigma / fit.residual_rms) if fit.residual_rms else 1.0       # seed_sd above the residuals
+    return total * (len(labels) - 1) / len(labels) * floor**2 * best.inefficiency
+
+
+def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
+    """The fit with standard errors, covariance and 95 % percentile intervals over `resamples` draws of its trajectories, with
+    replacement; `failed` of them did not converge. With every point its own trajectory the draws are Besiroglu et al. 2024's."""
+    labels, member = np.unique(points.cluster, return_inverse=True)
+    rng, best = np.random.RandomState(seed), fit.optimum
+    counts = np.array([np.bincount(rng.choice(len(labels), len(labels)), minlength=len(labels)) for _ in range(resamples)], float)
+    thetas, _, converged = descend(np.tile(best.theta, (resamples, 1)), *fit.terms(*points.axes(fit.form)), np.log(points.loss),
+                                   best.delta, counts[:, member])
+    moved, se, ci95 = thetas[converged], {}, {}
+    with np.errstate(invalid="ignore"):         # a factor may overflow; law.json then has null
+        for name, values in natural(fit.form, moved, best.centres, best.gamma).items():
+            values = back(name, values)
+            se[name], ci95[name] = float(np.std(values, ddof=1)), tuple(np.percentile(values, [2.5, 97.5]).tolist())
+    if "E" in fit.parameters:       # linear in E, as the loss is: where it runs to 0 its logarithm would be all of the spread
+        moved[:, 0] = best.theta[0] + np.expm1(moved[:, 0] - best.theta[0])
+    optimum = replace(best, covariance=np.cov(moved.T), dof=len(labels) - 1)
+    return replace(fit, se=se, ci95=ci95, interval="bootstrap", clusters=len(labels), resamples=resamples,
+                   failed=int((~converged).sum()), optimum=optimum)
+
+
+def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
+    """How an identified L(N, D) misses its points (residuals above MISSES), and the same law without the earliest, as points of
+    few tokens per parameter lie above any such law; None where it fits. left_out: indices of the fewest that let the rest fit."""
+    if fit.residual_rms <= MISSES[0]:       # the noise of thousands of points takes a second
+        return None
+    noise, noise_of = _noise(points, np.log(points.loss / fit.predict(points.N, points.D)), seed_sd)
+    limit, ratio = max(MISSES[0], MISSES[1] * noise), points.D / points.N
+    if fit.residual_rms <= limit:
+        return None
+    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "below": None, "left_out": [],
+             "without": None}
+    for share in SHARES:
+        below = np.sort(ratio)[round(share * len(ratio))]
+        some = np.flatnonzero(ratio >= below * (1 - 1e-9))
+        less = fit_form("chinchilla", points.take(some), seed_sd)
+        if less.identified and less.residual_rms <= limit:
+            return found | {"below": float(below), "left_out": np.setdiff1d(np.arange(len(ratio)), some).tolist(),
+                            "without": with_bootstrap(less, points.take(some), RESAMPLES)}
+    return found
+
+
+def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
+    """Standard deviation of one run's ln L, and what it was taken from: the seeds where known, else repeats (equal N and D), else
+    neighbours, by what the residuals of a point and of the nearest one of another trajectory differ."""
+    if seed_sd > 0:
+        return seed_sd, "seeds"
+    x = np.log([points.N, points.D])
+    _, same, counts = np.unique(np.round(x, 6), axis=1, return_inverse=True, return_counts=True)
+    if (freedom := len(residual) - len(counts)) >= 5:
+        means = np.bincount(same.ravel(), residual) / counts
+        return float(np.sqrt(np.sum((residual - means[same.ravel()]) ** 2) / freedom)), "repeats"
+    nearest = [np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1]))).argmin()
+               for i in range(len(residual))]
+    differences = np.abs(residual - residual[nearest])
+    return float(np.median(differences) / 0.6745 / np.sqrt(2)), "neighbours"        # the median: outliers are no noise
+
+
+def robustness(points: Points, form: str, counts: dict[str, np.ndarray], seed_sd: float = 0.0) -> list[dict]:
+    """The declared fit and its variants: the k highest losses left out, another delta, another way of counting, each size left
+    out (with the error of predicting it). A variant that cannot be fitted has its reason.
+    counts: convention -> N (n,) for laws in N, or C for laws in C. seed_sd: as of fit_form."""
+    found = []
+
+    def add(variant: str, value: str, points: Points, delta: float | None = DELTA, rest: Points | None = None) -> None:
+        resamples = RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4
+        fit = fit_form(form, points, seed_sd, delta, resamples)
+        found.append({"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
+            key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")})
+        if rest is not None and fit.objective is not None:
+            errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
+            found[-1] |= {"error_percent": float(errors.mean()), "largest_error_percent": float(max(errors, key=abs))}
+
+    order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
+    add("declared", "", points)
+    for k in DROPS:
+        if k <= len(order) // 2:            # fewer than half left is another experiment
+            add("drop highest", str(k), points.take(np.sort(order[k:])))
+    for delta in DELTAS:
+        add("delta", "MSE" if delta is None else f"{delta:g}", points, delta)
+    for name, values in counts.items():
+        add(f"count {axis} as", name, replace(points, **{axis: values}))
+    for left_out in sizes(points.N):
+        low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
+        add("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), rest=points.take(left_out))
+    return found
+
+
+def sizes(N) -> list[np.ndarray]:
+    """A mask of shape (n,) for each size (within 1 %: counts read off a figure are not exact), or each of MOST_SIZES groups."""
+    order = np.argsort(N, kind="stable")
+    index = np.empty(len(N), dtype=int)
+    index[order] = np.cumsum(np.r_[False, np.diff(np.log(N[order])) > 0.01])
+    found = index.max() + 1
+    index = index * min(found, MOST_SIZES) // found
+    return [index == i for i in range(index.max() + 1)] if found > 1 else []

@@ -20,8 +20,7 @@ from scipy.stats import t as student
 
 from runtime.cli import UserError
 from runtime.cli import si as human
-from scaling.intervals import with_bootstrap
-from scaling.laws import Points, fit_law
+from scaling.laws import Points, fit_form
 from scaling.records import Record, check_comparable, listed, read_json, read_study
 
 ALPHA = 0.05
@@ -273,8 +272,7 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
 def measure(records, repeated, arm: str) -> dict:
     """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed"), from the
     null Pairs `repeated`; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one
-    trunk add no degree of freedom. Same seed: the root mean square around 0, as which came first is arbitrary; pairs that are
-    equal to the last bit were not rounded differently: counted, no null."""
+    trunk add no freedom. Same seed: root mean square around 0, as the order is arbitrary; equal to the last bit: no null."""
     rows, trunks, sizes, pooled, pooled_again = [], {}, [], None, None
     for (N, _), some in grouped([r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)):
         runs = list({r.trunk: r for r in some}.values())
@@ -423,10 +421,7 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
 
 def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,), trunks naming their trajectories; or None, and why."""
-    try:
-        fit = with_bootstrap(fit_law("chinchilla", N, D, L), Points(N, D, 6 * N * D, L, trunks))
-    except UserError as error:
-        return None, str(error)
+    fit = fit_form("chinchilla", Points(N, D, 6 * N * D, L, trunks), resamples=1000)
     if not fit.identified:
         return None, fit.reason
     # The solver's B is the factor at the centre of ln D: ln B = b + beta * centre.
@@ -453,9 +448,8 @@ def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]
 
 
 def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict:
-    """What an estimated gap in nats costs at N, D, each with its 95 % interval; None, with a reason. extra_tokens: r, also the
-    extra compute at fixed size. effective_parameters: phi. speedup: throughput `ratio` over r, with Student's t of the gap's
-    degrees of freedom; one pair has no interval. reason: why there is no ratio."""
+    """What an estimated gap in nats costs at N, D, with 95 % intervals; None, with a reason. extra_tokens: r, also the extra
+    compute at fixed size. effective_parameters: phi. speedup: throughput `ratio` over r. reason: why there is no ratio."""
     tokens, parameters = ([None if gap is None else law(gap, at) for gap in (nats.mean, nats.low, nats.high)] for law, at in (
         (surface.extra_tokens, D), (surface.effective_parameters, N)))
     speedup, ends = None, [None, None]

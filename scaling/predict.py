@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections import namedtuple
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +20,11 @@ from scipy.special import fdtri
 from runtime.cli import UserError, nearest
 from runtime.machine import git
 from scaling.figures import as_json, write_files
-from scaling.intervals import with_bootstrap
-from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law
+from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law, with_bootstrap
 from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
 ROOT = Path(__file__).resolve().parents[1]
-UTC = "%Y-%m-%dT%H:%M:%SZ"
 FORMAT_VERSION = 1
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
 FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
@@ -43,16 +41,8 @@ class Prediction(SimpleNamespace):
     its `recipe`; `path` and `content` are the file's. loss, low and high are nats per token, the interval at 95 %."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """A run that enters no fit; loss is None while it is not there, prediction where none was frozen."""
-
-    name: str
-    N: int
-    D: int
-    C: float
-    loss: float | None
-    prediction: Prediction | None
+# A run that enters no fit; loss is None while it is not there, prediction where none was frozen.
+Held = namedtuple("Held", "name N D C loss prediction")
 
 
 def load(folder) -> list[Prediction]:
@@ -110,10 +100,9 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     """What the points say of one new run at target = (N, D, C): loss, 95 % interval and its parts, strict JSON.
     The union of t-intervals over forms: power law and rays with gamma in GAMMAS, on the points of the target's ratio; the ray
     with free gamma from FREE_RAY such points; Chinchilla's law where all points, by their trajectories, identify it. That law
-    refutes forms that miss the points while it meets them, by an F-test whose freedom is that of sizes, not of runs: seeds and
-    branches of a badly tuned size all agree, and agree wrongly. Noise is the largest of seed_sd, FLOOR and the residuals, on
-    the ray those of the form that fits best: a form that misses the points is wrong, it does not make the runs noisier. Raises
-    UserError where no form has an interval."""
+    refutes forms that miss the points while it meets them, by an F-test with the freedom of sizes, not of runs: seeds and
+    branches of a badly tuned size agree wrongly. Noise is the largest of seed_sd, FLOOR and the residuals, on the ray those of
+    the best form: one that misses the points does not make the runs noisier. Raises UserError where no form has an interval."""
     N, D, C = (float(value) for value in target)
     floor, rows, left_out, ratio = max(seed_sd, FLOOR), {}, {}, points.D / points.N / (D / N)
     ray = points.take((ratio <= ONE_RAY) & (ratio >= 1 / ONE_RAY))      # within 5 % of D / N tokens per parameter
@@ -196,7 +185,7 @@ def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") ->
     if goal["vocab_size"] not in (None, first.vocab_size):
         raise UserError(f"{target} has a vocabulary of {goal['vocab_size']}, unlike {first.run_id}: predict it from such runs")
     content = {
-        "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime(UTC, time.gmtime()),
+        "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git_commit": git(ROOT, "rev-parse", "HEAD"), "loss_key": loss_key, "loss_unit": "nats per token",
         "level": 0.95, "convention": group.convention,
         **forecast(group.points, (N, D, goal["flops_per_token"] * D), group.seed_sd),

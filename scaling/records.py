@@ -212,8 +212,6 @@ def law_folder(paths, out: str | None) -> Path:
     """Where a command leaves what it found in the runs at `paths`: out, else law/ in the one folder that holds them."""
     if not out and (len(paths) != 1 or (Path(paths[0]) / "summary.json").exists()):
         raise UserError("out=DIR is missing: name the folder that receives the JSON and the figure")
-    if out and Path(out).is_file():
-        raise UserError(f"out={out} is a file: name a folder")
     return Path(out or Path(paths[0]) / LAW_FOLDER)
 
 

@@ -42,7 +42,6 @@ from runtime.machine import metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
-from scaling.predict import is_at, load
 from scaling.records import LAW_FOLDER, listed, read_json, read_study
 from scaling.study import ROOT, Row, Study, expand, load_study
 
@@ -139,7 +138,10 @@ def declare(study: Study, rows: list[Row], folder: Path) -> dict:
 def check_predicted(rows: list[Row], folder: Path) -> None:
     """Raises UserError where a held-out run would begin before its prediction is frozen: it could never be scored."""
     waiting = [row for row in rows if row.held_out and not summary_of(row, folder)]
-    goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)} if waiting else {}
+    if not waiting:
+        return
+    from scaling.predict import is_at, load  # here: matplotlib and scipy.stats would be a second of every start
+    goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)}
     if missing := [row.run for row in waiting if row.run not in goals or not is_at(row, goals[row.run])]:
         raise UserError(f"{missing[0]} is held out and {folder / LAW_FOLDER} holds no prediction of it: run the others, freeze "
                         f"it (python scaling/fit.py {folder} --predict {missing[0]}), then start it")

@@ -102,6 +102,7 @@ def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, name):
             assert (points > (left, low)).all() and (points < (right, high)).all()
             assert any(marks.shape == points.shape and np.allclose(marks, points) for marks in offsets(panel))
         assert name != "cloud" or panel.collections[-1].get_sizes().max() < 12       # hundreds of points stay readable
+    assert name != "long ray" or [line.form for line in groups[0].lines.values()] == ["ray"] * 3
 
 
 def test_pairs_laws_and_words_of_a_surface(branches):

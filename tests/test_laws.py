@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 from scipy.optimize import minimize, minimize_scalar
+from scipy.special import logsumexp
 
 from runtime.cli import UserError
-from scaling import intervals as room
 from scaling import laws as solver
-from scaling.intervals import bootstrap, jackknife, lack_of_fit, robustness, with_bootstrap
-from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_form, fit_isoflop, fit_law, log_law, natural, terms
+from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_form, fit_isoflop, fit_law, lack_of_fit, robustness, with_bootstrap
 from scaling.points import read_points
 from tests.conftest import ROOT
 
@@ -65,12 +64,14 @@ def test_gradients_against_finite_differences(form, theta, gamma):
     theta, h, rng = np.array(theta), 1e-6, np.random.default_rng(0)
     steps, axes = h * np.eye(len(theta)), np.exp(rng.normal(20, 2, (2 if form.startswith("chin") else 1, 12)))
     logs = solver.centred(axes, (20.0, 20.0)[:len(axes)])
-    parts = terms(form, logs, gamma)
-    numeric = [(log_law(*parts, theta + step)[0] - log_law(*parts, theta - step)[0]) / (2 * h) for step in steps]
-    assert np.allclose(log_law(*parts, theta)[1], np.transpose(numeric), atol=1e-8)
-    fit = fit_law(form, *axes, np.exp(log_law(*parts, theta)[0] + rng.normal(0, 1e-5, 12)), gamma=gamma)
+    parts = solver.terms(form, logs, gamma)
+    for at in (theta, 0 * theta):       # also where terms are equal
+        assert (solver.log_law(*parts, at)[0] == logsumexp(parts[0] @ at + parts[1], axis=1)).all()
+    numeric = [(solver.log_law(*parts, theta + step)[0] - solver.log_law(*parts, theta - step)[0]) / (2 * h) for step in steps]
+    assert np.allclose(solver.log_law(*parts, theta)[1], np.transpose(numeric), atol=1e-8)
+    fit = fit_law(form, *axes, np.exp(solver.log_law(*parts, theta)[0] + rng.normal(0, 1e-5, 12)), gamma=gamma)
     best = replace(fit, identified=True).optimum
-    above, below = (natural(form, best.theta + side * steps, best.centres, gamma) for side in (1, -1))
+    above, below = (solver.natural(form, best.theta + side * steps, best.centres, gamma) for side in (1, -1))
     for name, se in solver.with_covariance(replace(fit, identified=True), best.covariance, 9, "t").se.items():
         slope = (above[name] - below[name]) / (2 * h)
         scale = fit.parameters[name] if name in solver.FACTORS else 1
@@ -365,7 +366,7 @@ def alone(points):
 def test_each_resample_is_a_fit():
     """Weighted descents from the optimum end where fits of the drawn points end."""
     points = alone(measured(3, 0, 2e-3, 0))
-    drawn = bootstrap(fitted(points), points, 12, seed=7)
+    drawn = solver.bootstrap(fitted(points), points, 12, seed=7)
     rng, fits = np.random.RandomState(7), []
     for _ in range(12):
         some = points.take(rng.choice(len(points.N), len(points.N)))
@@ -378,7 +379,7 @@ def test_each_resample_is_a_fit():
     # Clusters are drawn whole: four copies of each point as one are that point once, the spread does not shrink by half.
     one = alone(measured(6, 0, 2e-3, 1))
     four = one.take(np.repeat(np.arange(len(one.N)), 4))
-    se = [bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
+    se = [solver.bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
     assert se[1] == pytest.approx(se[0], rel=1e-6) and se[2] == pytest.approx(se[0] / 2, rel=0.2)
 
 
@@ -391,7 +392,7 @@ def test_the_interval_follows_the_number_of_trajectories():
     # Seeds that differ by more than the residuals: no resample can show it, and the jackknife has them as a floor.
     assert with_bootstrap(fit_form("chinchilla", many, seed_sd=3e-3), many, 100).interval == "cluster"
     low, high = (fit_form("chinchilla", some, sd, None) for sd in (0.0, 3e-3))
-    ratio = np.sqrt(jackknife(high, some)[3, 3] / jackknife(low, some)[3, 3])
+    ratio = np.sqrt(solver.jackknife(high, some)[3, 3] / solver.jackknife(low, some)[3, 3])
     assert ratio == pytest.approx(3e-3 / low.residual_rms)
     N = np.geomspace(5e7, 1e9, 30)
     ray = Points(N, 20 * N, 120 * N**2, law(N, 20 * N), np.arange(30))
@@ -405,7 +406,7 @@ def test_the_interval_follows_the_number_of_trajectories():
 def test_a_bootstrap_of_which_a_twentieth_failed_is_not_believed(monkeypatch):
     points = measured(6, 0, 1e-3, 0)
     for failed, interval in ((5, "bootstrap"), (6, "cluster")):
-        monkeypatch.setattr(room, "bootstrap", lambda fit, *_, failed=failed: replace(
+        monkeypatch.setattr(solver, "bootstrap", lambda fit, *_, failed=failed: replace(
             fit, interval="bootstrap", resamples=100, failed=failed))
         result = with_bootstrap(fitted(points), points, 100)
         assert (result.interval, result.failed) == (interval, failed)
@@ -464,14 +465,14 @@ def test_bootstrap_of_240_points():
     """Besiroglu et al.'s own draws, which are indices into the file's order; over sizes A and alpha are less certain."""
     points = chinchilla_points(5)
     fit = fitted(points)
-    drawn = bootstrap(fit, points, 4000, seed=42)
+    drawn = solver.bootstrap(fit, points, 4000, seed=42)
     assert drawn.failed == 0 and drawn.clusters == 240
     golden = {"A": (124.494, 285.214, 743.626), "B": (1293.169, 1042.357, 5810.344), "E": (0.02566, 1.769, 1.871),
               "alpha": (0.01540, 0.317, 0.373), "beta": (0.02059, 0.331, 0.415)}
     for name, (se, *ends) in golden.items():
         assert drawn.se[name] == pytest.approx(se, rel=5e-4) and drawn.ci95[name] == pytest.approx(ends, rel=4e-3), name
     assert drawn.se["a"] == pytest.approx(0.01997, rel=5e-4)
-    drawn = bootstrap(fit, replace(points, cluster=np.round(np.log(points.N), 2)), 1000)
+    drawn = solver.bootstrap(fit, replace(points, cluster=np.round(np.log(points.N), 2)), 1000)
     assert 35 <= drawn.clusters <= 50 and drawn.se["A"] > 135 and drawn.se["alpha"] > 0.0165
 
 
@@ -552,4 +553,4 @@ def test_published_choices_on_the_chinchilla_points():
         assert [rows["delta", value][key] for key in ("alpha", "beta")] == pytest.approx([alpha, beta], abs=within), value
     assert [rows["delta", "MSE"][key] for key in ("A", "B", "E")] == pytest.approx([593.32, 4875.64, 1.86455], rel=1e-5)
     errors = [row["error_percent"] for key, row in rows.items() if key[0] == "leave out N"]
-    assert len(errors) == room.MOST_SIZES and max(map(abs, errors)) < 2
+    assert len(errors) == solver.MOST_SIZES and max(map(abs, errors)) < 2

@@ -21,6 +21,7 @@ from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT, asked
 from tests.scaling_runs import edit, law, strict, write_ladder, write_run
+from tests.test_laws import ladder
 
 SMALL = (53e6, 124e6, 257e6, 360e6)
 TARGET = (1.54e9, 30.8e9, 6 * 1.54e9 * 30.8e9)
@@ -36,9 +37,8 @@ GOAL = {"params_total": BIG, "params_nonembed": 150_000, "params_matmul": BIG, "
 def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None, seeds=1, trunk=None):
     """A ladder with noise in each run and, per size, a loss that is off as a badly tuned size's is. trunk: noise that the
     runs of one size and seed share, as branches of one run do; they are one trajectory then."""
-    N = np.repeat(np.array(sizes, dtype=float), len(ratios) * seeds)
-    D = N * np.tile(ratios, len(sizes) * seeds)
-    loss, label = truth.loss(N, D), np.repeat(np.arange(len(sizes) * seeds), len(ratios))
+    N, D, label = ladder(np.repeat(sizes, seeds), ratios)
+    loss = truth.loss(N, D)
     if rng is not None:
         loss = loss * np.exp(noise * rng.normal(size=len(N)) + (trunk or 0) * rng.normal(size=len(sizes) * seeds)[label]
                              + tuning * np.repeat(rng.normal(size=len(sizes)), len(ratios) * seeds))

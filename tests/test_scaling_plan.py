@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,6 +25,15 @@ from tests.test_laws import ladder
 BUDGET = ["gpus=8", "hours=24", "gpu=h100"]
 PLAIN = [Size(str(N), int(N), 6 * N, 0.5, 1.25) for N in (1e8, 1e9, 1e10)]      # 6 N a token, one speed for all sizes
 STUDY = ROOT / "configs/study_chinchilla.py"
+
+
+@pytest.fixture(autouse=True)
+def expanded_once(monkeypatch):
+    """The same studies for every call of the command: their hundred configs take most of its time."""
+    monkeypatch.setattr(plan, "expand", expand_once)
+
+
+expand_once = cache(expand)
 
 
 def read_sizes(*more):
@@ -170,7 +180,7 @@ def test_generalised_least_squares_on_shared_luck_scatters_as_the_bound_says(rho
 
 
 def study_rows():
-    return [row for row in expand(load_study(STUDY)) if row.recipe == "bf16" and not row.held_out]
+    return [row for row in expand_once(load_study(STUDY)) if row.recipe == "bf16" and not row.held_out]
 
 
 def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
