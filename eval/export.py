@@ -17,11 +17,14 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from huggingface_hub import ModelCardData, split_state_dict_into_shards_factory
 
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
@@ -84,9 +87,7 @@ def export(options: Options) -> str:
     config = config_from_dict(manifest["config"])
     chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
     form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
-    tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    tmp.mkdir(parents=True)
-    try:
+    with new_folder(target) as tmp:
         scales = quantise(weights, chosen, recipe)
         for name in weights:        # one after the other: what is cast is freed
             weights[name] = weights[name] if name in scales else weights[name].to(dtype)
@@ -98,36 +99,35 @@ def export(options: Options) -> str:
         size = _write_weights(tmp, tensors, metadata)
         (tmp / "config.json").write_text(as_json(about))
         (tmp / "README.md").write_text(model_card(run_dir, config, manifest, form, options.license), encoding="utf-8")
-        publish(tmp, target)        # an empty folder may lie there
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     return f"step {step}: {about['architectures'][0]}, {form}, {size / 2**20:.1f} MiB -> {target}"
 
 
-def publish(folder: Path, target: Path) -> None:
-    """Rename `folder` when all in there is on the disk: whole or not there."""
-    for path in (*folder.rglob("*"), folder):
-        sync_folder(path)
-    os.replace(folder, target)
-    sync_folder(target.parent)
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, renamed to `target`, an empty one at most, when all in there is on the disk: whole or not there."""
+    part = target.with_name(f".tmp_{target.name}")
+    shutil.rmtree(part, ignore_errors=True)     # what a kill left
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for path in (*part.rglob("*"), part):
+            sync_folder(path)
+        os.replace(part, target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:
     """model.safetensors, or several files with an index; returns their tensors' bytes."""
-    files: list[dict] = [{}]
-    for name, tensor in tensors.items():
-        if files[-1] and sum(t.nbytes for t in files[-1].values()) + tensor.nbytes > FILE_BYTES:
-            files.append({})
-        files[-1][name] = tensor
-    total, places = sum(t.nbytes for t in tensors.values()), {}
-    for i, part in enumerate(files, 1):
-        name = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        write_safetensors(folder / name, part, {"format": "pt", **metadata})
-        places |= dict.fromkeys(part, name)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+    split = split_state_dict_into_shards_factory(tensors, get_storage_size=lambda t: t.nbytes, max_shard_size=FILE_BYTES,
+                                                 filename_pattern="model{suffix}.safetensors")
+    for file, names in split.filename_to_tensors.items():
+        write_safetensors(folder / file, {name: tensors[name] for name in names}, {"format": "pt", **metadata})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(as_json(index))
-    return total
+    return split.metadata["total_size"]
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -348,8 +348,6 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license: str) -> str:
     """README.md, of what config.json, summary.json, eval/*.json and each source's index.json say, as far as they are there."""
-    from huggingface_hub import ModelCardData
-
     from eval.table import read_rows, sort_columns, table_of
     from scaling.figures import name_recipe
 

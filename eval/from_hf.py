@@ -12,7 +12,6 @@ can run code when they are read (pickles: .bin, .pt, .pth) are refused by their 
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
 
-from eval.export import layout, publish
+from eval.export import layout, new_folder
 from model import GPTConfig
 from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, seal
 from runtime.cli import UserError, type_problems
@@ -61,9 +60,7 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         run=target.name, out=str(target.parent), model=model, steps=1, optim=OptimConfig(lr=2e-5),
         data=DataConfig(dir="data", mixture={"imported": 1.0}, tokens_per_step=model.n_ctx, micro_batch=1,
                         tokenizer=str(target / "tokenizer")))
-    part = target.with_name(f".tmp_{target.name}")
-    try:
-        shutil.rmtree(part, ignore_errors=True)     # what a killed import left
+    with new_folder(target) as part:
         checkpoint = part / "checkpoints" / name_of(0)
         checkpoint.mkdir(parents=True)
         keep_tokenizer(part, folder)
@@ -71,9 +68,6 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         write_checkpoint(checkpoint, config, weights, {"imported": {
             "folder": source.resolve().name, "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer.sha256}})
         (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
-        publish(part, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return target / "checkpoints" / name_of(0)
 
 

@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_nothing_and_a_kill_no_half_folder_and_nothing_needs_
             "sys.exit(export.main(sys.argv[1:]))")
     done = process("-c", code, tmp_path / "run", tmp_path / "hf")
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not (tmp_path / "hf").exists() and (next(tmp_path.glob(".hf.*.tmp")) / "README.md").is_file()
+    assert not (tmp_path / "hf").exists() and (tmp_path / ".tmp_hf/README.md").is_file()
     exported(tmp_path / "run", tmp_path / "hf")     # what was left is in nobody's way
 
 
