@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from eval import sample
-from eval.from_hf import write_checkpoint
+from eval.export import write_checkpoint
 from eval.lm import CheckpointLM
 from model import GPTConfig
 from runtime.checkpoint import name_of, read_manifest, seal
