@@ -56,12 +56,10 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def work(options: Options) -> int | None:
-        if options.what == "linears":
-            return time_linears(options, device, shlex.join(["python", "-m", "bench.kernels", *arguments]))
-        return time_matmuls(options, device) if options.what == "matmuls" else time_casts(device)
-    return command(__doc__, Options, arguments, work)
+    told = shlex.join(["python", "-m", "bench.kernels", *arguments])
+    return command(__doc__, Options, arguments, lambda options: {
+        "linears": partial(time_linears, options, device, told), "casts": partial(time_casts, device),
+        "matmuls": partial(time_matmuls, options, device)}[options.what]())
 
 
 def milliseconds(call: Callable, device: torch.device) -> float:
@@ -112,9 +110,9 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     table = speed.load_table(out) if out.exists() else {
         "format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
     entries = table["measured"].setdefault(speed.architecture_of(env["device"]) or "cpu", [])
-    if not any(entry["gpu"] == env["device"] for entry in entries):
-        entries.append({"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
-    entry = next(entry for entry in entries if entry["gpu"] == env["device"])
+    entry = next((entry for entry in entries if entry["gpu"] == env["device"]), None)
+    if entry is None:
+        entries.append(entry := {"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
     if differs := [key for key in setup if entry[key] != setup[key]]:
         raise UserError(f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it is "
                         f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take the entry out")

@@ -153,9 +153,9 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
         fp8.zero_gradients(model)
         built.scales.begin(step_scale)
 
-    counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}
-    lines = [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)]
-    return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)
+    return Subject(model, config.model.vocab_size, micro_step, optimizer, update,
+                   {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")},
+                   [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)])
 
 
 def tokens_like_text(sequences: int, T: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -529,16 +529,11 @@ def run(doc: str, name: str, cls: type, arguments: list[str], groups_for: Callab
             groups = [[group[0], *(cell for cell in group[1:] if not cells or cell.name in cells)] for group in groups]
             told = shlex.join(["python", "-m", f"bench.{name}", *arguments])
             Timer(out, groups[0][0].device, options.budget, told, options.commit, cells).run(groups)
-        return show(out)
+        rows, figure = rows_of(out), out.with_suffix(".png")
+        with suppress(ImportError):     # a machine for an hour may lack matplotlib
+            draw(rows, figure)
+        return f"\n{table(rows)}\n" + f"\n{figure}" * figure.exists()
     return command(doc, cls, arguments, work)
-
-
-def show(out: Path) -> str:
-    """The table of the rows in `out`; draws the figure beside it and names it below."""
-    rows, figure = rows_of(out), out.with_suffix(".png")
-    with suppress(ImportError):     # a machine for an hour may lack matplotlib
-        draw(rows, figure)
-    return f"\n{table(rows)}\n" + f"\n{figure}" * figure.exists()
 
 
 if __name__ == "__main__":

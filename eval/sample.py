@@ -69,7 +69,14 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         logits = model.head(model.hidden(x, cache)[:, -1]).float()[:, :n_ids]      # (B, V)
         if not logits.isfinite().all():
             raise UserError("the model's logits are not finite numbers, no token can be drawn from them: its run has diverged")
-        token = _choose(logits, temperature, top_k, generator)
+        if temperature == 0:
+            token = logits.argmax(dim=-1)
+        else:
+            logits = logits / temperature
+            if top_k is not None:
+                least = logits.topk(min(top_k, n_ids), dim=-1).values[:, -1:]       # (B, 1)
+                logits = logits.masked_fill(logits < least, -math.inf)
+            token = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
         if eot is not None:
             token = token.masked_fill(ended, eot)
             ended = token == eot
@@ -77,16 +84,6 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         if ended.all():
             return
         x = token[:, None]      # (B, 1)
-
-
-def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator) -> torch.Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if top_k is not None and top_k < logits.size(-1):
-        least = logits.topk(top_k, dim=-1).values[:, -1:]       # (B, 1)
-        logits = logits.masked_fill(logits < least, -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 
 class Inference(NamedTuple):

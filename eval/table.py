@@ -15,7 +15,6 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -24,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from eval.harness import RATIOS, influence, spread, stands_for
+from eval.harness import RATIOS, hash_of, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
 from runtime.cli import UserError, command, grid, run_command
@@ -141,12 +140,11 @@ def read_samples(column: Column, score: Score) -> list[dict]:
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 samples = [s for s in map(json.loads, file) if s.get("filter", "none") == "none"]
-            hashes.append(sha256("".join(s["doc_hash"] for s in samples).encode()).hexdigest())
+            hashes.append(hash_of(s["doc_hash"] for s in samples))
         except (OSError, EOFError, ValueError, KeyError):
             return []
         found += samples
-    whole = hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
-    return found if hashes and whole == column.docs_sha256 else []
+    return found if column.docs_sha256 in (hash_of(hashes), *hashes[:1]) else []
 
 
 def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, float | None]:
