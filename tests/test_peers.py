@@ -48,21 +48,19 @@ class Titan(nn.Module):
             h = h + layer(h)
         return self.output(h)
 
-    def optimizer(self, *positional, **named):
+    def configure_optimizers(self, *positional, **named):
         self.asked = positional or tuple(named.values())
         return torch.optim.SGD(self.parameters(), lr=positional[1] if positional else 0.1)
 
 
 class Chat(Titan):
-    dtype, setup_optimizer = torch.bfloat16, Titan.optimizer
+    dtype, setup_optimizer = torch.bfloat16, Titan.configure_optimizers
 
     def forward(self, x, targets):
         return cross_entropy(super().forward(x), targets)
 
 
 class Nano(Titan):
-    configure_optimizers = Titan.optimizer
-
     def __init__(self, config):
         super().__init__(config)
         assert not (config.bias or config.dropout)
