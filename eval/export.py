@@ -47,7 +47,7 @@ from runtime.tokenizer import (
 )
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
 ALIGNMENT = 64              # bytes, a cache line; torch allocates so
 FLOAT8 = torch.float8_e4m3fn
@@ -90,8 +90,7 @@ def export(options: Options) -> str:
     loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
     if recipe not in ("off", *loadable):
         raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
-    model, tokenizer, _, layers, step = load_for_inference(
-        str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe, options.step)
+    model, tokenizer, _, layers, step = load_for_inference(str(run_dir), "cpu", dtype, recipe, options.step)
     weights = {name: p.data for name, p in model.named_parameters()}        # of the converted Linears in fp32
     del model       # its weights go as they are cast
     manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
@@ -101,16 +100,22 @@ def export(options: Options) -> str:
     with new_folder(target) as tmp:
         scales = quantise(weights, chosen, recipe)
         for name in weights:        # one after the other: what is cast is freed
-            weights[name] = weights[name] if name in scales else weights[name].to(dtype)
-        about = hf_config(config.model, options.dtype) | write_tokenizer(
+            weights[name] = weights[name] if name in scales else weights[name].to(getattr(torch, dtype))
+        about = hf_config(config.model, dtype) | write_tokenizer(
             tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
         tensors, metadata = to_hf(config.model, weights), {}
         if scales:
             tensors, metadata, about["quantization_config"] = store_float8(config.model, weights, scales, recipe)
-        size = _write_weights(tmp, tensors, metadata)
+        split = split_state_dict_into_shards_factory(tensors, get_storage_size=lambda t: t.nbytes, max_shard_size=FILE_BYTES,
+                                                     filename_pattern="model{suffix}.safetensors")
+        for file, names in split.filename_to_tensors.items():
+            write_safetensors(tmp / file, {name: tensors[name] for name in names}, {"format": "pt", **metadata})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (tmp / "model.safetensors.index.json").write_text(as_json(index))
         (tmp / "config.json").write_text(as_json(about))
         (tmp / "README.md").write_text(model_card(run_dir, config, manifest, form, options.license), encoding="utf-8")
-    return f"step {step}: {about['architectures'][0]}, {form}, {size / 2**20:.1f} MiB -> {target}"
+    return f"step {step}: {about['architectures'][0]}, {form}, {split.metadata['total_size'] / 2**20:.1f} MiB -> {target}"
 
 
 @contextmanager
@@ -127,18 +132,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         sync_folder(target.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:
-    """model.safetensors, or several files with an index; returns their tensors' bytes."""
-    split = split_state_dict_into_shards_factory(tensors, get_storage_size=lambda t: t.nbytes, max_shard_size=FILE_BYTES,
-                                                 filename_pattern="model{suffix}.safetensors")
-    for file, names in split.filename_to_tensors.items():
-        write_safetensors(folder / file, {name: tensors[name] for name in names}, {"format": "pt", **metadata})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(as_json(index))
-    return split.metadata["total_size"]
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -163,7 +156,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
 
 
 def hf_config(config: GPTConfig, dtype: str) -> dict:
-    """The content of config.json for weights stored as `dtype` ("fp32" or "bf16"), without the roles of tokens.
+    """The content of config.json for weights stored as `dtype` ("float32" or "bfloat16"), without the roles of tokens.
 
     The position encoding stands there twice: as transformers 5 writes it, and as the versions before read it.
     """
@@ -171,7 +164,6 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
     if config.rope_factor is not None:
         scaling = {"rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low_freq,
                    "high_freq_factor": config.rope_high_freq, "original_max_position_embeddings": config.rope_original_ctx}
-    dtype = str(DTYPES[dtype]).removeprefix("torch.")
     return {
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if config.qk_norm else "llama",

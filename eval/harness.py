@@ -222,18 +222,16 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
                     "chance": sum(guesses) / len(guesses) if guesses else None,
                     "docs_sha256": hash_of(s["doc_hash"] for s in samples)}
     for name, group in loaded["groups"].items():
-        if name in out:
-            out[name] |= _group_row([(task.task_name, out[task.task_name]) for task in group.get_all_tasks()])
+        if name in out:     # the tasks at its leaves weigh by their questions
+            subtasks = [task.task_name for task in group.get_all_tasks()]
+            leaves = [out[task] for task in subtasks]
+            n, chances, shots = (sum(row["n"] for row in leaves), [row["chance"] for row in leaves],
+                                 {row["num_fewshot"] for row in leaves})
+            out[name] |= {
+                "n": n, "num_fewshot": shots.pop() if len(shots) == 1 else None,
+                "chance": sum(row["chance"] * row["n"] for row in leaves) / n if n and None not in chances else None,
+                "docs_sha256": hash_of(row["docs_sha256"] for row in leaves), "subtasks": subtasks}
     return out, results["samples"]
-
-
-def _group_row(leaves: list[tuple[str, dict]]) -> dict:
-    """What a group's row takes from the tasks at its leaves, which are weighted by their questions."""
-    n = sum(row["n"] for _, row in leaves)
-    chances, shots = [row["chance"] for _, row in leaves], {row["num_fewshot"] for _, row in leaves}
-    mean = sum(row["chance"] * row["n"] for _, row in leaves) / n if n and None not in chances else None
-    return {"n": n, "num_fewshot": shots.pop() if len(shots) == 1 else None, "chance": mean,
-            "docs_sha256": hash_of(row["docs_sha256"] for _, row in leaves), "subtasks": [name for name, _ in leaves]}
 
 
 def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
@@ -309,15 +307,11 @@ def main(arguments: list[str]) -> int:
     return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")
 
 
-def keep_memory() -> None:
-    """Let glibc keep what tensors give back: fresh pages for each piece of logits cost a CPU a fifth of a whole scoring."""
+if __name__ == "__main__":
+    # Let glibc keep what tensors give back: fresh pages for each piece of logits cost a CPU a fifth of a whole scoring.
     with contextlib.suppress(OSError, AttributeError):      # another C library has no such switch
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)             # M_MMAP_MAX: nothing from mmap, which goes back to the system when freed
         libc.mallopt(-1, 2**31 - 1)     # M_TRIM_THRESHOLD: nor is the heap's end given back
-
-
-if __name__ == "__main__":
-    keep_memory()
     code = run_command(main, sys.argv[1:])
     finish(World(0, 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")), code)

@@ -271,7 +271,18 @@ def draw(rows: list[Row]) -> Figure | None:
             (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide, "Scores of models",
             "Bars: one standard error over documents, nothing of what another seed would change.", handles, 5, sharey=True)
         for column, panel in zip(columns, panels.flat, strict=False):
-            _fill(panel, rows, column)
+            factor, level = 100 if is_accuracy(column) else 1, chance(rows, column)
+            if level is not None:
+                panel.axvline(factor * level, zorder=1, **CHANCE)
+            for y, row in enumerate(rows):
+                score = row.scores.get(column)
+                if score is not None and abs(score.value) < BEYOND:
+                    color, marker = STYLES[_kind(row)]
+                    panel.errorbar(factor * score.value, y, xerr=None if score.se is None else factor * score.se, color=color,
+                                   marker=marker, markersize=4.5, capsize=2, elinewidth=1.1, linestyle="none", zorder=3)
+            panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+            panel.margins(x=0.12)
+            panel.tick_params(axis="y", length=0)
             panel.set_title("\n".join(heading(column, columns)), loc="left", fontsize=7.5, parse_math=False)
         for panel in panels.flat[len(columns):]:
             panel.remove()
@@ -283,21 +294,6 @@ def draw(rows: list[Row]) -> Figure | None:
 
 def _kind(row: Row) -> str:
     return OTHER if row.recipe is None else "BF16" if (row.recipe, row.fp8) == ("bf16", "off") else "FP8"
-
-
-def _fill(panel, rows: list[Row], column: Column) -> None:
-    factor, level = 100 if is_accuracy(column) else 1, chance(rows, column)
-    if level is not None:
-        panel.axvline(factor * level, zorder=1, **CHANCE)
-    for y, row in enumerate(rows):
-        score = row.scores.get(column)
-        if score is not None and abs(score.value) < BEYOND:
-            color, marker = STYLES[_kind(row)]
-            panel.errorbar(factor * score.value, y, xerr=None if score.se is None else factor * score.se, color=color,
-                           marker=marker, markersize=4.5, capsize=2, elinewidth=1.1, linestyle="none", zorder=3)
-    panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
-    panel.margins(x=0.12)
-    panel.tick_params(axis="y", length=0)
 
 
 def write(options: Options) -> str:

@@ -270,7 +270,7 @@ def test_published_configurations_are_read_as_they_are_meant():
     assert (seven.rope_theta, seven.rope_factor, seven.kv_heads, seven.norm_eps) == (10_000.0, None, 32, 1e-6) and not seven.tied
     assert seven.params_total == 6_738_415_616
     for gone in ({}, {"rope_theta": None, "rope_scaling": None}, {"rope_parameters": None}):     # transformers 5 reads one
-        assert gpt_config(export.hf_config(OURS_31_8B, "bf16") | gone) == OURS_31_8B
+        assert gpt_config(export.hf_config(OURS_31_8B, "bfloat16") | gone) == OURS_31_8B
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
     assert gpt_config({key: QWEN3[key] for key in QWEN3.keys() - {"head_dim"}}).head_size == 128      # its own default
     assert gpt_config({**LLAMA_31_8B, "vocab_size": 32001}).vocab_padded == 32001      # padded by no row that it does not have
