@@ -225,8 +225,8 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
         if name in out:     # the tasks at its leaves weigh by their questions
             subtasks = [task.task_name for task in group.get_all_tasks()]
             leaves = [out[task] for task in subtasks]
-            n, chances, shots = (sum(row["n"] for row in leaves), [row["chance"] for row in leaves],
-                                 {row["num_fewshot"] for row in leaves})
+            n, chances = sum(row["n"] for row in leaves), [row["chance"] for row in leaves]
+            shots = {row["num_fewshot"] for row in leaves}
             out[name] |= {
                 "n": n, "num_fewshot": shots.pop() if len(shots) == 1 else None,
                 "chance": sum(row["chance"] * row["n"] for row in leaves) / n if n and None not in chances else None,

@@ -19,7 +19,7 @@ from eval_runs import TINY, build, build_lm, build_run, call, expected_pair, mak
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import harness, held_out, precision, sample, tasks
+from eval import export, harness, held_out, precision, sample, tasks
 from eval.sample import Inference
 from eval.table import Column, Score, read_samples
 from runtime import checkpoint
@@ -200,12 +200,22 @@ def test_a_public_models_log_likelihoods_are_its_own_whatever_else_is_asked(publ
         assert lm.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(alone, abs=1e-3)
 
 
-def test_the_command_scores_it_beside_our_runs(public, tmp_path, monkeypatch, capsys):
+def test_lm_evals_own_model_scores_an_import_of_it_alike_and_stands_beside_it(public, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    make_task(tmp_path / "mine", [{"q": "the cat", "answers": ["sat on the mat", "ran"], "gold": i % 2} for i in range(6)])
-    call(harness, f"hf:{public}", "tasks=sums", "include=mine", "dtype=float32", "device=cpu")
-    record, = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("hf_*_tiny-llama/eval/*.json"))
-    assert record["run"] == f"hf:{public}" and record["tasks"]["sums"]["acc"] == 0.5     # each answer is right three times
+    rng, found = random.Random(0), []
+    rows = [{"q": eval_runs.words(rng, 6), "answers": [eval_runs.words(rng, n) for n in (1, 2, 3, 2)], "gold": i % 4}
+            for i in range(24)]
+    said = {"doc_to_text": "", "doc_to_target": "q", "doc_to_choice": None, "output_type": "loglikelihood_rolling"}
+    make_task(make_task(tmp_path / "mine", rows), rows, "rolled", **said, metric_list=[{"metric": "word_perplexity"}])
+    call(export, "--from-hf", public, "out/ours")
+    for run, folder in (("out/ours", "ours"), (f"hf:{public}", "hf_*_tiny-llama")):
+        call(harness, run, "tasks=sums,rolled", "include=mine", "dtype=float32", "device=cpu")
+        record, = (json.loads(path.read_text()) for path in (tmp_path / "out").glob(f"{folder}/eval/*.json"))
+        assert record["run"] == run
+        found.append(record["tasks"])
+    ours, theirs = found
+    assert all(ours["sums"][key] == theirs["sums"][key] for key in ("acc", "acc_se", "n", "docs_sha256"))
+    assert ours["rolled"]["word_perplexity"] == pytest.approx(theirs["rolled"]["word_perplexity"], rel=1e-5)
     call(harness, "--table", "out", "out=table")
     assert "| tiny-llama, float32" in capsys.readouterr().out
 
