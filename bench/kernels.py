@@ -86,19 +86,6 @@ def ratios(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------------------------------------------------- Linears
 
-class Piece(nn.Module):
-    """What is timed; the Linear lies in a Sequential so that runtime.fp8 can swap it."""
-    compute_dtype = torch.bfloat16      # as a GPT has it
-
-    def __init__(self, K: int, N: int):
-        super().__init__()
-        self.norm = RMSNorm(K, 1e-5)
-        self.linear = nn.Sequential(Linear(K, N))
-
-    def forward(self, x):
-        return torch.sigmoid(self.linear(self.norm(x)))
-
-
 def time_linears(options: Options, device: torch.device, command: str) -> int:
     """Time what the table lacks, smallest shapes first; returns the exit code. Raises UserError."""
     out = ROOT / options.out        # an absolute one stays as it is
@@ -163,17 +150,19 @@ def time_linear(recipe: str, K: int, N: int, options: Options, device: torch.dev
 
 
 def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -> Callable:
-    """One forward and backward pass of a Piece under `recipe`, as a function that returns the gradients of x and weights."""
+    """One forward and backward pass under `recipe`, as a function that returns the gradients of x and weights."""
     with torch.device(x.device):
-        piece = Piece(K, N)
-    nn.init.ones_(piece.norm.weight)
-    nn.init.normal_(piece.linear[0].weight, std=K ** -0.5)
+        norm, linear = RMSNorm(K, 1e-5), nn.Sequential(Linear(K, N))        # a Sequential, in which runtime.fp8 can swap it
+    nn.init.ones_(norm.weight)
+    nn.init.normal_(linear[0].weight, std=K ** -0.5)
     fp8.check_hardware(fp8.by_name(recipe), x.device)
     if recipe == "off":
-        fp8.keep_bf16_copies(piece.linear)      # as in training on one process
+        fp8.keep_bf16_copies(linear)        # as in training on one process
     else:
-        fp8.convert(piece.linear, fp8.by_name(recipe), device_type=x.device.type)
-    fp8.refresh_weight_copies(piece)      # once, as in a step of many micro-batches
+        fp8.convert(linear, fp8.by_name(recipe), device_type=x.device.type)
+    piece = nn.Sequential(norm, linear, nn.Sigmoid())
+    piece.compute_dtype = BF16      # as a GPT has it
+    fp8.refresh_weight_copies(piece)        # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())
