@@ -31,20 +31,12 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
+from runtime import tokenizer as gpt2
 from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, origin_of, read_manifest, seal, sync_folder
 from runtime.cli import UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, scale_of
-from runtime.tokenizer import (
-    END_OF_TEXT,
-    FOLDER_FILES,
-    Tokenizer,
-    byte_letters,
-    keep_tokenizer,
-    load_tokenizer,
-    token_bytes,
-    vocab_bpe,
-)
+from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -284,10 +276,10 @@ def as_json(content) -> str:
 
 def _tokenizer_files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
     """Name of each file -> its content, for gpt2 and byte."""
-    letters, roles = byte_letters(), {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    letters, roles = gpt2.byte_letters(), {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     if tokenizer.kind == "gpt2":
-        merges = vocab_bpe().decode()
-        tokens = ["".join(letters[b] for b in token) for token in token_bytes()]
+        merges = gpt2.vocab_bpe().decode()
+        tokens = ["".join(letters[b] for b in token) for token in gpt2.token_bytes()]
     else:
         merges, tokens = "#version: 0.2\n", [letters[b] for b in range(256)]
     vocab = {token: i for i, token in enumerate([*tokens, END_OF_TEXT])}
