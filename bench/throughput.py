@@ -153,9 +153,9 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
         fp8.zero_gradients(model)
         built.scales.begin(step_scale)
 
-    return Subject(model, config.model.vocab_size, micro_step, optimizer, update,
-                   {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")},
-                   [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)])
+    counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}
+    lines = [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)]
+    return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)
 
 
 def tokens_like_text(sequences: int, T: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,12 +42,10 @@ class CheckpointLM(TemplateLM):
     full context. In a `world` of several ranks they share the batches: each is asked everything, and answers the same.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World | None = None):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World):
         super().__init__()
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
-        self.world = world or World(0, 0, 1, device)
-        self.n_ctx = model.config.n_ctx
-        self.n_truncated = 0
+        self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
 
     @property
     def eot_token_id(self) -> int:

@@ -62,7 +62,7 @@ def greedy_text(model, prompt, n_new):
 
 
 def build_lm(model, micro_batch=4, tokenizer=BYTES):
-    return CheckpointLM(model, tokenizer, micro_batch, CPU)
+    return CheckpointLM(model, tokenizer, micro_batch, CPU, World(0, 0, 1, CPU))
 
 
 def on_two_ranks(monkeypatch, module, work):
