@@ -56,12 +56,10 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def work(options: Options) -> int | None:
-        if options.what == "linears":
-            return time_linears(options, device, shlex.join(["python", "-m", "bench.kernels", *arguments]))
-        return time_matmuls(options, device) if options.what == "matmuls" else time_casts(device)
-    return command(__doc__, Options, arguments, work)
+    told = shlex.join(["python", "-m", "bench.kernels", *arguments])
+    return command(__doc__, Options, arguments, lambda options: {
+        "linears": partial(time_linears, options, device, told), "casts": partial(time_casts, device),
+        "matmuls": partial(time_matmuls, options, device)}[options.what]())
 
 
 def milliseconds(call: Callable, device: torch.device) -> float:
@@ -88,19 +86,6 @@ def ratios(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------------------------------------------------- Linears
 
-class Piece(nn.Module):
-    """What is timed; the Linear lies in a Sequential so that runtime.fp8 can swap it."""
-    compute_dtype = torch.bfloat16      # as a GPT has it
-
-    def __init__(self, K: int, N: int):
-        super().__init__()
-        self.norm = RMSNorm(K, 1e-5)
-        self.linear = nn.Sequential(Linear(K, N))
-
-    def forward(self, x):
-        return torch.sigmoid(self.linear(self.norm(x)))
-
-
 def time_linears(options: Options, device: torch.device, command: str) -> int:
     """Time what the table lacks, smallest shapes first; returns the exit code. Raises UserError."""
     out = ROOT / options.out        # an absolute one stays as it is
@@ -112,9 +97,9 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     table = speed.load_table(out) if out.exists() else {
         "format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
     entries = table["measured"].setdefault(speed.architecture_of(env["device"]) or "cpu", [])
-    if not any(entry["gpu"] == env["device"] for entry in entries):
-        entries.append({"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
-    entry = next(entry for entry in entries if entry["gpu"] == env["device"])
+    entry = next((entry for entry in entries if entry["gpu"] == env["device"]), None)
+    if entry is None:
+        entries.append(entry := {"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
     if differs := [key for key in setup if entry[key] != setup[key]]:
         raise UserError(f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it is "
                         f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take the entry out")
@@ -165,17 +150,19 @@ def time_linear(recipe: str, K: int, N: int, options: Options, device: torch.dev
 
 
 def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -> Callable:
-    """One forward and backward pass of a Piece under `recipe`, as a function that returns the gradients of x and weights."""
+    """One forward and backward pass under `recipe`, as a function that returns the gradients of x and weights."""
     with torch.device(x.device):
-        piece = Piece(K, N)
-    nn.init.ones_(piece.norm.weight)
-    nn.init.normal_(piece.linear[0].weight, std=K ** -0.5)
+        norm, linear = RMSNorm(K, 1e-5), nn.Sequential(Linear(K, N))        # a Sequential, in which runtime.fp8 can swap it
+    nn.init.ones_(norm.weight)
+    nn.init.normal_(linear[0].weight, std=K ** -0.5)
     fp8.check_hardware(fp8.by_name(recipe), x.device)
     if recipe == "off":
-        fp8.keep_bf16_copies(piece.linear)      # as in training on one process
+        fp8.keep_bf16_copies(linear)        # as in training on one process
     else:
-        fp8.convert(piece.linear, fp8.by_name(recipe), device_type=x.device.type)
-    fp8.refresh_weight_copies(piece)      # once, as in a step of many micro-batches
+        fp8.convert(linear, fp8.by_name(recipe), device_type=x.device.type)
+    piece = nn.Sequential(norm, linear, nn.Sigmoid())
+    piece.compute_dtype = BF16      # as a GPT has it
+    fp8.refresh_weight_copies(piece)        # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())

@@ -21,10 +21,10 @@ FLOPs per token are ours (model.GPT.counts): 6 a weight of a Linear, the head on
 nanochat's value embeddings, half of d12's parameters, do not; nor do Muon's matmuls.
 """
 
-import contextlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,12 +119,12 @@ def load(cell: Cell, device: torch.device) -> Subject:
     sys.path.insert(1, cell.peer)       # behind our own folder, before what is installed
     torch.manual_seed(0)
     build = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}[peer]
-    subject = build(cell, device, cell.tokens_per_step // (cell.micro_batch * cell.T), kind == "fp8")
+    subject = build(cell, device, kind == "fp8")
     subject.describe.insert(0, f"{cell.size}: {check(peer, cell.peer)}, under torch {torch.__version__}")
     return subject
 
 
-def _nanogpt(cell: Cell, device: torch.device, accumulation: int, is_fp8: bool) -> Subject:
+def _nanogpt(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(cell.peer) / "model.py")   # there is a model.py here, too
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)       # dataclasses look their module up there
     spec.loader.exec_module(module)
@@ -135,20 +135,15 @@ def _nanogpt(cell: Cell, device: torch.device, accumulation: int, is_fp8: bool) 
         model = module.GPT(config)
     compiled = torch.compile(model)
 
-    def micro_step(x, y):
-        # nanoGPT's own rule: no autocast on a CPU, where it trains in fp32
-        with torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext():
-            _, loss = compiled(x, y)
-            scaled = loss / accumulation
-        scaled.backward()
-        return loss.detach()
+    def loss_of(x, y):      # nanoGPT's own rule: no autocast on a CPU, where it trains in fp32
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            return compiled(x, y)[1]
 
-    optimizers = [model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)]
-    return Subject(model, config.vocab_size, micro_step, optimizers, _update(model, optimizers, 1.0),
-                   _counts(model, nn.Linear, config.n_layer, config.n_embd, cell.T))
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
+    return _subject(cell, model, config.vocab_size, loss_of, optimizer, clip=1.0)
 
 
-def _nanochat(cell: Cell, device: torch.device, accumulation: int, is_fp8: bool) -> Subject:
+def _nanochat(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
     os.environ["NANOCHAT_DTYPE"] = "bfloat16"           # its choice on an H100; its CPU default is fp32
     os.environ.setdefault("HF_HUB_OFFLINE", "1")        # a benchmark downloads no attention kernel
     gpt, fp8, attention = (importlib.import_module(f"nanochat.{room}") for room in ("gpt", "fp8", "flash_attention"))
@@ -161,66 +156,61 @@ def _nanochat(cell: Cell, device: torch.device, accumulation: int, is_fp8: bool)
     zeros = [p for p in model.parameters() if p.ndim == 2 and not p.count_nonzero()]
     for p in zeros:
         nn.init.normal_(p, std=0.4 * p.size(1) ** -0.5)     # of the size that nanochat gives mlp.c_fc
-    counts = _counts(model, gpt.Linear, config.n_layer, config.n_embd, cell.T)
     if is_fp8:      # the Linears that its base_train converts
         fp8.convert_to_float8_training(
             model, config=fp8.Float8LinearConfig.from_recipe_name("tensorwise"), module_filter_fn=lambda m, _:
             m.in_features % 16 == m.out_features % 16 == 0 and min(m.in_features, m.out_features) >= 128)
-    compiled = torch.compile(model, dynamic=False)
-
-    def micro_step(x, y):
-        loss = compiled(x, y)
-        (loss / accumulation).backward()
-        return loss.detach()
-
-    optimizers = [model.setup_optimizer(unembedding_lr=0.008, embedding_lr=0.3, scalar_lr=0.5, matrix_lr=0.02, weight_decay=0.28)]
-    return Subject(model, config.vocab_size, micro_step, optimizers, _update(model, optimizers, None), counts, [
+    optimizer = model.setup_optimizer(unembedding_lr=0.008, embedding_lr=0.3, scalar_lr=0.5, matrix_lr=0.02, weight_decay=0.28)
+    return _subject(cell, model, config.vocab_size, torch.compile(model, dynamic=False), optimizer, None, [
         f"attention by {'FlashAttention 3' if attention.USE_FA3 else 'torch (no FlashAttention 3 here)'}, window_pattern "
         f"{config.window_pattern}; {len(zeros)} weights that begin at zero were given random values"])
 
 
-def _torchtitan(cell: Cell, device: torch.device, accumulation: int, is_fp8: bool) -> Subject:
+def _torchtitan(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
     llama, args = (importlib.import_module(f"torchtitan.models.llama3.model.{room}") for room in ("model", "args"))
     config = args.TransformerModelArgs(**{"max_seq_len": cell.T, **cell.model})
     with device:
         model = llama.Transformer(config)
     with torch.no_grad():
         model.init_weights(device)
-    counts = _counts(model, nn.Linear, config.n_layers, config.dim, cell.T)
     if is_fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=lambda m, name:
                                    "output" not in name and m.in_features % 16 == m.out_features % 16 == 0)
     for name, block in model.layers.named_children():
         model.layers.register_module(name, torch.compile(block, fullgraph=True))
-    loss_of = torch.compile(lambda logits, y: F.cross_entropy(logits.flatten(0, 1).float(), y.flatten()))
+    cross_entropy = torch.compile(lambda logits, y: F.cross_entropy(logits.flatten(0, 1).float(), y.flatten()))
+
+    def loss_of(x, y):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return cross_entropy(model(x), y)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    return _subject(cell, model, config.vocab_size, loss_of, optimizer, clip=1.0)
+
+
+def _subject(cell: Cell, model: nn.Module, vocab: int, loss_of: Callable, optimizer: torch.optim.Optimizer, clip: float | None,
+             describe: Iterable[str] = ()) -> Subject:
+    """What the peers share; loss_of(x, y) is the mean loss per token. A Linear in FP8 is an nn.Linear too, in each of them."""
+    accumulation = cell.tokens_per_step // (cell.micro_batch * cell.T)
+    n_layer, width = (next(cell.model[name] for name in names if name in cell.model)
+                      for names in (("n_layer", "n_layers"), ("n_embd", "dim")))
+    matmul = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
     def micro_step(x, y):
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = loss_of(model(x), y)
+        loss = loss_of(x, y)
         (loss / accumulation).backward()
         return loss.detach()
 
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)]
-    return Subject(model, config.vocab_size, micro_step, optimizers, _update(model, optimizers, 1.0), counts)
-
-
-# -------------------------------------------------------------------------------------------------------------- common
-
-def _update(model: nn.Module, optimizers: list, clip: float | None):
     def update():
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    return update
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
-
-def _counts(model: nn.Module, linear: type, n_layer: int, width: int, T: int) -> dict[str, int]:
-    matmul = sum(m.weight.numel() for m in model.modules() if isinstance(m, linear))
-    return {"flops_per_token": 6 * matmul + 12 * n_layer * width * T, "params_matmul": matmul,
-            "params_total": sum(p.numel() for p in model.parameters())}
+    counts = {"flops_per_token": 6 * matmul + 12 * n_layer * width * cell.T, "params_matmul": matmul,
+              "params_total": sum(p.numel() for p in model.parameters())}
+    return Subject(model, vocab, micro_step, optimizer, update, counts, [*describe])
 
 
 if __name__ == "__main__":

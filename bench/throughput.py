@@ -91,7 +91,7 @@ class Subject:
     vocab: int                      # tokens are drawn from range(vocab)
     # x, y (B, T) int64 -> mean loss per token, (), fp32, detached; gradients add up in .grad; no wait for the GPU
     micro_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    optimizers: list[torch.optim.Optimizer]
+    optimizer: torch.optim.Optimizer
     update: Callable[[], None]      # clip, step, zero gradients, as at a step's end
     counts: dict                    # flops_per_token, params_total, params_matmul
     describe: list[str] = field(default_factory=list)       # lines for people
@@ -155,7 +155,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
 
     counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}
     lines = [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)]
-    return Subject(model, config.model.vocab_size, micro_step, [optimizer], update, counts, lines)
+    return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)
 
 
 def tokens_like_text(sequences: int, T: int, vocab: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +194,7 @@ def measure(cell: Cell) -> dict:
     x, y = tokens_like_text(4 * cell.micro_batch, cell.T, subject.vocab, device)
     batches = list(zip(x.split(cell.micro_batch), y.split(cell.micro_batch), strict=True))
     losses, seconds, norms = [], [], None
-    rates = [(group, group["lr"]) for optimizer in subject.optimizers for group in optimizer.param_groups]
+    rates = [(group, group["lr"]) for group in subject.optimizer.param_groups]
     for i in range(SANITY_STEPS):       # on one batch, which stands for all of a step's
         start = time.perf_counter()
         for group, rate in rates:
@@ -529,16 +529,11 @@ def run(doc: str, name: str, cls: type, arguments: list[str], groups_for: Callab
             groups = [[group[0], *(cell for cell in group[1:] if not cells or cell.name in cells)] for group in groups]
             told = shlex.join(["python", "-m", f"bench.{name}", *arguments])
             Timer(out, groups[0][0].device, options.budget, told, options.commit, cells).run(groups)
-        return show(out)
+        rows, figure = rows_of(out), out.with_suffix(".png")
+        with suppress(ImportError):     # a machine for an hour may lack matplotlib
+            draw(rows, figure)
+        return f"\n{table(rows)}\n" + f"\n{figure}" * figure.exists()
     return command(doc, cls, arguments, work)
-
-
-def show(out: Path) -> str:
-    """The table of the rows in `out`; draws the figure beside it and names it below."""
-    rows, figure = rows_of(out), out.with_suffix(".png")
-    with suppress(ImportError):     # a machine for an hour may lack matplotlib
-        draw(rows, figure)
-    return f"\n{table(rows)}\n" + f"\n{figure}" * figure.exists()
 
 
 if __name__ == "__main__":

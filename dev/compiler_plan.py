@@ -65,7 +65,15 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")      # as parallel.set_torch_flags does
-    model, passes = _model(config, n_layer), []
+    with torch.device("meta"):
+        model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
+    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
+    fp8.DelayedScales(model)
+    fp8.keep_bf16_copies(model)
+    fp8.keep_gradients(model)
+    fp8.refresh_weight_copies(model)        # copies of weights that last are made between the steps, not in them
+    model.wte.forward = lambda h: h         # what comes in is the embedded tokens
+    passes = []
     weights = {name: p for name, p in model.named_parameters() if config.model.tied or not name.startswith("wte.")}
     buffers = dict(model.named_buffers())
 
@@ -99,18 +107,6 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
             if hasattr(node, "meta") and isinstance(node.meta.get("val"), torch.Tensor) and node.name not in inputs]
     sums["kept for the backward pass"] = sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in kept)
     return sums
-
-
-def _model(config, n_layer: int) -> GPT:
-    with torch.device("meta"):
-        model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
-    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
-    fp8.DelayedScales(model)
-    fp8.keep_bf16_copies(model)
-    fp8.keep_gradients(model)
-    fp8.refresh_weight_copies(model)              # copies of weights that last are made between the steps, not in them
-    model.wte.forward = lambda h: h         # what comes in is the embedded tokens
-    return model
 
 
 def _lower(graph, direction: str) -> Counter:
@@ -209,11 +205,8 @@ def pretend_h100() -> None:
     triton.runtime.driver.set_active(SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, is_active=lambda: True,
         get_current_stream=lambda *_: 0, get_active_torch_device=lambda: torch.device("cuda", 0)))
-    _box_attention()
 
-
-def _box_attention() -> None:
-    """Put an operation that the compiler cannot see into in the place of attention, as cuDNN's kernel is on a GPU."""
+    # In the place of attention an operation that the compiler cannot see into, as cuDNN's kernel is on a GPU.
     @torch.library.custom_op("nanofp8::attention", mutates_args=())
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Never called: only the shapes below are asked for."""

@@ -17,22 +17,29 @@ import os
 import re
 import shutil
 import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import ModelCardData, split_state_dict_into_shards_factory
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
 
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
-from runtime.checkpoint import name_of, origin_of, read_manifest, sync_folder
-from runtime.cli import UserError, command, grid, run_command
-from runtime.config import Config, config_from_dict
+from runtime import tokenizer as gpt2
+from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, origin_of, read_manifest, seal, sync_folder
+from runtime.cli import UserError, command, grid, run_command, type_problems
+from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, scale_of
-from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, byte_letters, token_bytes, vocab_bpe
+from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
 ALIGNMENT = 64              # bytes, a cache line; torch allocates so
 FLOAT8 = torch.float8_e4m3fn
@@ -61,7 +68,6 @@ class ImportOptions:
 
 
 def main(argv: list[str]) -> int:
-    from eval.from_hf import import_checkpoint  # which has its layout from here
     if any(word.startswith(("--from-hf", "--from_hf", "from_hf=")) for word in argv):
         return command(__doc__, ImportOptions, argv, lambda o: import_checkpoint(o.from_hf, o.run))
     return command(__doc__, Options, argv, export)
@@ -76,58 +82,48 @@ def export(options: Options) -> str:
     loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
     if recipe not in ("off", *loadable):
         raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
-    model, tokenizer, _, layers, step = load_for_inference(
-        str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe, options.step)
+    model, tokenizer, _, layers, step = load_for_inference(str(run_dir), "cpu", dtype, recipe, options.step)
     weights = {name: p.data for name, p in model.named_parameters()}        # of the converted Linears in fp32
     del model       # its weights go as they are cast
     manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
     config = config_from_dict(manifest["config"])
     chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
     form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
-    tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    tmp.mkdir(parents=True)
-    try:
+    with new_folder(target) as tmp:
         scales = quantise(weights, chosen, recipe)
         for name in weights:        # one after the other: what is cast is freed
-            weights[name] = weights[name] if name in scales else weights[name].to(dtype)
-        about = hf_config(config.model, options.dtype) | write_tokenizer(
+            weights[name] = weights[name] if name in scales else weights[name].to(getattr(torch, dtype))
+        about = hf_config(config.model, dtype) | write_tokenizer(
             tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
         tensors, metadata = to_hf(config.model, weights), {}
         if scales:
             tensors, metadata, about["quantization_config"] = store_float8(config.model, weights, scales, recipe)
-        size = _write_weights(tmp, tensors, metadata)
+        split = split_state_dict_into_shards_factory(tensors, get_storage_size=lambda t: t.nbytes, max_shard_size=FILE_BYTES,
+                                                     filename_pattern="model{suffix}.safetensors")
+        for file, names in split.filename_to_tensors.items():
+            write_safetensors(tmp / file, {name: tensors[name] for name in names}, {"format": "pt", **metadata})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (tmp / "model.safetensors.index.json").write_text(as_json(index))
         (tmp / "config.json").write_text(as_json(about))
         (tmp / "README.md").write_text(model_card(run_dir, config, manifest, form, options.license), encoding="utf-8")
-        publish(tmp, target)        # an empty folder may lie there
+    return f"step {step}: {about['architectures'][0]}, {form}, {split.metadata['total_size'] / 2**20:.1f} MiB -> {target}"
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, renamed to `target`, an empty one at most, when all in there is on the disk: whole or not there."""
+    part = target.with_name(f".tmp_{target.name}")
+    shutil.rmtree(part, ignore_errors=True)     # what a kill left
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for path in (*part.rglob("*"), part):
+            sync_folder(path)
+        os.replace(part, target)
+        sync_folder(target.parent)
     finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    return f"step {step}: {about['architectures'][0]}, {form}, {size / 2**20:.1f} MiB -> {target}"
-
-
-def publish(folder: Path, target: Path) -> None:
-    """Rename `folder` when all in there is on the disk: whole or not there."""
-    for path in (*folder.rglob("*"), folder):
-        sync_folder(path)
-    os.replace(folder, target)
-    sync_folder(target.parent)
-
-
-def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:
-    """model.safetensors, or several files with an index; returns their tensors' bytes."""
-    files: list[dict] = [{}]
-    for name, tensor in tensors.items():
-        if files[-1] and sum(t.nbytes for t in files[-1].values()) + tensor.nbytes > FILE_BYTES:
-            files.append({})
-        files[-1][name] = tensor
-    total, places = sum(t.nbytes for t in tensors.values()), {}
-    for i, part in enumerate(files, 1):
-        name = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        write_safetensors(folder / name, part, {"format": "pt", **metadata})
-        places |= dict.fromkeys(part, name)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(as_json(index))
-    return total
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -152,7 +148,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
 
 
 def hf_config(config: GPTConfig, dtype: str) -> dict:
-    """The content of config.json for weights stored as `dtype` ("fp32" or "bf16"), without the roles of tokens.
+    """The content of config.json for weights stored as `dtype` ("float32" or "bfloat16"), without the roles of tokens.
 
     The position encoding stands there twice: as transformers 5 writes it, and as the versions before read it.
     """
@@ -160,7 +156,6 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
     if config.rope_factor is not None:
         scaling = {"rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low_freq,
                    "high_freq_factor": config.rope_high_freq, "original_max_position_embeddings": config.rope_original_ctx}
-    dtype = str(DTYPES[dtype]).removeprefix("torch.")
     return {
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -281,10 +276,10 @@ def as_json(content) -> str:
 
 def _tokenizer_files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
     """Name of each file -> its content, for gpt2 and byte."""
-    letters, roles = byte_letters(), {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    letters, roles = gpt2.byte_letters(), {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     if tokenizer.kind == "gpt2":
-        merges = vocab_bpe().decode()
-        tokens = ["".join(letters[b] for b in token) for token in token_bytes()]
+        merges = gpt2.vocab_bpe().decode()
+        tokens = ["".join(letters[b] for b in token) for token in gpt2.token_bytes()]
     else:
         merges, tokens = "#version: 0.2\n", [letters[b] for b in range(256)]
     vocab = {token: i for i, token in enumerate([*tokens, END_OF_TEXT])}
@@ -348,8 +343,6 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license: str) -> str:
     """README.md, of what config.json, summary.json, eval/*.json and each source's index.json say, as far as they are there."""
-    from huggingface_hub import ModelCardData
-
     from eval.table import read_rows, sort_columns, table_of
     from scaling.figures import name_recipe
 
@@ -384,6 +377,150 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
         head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
         training=training, scores=scores, n_ctx=config.model.n_ctx, licence="These weights come without a licence."
         if license == "other" else "The licence above is of these weights.")
+
+
+# --------------------------------------------------------------------------------------------------------------- import
+
+EXACT = (torch.float32, torch.bfloat16, torch.float16)      # fp32 holds each of their values
+SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_ffn": "intermediate_size",
+         "n_ctx": "max_position_embeddings", "vocab_size": "vocab_size"}
+ROPE = {"rope_factor": "factor", "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor"}
+ORIGINAL_CTX = "original_max_position_embeddings"
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL_CTX, *ROPE.values()}
+# The values with which model.py computes the same. Others: biases, another activation, sums in slices, windows, narrower
+# rotations, other position encodings, quantised weights, code of the model's own, which is never run.
+HELD = {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish"), "pretraining_tp": (1,),
+        "layer_types": (), "partial_rotary_factor": (1,), "rope_type": ("default", "llama3"), "rope_keys": (),
+        "quantization_config": ({},), "compression_config": ({},), "auto_map": ({},)}
+
+
+def import_checkpoint(folder: str, run_dir: str) -> Path:
+    """Write the run, weights and tokenizer as they are; returns the folder of its checkpoint: fp32 weights, no optimizer. Of its
+    config.json the model section and data.tokenizer alone say something: nothing was trained here.
+
+    In fp32 on the CPU the logits are transformers' own, bit for bit (transformers 5.23, torch 2.13), where intermediate_size is
+    a multiple of 32, as in every published model: beyond it SiLU's last bit depends on where its vectors end.
+
+    Memory: the whole model as fp32 on the host and one matrix more. Raises UserError where `folder` holds no model that can be
+    held exactly (pickles, which can run code, are refused by their names, unopened) or `run_dir` exists; OSError where writing
+    failed: then nothing is left.
+    """
+    source, target = Path(folder), Path(run_dir)
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists: choose another out/RUN, or remove that one")
+    try:
+        raw = json.loads((source / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no downloaded model: its config.json cannot be read ({error})") from error
+    model, files, tokenizer = gpt_config(raw), _open_weights(source), load_tokenizer(str(source))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, config.json vocab_size={model.vocab_size}")
+    config = Config(
+        run=target.name, out=str(target.parent), model=model, steps=1, optim=OptimConfig(lr=2e-5),
+        data=DataConfig(dir="data", mixture={"imported": 1.0}, tokens_per_step=model.n_ctx, micro_batch=1,
+                        tokenizer=str(target / "tokenizer")))
+    with new_folder(target) as part:
+        checkpoint = part / "checkpoints" / name_of(0)
+        checkpoint.mkdir(parents=True)
+        keep_tokenizer(part, folder)
+        weights = dict(from_hf(model, files, lambda name: files[name].get_tensor(name)))
+        write_checkpoint(checkpoint, config, weights, {"imported": {
+            "folder": source.resolve().name, "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer.sha256}})
+        (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+    return target / "checkpoints" / name_of(0)
+
+
+def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor], state: dict) -> None:
+    """Write the folder `path`, which is there and empty, as a checkpoint of step 0 with `weights` (our names) and no moments.
+
+    `state` is plain JSON. Raises OSError. As runtime/checkpoint.py writes them from training, but for temporary name and rename.
+    """
+    tensors = {f"model.{name}": t for name, t in weights.items()}
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
+    try:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    except CheckpointException as error:
+        raise OSError(f"{path} could not be written ({cause(error)})") from error
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in sorted(path.iterdir())}
+    seal(path, {"format_version": FORMAT_VERSION, "step": 0, "state": state, "config": config.to_dict(),
+                "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
+
+
+def _open_weights(source: Path) -> dict:
+    """The open file of each tensor; its header is checked against its length, nothing is read yet."""
+    from safetensors import SafetensorError, safe_open
+    files: dict = {}
+    for path in sorted(source.glob("*.safetensors")):
+        try:
+            opened = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise UserError(f"{path} is no whole safetensors file ({error}): the download is incomplete, repeat it") from error
+        if twice := files.keys() & opened.keys():
+            raise UserError(f"{path} and another file of the folder both hold {_some(twice)}: keep those of one download")
+        files |= dict.fromkeys(opened.keys(), opened)
+    if not files:
+        raise UserError(f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code")
+    return files
+
+
+def gpt_config(raw: dict) -> GPTConfig:
+    """The model that a config.json describes. What the file leaves out has the default of its architecture.
+
+    Raises UserError in one sentence for whatever model.py cannot compute exactly, or where a size is missing.
+    """
+    if (named := raw.get("architectures")) not in (["LlamaForCausalLM"], ["Qwen3ForCausalLM"]):
+        raise UserError(f"config.json has architectures={named!r}: only LlamaForCausalLM and Qwen3ForCausalLM can be held here")
+    if missing := [theirs for theirs in SIZES.values() if not raw.get(theirs)]:
+        raise UserError(f"config.json lacks {', '.join(missing)}: download it again")
+    is_qwen3, sizes = named == ["Qwen3ForCausalLM"], {ours: raw[theirs] for ours, theirs in SIZES.items()}
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}      # where transformers looks, in the same order
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = {} if kind == "default" else {ours: rope.get(theirs) for ours, theirs in ROPE.items()} | {
+        "rope_original_ctx": raw.get(ORIGINAL_CTX) or rope.get(ORIGINAL_CTX) or sizes["n_ctx"]}
+    config = GPTConfig(
+        **sizes, **scaling, n_kv_head=raw.get("num_key_value_heads", 32 if is_qwen3 else sizes["n_head"]), qk_norm=is_qwen3,
+        vocab_multiple=1 if sizes["vocab_size"] % 128 else 128, tied=raw.get("tie_word_embeddings", False),
+        norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000))
+    # Llama knows no window; Qwen3's applies where it is switched on.
+    held = HELD | ({"use_sliding_window": (False,)} if is_qwen3 else {"sliding_window": ()}) | {
+        "head_dim": (config.n_embd / config.n_head,)}
+    found = {"head_dim": 128 if is_qwen3 else None} | raw | rope | {
+        "rope_type": kind, "rope_keys": sorted(rope.keys() - ROPE_KEYS) or None,
+        "layer_types": sorted({*(raw.get("layer_types") or ())} - {"full_attention"}) or None}
+    if refused := [f"{key}={found[key]!r}" for key, values in held.items() if found.get(key) not in (None, *values)]:
+        raise UserError(f"config.json has {', '.join(refused)}: this model cannot be held exactly")
+    if problems := type_problems("model.", config) or config.problems():
+        raise UserError("config.json describes no model that can be built: " + "; ".join(problems))
+    return config
+
+
+def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our name and the fp32 tensor, one after the other, of a checkpoint that holds `names`; read(name) gives one.
+
+    Raises UserError, before anything is read, where a tensor is missing or has no place in the model, then where one has
+    another shape than config.json says, a dtype that fp32 cannot hold, or a tied head differs from the embedding.
+    """
+    parts_of, head = layout(config), "lm_head.weight"
+    wanted = {name for parts in parts_of.values() for name, _ in parts}
+    # Old checkpoints carry the frequencies of RoPE, which follow from config.json.
+    there = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    missing, strange = wanted - there, there - wanted - {head}
+    if missing or strange:
+        raise UserError(f"of config.json's model the files lack {_some(missing)}; {_some(strange)} has no place in the model")
+    for ours, parts in parts_of.items():
+        whole = torch.empty((sum(shape[0] for _, shape in parts), *parts[0][1][1:]), dtype=torch.float32)
+        for (name, shape), place in zip(parts, whole.split([shape[0] for _, shape in parts]), strict=True):
+            tensor = read(name)
+            if tensor.dtype not in EXACT or tuple(tensor.shape) != shape:
+                raise UserError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, but must be {shape} in 16 or 32 bits")
+            place.copy_(tensor)
+        if ours == "wte.weight" and config.tied and head in there and not torch.equal(read(head).float(), whole):
+            raise UserError(f"{head} is not the embedding: set tie_word_embeddings to false in config.json if it shall not be")
+        yield ours, whole
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) or "nothing"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     python -m eval.harness --fetch DIR tasks=core                       saves the tasks' data; then --offline DIR needs no network
 
 tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours: demo (val_ppl and val_cloze,
-made from the run's own validation shards, eval/held_out.py; no network), core (wikitext, lambada_openai, hellaswag, piqa,
+made from the run's own validation shards, eval/tasks.py; no network), core (wikitext, lambada_openai, hellaswag, piqa,
 arc_easy, arc_challenge, openbookqa, boolq, sciq, winogrande, without examples shown) and full (core, mmlu with five examples and
 commonsense_qa, at chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts, one beyond
 2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a time.
@@ -43,7 +43,6 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from eval import tasks
 from eval.sample import Recipe, load_for_inference, pick_device
@@ -117,7 +116,6 @@ def score(options: Options, world: World) -> dict:
     lm, loaded, layers, step = _together(world, lambda: _prepare(options, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
-    _together(world, lambda: _check_folder(options.folder / "eval"))
     scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
@@ -130,27 +128,26 @@ def score(options: Options, world: World) -> dict:
 
 
 def _prepare(options: Options, world: World) -> tuple:
-    """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step."""
+    """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step. Raises OSError
+    where nothing can be written, as into a run of others: hours of scoring would be lost."""
     loaded = tasks.load(options.task_names, options.include, options.run)
-    device = options.device
+    device, layers, step = options.device, [], None
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
         device = f"cuda:{world.local_rank}"
-    if options.public is not None:
-        if world.size > 1:
-            raise UserError(f"{options.run} is scored by one process: start it without torchrun")
-        return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, [], None
-    from eval.lm import CheckpointLM  # after prepare_libraries()
-    model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8, options.step)
+    if options.public is None:
+        from eval.lm import CheckpointLM  # after prepare_libraries()
+        model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8, options.step)
+        lm = CheckpointLM(model, tokenizer, options.micro_batch, where, world)
+    elif world.size == 1:
+        lm = public_lm(options.public, pick_device(device), options.dtype, options.micro_batch)
+    else:
+        raise UserError(f"{options.run} is scored by one process: start it without torchrun")
     if world.is_main and options.fp8 != "off":
         print("\n".join(fp8.table(layers, options.fp8, where.type)), flush=True)
-    return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, layers, step
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise OSError where nothing can be written, as into a run of others: hours of scoring would be lost."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    (options.folder / "eval").mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=options.folder / "eval").close()
+    return lm, loaded, layers, step
 
 
 def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
@@ -201,7 +198,7 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
     from lm_eval import evaluator
     from lm_eval.api import task as lm_eval_task
 
-    lm_eval_task.tqdm = functools.partial(tqdm, disable=True)       # "0/125": the building of requests, done in no time
+    lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)       # "0/125": the building of requests
     with contextlib.redirect_stdout(io.StringIO()):     # "bootstrapping for stddev"
         results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
     out: dict[str, dict] = {}
@@ -223,20 +220,18 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
             guesses = [1 / len(task.doc_to_choice(s["doc"])) for s in samples if task.OUTPUT_TYPE == "multiple_choice"]
             row |= {"n": len({s["doc_id"] for s in samples}), "num_fewshot": task.config.num_fewshot or 0,
                     "chance": sum(guesses) / len(guesses) if guesses else None,
-                    "docs_sha256": _hash(s["doc_hash"] for s in samples)}
+                    "docs_sha256": hash_of(s["doc_hash"] for s in samples)}
     for name, group in loaded["groups"].items():
-        if name in out:
-            out[name] |= _group_row([(task.task_name, out[task.task_name]) for task in group.get_all_tasks()])
+        if name in out:     # the tasks at its leaves weigh by their questions
+            subtasks = [task.task_name for task in group.get_all_tasks()]
+            leaves = [out[task] for task in subtasks]
+            n, chances = sum(row["n"] for row in leaves), [row["chance"] for row in leaves]
+            shots = {row["num_fewshot"] for row in leaves}
+            out[name] |= {
+                "n": n, "num_fewshot": shots.pop() if len(shots) == 1 else None,
+                "chance": sum(row["chance"] * row["n"] for row in leaves) / n if n and None not in chances else None,
+                "docs_sha256": hash_of(row["docs_sha256"] for row in leaves), "subtasks": subtasks}
     return out, results["samples"]
-
-
-def _group_row(leaves: list[tuple[str, dict]]) -> dict:
-    """What a group's row takes from the tasks at its leaves, which are weighted by their questions."""
-    n = sum(row["n"] for _, row in leaves)
-    chances, shots = [row["chance"] for _, row in leaves], {row["num_fewshot"] for _, row in leaves}
-    mean = sum(row["chance"] * row["n"] for _, row in leaves) / n if n and None not in chances else None
-    return {"n": n, "num_fewshot": shots.pop() if len(shots) == 1 else None, "chance": mean,
-            "docs_sha256": _hash(row["docs_sha256"] for _, row in leaves), "subtasks": [name for name, _ in leaves]}
 
 
 def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
@@ -260,7 +255,7 @@ def spread(influences: np.ndarray) -> float:
     return float(np.sqrt(n / (n - 1) * np.sum(influences ** 2)))
 
 
-def _hash(hashes) -> str:
+def hash_of(hashes) -> str:
     """Of the documents scored, in order: equal for two runs whose scores may be compared."""
     return sha256("".join(hashes).encode()).hexdigest()
 
@@ -312,15 +307,11 @@ def main(arguments: list[str]) -> int:
     return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")
 
 
-def keep_memory() -> None:
-    """Let glibc keep what tensors give back: fresh pages for each piece of logits cost a CPU a fifth of a whole scoring."""
+if __name__ == "__main__":
+    # Let glibc keep what tensors give back: fresh pages for each piece of logits cost a CPU a fifth of a whole scoring.
     with contextlib.suppress(OSError, AttributeError):      # another C library has no such switch
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)             # M_MMAP_MAX: nothing from mmap, which goes back to the system when freed
         libc.mallopt(-1, 2**31 - 1)     # M_TRIM_THRESHOLD: nor is the heap's end given back
-
-
-if __name__ == "__main__":
-    keep_memory()
     code = run_command(main, sys.argv[1:])
     finish(World(0, 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")), code)

@@ -42,12 +42,10 @@ class CheckpointLM(TemplateLM):
     full context. In a `world` of several ranks they share the batches: each is asked everything, and answers the same.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World | None = None):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World):
         super().__init__()
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
-        self.world = world or World(0, 0, 1, device)
-        self.n_ctx = model.config.n_ctx
-        self.n_truncated = 0
+        self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
 
     @property
     def eot_token_id(self) -> int:
@@ -131,21 +129,17 @@ class CheckpointLM(TemplateLM):
                  for group in batch.groups for row in group}
         kept, base, n = [], {}, 0       # scored states (.., C); base[whose] + place is where one lies among all that are kept
 
-        def keep(h, spans) -> None:     # h (R, T, C); spans: whose, row of h, first place, end, place of the row's beginning
+        def keep(whose, h, start: int, begin: int, end: int) -> None:      # h (T, C), from place `start` on
             nonlocal n
-            rows, places = [], []
-            for whose, i, begin, end, start in spans:
-                base[whose] = n + len(rows) - begin
-                rows += [i] * (end - begin)
-                places += range(begin - start, end - start)
-            kept.append(h[rows, places])
-            n += len(rows)
+            kept.append(h[begin - start:end - start].clone())       # a view would keep all of h in memory
+            base[whose] = n - begin
+            n += end - begin
 
         cache = KVCache() if past else None
         if past:
             x = torch.tensor([inputs[group[0]][:past] for group in batch.groups], device=device)
-            keep(self.model.hidden(x, cache), [(("group", g), g, min(past, *(first[row] for row in group)), past, 0)
-                                               for g, group in enumerate(batch.groups)])
+            for g, h in enumerate(self.model.hidden(x, cache)):
+                keep(("group", g), h, 0, min(past, *(first[row] for row in batch.groups[g])), past)
         rest = [(row, g) for g, group in enumerate(batch.groups) for row in group if len(inputs[row]) > past]
         for chunk in chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
             rows = [rest[i][0] for i in chunk]
@@ -153,8 +147,8 @@ class CheckpointLM(TemplateLM):
             for i, row in enumerate(rows):      # padded on the right: causal attention never looks there
                 x[i, :len(inputs[row]) - past] = torch.tensor(inputs[row][past:])
             own = cache.rows(torch.tensor([rest[i][1] for i in chunk], device=device)) if past else None
-            keep(self.model.hidden(x.to(device), own), [(row, i, max(first[row], past), len(inputs[row]), past)
-                                                        for i, row in enumerate(rows)])
+            for row, h in zip(rows, self.model.hidden(x.to(device), own), strict=True):
+                keep(row, h, past, max(first[row], past), len(inputs[row]))
         places, targets, sizes, whose = [], [], [], []
         for g, group in enumerate(batch.groups):
             for row in group:

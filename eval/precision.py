@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from eval.loss import ValLoss, evaluate
-from eval.sample import Inference, Recipe, check_recipe, load_for_inference, pick_device, read_json, read_tokenizer
+from eval.sample import Recipe, check_recipe, load_for_inference, pick_device, read_json, read_tokenizer
 from runtime import fp8, probe
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, read_config
@@ -79,26 +79,17 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     name = "bf16" if recipe == "off" else recipe
     print(f"{name}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     if recipe != "off":
-        rows = look(inference, *_batch(val_sets, micro_batch), config.probe.tokens)
-        write_atomically(Path(options.run) / "eval" / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))
+        recipes, seen = fp8.recipes(inference.layers, loss_scale=1.0), {}       # the loss's scale concerns gradients alone
+        # The first sequences of all sources in turn: mixed, as training batches are.
+        rounds = range(max(map(len, val_sets.values())))
+        order = [(val, i) for i in rounds for val in val_sets.values() if i < len(val)][:micro_batch]
+        x, y = (torch.cat(parts) for parts in zip(*(val.batch(i, i + 1) for val, i in order), strict=True))
+        n = probe.sequences(*x.shape, config.probe.tokens)
+        with torch.no_grad(), probe.watching(inference.model, recipes, seen):
+            inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
+        rows = b"".join(map(to_line, probe.rows(inference.step, seen, recipes)))
+        write_atomically(Path(options.run) / "eval" / f"probe_{recipe}.jsonl", rows)
     return arm, val
-
-
-def look(inference: Inference, x: torch.Tensor, y: torch.Tensor, tokens: int) -> list[dict]:
-    """Rows of runtime/probe.py for one forward pass over the first sequences of x and y, at most `tokens` tokens."""
-    recipes, seen = fp8.recipes(inference.layers, loss_scale=1.0), {}       # the loss's scale concerns gradients alone
-    n = probe.sequences(*x.shape, tokens)
-    with torch.no_grad(), probe.watching(inference.model, recipes, seen):
-        inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
-    return probe.rows(inference.step, seen, recipes)
-
-
-def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first sequences of all sources in turn, (at most micro_batch, n_ctx) each: mixed, as training batches are."""
-    rounds = range(max(map(len, val_sets.values())))
-    order = [(val, i) for i in rounds for val in val_sets.values() if i < len(val)][:micro_batch]
-    x, y = zip(*(val.batch(i, i + 1) for val, i in order), strict=True)
-    return torch.cat(x), torch.cat(y)
 
 
 def table(record: dict) -> str:

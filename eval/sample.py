@@ -69,7 +69,14 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         logits = model.head(model.hidden(x, cache)[:, -1]).float()[:, :n_ids]      # (B, V)
         if not logits.isfinite().all():
             raise UserError("the model's logits are not finite numbers, no token can be drawn from them: its run has diverged")
-        token = _choose(logits, temperature, top_k, generator)
+        if temperature == 0:
+            token = logits.argmax(dim=-1)
+        else:
+            logits = logits / temperature
+            if top_k is not None:
+                least = logits.topk(min(top_k, n_ids), dim=-1).values[:, -1:]       # (B, 1)
+                logits = logits.masked_fill(logits < least, -math.inf)
+            token = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
         if eot is not None:
             token = token.masked_fill(ended, eot)
             ended = token == eot
@@ -77,16 +84,6 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         if ended.all():
             return
         x = token[:, None]      # (B, 1)
-
-
-def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator) -> torch.Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if top_k is not None and top_k < logits.size(-1):
-        least = logits.topk(top_k, dim=-1).values[:, -1:]       # (B, 1)
-        logits = logits.masked_fill(logits < least, -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 
 class Inference(NamedTuple):
@@ -110,21 +107,15 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
     if recipe != "off" and dtype != "bfloat16":
         raise UserError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
     settings = check_recipe(config, recipe, where)
-    tokenizer, model = read_tokenizer(config, run_dir), None
-    while model is None:    # of a run that is training, the newest checkpoint may be deleted for a newer one while it is read
-        newest = latest(Path(run_dir))
-        at = step_of(newest) if newest and step is None else step
-        try:
-            model = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=at)[0]
-        except UserError:
-            if at == step or latest(Path(run_dir)) == newest:
-                raise
+    tokenizer, newest = read_tokenizer(config, run_dir), latest(Path(run_dir))
+    step = step_of(newest) if newest and step is None else step     # a run that trains keeps it until two newer ones are whole
+    model, _ = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=step)
     layers = fp8.convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
     for p in model.parameters():
         if id(p) not in quantised:
             p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
-    return Inference(model.eval(), tokenizer, where, layers, at)
+    return Inference(model.eval(), tokenizer, where, layers, step)
 
 
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:

@@ -15,7 +15,6 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -24,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from eval.harness import RATIOS, influence, spread, stands_for
+from eval.harness import RATIOS, hash_of, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
 from runtime.cli import UserError, command, grid, run_command
@@ -141,12 +140,11 @@ def read_samples(column: Column, score: Score) -> list[dict]:
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 samples = [s for s in map(json.loads, file) if s.get("filter", "none") == "none"]
-            hashes.append(sha256("".join(s["doc_hash"] for s in samples).encode()).hexdigest())
+            hashes.append(hash_of(s["doc_hash"] for s in samples))
         except (OSError, EOFError, ValueError, KeyError):
             return []
         found += samples
-    whole = hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
-    return found if hashes and whole == column.docs_sha256 else []
+    return found if column.docs_sha256 in (hash_of(hashes), *hashes[:1]) else []
 
 
 def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, float | None]:
@@ -273,7 +271,18 @@ def draw(rows: list[Row]) -> Figure | None:
             (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide, "Scores of models",
             "Bars: one standard error over documents, nothing of what another seed would change.", handles, 5, sharey=True)
         for column, panel in zip(columns, panels.flat, strict=False):
-            _fill(panel, rows, column)
+            factor, level = 100 if is_accuracy(column) else 1, chance(rows, column)
+            if level is not None:
+                panel.axvline(factor * level, zorder=1, **CHANCE)
+            for y, row in enumerate(rows):
+                score = row.scores.get(column)
+                if score is not None and abs(score.value) < BEYOND:
+                    color, marker = STYLES[_kind(row)]
+                    panel.errorbar(factor * score.value, y, xerr=None if score.se is None else factor * score.se, color=color,
+                                   marker=marker, markersize=4.5, capsize=2, elinewidth=1.1, linestyle="none", zorder=3)
+            panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+            panel.margins(x=0.12)
+            panel.tick_params(axis="y", length=0)
             panel.set_title("\n".join(heading(column, columns)), loc="left", fontsize=7.5, parse_math=False)
         for panel in panels.flat[len(columns):]:
             panel.remove()
@@ -285,21 +294,6 @@ def draw(rows: list[Row]) -> Figure | None:
 
 def _kind(row: Row) -> str:
     return OTHER if row.recipe is None else "BF16" if (row.recipe, row.fp8) == ("bf16", "off") else "FP8"
-
-
-def _fill(panel, rows: list[Row], column: Column) -> None:
-    factor, level = 100 if is_accuracy(column) else 1, chance(rows, column)
-    if level is not None:
-        panel.axvline(factor * level, zorder=1, **CHANCE)
-    for y, row in enumerate(rows):
-        score = row.scores.get(column)
-        if score is not None and abs(score.value) < BEYOND:
-            color, marker = STYLES[_kind(row)]
-            panel.errorbar(factor * score.value, y, xerr=None if score.se is None else factor * score.se, color=color,
-                           marker=marker, markersize=4.5, capsize=2, elinewidth=1.1, linestyle="none", zorder=3)
-    panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
-    panel.margins(x=0.12)
-    panel.tick_params(axis="y", length=0)
 
 
 def write(options: Options) -> str:

@@ -14,7 +14,7 @@ Read: DCP notices no flipped bit, casts other dtypes, and unpickles whatever `.m
 its code (pytorch#189308, #190877). Here every file, name, shape and dtype is compared with the manifest first, and the
 unpickler knows only the classes that describe tensors.
 
-Branch: it continues with all that its parent had (when it may: runtime/optim.py). Of an imported model (eval/from_hf.py: step
+Branch: it continues with all that its parent had (when it may: runtime/optim.py). Of an imported model (eval/export.py: step
 0, no moments) and of a finished run as a whole a run takes the weights alone.
 """
 
@@ -410,7 +410,7 @@ def is_weights_only(manifest: dict) -> bool:
 
 
 def origin_of(manifest: dict) -> dict | None:
-    """The model that a checkpoint's weights go back to: imported (eval/from_hf.py), or a run's; None: they began from nothing."""
+    """The model that a checkpoint's weights go back to: imported (eval/export.py), or a run's; None: they began from nothing."""
     return manifest["state"].get("imported") or manifest["state"].get("origin")
 
 

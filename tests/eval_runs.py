@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from eval import sample
-from eval.from_hf import write_checkpoint
+from eval.export import write_checkpoint
 from eval.lm import CheckpointLM
 from model import GPTConfig
 from runtime.checkpoint import name_of, read_manifest, seal
@@ -62,7 +62,7 @@ def greedy_text(model, prompt, n_new):
 
 
 def build_lm(model, micro_batch=4, tokenizer=BYTES):
-    return CheckpointLM(model, tokenizer, micro_batch, CPU)
+    return CheckpointLM(model, tokenizer, micro_batch, CPU, World(0, 0, 1, CPU))
 
 
 def on_two_ranks(monkeypatch, module, work):

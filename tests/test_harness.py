@@ -1,4 +1,4 @@
-"""eval/harness.py with eval/tasks.py and eval/held_out.py: scores against the models' own log-likelihoods, chance, what is
+"""eval/harness.py with eval/tasks.py: scores against the models' own log-likelihoods, chance, what is
 written where, questions of validation shards, data without network, public models, mistakes."""
 
 import json
@@ -19,7 +19,7 @@ from eval_runs import TINY, build, build_lm, build_run, call, expected_pair, mak
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import harness, held_out, precision, sample, tasks
+from eval import export, harness, precision, sample, tasks
 from eval.sample import Inference
 from eval.table import Column, Score, read_samples
 from runtime import checkpoint
@@ -34,7 +34,7 @@ finished = pytest.fixture(build_run)
 
 @pytest.fixture
 def run(finished, monkeypatch):
-    monkeypatch.setattr(held_out, "QUESTIONS", 20)
+    monkeypatch.setattr(tasks, "QUESTIONS", 20)
     return finished
 
 
@@ -46,7 +46,7 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     call(harness, run, "--tasks", "demo", "limit=12", "micro_batch=8", "dtype=float32", "--device=cpu")
     out, record, model = capsys.readouterr().out, record_of(run, "demo_float32_limit12"), build()
     assert record["step"] == 1 and not list(run.rglob("*.tmp"))
-    rows = [row["text"] for row in list(held_out.documents(str(run))["validation"])[:12]]
+    rows = [row["text"] for row in list(tasks.documents(str(run))["validation"])[:12]]
     nats = np.array([-rolled(model, [256], list(text.encode())) for text in rows])
     sizes = np.array([len(text.encode()) for text in rows])
     ppl, cloze = record["tasks"]["val_ppl"], record["tasks"]["val_cloze"]
@@ -55,7 +55,7 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     bootstrap = (nats[draws].sum(1) / sizes[draws].sum(1) / math.log(2)).std()
     assert ppl["bits_per_byte_se"] == pytest.approx(bootstrap * math.sqrt(12 / 11), rel=0.05)
 
-    questions = list(held_out.questions(str(run))["validation"])[:12]
+    questions = list(tasks.questions(str(run))["validation"])[:12]
     right = [int(np.argmax([expected_pair(model, q["context"], c)[0] for c in q["choices"]]) == q["label"]) for q in questions]
     assert cloze["acc"] == pytest.approx(np.mean(right)) and cloze["chance"] == 0.25 and cloze["n"] == 12
     assert cloze["acc_se"] == pytest.approx(np.std(right, ddof=1) / math.sqrt(12))
@@ -200,12 +200,22 @@ def test_a_public_models_log_likelihoods_are_its_own_whatever_else_is_asked(publ
         assert lm.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(alone, abs=1e-3)
 
 
-def test_the_command_scores_it_beside_our_runs(public, tmp_path, monkeypatch, capsys):
+def test_lm_evals_own_model_scores_an_import_of_it_alike_and_stands_beside_it(public, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    make_task(tmp_path / "mine", [{"q": "the cat", "answers": ["sat on the mat", "ran"], "gold": i % 2} for i in range(6)])
-    call(harness, f"hf:{public}", "tasks=sums", "include=mine", "dtype=float32", "device=cpu")
-    record, = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("hf_*_tiny-llama/eval/*.json"))
-    assert record["run"] == f"hf:{public}" and record["tasks"]["sums"]["acc"] == 0.5     # each answer is right three times
+    rng, found = random.Random(0), []
+    rows = [{"q": eval_runs.words(rng, 6), "answers": [eval_runs.words(rng, n) for n in (1, 2, 3, 2)], "gold": i % 4}
+            for i in range(24)]
+    said = {"doc_to_text": "", "doc_to_target": "q", "doc_to_choice": None, "output_type": "loglikelihood_rolling"}
+    make_task(make_task(tmp_path / "mine", rows), rows, "rolled", **said, metric_list=[{"metric": "word_perplexity"}])
+    call(export, "--from-hf", public, "out/ours")
+    for run, folder in (("out/ours", "ours"), (f"hf:{public}", "hf_*_tiny-llama")):
+        call(harness, run, "tasks=sums,rolled", "include=mine", "dtype=float32", "device=cpu")
+        record, = (json.loads(path.read_text()) for path in (tmp_path / "out").glob(f"{folder}/eval/*.json"))
+        assert record["run"] == run
+        found.append(record["tasks"])
+    ours, theirs = found
+    assert all(ours["sums"][key] == theirs["sums"][key] for key in ("acc", "acc_se", "n", "docs_sha256"))
+    assert ours["rolled"]["word_perplexity"] == pytest.approx(theirs["rolled"]["word_perplexity"], rel=1e-5)
     call(harness, "--table", "out", "out=table")
     assert "| tiny-llama, float32" in capsys.readouterr().out
 
@@ -254,10 +264,10 @@ def test_what_cannot_be_scored_or_kept_is_told_before_the_scoring(run, monkeypat
 
 
 def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(finished):
-    rows, documents = (list(f(str(finished))["validation"]) for f in (held_out.questions, held_out.documents))
-    assert [rows, documents] == [list(f(str(finished))["validation"]) for f in (held_out.questions, held_out.documents)]
+    rows, documents = (list(f(str(finished))["validation"]) for f in (tasks.questions, tasks.documents))
+    assert [rows, documents] == [list(f(str(finished))["validation"]) for f in (tasks.questions, tasks.documents)]
     assert len(rows) == 200 and {row["source"] for row in rows} == {"prose", "code"}
-    texts = {source: [tok.decode(ids.tolist()) for ids in found] for source, found, tok in held_out._sources(str(finished))}
+    texts = {source: [tok.decode(ids.tolist()) for ids in found] for source, found, tok in tasks._sources(str(finished))}
     assert sum(map(len, texts.values())) == 500 and len(documents) == 64
     assert all(row["text"] in texts[row["source"]] for row in documents)
     assert np.bincount([row["label"] for row in rows], minlength=4).min() > 30
@@ -272,7 +282,7 @@ def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(fini
 def test_who_knows_nothing_scores_chance(finished):
     """Random models, and whoever ignores the context but knows how frequent each letter is: within two standard errors of one
     model's score; over twelve made-up corpora it was 25.5 +- 0.9 % and 25.5 +- 0.5 %."""
-    rows = list(held_out.questions(str(finished))["validation"])
+    rows = list(tasks.questions(str(finished))["validation"])
     pairs = [request(row["context"], choice) for row in rows for choice in row["choices"]]
     judges = [build_lm(build(replace(TINY, n_ctx=192), seed), 32) for seed in range(4)]
     by_frequency = [-sum(3.0 if letter == " " else 1 + "abcdefghij".find(letter) / 9 for letter in r.args[1]) for r in pairs]

@@ -56,8 +56,8 @@ def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_
 
 def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_casts_it_in_every_micro_batch(monkeypatch):
     """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose FP8 for it."""
-    pieces, Piece = [], kernels.Piece
-    monkeypatch.setattr(kernels, "Piece", lambda K, N: pieces.append(Piece(K, N)) or pieces[-1])
+    pieces, refresh = [], kernels.fp8.refresh_weight_copies
+    monkeypatch.setattr(kernels.fp8, "refresh_weight_copies", lambda piece: pieces.append(piece) or refresh(piece))
     torch.manual_seed(0)
     x, g = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(32, 96).bfloat16()
     grads = {}
@@ -65,7 +65,7 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
         torch.manual_seed(1)
         call = kernels.linear_step(recipe, 64, 96, x, g)
         grads[recipe] = call()
-        pieces[-1].linear[0].weight.data.fill_(float("nan"))        # is read again, or not
+        pieces[-1][1][0].weight.data.fill_(float("nan"))        # is read again, or not
         assert call()[0].isnan().any().item() is is_cast, recipe
     bf16 = grads.pop("off")
     assert [tuple(t.shape) for t in bf16] == [(32, 64), (64,), (96, 64)]
@@ -84,8 +84,8 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finit
     assert [(row["recipe"], row["K"], row["N"], row["M"]) for row in entry["rows"]] == [
         ("tensorwise", 64, 64, 64), ("tensorwise+kernels", 64, 64, 64)]
     assert all(0 < row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"] for row in entry["rows"])
-    forward = kernels.Piece.forward
-    monkeypatch.setattr(kernels.Piece, "forward", lambda self, x: forward(self, x) * float("nan"))
+    forward = kernels.RMSNorm.forward
+    monkeypatch.setattr(kernels.RMSNorm, "forward", lambda self, x: forward(self, x) * float("nan"))
     said = asked(capsys, kernels.main, *toy, "recipes=tensorwise,rowwise", code=1)
     assert "1 rows to time, 1 are there" in said and "not finite" in said and out.read_text() == text
     assert asked(capsys, kernels.main, "casts") and asked(capsys, kernels.main, "matmuls", "shapes=64x64", "tokens=64")

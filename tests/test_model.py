@@ -1,5 +1,5 @@
 """model.py: forward pass, gradients and cache against a second implementation in numpy; initial weights, dtypes, counts and
-refusals against closed forms. That transformers computes the same bits: tests/test_export.py, test_from_hf.py."""
+refusals against closed forms. That transformers computes the same bits: tests/test_export.py."""
 
 import math
 from dataclasses import replace

@@ -5,7 +5,6 @@ import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from eval_runs import BYTES, TINY, build, build_run, call, generate, greedy_text
 from tokenizers import decoders
 
 from eval import export, sample
-from runtime.checkpoint import DamagedError
 from runtime.cli import UserError
 from runtime.config import read_config
 from runtime.tokenizer import load_tokenizer
@@ -124,24 +122,6 @@ def test_a_model_that_has_diverged_gets_a_sentence(temperature, value):
     model = rigged(lambda h: torch.zeros(len(h), 384).index_fill(1, torch.tensor([5]), value))
     with pytest.raises(UserError, match="the model's logits are not finite numbers"):
         generate(model, torch.zeros(1, 1, dtype=torch.int64), 1, temperature)
-
-
-def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatch):
-    """A run that still trains deletes its older checkpoints, maybe the one that is being read; the step is of what was read."""
-    whole = build()
-
-    def deleted_meanwhile(run_dir, step, **more):
-        if step == 3:
-            return whole, None
-        (folder := run / f"checkpoints/step_{step + 1:08d}").mkdir()
-        (folder / "DONE").touch()
-        raise DamagedError("gone") if step == 1 else UserError("has no such checkpoint")
-    monkeypatch.setattr(sample, "load_model", deleted_meanwhile)
-    model, *_, step = sample.load_for_inference(str(run), "cpu", "float32")
-    assert (model, step) == (whole, 3)
-    monkeypatch.setattr(sample, "load_model", Mock(side_effect=DamagedError("still the newest")))
-    with pytest.raises(DamagedError, match="still the newest"):
-        sample.load_for_inference(str(run), "cpu", "float32")
 
 
 MANIFEST = "checkpoints/step_00000001/manifest.json"
