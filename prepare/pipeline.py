@@ -308,10 +308,11 @@ class Work:
         # Tokens of pieces to begin with, those of validation among them.
         self.target = SLACK * (source.budget or math.inf) / (1 - self.val_per_10k / HASH_STEPS)
         rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {self.val_per_10k}"
-        # What the shards depend on, as index.json and begun.json say it.
-        self.identity = {"tokenizer": tokenizer.kind, "tokenizer_sha256": tokenizer.sha256, "split_rule": f"{rule}, else train",
-                         "decontaminated_against": gram_files, "dataset": source.dataset, "revision": source.revision,
-                         "selection": source.selection}
+        # What the shards depend on, as index.json and begun.json say it: JSON has no tuples.
+        self.identity = json.loads(json.dumps({
+            "tokenizer": tokenizer.kind, "tokenizer_sha256": tokenizer.sha256, "split_rule": f"{rule}, else train",
+            "decontaminated_against": gram_files, "dataset": source.dataset, "revision": source.revision,
+            "selection": source.selection}))
 
     def begin(self) -> bool:
         """Whether it is still to be made; then failed input files are tried again, and changed ones. Raises UserError where the

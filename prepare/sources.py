@@ -75,9 +75,8 @@ class Source:
     def selection(self) -> dict:
         """What is taken of each row, as index.json says it."""
         if self.local_files:
-            return {"instruct": list(PAIR)} if self.is_masked else {}
-        return {"column": self.column, "files": self.files if isinstance(self.files, str) else list(self.files),
-                "keep": {column: list(values) for column, values in self.keep.items()}}
+            return {"instruct": PAIR} if self.is_masked else {}
+        return {"column": self.column, "files": self.files, "keep": self.keep}
 
     def list_files(self) -> list[InputFile]:
         """The input files in the order in which they are taken in: those of the Hub, which is asked for them, by a hash of their
@@ -172,7 +171,10 @@ def _records(opened: Callable, path: PurePath, where: str, columns: list[str]) -
             for row in _rows(file, path, where, columns):
                 yield row, file.tell() / size
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
-        raise BadFile(f"{where} is damaged or was cut short, or cannot be read ({_brief(error)}): fetch it again") from error
+        # Of the disk or the network; pyarrow and gzip have OSErrors for content.
+        is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
+        raise BadFile(f"{where} {'cannot be read' if is_unread else 'is damaged or was cut short'} ({_brief(error)}): fetch it "
+                      f"again") from error
 
 
 def _rows(file: io.BufferedIOBase, path: PurePath, where: str, columns: list[str]) -> Iterator[dict]:
