@@ -447,8 +447,7 @@ echo "Submitted batch job 7"
 
 def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, monkeypatch):
     """sbatch is a stub that runs each task of an array at once, by datatrove's own script and in another folder than ours."""
-    commands = {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho node1\n", "srun": "#!/bin/bash\nshift 3\nexec \"$@\"\n",
-                "launch_pickled_pipeline": f"#!/bin/bash\n{sys.executable} -m datatrove.tools.launch_pickled_pipeline $@\n"}
+    commands = {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho node1\n", "srun": "#!/bin/bash\nshift 3\nexec \"$@\"\n"}
     (tmp_path / "bin").mkdir()
     (tmp_path / "stub").mkdir()
     for name, text in commands.items():
