@@ -83,7 +83,6 @@ class Job:
 
 def prepare(sources: Iterable[Source], job: Job) -> None:
     """Makes out/<source>/ for each source that is not complete yet. `sources` are looked for after the job's files were read.
-
     Raises UserError: bad input, or a folder that holds something else. MachineError: files that could not be read."""
     tokenizer, grams = cached_tokenizer(job.tokenizer), read_grams(job.decontaminate)
     with ExitStack() as locks:
@@ -95,7 +94,7 @@ def prepare(sources: Iterable[Source], job: Job) -> None:
         if works and job.on == "slurm":
             locks.close()       # the jobs take them
             _submit(works, job)
-            works = []
+            return
         for work in works:
             work.tokenise()
             while not work.assemble():      # the pieces fell short, copies dropped
@@ -132,6 +131,7 @@ class Piece:
     share: float = 0.0          # of the input file that was read
     end: str = ""               # "whole": read to its end; "enough": until there were tokens enough; "failed"; "": not yet
     reason: str = ""            # why it failed
+    homes: np.ndarray | None = None     # uint8 (documents in use,): TRAIN, VAL or LEFT_OUT; None before Work._lay_out()
 
     def save(self) -> None:
         write_json(self.stem.with_suffix(".json"), {**vars(self), "stem": self.stem.name})
@@ -146,9 +146,7 @@ class Piece:
 
 
 def read_piece(stem: Path) -> Piece:
-    """One of an earlier edition has no `end`, so its file is read again."""
-    facts = json.loads(read_bytes(stem.with_suffix(".json")) or "{}")
-    return Piece(**{key: facts[key] for key in Piece.__dataclass_fields__ if key in facts} | {"stem": stem})
+    return Piece(**json.loads(read_bytes(stem.with_suffix(".json")) or "{}") | {"stem": stem})
 
 
 def read_pieces(parts: Path) -> list[Piece]:
@@ -382,7 +380,6 @@ class Work:
 
     def assemble(self) -> bool:
         """Pieces -> shards and index.json. Returns False where the pieces are too few: `target` says how many tokens it takes.
-
         Raises MachineError: a file needed could not be read."""
         source, budget, name = self.source, self.source.budget, self.source.name
         with alone(self.folder.parent):      # no other source's shards meanwhile: copies are dropped across sources
@@ -393,8 +390,8 @@ class Work:
             # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
             end = next((i for i, piece in enumerate(found) if piece.end != "whole"), len(found))
             pieces = found[:end] + [piece for piece in found[end:end + 1] if piece.end == "enough"]
-            splits, layout, homes = self._lay_out(pieces)
-            pieces, train = pieces[:len(homes)], splits["train"]["tokens"]
+            splits, layout = self._lay_out(pieces)
+            pieces, train = [piece for piece in pieces if piece.homes is not None], splits["train"]["tokens"]
             if layout["is_whole"] and end < len(found):
                 if failed:
                     listed = "".join(f"\n  {piece.input[0]}: {piece.reason}" for piece in failed)
@@ -416,7 +413,7 @@ class Work:
                 "skipped": [{"file": piece.input[0], "reason": piece.reason} for piece in failed
                             if layout["is_whole"] or piece.stem < pieces[-1].stem],
                 "budget": budget, **({"is_masked": True} if source.is_masked else {}),
-                **write_shards(self.folder, pieces, homes, splits, dtype)})
+                **write_shards(self.folder, pieces, splits, dtype)})
             shutil.rmtree(self.parts)
         show(self.folder)
         if budget and layout["is_whole"]:
@@ -424,15 +421,14 @@ class Work:
                   f"sees some of them again (data.max_epochs)", file=sys.stderr)
         return True
 
-    def _lay_out(self, pieces: list[Piece]) -> tuple[dict, dict, list[np.ndarray]]:
-        """What becomes of the documents of the pieces, which stand in the source's order.
+    def _lay_out(self, pieces: list[Piece]) -> tuple[dict, dict]:
+        """Sets the `homes` of the pieces, which stand in the source's order, up to the one that reaches the budget.
 
-        Returns the splits, {split: {documents, text_bytes, tokens}}; what else index.json says of them: duplicates {source of the
-        first copy: documents}, empty, contaminated, is_whole, False where the budget was reached; and for each piece in use uint8
-        (documents in use,): TRAIN, VAL or LEFT_OUT."""
+        Returns the splits, {split: {documents, text_bytes, tokens}}, and what else index.json says of them: duplicates {source of
+        the first copy: documents}, empty, contaminated, is_whole, False where the budget was reached."""
         earlier = self._earlier()
         totals, met = np.zeros((3, 3)), np.zeros(COPY + 1 + len(earlier), np.int64)     # COUNTS by home; documents by fate
-        homes, dropped, is_whole = [], np.zeros(2, np.int64), True
+        dropped, is_whole = np.zeros(2, np.int64), True
         for piece, fate in zip(pieces, _find_fates(pieces, list(earlier.values())), strict=True):
             table = piece.table()
             home = np.where(table["hash"] % np.uint64(HASH_STEPS) < self.val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
@@ -446,17 +442,16 @@ class Work:
             is_text = table["tokens"] > 0
             met += np.bincount(fate[is_text], minlength=len(met))
             dropped += np.bincount(table["bytes"][~is_text] > 0, minlength=2)
-            homes.append(home)
+            piece.homes = home
             if not is_whole:
                 break
         splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
         duplicates = {key: int(n) for key, n in zip([self.source.name, *earlier], met[COPY:], strict=True) if n}
         empty, contaminated = dropped.tolist()
-        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}, homes
+        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
 
     def _earlier(self) -> dict[str, np.ndarray]:
         """The sorted document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
-
         Raises UserError where one has lost them."""
         found = {}
         for folder in sorted(path.parent for path in self.folder.parent.glob("*/index.json")):
@@ -487,19 +482,17 @@ def _find_fates(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarr
     return np.split(fates, np.cumsum([piece.documents for piece in pieces]))[:-1]
 
 
-def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], splits: dict, dtype: str) -> dict:
-    """Write hashes.npy and the shards of `dtype`, in place of what was there; returns `splits` and `hashes_sha256` of
-    index.json."""
+def write_shards(folder: Path, pieces: list[Piece], splits: dict, dtype: str) -> dict:
+    """Write hashes.npy and the shards, in place of what was there; returns `splits` and `hashes_sha256` of index.json."""
     remove_shards(folder)
-    kept = [piece.table()["hash"][:len(home)][home != LEFT_OUT] for piece, home in zip(pieces, homes, strict=True)]
-    hashes = np.concatenate(kept)
+    hashes = np.concatenate([piece.table()["hash"][:len(piece.homes)][piece.homes != LEFT_OUT] for piece in pieces])
     hashes.sort()
     with new_file(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
         file.write(hashes)
     size, made = np.dtype(DTYPES[dtype]).itemsize, {}
     for split, counts in splits.items():
-        stream, rest, found = _bytes_of(pieces, homes, HOMES[split], size), b"", []
+        stream, rest, found = _bytes_of(pieces, HOMES[split], size), b"", []
         for begin in range(0, counts["tokens"], shards.SHARD_TOKENS):
             tokens = min(shards.SHARD_TOKENS, counts["tokens"] - begin)
             path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", sha256(), size * tokens
@@ -515,11 +508,11 @@ def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], spl
     return {"hashes_sha256": file_sha256(folder / "hashes.npy"), "splits": made}
 
 
-def _bytes_of(pieces: list[Piece], homes: list[np.ndarray], number: int, size: int) -> Iterator[bytes]:
+def _bytes_of(pieces: list[Piece], number: int, size: int) -> Iterator[bytes]:
     """The tokens, each of `size` bytes, of the documents whose home is `number`, BLOCK bytes at most at a time."""
-    for piece, home in zip(pieces, homes, strict=True):
+    for piece in pieces:
         borders = np.append(0, np.cumsum(piece.table()["tokens"], dtype=np.int64)) * size       # of the documents in the piece
-        runs = borders[np.flatnonzero(np.diff(home == number, prepend=False, append=False))].reshape(-1, 2)     # neighbours
+        runs = borders[np.flatnonzero(np.diff(piece.homes == number, prepend=False, append=False))].reshape(-1, 2)   # neighbours
         with open(f"{piece.stem}.bin", "rb") as file:
             if os.fstat(file.fileno()).st_size != borders[-1]:
                 raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")

@@ -59,8 +59,8 @@ class Source:
     files: str | tuple[str, ...] = ()   # of the Hub: pattern of paths within the repository, or the paths themselves
     local_files: tuple[InputFile, ...] = ()     # of this machine
     column: str = "text"
-    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
-    grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
+    # Column, nested by dots -> values of the rows wanted, by which the rows are grouped: only the files that matter are read.
+    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
     budget: int | None = None       # training tokens to prepare; None: all there are
     may_age: bool = False           # whether shards of an older revision serve as well
@@ -97,7 +97,7 @@ class Source:
         found = sorted(filter(is_wanted, there))
         for path in found:
             _check_format(PurePath(path), HUB_FORMATS, f"files= of {self.dataset}@{self.revision}: {path}")
-        if self.grouped_by:
+        if self.keep:
             found = _of_group(self, found)
         if not found:
             raise UserError(f"{self.dataset}@{self.revision} has no file {self.files}"
@@ -245,9 +245,7 @@ def _nested(record: dict, path: str):
 # -------------------------------------------------------------------------------------------------------------- the Hub
 
 def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> Source:
-    """A data set that configs/sources.py does not name: what the pattern `files` matches or, as datasets itself finds it, its
-    train split.
-
+    """A data set that configs/sources.py does not name: its train split, as datasets finds it, or what the pattern `files` means.
     The revision becomes the commit it means now. Raises UserError: no such data set, one with a script."""
     from huggingface_hub import HfApi
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
@@ -288,14 +286,15 @@ def check(source: Source) -> Iterator[str]:
 
 def _of_group(source: Source, paths: list[str]) -> list[str]:
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
+    [(column, wanted)] = source.keep.items()
+
     def first_value(path: str) -> str | None:
-        """The column `grouped_by` of the first record that has it, by a request for the file's first bytes."""
+        """The column of the first record that has it, by a request for the file's first bytes."""
         rows = _records(partial(_opened, source, path, HEAD_BYTES), PurePath(path), f"{source.dataset}/{path}", [])
-        return next(filter(None, (_nested(row, source.grouped_by) for row, _ in islice(rows, HEAD_LINES))), None)
+        return next(filter(None, (_nested(row, column) for row, _ in islice(rows, HEAD_LINES))), None)
 
     with ThreadPoolExecutor(8) as pool:
         begins = list(pool.map(first_value, paths))
-    wanted = source.keep[source.grouped_by]
     chosen = [path for path, *starts in zip(paths, begins, [*begins[1:], None], strict=True) if {*starts} & {*wanted}]
     print(f"{source.dataset}: {len(chosen)} of {len(paths)} files may hold {', '.join(wanted)}", file=sys.stderr)
     return chosen

@@ -77,18 +77,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error("revision")
         if found["what"] == "resolve":
             return self._file(path, sha)
-        entries = self._entries()
+        entries = []
+        for there in sorted(self.root.rglob("[!.]*")):
+            name, kind = there.relative_to(self.root).as_posix(), "directory" if there.is_dir() else "file"
+            entries.append({"type": kind, "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(),
+                            "size": self.server.size(f"{self.repo}/{name}")})
         if found["what"] == "tree":
             return self._json([entry for entry in entries if not path or entry["path"].startswith(path + "/")])
         return self._json({"id": self.repo, "sha": sha, "tags": [f"license:{license}"] * bool(license),
                            "siblings": [{"rfilename": entry["path"]} for entry in entries if entry["type"] == "file"]})
 
     do_HEAD = do_GET
-
-    def _entries(self) -> list[dict]:
-        names = [(path.relative_to(self.root).as_posix(), path.is_dir()) for path in sorted(self.root.rglob("[!.]*"))]
-        return [{"type": "directory" if is_folder else "file", "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(),
-                 "size": 0 if is_folder else self.server.size(f"{self.repo}/{name}")} for name, is_folder in names]
 
     def _file(self, name: str, sha: str):
         if not (self.root / name).is_file():

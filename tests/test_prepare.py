@@ -383,11 +383,6 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     write(files[1], DOCUMENTS[20:])
     (tmp_path / "data/mine/parts/00000.bin").write_bytes(b"")
     assert local(*files, out=tmp_path / "data") == 1 and "is shorter than what was written" in capsys.readouterr().err
-    other = tmp_path / "early/mine/parts"
-    other.mkdir(parents=True)
-    (other / "begun.json").write_text('{"files": 1}')
-    (other / "00000.json").write_text('{"input": ["a.jsonl", 1, 2], "documents": 3, "tokens": 4, "is_whole": true}')
-    assert main(["--show", str(tmp_path / "early")]) == local(files[0], out=tmp_path / "early") == 0, "of an earlier edition"
     write(files[0], DOCUMENTS[:30])
     assert local(*files, out=tmp_path / "data") == 0 and "a.jsonl changed or could not be read" in capsys.readouterr().err
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
