@@ -30,7 +30,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from hashlib import blake2b, sha256
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -372,7 +371,7 @@ class Work:
             rate = (size - first) / (time.monotonic() - began) / 1e6
             return tokens, max(share, min(1.0, tokens / self.target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
         if self.job.on == "ray" and (tasks := self.tasks()):
-            _run_on_ray(tasks, self.job.workers, self.parts)
+            _run_on_ray(tasks, self.job.workers, self.parts.resolve())
         try:        # what ended on Ray with an error ends so here, and tells why
             run_here(self.tasks(), self.job.workers, lambda: line.show(state))
         finally:
@@ -544,7 +543,7 @@ def show(folder: Path) -> None:
 def verify(folders: list[Path]) -> None:
     """Hashes every shard again and prints a line per source. Raises UserError naming all that differ or are unfinished."""
     bad = []
-    for source in chain.from_iterable(map(_sources, folders)):
+    for source in [source for folder in folders for source in _sources(folder)]:
         is_finished = (source / "index.json").exists()
         found = list(damage(source)) if is_finished else [f"{source} is unfinished: the same command goes on with it"]
         print(f"{'BAD' if found else 'OK '} {source}", flush=True)

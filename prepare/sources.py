@@ -68,8 +68,7 @@ class Source:
 
     def __post_init__(self):
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise UserError(f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as "
-                            f"name=mydata")
+            raise UserError(f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as mydata")
 
     @property
     def selection(self) -> dict:
@@ -100,9 +99,8 @@ class Source:
         if self.keep:
             found = _of_group(self, found)
         if not found:
-            raise UserError(f"{self.dataset}@{self.revision} has no file {self.files}"
-                            f"{f' that holds {self.keep}' if self.keep else ''}: correct the pattern; there are "
-                            f"{', '.join([*there][:5]) or 'none'}")
+            raise UserError(f"{self.dataset}@{self.revision} has no file {self.files} with {self.keep or 'text'}: correct the "
+                            f"pattern; there are {', '.join([*there][:5]) or 'none'}")
         found.sort(key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
         return [InputFile(path, there[path], self.revision, partial(_read_hub, self, path)) for path in found]
 
@@ -204,11 +202,9 @@ def _json_rows(lines: Iterable[bytes], where: str) -> Iterator[dict]:
 
 
 def _parquet_rows(file: io.BufferedIOBase, columns: list[str]) -> Iterator[dict]:
-    """Of a file that lacks one of the columns all columns.
-
-    Not by the builder of `datasets`, which holds a row group in memory: 2.7 GB for one of 1 GB."""
+    """Of a file that lacks one of the columns all columns."""
     import pyarrow.parquet
-    # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
+    # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
     there = set(columns) <= set(table.schema_arrow.names)
     for batch in table.iter_batches(ROWS, columns=columns if there else None):
@@ -356,10 +352,9 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
             is_final = isinstance(cause, HfHubHTTPError) and (
                 cause.response.status_code in (401, 403) or isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError)))
             if is_final and (not is_reading or "X-Error-Code" in cause.response.headers):
-                raise UserError(
-                    f"{source.dataset}@{source.revision} is refused by the Hub ({type(cause).__name__}): correct its name or the "
-                    f"revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it is gated, and log in "
-                    f"with `hf auth login` or HF_TOKEN if it is private") from error
+                raise UserError(f"{source.dataset}@{source.revision} is refused by the Hub ({type(cause).__name__}): correct its "
+                                f"name or revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it "
+                                f"is gated, and log in with `hf auth login` or HF_TOKEN if it is private") from error
             if isinstance(error, FileNotFoundError) and not is_reading:
                 raise
             if (wait := next(waits, None)) is None:

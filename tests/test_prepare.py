@@ -430,12 +430,11 @@ SBATCH = """#!/bin/bash
 for last; do :; done
 grep -q partition=cpu$ "$last" || exit 1
 cd /
-cp "$last" "$STUB/job_$(ls $STUB | wc -l)"
-echo "$@" >> $STUB.arguments
 array=$(sed -n 's/#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' $last)
 for task in $(seq 0 $array); do
   SLURM_ARRAY_TASK_ID=$task SLURM_NODELIST=node1 bash $last >> $STUB.log 2>&1 || true
 done
+echo "$@" pieces: $(ls ${STUB%stub}out/mine/parts | grep -c docs) >> $STUB.arguments
 echo "Submitted batch job 7"
 """
 
@@ -444,7 +443,6 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     """sbatch is a stub that runs each task of an array at once, by datatrove's own script and in another folder than ours."""
     commands = {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho node1\n", "srun": "#!/bin/bash\nshift 3\nexec \"$@\"\n"}
     (tmp_path / "bin").mkdir()
-    (tmp_path / "stub").mkdir()
     for name, text in commands.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
@@ -456,12 +454,12 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     command = [ROOT / "prepare_data.py", "local", *files, "name=mine", "tokenizer=byte", "val_share=0.1", "out=out", "on=slurm",
                "partition=cpu"]
     dry = process(*command, "--dry-run", cwd=tmp_path).stdout
-    assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list((tmp_path / "stub").iterdir())
+    assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list(tmp_path.glob("stub*"))
     wrong = process(*command[:-1], "partition=cpux", cwd=tmp_path)
     assert wrong.returncode == 2 and "sbatch refused" in wrong.stderr and "Traceback" not in wrong.stderr
     finish(command, tmp_path)
-    said = (tmp_path / "stub.log").read_text()
-    assert "--dependency=afterany:7" in (tmp_path / "stub.arguments").read_text().splitlines()[1], said
+    said, (array, last) = (tmp_path / "stub.log").read_text(), (tmp_path / "stub.arguments").read_text().splitlines()
+    assert array.endswith("pieces: 2") and "--dependency=afterany:7" in last, said
     made = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
     assert made == content(tmp_path / "calm"), said
     finish(command, tmp_path)
