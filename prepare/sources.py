@@ -223,13 +223,13 @@ def _values(column) -> list:
 def _stretches(stream: io.BufferedIOBase, column: str) -> Iterator[dict]:
     """Of a text file."""
     # Line ends of any system become \n; bytes that are not UTF-8 become U+FFFD.
-    lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace"), ""
+    lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace"), io.StringIO()
     while line := lines.readline(TXT_CHARS_MOST):
-        text += line
-        if len(text) >= TXT_CHARS_MOST or (len(text) >= TXT_CHARS and line.isspace()):
-            yield {column: text}
-            text = ""
-    yield {column: text}
+        text.write(line)
+        if text.tell() >= TXT_CHARS_MOST or (text.tell() >= TXT_CHARS and line.isspace()):
+            yield {column: text.getvalue()}
+            text = io.StringIO()
+    yield {column: text.getvalue()}
 
 
 def _nested(record: dict, path: str):
