@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from prepare.sources import InputFile, Source
-from runtime.tokenizer import clean
 
 SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
 SCIENCE_CHARS = 4_000_000       # as much as the other sources hold, so that none drowns them
@@ -37,7 +36,7 @@ def demo_sources() -> list[Source]:
 
 
 def _read(source: str) -> Iterator[tuple[tuple[str], float]]:
-    yield from (((clean(text),), 0.0) for text in documents(source))
+    yield from (((text,), 0.0) for text in documents(source))
 
 
 def revision(source: str) -> str:

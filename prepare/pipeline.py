@@ -5,14 +5,13 @@ A task reads, drops what evaluation files hold, tokenises, and leaves a piece in
 a command may be killed at any moment: finished tasks are skipped, an unfinished one begins its file again. The pieces stay
 until index.json is there: where writing the shards is cut off, all of it is done again.
 
-The pieces' tables alone decide what becomes of a document (lay_out): it is left out if its text came before, in this source or
-in an earlier one; its hash says to which split it belongs; the source ends with the document that fills the budget of training
-tokens. So the result depends on the order of the documents and on nothing else. A document's name is the blake2b-64 of its
-text: among 30 million, some pair of different texts shares one, and loses one of the two, with odds of 2e-5.
+The pieces' tables alone decide what becomes of a document: it is left out if its text came before, in this source or in an
+earlier one; its hash says to which split it belongs; the source ends with the document that fills the budget of training
+tokens. So the result depends on the order of the documents alone. A document's name is the blake2b-64 of its text: among 30
+million, some pair of different texts shares one, and loses one of the two, with odds of 2e-5.
 """
 
 import fcntl
-import hashlib
 import json
 import math
 import multiprocessing
@@ -28,9 +27,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, partial
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Literal
 
@@ -42,7 +41,7 @@ from runtime import shards
 from runtime.cli import MachineError, ProgressLine, UserError, grid, si
 from runtime.machine import new_file, read_bytes, write_json
 from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
-from runtime.tokenizer import Tokenizer, load_tokenizer
+from runtime.tokenizer import Tokenizer, clean, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 BORDER = b"\0"                  # between prompt and response where the two are hashed as one
@@ -83,25 +82,22 @@ class Job:
 
 def prepare(sources: Iterable[Source], job: Job) -> None:
     """Makes out/<source>/ for each source that is not complete yet. `sources` are looked for after the job's files were read.
-
     Raises UserError: bad input, or a folder that holds something else. MachineError: files that could not be read."""
     tokenizer, grams = cached_tokenizer(job.tokenizer), read_grams(job.decontaminate)
-    with ExitStack() as stack:
+    with ExitStack() as locks:
         works = []
         for work in [Work(source, job, tokenizer, *grams) for source in sources]:
-            stack.enter_context(alone(work.folder, f"another process prepares {work.folder}: wait until it ends"))
-            if not work.is_complete():
-                work.begin()
+            locks.enter_context(alone(work.folder, f"another process prepares {work.folder}: wait until it ends"))
+            if work.begin():
                 works.append(work)
-        if job.on == "slurm" and works:
-            stack.close()       # the jobs take the locks
+        if works and job.on == "slurm":
+            locks.close()       # the jobs take them
             _submit(works, job)
             return
         for work in works:
-            target: float | None = work.first_target()
-            while target is not None:       # the pieces fell short, copies dropped
-                work.tokenise(target)
-                target = work.assemble()
+            work.tokenise()
+            while not work.assemble():      # the pieces fell short, copies dropped
+                work.tokenise()
 
 
 @contextmanager
@@ -122,7 +118,7 @@ def alone(folder: Path, words: str | None = None) -> Iterator[None]:
 
 # ----------------------------------------------------------------------------------------------------------------- tasks
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows) and .json (the rest), which
     tells of the progress and, once the other two are there, of the end."""
@@ -134,6 +130,10 @@ class Piece:
     share: float = 0.0          # of the input file that was read
     end: str = ""               # "whole": read to its end; "enough": until there were tokens enough; "failed"; "": not yet
     reason: str = ""            # why it failed
+    homes: np.ndarray | None = None     # uint8 (documents in use,): TRAIN, VAL or LEFT_OUT; None before Work._lay_out()
+
+    def save(self) -> None:
+        write_json(self.stem.with_suffix(".json"), {**vars(self), "stem": self.stem.name})
 
     def serves(self, tokens: float) -> bool:
         """Whether the task of the file is done, where `tokens` are wanted of it."""
@@ -144,15 +144,13 @@ class Piece:
         return np.fromfile(f"{self.stem}.docs", DOCUMENT)
 
 
-def read_piece(parts: Path, number: int) -> Piece:
-    """Of an input file, by its number. One of an earlier edition has no `end`, so its file is read again."""
-    facts = json.loads(read_bytes(parts / f"{number:05d}.json") or "{}")
-    return Piece(parts / f"{number:05d}", **{key: value for key, value in facts.items() if key in Piece.__dataclass_fields__})
+def read_piece(stem: Path) -> Piece:
+    return Piece(**json.loads(read_bytes(stem.with_suffix(".json")) or "{}") | {"stem": stem})
 
 
 def read_pieces(parts: Path) -> list[Piece]:
-    """Of each input file; none where nothing was begun."""
-    return [read_piece(parts, number) for number in range(begun(parts.parent).get("files", 0))]
+    """Of each input file, by its number; none where nothing was begun."""
+    return [read_piece(parts / f"{number:05d}") for number in range(begun(parts.parent).get("files", 0))]
 
 
 def begun(folder: Path) -> dict:
@@ -162,27 +160,23 @@ def begun(folder: Path) -> dict:
 
 @dataclass(frozen=True)
 class Task:
-    """A step of datatrove's: input file `rank` to its piece, with `most` tokens or, if it ends before, fewer."""
-    files: dict[int, InputFile]
-    parts: Path
+    """An input file to its piece, with `most` tokens or, if it ends before, fewer."""
+    file: InputFile
+    stem: Path
     tokenizer: str
     most: float
-    grams: Path
 
-    def __call__(self, data, rank: int, world_size: int) -> Iterator[None]:
-        """Yields now and then."""
-        if (piece := read_piece(self.parts, rank)).serves(self.most):
+    def __call__(self, tick: Callable[[], object] = int) -> None:
+        """`tick` is called about once a second."""
+        if read_piece(self.stem).serves(self.most):
             return
-        stem, file, documents, tokens, size = self.parts / f"{rank:05d}", self.files[rank], 0, 0, 0
-        tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.grams), time.monotonic()
-
-        def tell(**facts) -> None:
-            write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
-        if piece.end:
-            tell()      # a kill must not leave the old end beside the new documents
+        piece = Piece(self.stem, [self.file.name, self.file.bytes, self.file.stamp])
+        tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.stem.parent), time.monotonic()
+        self.stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
         try:
-            with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
-                for texts, share in file.read():
+            with new_file(self.stem.with_suffix(".bin")) as ids, new_file(self.stem.with_suffix(".docs")) as table:
+                for read, piece.share in self.file.read():
+                    texts = [clean(text) for text in read]
                     raw, row = [text.encode() for text in texts], [0, 0, 0]
                     if texts[-1] and not texts[-1].isspace():
                         digest = blake2b(BORDER.join(raw), digest_size=8).digest()
@@ -192,19 +186,22 @@ class Task:
                                 ids.write(part)
                                 row[1] += len(part)
                     table.write(np.array(tuple(row), DOCUMENT))
-                    documents, tokens, size = documents + 1, tokens + row[1], size + row[2]
-                    if tokens >= self.most:
+                    piece.documents += 1
+                    piece.tokens += row[1]
+                    piece.bytes += row[2]
+                    if piece.tokens >= self.most:
                         break
                     if time.monotonic() - told > TELL_S:
                         told = time.monotonic()
-                        tell(documents=documents, tokens=tokens, bytes=size, share=share)
-                        yield
-            tell(documents=documents, tokens=tokens, bytes=size, share=1.0, end="whole" if tokens < self.most else "enough")
+                        piece.save()
+                        tick()
+            piece.share, piece.end = 1.0, "whole" if piece.tokens < self.most else "enough"
         except BadFile as error:
-            tell(share=1.0, end="failed", reason=str(error))
+            piece = Piece(self.stem, piece.input, share=1.0, end="failed", reason=str(error))
+        piece.save()
 
 
-def _ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[np.ndarray]:
+def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Prefix and text. Of a prompt and a response, LOSS_MASK_BIT marks what is no target: all but the prefix's first token, with
     which the document before ends, and the response. The two are encoded by themselves: no token reaches over the border."""
     start, ids = np.array(tokenizer.prefix, tokenizer.dtype), [tokenizer.encode(text) for text in texts]
@@ -215,22 +212,21 @@ def _ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> list[np.ndarray]:
 
 
 cached_tokenizer = cache(load_tokenizer)
-_cached_grams = cache(np.load)
+_cached_grams = cache(lambda parts: np.load(parts / "grams.npy"))
 
 
 # ------------------------------------------------------------------------------------------------------------- executors
 
-def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], None]) -> None:
+def run_here(tasks: list[Task], processes: int, tick: Callable[[], None]) -> None:
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
     mostly, and leaves workers behind that write on when it is killed itself. `tick` is called once a second."""
-    if (workers := min(processes, len(ranks))) <= 1:
-        for rank in ranks:
-            _run_whole(task, rank, tick)
+    if (workers := min(processes, len(tasks))) <= 1:
+        for task in tasks:
+            task(tick)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker) as pool:
         try:
-            # To each its own file: to hand all of 3,000 out with each would take four minutes.
-            left = {pool.submit(_run_whole, replace(task, files={rank: task.files[rank]}), rank) for rank in ranks}
+            left = {pool.submit(task) for task in tasks}
             while left:
                 done, left = wait(left, TELL_S, FIRST_COMPLETED)
                 for future in done:
@@ -253,50 +249,46 @@ def _begin_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _run_whole(task: Task, rank: int, tick: Callable[[], object] = int) -> None:
-    for _ in task(None, rank, 1):
-        tick()
+def _run_one(tasks: list[Task], data, rank: int, world_size: int) -> None:
+    """A step of datatrove's."""
+    tasks[rank]()
 
 
-def _run_on_ray(task: Task, tasks: int, workers: int) -> None:
+def _run_on_ray(tasks: list[Task], workers: int, parts: Path) -> None:
     try:
         import ray
         from datatrove.executor.ray import RayPipelineExecutor
     except ImportError as error:
         raise UserError("on=ray needs the package ray: pip install ray") from error
     ray.init(ignore_reinit_error=True)
-    RayPipelineExecutor([task], tasks=tasks, workers=workers, skip_completed=False, logging_dir=str(task.parts / "ray")).run()
+    RayPipelineExecutor([partial(_run_one, tasks)], tasks=len(tasks), workers=workers, skip_completed=False,
+                        logging_dir=str(parts / "ray")).run()
 
 
 def _submit(works: list["Work"], job: Job) -> None:
-    """An array of jobs for each source, and a job behind them all that makes the shards. With dry_run they are printed."""
+    """An array of jobs for the tasks, and a job behind them that makes the shards. With dry_run they are printed."""
     from datatrove.executor import slurm
-    arrays = []
-
-    def launch(name: str, step: Callable, **options) -> None:
-        executor = slurm.SlurmPipelineExecutor(
-            [step], time=job.time, partition=job.partition, job_name=f"prepare_{name}", qos="", mem_per_cpu_gb=4,
-            logging_dir=str(Path(job.out, ".slurm", name).resolve()), skip_completed=False,
-            env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH", **options)
-        executor.launch_merge_stats = int       # no job that merges datatrove's statistics
-        try:
-            executor.run()
-        except subprocess.CalledProcessError as error:      # it has said why
-            raise UserError(f"sbatch refused the job (partition={job.partition} time={job.time}): correct that") from error
-        arrays.append(executor.job_id)
 
     if job.dry_run:
         slurm.launch_slurm_job = lambda content, *_: print(content) or "DRY_RUN"
-    for work in works:
-        if ranks := work.ranks(target := work.first_target()):
-            launch(work.source.name, work.task(target), tasks=ranks[-1] + 1, workers=job.workers)
+    slurm.SlurmPipelineExecutor.launch_merge_stats = int       # no job that merges datatrove's statistics
+    tasks, logs = [task for work in works for task in work.tasks()], Path(job.out, ".slurm").resolve()
     here = Job(**{option.name: getattr(job, option.name) for option in fields(Job)} | {"on": "local", "processes": None})
-    launch("shards", partial(_finish, Path.cwd(), [work.source for work in works], here), tasks=1, run_on_dependency_fail=True,
-           depends_job_id=":".join(arrays) or None)
+    finish = partial(_finish, Path.cwd(), [work.source for work in works], here)
+    executor = partial(slurm.SlurmPipelineExecutor, time=job.time, partition=job.partition, qos="", mem_per_cpu_gb=4,
+                       skip_completed=False,
+                       env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH")
+    array = executor([partial(_run_one, tasks)], len(tasks), job_name="prepare_pieces", logging_dir=str(logs / "pieces"),
+                     workers=job.workers) if tasks else None
+    try:
+        executor([finish], 1, job_name="prepare_shards", logging_dir=str(logs / "shards"), depends=array,
+                 run_on_dependency_fail=True).run()
+    except subprocess.CalledProcessError as error:      # it has said why
+        raise UserError(f"sbatch refused the job (partition={job.partition} time={job.time}): correct that") from error
 
 
 def _finish(folder: Path, sources: list[Source], job: Job, data, rank: int, world_size: int) -> None:
-    """The step of the Slurm job behind the arrays, which finds all tasks done. `folder`: what the job's paths are relative to."""
+    """The step of the Slurm job behind the array, which finds all tasks done. `folder`: what the job's paths are relative to."""
     os.chdir(folder)
     prepare(sources, job)
 
@@ -310,30 +302,35 @@ class Work:
         self.source, self.job, self.tokenizer, self.grams = source, job, tokenizer, grams
         self.folder, self.val_per_10k = Path(job.out) / source.name, round(job.val_share * HASH_STEPS)
         self.parts, self.files = self.folder / "parts", []
+        # Tokens of pieces to begin with, those of validation among them.
+        self.target = SLACK * (source.budget or math.inf) / (1 - self.val_per_10k / HASH_STEPS)
         rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {self.val_per_10k}"
-        # What the shards depend on, as index.json and begun.json say it.
-        self.identity = {"tokenizer": tokenizer.kind, "tokenizer_sha256": tokenizer.sha256, "split_rule": f"{rule}, else train",
-                         "decontaminated_against": gram_files, "dataset": source.dataset, "revision": source.revision,
-                         "selection": source.selection}
+        # What the shards depend on, as index.json and begun.json say it: JSON has no tuples.
+        self.identity = json.loads(json.dumps({
+            "tokenizer": tokenizer.kind, "tokenizer_sha256": tokenizer.sha256, "split_rule": f"{rule}, else train",
+            "decontaminated_against": gram_files, "dataset": source.dataset, "revision": source.revision,
+            "selection": source.selection}))
 
-    def is_complete(self) -> bool:
-        """Raises UserError where the folder holds something else."""
-        if not (self.folder / "index.json").exists():
+    def begin(self) -> bool:
+        """Whether it is still to be made; then failed input files are tried again, and changed ones. Raises UserError where the
+        folder holds something else."""
+        index = read_index(self.folder) if (self.folder / "index.json").exists() else None
+        pieces, there = read_pieces(self.parts), vars(index) if index else begun(self.folder)
+        if self.source.may_age or not index:        # of pieces, the stamps of their files tell
+            there = there | {"revision": self.source.revision}
+        if index or any(piece.end in ("whole", "enough") for piece in pieces):
+            for key, value in self.identity.items():
+                if there.get(key) != value:
+                    raise UserError(f"{self.folder} is of {key}={there.get(key)!r}, not {value!r}: give the same options and "
+                                    f"files again, delete it, or give another out=")
+        if index:
+            if not index.is_whole and index.splits["train"].tokens < (self.source.budget or math.inf):
+                raise UserError(f"{self.folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked "
+                                f"for: delete it, or give another out=")
+            shutil.rmtree(self.parts, ignore_errors=True)       # of a run that was killed between its index and its end
+            print(f"{self.folder} is complete")
+            show(self.folder)
             return False
-        index = read_index(self.folder)
-        self._check_same(self.folder, vars(index) | ({"revision": self.source.revision} if self.source.may_age else {}))
-        if not index.is_whole and index.splits["train"].tokens < (self.source.budget or math.inf):
-            raise UserError(f"{self.folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked for: "
-                            f"delete it, or give another out=")
-        shutil.rmtree(self.parts, ignore_errors=True)       # of a run that was killed between its index and its end
-        print(f"{self.folder} is complete")
-        show(self.folder)
-        return True
-
-    def begin(self) -> None:
-        """Or go on: failed files are tried again, and changed ones. Raises UserError where it was begun otherwise."""
-        if any(piece.end in ("whole", "enough") for piece in read_pieces(self.parts)):
-            self._check_same(self.parts, begun(self.folder) | {"revision": self.source.revision})   # stamps tell of another
         self.files = self.source.list_files()
         self.parts.mkdir(parents=True, exist_ok=True)
         write_json(self.parts / "begun.json", {**self.identity, "files": len(self.files)})
@@ -342,68 +339,46 @@ class Work:
                 if piece.end:
                     print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
                 piece.stem.with_suffix(".json").unlink(missing_ok=True)
+        return True
 
-    def _check_same(self, folder: Path, there: dict) -> None:
-        for key, value in self.identity.items():
-            if there.get(key) != value:
-                raise UserError(f"{folder} is of {key}={there.get(key)!r}, not {value!r}: give the same options and files "
-                                f"again, delete it, or give another out=")
-
-    # ------------------------------------------------------------------------------------------------------ its pieces
-
-    def first_target(self) -> float:
-        """Tokens of pieces to begin with, those of validation among them."""
-        return SLACK * (self.source.budget or math.inf) / (1 - self.val_per_10k / HASH_STEPS)
-
-    def ranks(self, target: float) -> list[int]:
-        """The tasks to run: those that lack among the first input files that hold `target` tokens, which is known of the finished
-        ones, and guessed by their mean, by the source's size or by the file's."""
+    def tasks(self) -> list[Task]:
+        """Those that lack of the first input files that hold `target` tokens, which is known of the finished ones, and guessed by
+        their mean, by the source's size or by the file's."""
         pieces, found, held = read_pieces(self.parts), [], 0.0
         whole = [piece.tokens for piece in pieces if piece.end == "whole"]
         mean = sum(whole) / len(whole) if whole else self.source.tokens and self.source.tokens / len(self.files)
-        for rank, (file, piece) in enumerate(zip(self.files, pieces, strict=True)):
-            if held >= target:
+        tokenizer = self.tokenizer.name if self.tokenizer.kind != "folder" else str(Path(self.tokenizer.name).resolve())
+        np.save(self.parts / "grams.npy", self.grams)
+        for file, piece in zip(self.files, pieces, strict=True):
+            if held >= self.target:
                 break
-            if piece.serves(target):
+            if piece.serves(self.target):
                 held += piece.tokens
             else:
-                found.append(rank)
+                found.append(Task(file, piece.stem.resolve(), tokenizer, self.target))
                 held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
         return found
 
-    def task(self, target: float) -> Task:
-        parts, tokenizer = self.parts.resolve(), self.tokenizer
-        np.save(parts / "grams.npy", self.grams)
-        name = str(Path(tokenizer.name).resolve()) if tokenizer.kind == "folder" else tokenizer.name
-        return Task(dict(enumerate(self.files)), parts, name, target, parts / "grams.npy")
-
-    def tokenise(self, target: float) -> None:
-        """Runs the tasks whose pieces hold `target` tokens, as far as they lack."""
-        line, began, first = ProgressLine(self.source.name, "tokens"), time.monotonic(), self._progress()[2]
+    def tokenise(self) -> None:
+        """Runs the tasks."""
+        line, began, sizes = ProgressLine(self.source.name, "tokens"), time.monotonic(), [file.bytes or 1 for file in self.files]
+        first = sum(piece.bytes for piece in read_pieces(self.parts))
 
         def state() -> tuple:
-            documents, tokens, size, share = self._progress()
+            pieces = read_pieces(self.parts)
+            documents, tokens, size = np.sum([(piece.documents, piece.tokens, piece.bytes) for piece in pieces], 0).tolist()
+            share = float(np.average([piece.share for piece in pieces], weights=sizes))
             rate = (size - first) / (time.monotonic() - began) / 1e6
-            return tokens, max(share, min(1.0, tokens / target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
-        task = self.task(target)
-        if self.job.on == "ray" and (ranks := self.ranks(target)):
-            _run_on_ray(task, ranks[-1] + 1, self.job.workers)
+            return tokens, max(share, min(1.0, tokens / self.target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
+        if self.job.on == "ray" and (tasks := self.tasks()):
+            _run_on_ray(tasks, self.job.workers, self.parts.resolve())
         try:        # what ended on Ray with an error ends so here, and tells why
-            run_here(task, self.ranks(target), self.job.workers, lambda: line.show(state))
+            run_here(self.tasks(), self.job.workers, lambda: line.show(state))
         finally:
             line.clear()
 
-    def _progress(self) -> list[float]:
-        """Documents, tokens, bytes of text and share of the input read, by all tasks so far."""
-        pieces, sizes = read_pieces(self.parts), [file.bytes or 1 for file in self.files]
-        sums = [sum(getattr(piece, count) for piece in pieces) for count in ("documents", "tokens", "bytes")]
-        return [*sums, sum(piece.share * size for piece, size in zip(pieces, sizes, strict=True)) / sum(sizes)]
-
-    # ------------------------------------------------------------------------------------------------------ its shards
-
-    def assemble(self) -> float | None:
-        """Pieces -> shards and index.json. Returns None, or how many tokens of pieces it takes.
-
+    def assemble(self) -> bool:
+        """Pieces -> shards and index.json. Returns False where the pieces are too few: `target` says how many tokens it takes.
         Raises MachineError: a file needed could not be read."""
         source, budget, name = self.source, self.source.budget, self.source.name
         with alone(self.folder.parent):      # no other source's shards meanwhile: copies are dropped across sources
@@ -414,15 +389,16 @@ class Work:
             # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
             end = next((i for i, piece in enumerate(found) if piece.end != "whole"), len(found))
             pieces = found[:end] + [piece for piece in found[end:end + 1] if piece.end == "enough"]
-            splits, layout, homes = lay_out(name, pieces, self._earlier(), self.val_per_10k, budget)
-            pieces, train = pieces[:len(homes)], splits["train"]["tokens"]
+            splits, layout = self._lay_out(pieces)
+            pieces, train = [piece for piece in pieces if piece.homes is not None], splits["train"]["tokens"]
             if layout["is_whole"] and end < len(found):
                 if failed:
                     listed = "".join(f"\n  {piece.input[0]}: {piece.reason}" for piece in failed)
                     raise MachineError(f"{name} is not finished: {len(failed)} of {len(self.files)} input files could not be "
                                        f"read; run the command again, or add skip_bad=true to leave them out:{listed}")
                 there = sum(piece.tokens for piece in pieces)
-                return there + SLACK * (budget - train) * there / max(1, train) + 1 if budget else math.inf
+                self.target = there + SLACK * (budget - train) * there / max(1, train) + 1 if budget else math.inf
+                return False
             if empty := [split for split, counts in splits.items() if not counts["documents"]]:
                 raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are copies "
                                 f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, "
@@ -436,17 +412,45 @@ class Work:
                 "skipped": [{"file": piece.input[0], "reason": piece.reason} for piece in failed
                             if layout["is_whole"] or piece.stem < pieces[-1].stem],
                 "budget": budget, **({"is_masked": True} if source.is_masked else {}),
-                **write_shards(self.folder, pieces, homes, splits, dtype)})
+                **write_shards(self.folder, pieces, splits, dtype)})
             shutil.rmtree(self.parts)
         show(self.folder)
         if budget and layout["is_whole"]:
             print(f"{self.folder}: {train:,} training tokens are all there are, {budget:,} were asked for: a run that needs more "
                   f"sees some of them again (data.max_epochs)", file=sys.stderr)
-        return None
+        return True
 
-    def _earlier(self) -> dict[str, Path]:
-        """The document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
+    def _lay_out(self, pieces: list[Piece]) -> tuple[dict, dict]:
+        """Sets the `homes` of the pieces, which stand in the source's order, up to the one that reaches the budget.
 
+        Returns the splits, {split: {documents, text_bytes, tokens}}, and what else index.json says of them: duplicates {source of
+        the first copy: documents}, empty, contaminated, is_whole, False where the budget was reached."""
+        earlier = self._earlier()
+        totals, met = np.zeros((3, 3)), np.zeros(COPY + 1 + len(earlier), np.int64)     # COUNTS by home; documents by fate
+        dropped, is_whole = np.zeros(2, np.int64), True
+        for piece, fate in zip(pieces, _find_fates(pieces, list(earlier.values())), strict=True):
+            table = piece.table()
+            home = np.where(table["hash"] % np.uint64(HASH_STEPS) < self.val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
+            home[(fate > 0) | (table["tokens"] == 0)] = LEFT_OUT
+            if self.source.budget is not None:
+                train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
+                end = int(np.searchsorted(train, self.source.budget - totals[2, TRAIN])) + 1   # with the one that reaches it
+                is_whole = end > len(table)
+                table, fate, home = table[:end], fate[:end], home[:end]
+            totals += [np.bincount(home, weights, 3) for weights in (None, table["bytes"], table["tokens"])]
+            is_text = table["tokens"] > 0
+            met += np.bincount(fate[is_text], minlength=len(met))
+            dropped += np.bincount(table["bytes"][~is_text] > 0, minlength=2)
+            piece.homes = home
+            if not is_whole:
+                break
+        splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
+        duplicates = {key: int(n) for key, n in zip([self.source.name, *earlier], met[COPY:], strict=True) if n}
+        empty, contaminated = dropped.tolist()
+        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
+
+    def _earlier(self) -> dict[str, np.ndarray]:
+        """The sorted document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
         Raises UserError where one has lost them."""
         found = {}
         for folder in sorted(path.parent for path in self.folder.parent.glob("*/index.json")):
@@ -454,45 +458,11 @@ class Work:
             if index.tokenizer_sha256 == self.tokenizer.sha256:        # the same text by another is no copy
                 if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
-                found[folder.name] = hashes
+                found[folder.name] = np.load(hashes, mmap_mode="r")
         return found
 
 
-# --------------------------------------------------------------------------------------------------------------- layout
-
-def lay_out(name: str, pieces: list[Piece], earlier: dict[str, Path], val_per_10k: int,
-            budget: int | None) -> tuple[dict, dict, list[np.ndarray]]:
-    """What becomes of the documents of the pieces, which stand in the source's order.
-
-    earlier: source -> its hashes.npy, whose documents must not come again. Returns the splits, {split: {documents,
-    text_bytes, tokens}}; what else index.json says of them: duplicates {source of the first copy: documents}, its own name where
-    they came before within the source, empty, contaminated, is_whole, False where the budget was reached; and for each piece in
-    use uint8 (documents in use,): TRAIN, VAL or LEFT_OUT."""
-    totals, met = np.zeros((3, 3)), np.zeros(COPY + 1 + len(earlier), np.int64)     # COUNTS by home; documents by fate
-    homes, dropped, is_whole = [], np.zeros(2, np.int64), True
-    for piece, fate in zip(pieces, _find_fates(pieces, earlier), strict=True):
-        table = piece.table()
-        home = np.where(table["hash"] % np.uint64(HASH_STEPS) < val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
-        home[(fate > 0) | (table["tokens"] == 0)] = LEFT_OUT
-        if budget is not None:
-            train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
-            end = int(np.searchsorted(train, budget - totals[2, TRAIN])) + 1       # with the document that reaches it
-            is_whole = end > len(table)
-            table, fate, home = table[:end], fate[:end], home[:end]
-        totals += [np.bincount(home, weights, 3) for weights in (None, table["bytes"], table["tokens"])]
-        is_text = table["tokens"] > 0
-        met += np.bincount(fate[is_text], minlength=len(met))
-        dropped += np.bincount(table["bytes"][~is_text] > 0, minlength=2)
-        homes.append(home)
-        if not is_whole:
-            break
-    splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
-    duplicates = {key: int(n) for key, n in zip([name, *earlier], met[COPY:], strict=True) if n}
-    empty, contaminated = dropped.tolist()
-    return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}, homes
-
-
-def _find_fates(pieces: list[Piece], earlier: dict[str, Path]) -> list[np.ndarray]:
+def _find_fates(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
     """uint16 (documents,) of each piece; any for those that were left out before. By ranges of hashes, of which each holds about
     SORTED_AT_ONCE."""
     hashes = np.concatenate([np.empty(0, np.uint64), *(piece.table()["hash"].copy() for piece in pieces)])
@@ -503,33 +473,28 @@ def _find_fates(pieces: list[Piece], earlier: dict[str, Path]) -> list[np.ndarra
         places = places[np.argsort(hashes[places], kind="stable")]       # of equal ones the first document stays first
         some = hashes[places]
         fates[places[1:][some[1:] == some[:-1]]] = COPY
-        for number, path in enumerate(earlier.values(), COPY + 1):      # no two of them share a document
-            there = np.load(path, mmap_mode="r")
+        for number, those in enumerate(earlier, COPY + 1):      # no two of them share a document
             # Not by np.isin, which sorts both: 3 GB where an earlier source has 100M documents.
-            there = np.array(there[np.searchsorted(there, low):np.searchsorted(there, high, "right")])
+            there = np.array(those[np.searchsorted(those, low):np.searchsorted(those, high, "right")])
             if len(there):
                 fates[places[there[np.minimum(np.searchsorted(there, some), len(there) - 1)] == some]] = number
     return np.split(fates, np.cumsum([piece.documents for piece in pieces]))[:-1]
 
 
-# --------------------------------------------------------------------------------------------------------------- shards
-
-def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], splits: dict, dtype: str) -> dict:
-    """Write hashes.npy and the shards of `dtype`, in place of what was there; returns `splits` and `hashes_sha256` of
-    index.json."""
+def write_shards(folder: Path, pieces: list[Piece], splits: dict, dtype: str) -> dict:
+    """Write hashes.npy and the shards, in place of what was there; returns `splits` and `hashes_sha256` of index.json."""
     remove_shards(folder)
-    kept = [piece.table()["hash"][:len(home)][home != LEFT_OUT] for piece, home in zip(pieces, homes, strict=True)]
-    hashes = np.concatenate(kept)
+    hashes = np.concatenate([piece.table()["hash"][:len(piece.homes)][piece.homes != LEFT_OUT] for piece in pieces])
     hashes.sort()
     with new_file(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
         file.write(hashes)
     size, made = np.dtype(DTYPES[dtype]).itemsize, {}
     for split, counts in splits.items():
-        stream, rest, found = _bytes_of(pieces, homes, HOMES[split], size), b"", []
+        stream, rest, found = _bytes_of(pieces, HOMES[split], size), b"", []
         for begin in range(0, counts["tokens"], shards.SHARD_TOKENS):
             tokens = min(shards.SHARD_TOKENS, counts["tokens"] - begin)
-            path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", hashlib.sha256(), size * tokens
+            path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", sha256(), size * tokens
             with new_file(path) as file:
                 while lacking:
                     rest = rest or next(stream)
@@ -542,11 +507,11 @@ def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], spl
     return {"hashes_sha256": file_sha256(folder / "hashes.npy"), "splits": made}
 
 
-def _bytes_of(pieces: list[Piece], homes: list[np.ndarray], number: int, size: int) -> Iterator[bytes]:
+def _bytes_of(pieces: list[Piece], number: int, size: int) -> Iterator[bytes]:
     """The tokens, each of `size` bytes, of the documents whose home is `number`, BLOCK bytes at most at a time."""
-    for piece, home in zip(pieces, homes, strict=True):
+    for piece in pieces:
         borders = np.append(0, np.cumsum(piece.table()["tokens"], dtype=np.int64)) * size       # of the documents in the piece
-        runs = borders[np.flatnonzero(np.diff(home == number, prepend=False, append=False))].reshape(-1, 2)     # neighbours
+        runs = borders[np.flatnonzero(np.diff(piece.homes == number, prepend=False, append=False))].reshape(-1, 2)   # neighbours
         with open(f"{piece.stem}.bin", "rb") as file:
             if os.fstat(file.fileno()).st_size != borders[-1]:
                 raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")
@@ -589,8 +554,8 @@ def verify(folders: list[Path]) -> None:
 
 def _sources(folder: Path) -> list[Path]:
     """The folders of the sources there, finished or not."""
-    finished, begun_ = folder.rglob("index.json"), folder.rglob("parts/begun.json")
-    if not (found := {path.parent for path in finished} | {path.parents[1] for path in begun_}):
+    finished, unfinished = folder.rglob("index.json"), folder.rglob("parts/begun.json")
+    if not (found := {path.parent for path in finished} | {path.parents[1] for path in unfinished}):
         raise UserError(f"there is no prepared source in {folder}: `python prepare_data.py` says how to make one")
     return sorted(found)
 

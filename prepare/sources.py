@@ -14,17 +14,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 
 from runtime.cli import MachineError, UserError
-from runtime.tokenizer import clean
 
-FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet"), (".gz", ".xz", ".zst")
-HUB_FORMATS = (".parquet", *(f"{suffix}{packing}" for suffix in (".jsonl", ".json") for packing in ("", ".gz", ".zst")))
+LOCAL_FORMATS, HUB_FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet"), (".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
 PAIR = ("prompt", "response")   # columns of instructions
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
@@ -62,8 +59,8 @@ class Source:
     files: str | tuple[str, ...] = ()   # of the Hub: pattern of paths within the repository, or the paths themselves
     local_files: tuple[InputFile, ...] = ()     # of this machine
     column: str = "text"
-    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
-    grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
+    # Column, nested by dots -> values of the rows wanted, by which the rows are grouped: only the files that matter are read.
+    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)
     tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
     budget: int | None = None       # training tokens to prepare; None: all there are
     may_age: bool = False           # whether shards of an older revision serve as well
@@ -71,41 +68,55 @@ class Source:
 
     def __post_init__(self):
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise UserError(f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as "
-                            f"name=mydata")
+            raise UserError(f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as mydata")
 
     @property
     def selection(self) -> dict:
         """What is taken of each row, as index.json says it."""
         if self.local_files:
-            return {"instruct": list(PAIR)} if self.is_masked else {}
-        return {"column": self.column, "files": self.files if isinstance(self.files, str) else list(self.files),
-                "keep": {column: list(values) for column, values in self.keep.items()}}
+            return {"instruct": PAIR} if self.is_masked else {}
+        return {"column": self.column, "files": self.files, "keep": self.keep}
 
     def list_files(self) -> list[InputFile]:
-        """The input files in the order in which they are taken in; asks the Hub for its own."""
-        found = list(self.local_files)
-        for path, size in () if found else _listing(self):
-            read = partial(read_file, partial(_opened, self, path, BLOCK), PurePath(path), f"{self.dataset}/{path}",
-                           (self.column,), self.keep, is_strict=False)
-            found.append(InputFile(path, size, self.revision, partial(_read_twice, read)))
-        return found
+        """The input files in the order in which they are taken in: those of the Hub, which is asked for them, by a hash of their
+        names. A prefix, which is what a budget takes, is then a random sample, where the first names may be one crawl."""
+        if self.local_files:
+            return list(self.local_files)
+        from fsspec.utils import glob_translate
+        from huggingface_hub import HfApi
+        is_pattern, api = isinstance(self.files, str), HfApi()
+        is_wanted = re.compile(glob_translate(self.files)).fullmatch if is_pattern else set(self.files).__contains__
+
+        def ask() -> dict[str, int]:
+            api.dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
+            entries = api.list_repo_tree(self.dataset, recursive=True, revision=self.revision, repo_type="dataset")
+            return {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
+
+        there = _ask(ask, self)
+        found = sorted(filter(is_wanted, there))
+        for path in found:
+            _check_format(PurePath(path), HUB_FORMATS, f"files= of {self.dataset}@{self.revision}: {path}")
+        if self.keep:
+            found = _of_group(self, found)
+        if not found:
+            raise UserError(f"{self.dataset}@{self.revision} has no file {self.files} with {self.keep or 'text'}: correct the "
+                            f"pattern; there are {', '.join([*there][:5]) or 'none'}")
+        found.sort(key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
+        return [InputFile(path, there[path], self.revision, partial(_read_hub, self, path)) for path in found]
 
 
 # ---------------------------------------------------------------------------------------------------------- local files
 
 def local_source(name: str, words: list[str], columns: tuple[str, ...], license: str | None) -> Source:
     """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing or of another kind."""
-    formats, paths, files = (".jsonl",) if columns == PAIR else FORMATS, [Path(word) for word in words], []
+    paths, files = [Path(word) for word in words], []
     if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
-        if _format(path) not in formats:
-            raise UserError(f"{path}: its name must end in {', '.join(formats)}, where it is text optionally followed by "
-                            f"{', '.join(PACKINGS)}")
+        _check_format(path, (".jsonl",) if columns == PAIR else LOCAL_FORMATS, str(path))
         # Files of one name in several folders need their folders to be told apart.
         known_as, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
         read = partial(read_file, partial(open, path.absolute(), "rb"), path, str(path.absolute()), columns)
@@ -120,6 +131,12 @@ def _format(path: PurePath) -> str:
     return PurePath(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
+def _check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
+    if _format(path) not in formats:
+        raise UserError(f"{where} cannot be read: its name must end in {', '.join(formats)}, text optionally followed by "
+                        f"{', '.join(PACKINGS)}")
+
+
 # -------------------------------------------------------------------------------------------------------------- readers
 
 def read_file(opened: Callable, path: PurePath, where: str, columns: tuple[str, ...], keep: dict | None = None,
@@ -130,28 +147,27 @@ def read_file(opened: Callable, path: PurePath, where: str, columns: tuple[str, 
     Its errors call the file `where`."""
     keep = keep or {}
     needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
-    with _damage_told(where), opened() as file:
-        size = max(1, file.seek(0, os.SEEK_END))
-        file.seek(0)
-        for row, found in enumerate(_rows(file, path, where, needed), 1):
-            if not all(_nested(found, name) in values for name, values in keep.items()):
-                continue
-            for column in columns:
-                if column not in found and (is_strict or row == 1):
-                    raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
-                        f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
-                if not isinstance(found.get(column), str | None):
-                    raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: "
-                                    f"set column=")
-            yield tuple(clean(found.get(column) or "") for column in columns), file.tell() / size
+    for row, (found, share) in enumerate(_records(opened, path, where, needed), 1):
+        if not all(_nested(found, name) in values for name, values in keep.items()):
+            continue
+        for column in columns:
+            if column not in found and (is_strict or row == 1):
+                raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
+                    f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
+            if not isinstance(found.get(column), str | None):
+                raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: set column=")
+        yield tuple(found.get(column) or "" for column in columns), share
 
 
-@contextmanager
-def _damage_told(where: str) -> Iterator[None]:
-    """Raises BadFile for what a file that cannot be read raises."""
+def _records(opened: Callable, path: PurePath, where: str, columns: list[str]) -> Iterator[tuple[dict, float]]:
+    """The rows of a file, each with the share of the file that was read. Raises BadFile and UserError."""
     import pyarrow
     try:
-        yield
+        with opened() as file:
+            size = max(1, file.seek(0, os.SEEK_END))
+            file.seek(0)
+            for row in _rows(file, path, where, columns):
+                yield row, file.tell() / size
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         # Of the disk or the network; pyarrow and gzip have OSErrors for content.
         is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
@@ -162,21 +178,15 @@ def _damage_told(where: str) -> Iterator[None]:
 def _rows(file: io.BufferedIOBase, path: PurePath, where: str, columns: list[str]) -> Iterator[dict]:
     if path.suffix == ".parquet":
         return _parquet_rows(file, columns)
-    stream = _unpacked(file, path)
+    if path.suffix in (".gz", ".xz"):
+        file = (gzip if path.suffix == ".gz" else lzma).open(file)
+    elif path.suffix == ".zst":     # by pyarrow: the reader of `zstandard` takes a file cut short for a whole one
+        import pyarrow
+        file = pyarrow.CompressedInputStream(file, "zstd")
+    stream = file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 18)
     if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise UserError(f"{where} is UTF-16: save it as UTF-8")
     return _stretches(stream, columns[0]) if _format(path) == ".txt" else _json_rows(stream, where)
-
-
-def _unpacked(file: io.BufferedIOBase, path: PurePath) -> io.BufferedIOBase:
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=file)
-    if path.suffix == ".xz":
-        return lzma.open(file)
-    if path.suffix == ".zst":       # by pyarrow: the reader of `zstandard` takes a file cut short for a whole one
-        import pyarrow
-        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
-    return file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 16)
 
 
 def _json_rows(lines: Iterable[bytes], where: str) -> Iterator[dict]:
@@ -192,11 +202,9 @@ def _json_rows(lines: Iterable[bytes], where: str) -> Iterator[dict]:
 
 
 def _parquet_rows(file: io.BufferedIOBase, columns: list[str]) -> Iterator[dict]:
-    """Of a file that lacks one of the columns all columns.
-
-    Not by the builder of `datasets`, which holds a row group in memory: 2.7 GB for one of 1 GB."""
+    """Of a file that lacks one of the columns all columns."""
     import pyarrow.parquet
-    # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
+    # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
     there = set(columns) <= set(table.schema_arrow.names)
     for batch in table.iter_batches(ROWS, columns=columns if there else None):
@@ -214,16 +222,14 @@ def _values(column) -> list:
 
 def _stretches(stream: io.BufferedIOBase, column: str) -> Iterator[dict]:
     """Of a text file."""
-    parts, chars = [], 0
     # Line ends of any system become \n; bytes that are not UTF-8 become U+FFFD.
-    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
+    lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace"), io.StringIO()
     while line := lines.readline(TXT_CHARS_MOST):
-        parts.append(line)
-        chars += len(line)
-        if chars >= TXT_CHARS_MOST or (chars >= TXT_CHARS and line.isspace()):
-            yield {column: "".join(parts)}
-            parts, chars = [], 0
-    yield {column: "".join(parts)}
+        text.write(line)
+        if text.tell() >= TXT_CHARS_MOST or (text.tell() >= TXT_CHARS and line.isspace()):
+            yield {column: text.getvalue()}
+            text = io.StringIO()
+    yield {column: text.getvalue()}
 
 
 def _nested(record: dict, path: str):
@@ -235,8 +241,7 @@ def _nested(record: dict, path: str):
 # -------------------------------------------------------------------------------------------------------------- the Hub
 
 def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> Source:
-    """A data set that configs/sources.py does not name: its train split, or what the pattern `files` matches.
-
+    """A data set that configs/sources.py does not name: its train split, as datasets finds it, or what the pattern `files` means.
     The revision becomes the commit it means now. Raises UserError: no such data set, one with a script."""
     from huggingface_hub import HfApi
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
@@ -245,25 +250,22 @@ def any_dataset(dataset: str, column: str, revision: str | None, files: str | No
     info = _ask(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), source)
     licenses = [tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")]
     source = replace(source, revision=info.sha, license=license or ", ".join(licenses) or "not stated")
-    return source if files else replace(source, files=_train_split(source))
-
-
-def _train_split(source: Source) -> tuple[str, ...]:
-    """The paths of the train split, as datasets itself finds it. Raises UserError."""
+    if files:
+        return source
     import datasets
     datasets.disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
     try:
-        builder = _ask(lambda: datasets.load_dataset_builder(source.dataset, revision=source.revision), source)
-        paths = [path.partition(f"@{source.revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
-        if paths and all(paths):     # files of another repository have no path here
-            return tuple(sorted(paths))
-        raise FileNotFoundError("it has no train split of its own")
+        builder = _ask(lambda: datasets.load_dataset_builder(dataset, revision=info.sha), source)
+        paths = [path.partition(f"@{info.sha}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
+        if not all(paths or [""]):      # files of another repository have no path here
+            raise FileNotFoundError("it has no train split of its own")
     except UserError:
         raise
     except (RuntimeError, ValueError, FileNotFoundError) as error:
-        raise UserError(f"{source.dataset}: {_brief(error)}: give files= a pattern, such as files=data/*.parquet, or take "
+        raise UserError(f"{dataset}: {_brief(error)}: give files= a pattern, such as files=data/*.parquet, or take "
                         f"revision=refs/convert/parquet") from error
+    return replace(source, files=tuple(sorted(paths)))
 
 
 def check(source: Source) -> Iterator[str]:
@@ -278,53 +280,28 @@ def check(source: Source) -> Iterator[str]:
     yield f"  {first[:100]!r}"
 
 
-def _listing(source: Source) -> list[tuple[str, int]]:
-    """Names and sizes of the files to read, in the order of a hash of their names: a prefix of the list, which is what a
-    budget takes, is then a random sample, where the first names may be one crawl."""
-    from fsspec.utils import glob_translate
-    from huggingface_hub import HfApi
-    is_pattern, api = isinstance(source.files, str), HfApi()
-    is_wanted = re.compile(glob_translate(source.files)).fullmatch if is_pattern else set(source.files).__contains__
-
-    def ask() -> list[tuple[str, int]]:
-        api.dataset_info(source.dataset, revision=source.revision, timeout=TIMEOUT_S)   # fails soon where the listing tries long
-        entries = api.list_repo_tree(source.dataset, recursive=True, revision=source.revision, repo_type="dataset")
-        return [(entry.path, entry.size) for entry in entries if hasattr(entry, "size")]
-
-    there = _ask(ask, source)
-    found = sorted((path, size) for path, size in there if is_wanted(path))
-    if odd := [path for path, _ in found if not path.endswith(HUB_FORMATS)]:
-        raise UserError(f"{source.dataset}@{source.revision}: {odd[0]} cannot be read: files= must match files that end in "
-                        f"{', '.join(HUB_FORMATS)} alone")
-    if source.grouped_by:
-        found = _of_group(source, found)
-    if not found:
-        raise UserError(f"{source.dataset}@{source.revision} has no file {source.files}"
-                        f"{f' that holds {source.keep}' if source.keep else ''}: correct the pattern; there are "
-                        f"{', '.join(path for path, _ in there[:5]) or 'none'}")
-    return sorted(found, key=lambda file: hashlib.blake2b(file[0].encode(), digest_size=8).digest())
-
-
-def _of_group(source: Source, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
+def _of_group(source: Source, paths: list[str]) -> list[str]:
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
-    def first_value(file: tuple[str, int]) -> str | None:
-        """The column `grouped_by` of the first record that has it, by a request for the file's first bytes."""
-        with _damage_told(f"{source.dataset}/{file[0]}"), _opened(source, file[0], HEAD_BYTES) as opened:
-            rows = islice(_json_rows(_unpacked(opened, PurePath(file[0])), file[0]), HEAD_LINES)
-            return next(filter(None, (_nested(row, source.grouped_by) for row in rows)), None)
+    [(column, wanted)] = source.keep.items()
+
+    def first_value(path: str) -> str | None:
+        """The column of the first record that has it, by a request for the file's first bytes."""
+        rows = _records(partial(_opened, source, path, HEAD_BYTES), PurePath(path), f"{source.dataset}/{path}", [])
+        return next(filter(None, (_nested(row, column) for row, _ in islice(rows, HEAD_LINES))), None)
 
     with ThreadPoolExecutor(8) as pool:
-        begins = list(pool.map(first_value, found))
-    wanted = source.keep[source.grouped_by]
-    chosen = [file for file, *starts in zip(found, begins, [*begins[1:], None], strict=True) if {*starts} & {*wanted}]
-    print(f"{source.dataset}: {len(chosen)} of {len(found)} files may hold {', '.join(wanted)}", file=sys.stderr)
+        begins = list(pool.map(first_value, paths))
+    chosen = [path for path, *starts in zip(paths, begins, [*begins[1:], None], strict=True) if {*starts} & {*wanted}]
+    print(f"{source.dataset}: {len(chosen)} of {len(paths)} files may hold {', '.join(wanted)}", file=sys.stderr)
     return chosen
 
 
 # ------------------------------------------------------------------------------------------------- the Hub over a network
 
-def _read_twice(read: Callable) -> Iterator:
-    """read(), and where a file is damaged once more, which may be the transfer's fault, behind the rows that were read."""
+def _read_hub(source: Source, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the rows that were read."""
+    read = partial(read_file, partial(_opened, source, path, BLOCK), PurePath(path), f"{source.dataset}/{path}", (source.column,),
+                   source.keep, is_strict=False)
     rows = 0
     try:
         for found in read():
@@ -375,10 +352,9 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
             is_final = isinstance(cause, HfHubHTTPError) and (
                 cause.response.status_code in (401, 403) or isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError)))
             if is_final and (not is_reading or "X-Error-Code" in cause.response.headers):
-                raise UserError(
-                    f"{source.dataset}@{source.revision} is refused by the Hub ({type(cause).__name__}): correct its name or the "
-                    f"revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it is gated, and log in "
-                    f"with `hf auth login` or HF_TOKEN if it is private") from error
+                raise UserError(f"{source.dataset}@{source.revision} is refused by the Hub ({type(cause).__name__}): correct its "
+                                f"name or revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it "
+                                f"is gated, and log in with `hf auth login` or HF_TOKEN if it is private") from error
             if isinstance(error, FileNotFoundError) and not is_reading:
                 raise
             if (wait := next(waits, None)) is None:

@@ -29,6 +29,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.faults, self.lock = Path(folder), {}, threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def fault(self, path: str, kind: str, times: float = float("inf"), after: int = 1_000) -> None:
         """Spoils the next `times` answers about `path`: owner/name (whatever is asked of it) or owner/name/file (its content).
@@ -51,13 +52,9 @@ class HubServer(ThreadingHTTPServer):
         size = (self.folder / path).stat().st_size
         return min(size, after) if kind == "truncate" else size
 
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
+    def server_close(self):
         self.shutdown()
-        self.server_close()
+        super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -80,21 +77,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error("revision")
         if found["what"] == "resolve":
             return self._file(path, sha)
-        entries = self._entries()
+        entries = []
+        for there in sorted(self.root.rglob("[!.]*")):
+            name, kind = there.relative_to(self.root).as_posix(), "directory" if there.is_dir() else "file"
+            entries.append({"type": kind, "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(),
+                            "size": self.server.size(f"{self.repo}/{name}")})
         if found["what"] == "tree":
-            within = [entry for entry in entries if not path or entry["path"].startswith(path + "/")]
-            if "recursive=true" not in url.query:
-                within = [entry for entry in within if "/" not in entry["path"][len(path):].strip("/")]
-            return self._json(within)
+            return self._json([entry for entry in entries if not path or entry["path"].startswith(path + "/")])
         return self._json({"id": self.repo, "sha": sha, "tags": [f"license:{license}"] * bool(license),
                            "siblings": [{"rfilename": entry["path"]} for entry in entries if entry["type"] == "file"]})
 
     do_HEAD = do_GET
-
-    def _entries(self) -> list[dict]:
-        names = [(path.relative_to(self.root).as_posix(), path.is_dir()) for path in sorted(self.root.rglob("[!.]*"))]
-        return [{"type": "directory" if is_folder else "file", "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(),
-                 "size": 0 if is_folder else self.server.size(f"{self.repo}/{name}")} for name, is_folder in names]
 
     def _file(self, name: str, sha: str):
         if not (self.root / name).is_file():
@@ -106,8 +99,6 @@ class _Handler(BaseHTTPRequestHandler):
         size = min(size, after) if kind == "short" else size
         begin, end = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "bytes=0-")).groups()
         begin, end = int(begin), min(int(end or size), size - 1)
-        if begin >= size:
-            return self._send(416, b"", {"Content-Range": f"bytes */{size}"})
         if kind == "corrupt":
             data[after:after + 16] = bytes(b ^ 0xa5 for b in data[after:after + 16])
         status, part = (206, {"Content-Range": f"bytes {begin}-{end}/{size}"}) if "Range" in self.headers else (200, {})

@@ -1,13 +1,11 @@
 """Tests of prepare/harvest.py: what an installation yields, and that odd files do no harm."""
 
-import subprocess
-import sys
 from itertools import islice
 
 import pytest
 
 from prepare import harvest
-from tests.conftest import ROOT
+from tests.conftest import process
 
 
 @pytest.mark.parametrize("source", harvest.LICENSES)
@@ -22,7 +20,7 @@ def test_the_installation_has_every_source_in_a_fixed_order(source):
 def test_harvesting_imports_no_package():
     code = ("import sys; from prepare import harvest\nnext(harvest.documents('science'))\n"
             "assert not {'scipy', 'sympy', 'sklearn', 'torch'} & set(sys.modules)")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert process("-c", code).returncode == 0
 
 
 def test_odd_files_are_read_or_left_out(tmp_path):

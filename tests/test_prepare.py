@@ -23,7 +23,7 @@ from prepare_data import main
 from runtime import cli, shards
 from runtime.machine import read_bytes
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, asked, process
 from tests.faults import flip_bit
 from tests.text_files import DOCUMENTS, PACK, jsonl, parquet, some_documents
 
@@ -54,15 +54,6 @@ def content(folder):
 def local(*files, out, **options):
     options = {"name": "mine", "tokenizer": "byte", "val_share": "0.2", "processes": 1, "out": out} | options
     return main(["local", *map(str, files), *(f"{key}={value}" for key, value in options.items())])
-
-
-def refused(capsys, *arguments):
-    """The sentence of a command that must fail with exit code 2."""
-    capsys.readouterr()
-    assert main([str(a) for a in arguments]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said and said.strip()
-    return said
 
 
 def write(path, documents):
@@ -139,10 +130,10 @@ def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.count("OK  ") == 2
     shard = tmp_path / "cut/mine/val_00001.bin"
     flip_bit(shard, 100)
-    assert f"{shard} is damaged" in refused(capsys, "--verify", tmp_path / "cut")
+    assert main(["--verify", str(tmp_path / "cut")]) == 2 and f"{shard} is damaged" in capsys.readouterr().err
     shard.unlink()
-    assert f"{shard} is missing" in refused(capsys, "--verify", tmp_path / "cut/mine")
-    assert "there is no" in refused(capsys, "--verify", tmp_path / "nowhere")
+    assert main(["--verify", str(tmp_path / "cut/mine")]) == 2 and f"{shard} is missing" in capsys.readouterr().err
+    assert "there is no" in asked(capsys, main, "--verify", tmp_path / "nowhere", code=2)
 
 
 def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_path, capsys, monkeypatch):
@@ -233,12 +224,25 @@ def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path,
 # ----------------------------------------------------------------------------------------------- processes, kills, faults
 
 CHILD = """
-import hashlib, os, sys, time
+import errno, hashlib, os, signal, sys, time
+import prepare_data
 from prepare import pipeline
 from runtime import shards
+from tests.changes import on_change
 pipeline.TELL_S, shards.SHARD_TOKENS, pipeline.BLOCK = 0.01, 20_000, 30_000
 if "SLOW" in os.environ:
     pipeline.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
+if "FAULT" in os.environ:
+    pipeline.TELL_S = 1000      # the changes are those of every run
+    at, kind, folder = os.environ["FAULT"].split()
+    def fault(count, what):
+        if count == int(at) and kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count >= int(at) and kind == "full" and what.split()[0] in ("open", "fsync"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    on_change(lambda path: folder in path, fault)
+if __name__ == '__main__':
+    sys.exit(prepare_data.main(sys.argv[1:]))
 """
 
 
@@ -250,11 +254,10 @@ def big(tmp_path_factory):
     files = [write(base / "a.jsonl", texts[0] + texts[2][:50]), base / "b.jsonl.gz", base / "c.parquet"]
     files[1].write_bytes(gzip.compress(jsonl(texts[1] + texts[0][:100])))
     files[2].write_bytes(parquet(texts[2]))
-    (base / "small.py").write_text(
-        CHILD + "import prepare_data\nif __name__ == '__main__':\n    sys.exit(prepare_data.main(sys.argv[1:]))")
+    (base / "small.py").write_text(CHILD)
 
     def command(out, processes=1, *more):
-        return [sys.executable, base / "small.py", "local", *files, "name=mine", "tokenizer=byte", "val_share=0.1", f"out={out}",
+        return [base / "small.py", "local", *files, "name=mine", "tokenizer=byte", "val_share=0.1", f"out={out}",
                 f"processes={processes}", *more]
     finish(command(base / "calm"))
     calm = content(base / "calm")
@@ -263,19 +266,15 @@ def big(tmp_path_factory):
     return SimpleNamespace(command=command, calm=calm, files=files)
 
 
-def environment(**more):
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
-
-
 def finish(command, cwd=ROOT):
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
+    done = process(*command, cwd=cwd)
     assert done.returncode == 0, done.stderr
 
 
 def start(command, **more):
     """In a group of its own: a kill reaches its processes through their parent's end alone."""
-    return subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                            text=True, start_new_session=True)
+    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **more},
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @pytest.mark.parametrize("processes", [2, 5])
@@ -305,30 +304,11 @@ def test_kills_at_random_moments_change_nothing(big, tmp_path):
     storm(big, tmp_path, 6, 1)
 
 
-FAULT = """
-import errno, os, signal
-from tests.changes import on_change
-pipeline.TELL_S = 1000      # the changes are those of every run
-def fault(count, what):
-    if count == int(sys.argv[1]):
-        if sys.argv[2] == "kill": os.kill(os.getpid(), signal.SIGKILL)
-    if count >= int(sys.argv[1]) and sys.argv[2] == "full" and what.split()[0] in ("open", "fsync"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-on_change(lambda path: sys.argv[3] in path, fault)
-if __name__ == '__main__':
-    import prepare_data
-    sys.exit(prepare_data.main(sys.argv[4:]))
-"""
-
-
 @pytest.mark.parametrize("kind", ["kill", "full"])
 def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind):
     """At moments among the pieces and the shards; a full disk is a sentence, and the same command goes on."""
-    (tmp_path / "fault.py").write_text(CHILD + FAULT)
-    words = [sys.executable, tmp_path / "fault.py", "AT", kind, tmp_path / "out", *big.command(tmp_path / "out")[2:]]
     for at in 30, 25, 20, 45:
-        words[2] = str(at)
-        done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+        done = process(*big.command(tmp_path / "out"), FAULT=f"{at} {kind} {tmp_path / 'out'}")
         assert done.returncode == (-signal.SIGKILL if kind == "kill" else 1), done.stderr
         assert kind == "kill" or ("No space left" in done.stderr and "the same command goes on" in done.stderr)
         assert "Traceback" not in done.stderr
@@ -362,7 +342,7 @@ def test_two_commands_on_one_source_do_not_mix_and_sigterm_ends_one(big, tmp_pat
     run = start(big.command(tmp_path), SLOW="1")
     while not (tmp_path / "mine/parts/begun.json").exists():
         time.sleep(0.005)
-    assert "another process prepares" in refused(capsys, *big.command(tmp_path)[2:])
+    assert "another process prepares" in asked(capsys, main, *big.command(tmp_path)[1:], code=2)
     run.terminate()
     assert "interrupted: what was prepared stays" in run.communicate()[1] and run.returncode == 143
 
@@ -403,11 +383,6 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     write(files[1], DOCUMENTS[20:])
     (tmp_path / "data/mine/parts/00000.bin").write_bytes(b"")
     assert local(*files, out=tmp_path / "data") == 1 and "is shorter than what was written" in capsys.readouterr().err
-    other = tmp_path / "early/mine/parts"
-    other.mkdir(parents=True)
-    (other / "begun.json").write_text('{"files": 1}')
-    (other / "00000.json").write_text('{"input": ["a.jsonl", 1, 2], "documents": 3, "tokens": 4, "is_whole": true}')
-    assert main(["--show", str(tmp_path / "early")]) == local(files[0], out=tmp_path / "early") == 0, "of an earlier edition"
     write(files[0], DOCUMENTS[:30])
     assert local(*files, out=tmp_path / "data") == 0 and "a.jsonl changed or could not be read" in capsys.readouterr().err
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
@@ -455,22 +430,19 @@ SBATCH = """#!/bin/bash
 for last; do :; done
 grep -q partition=cpu$ "$last" || exit 1
 cd /
-cp "$last" "$STUB/job_$(ls $STUB | wc -l)"
-echo "$@" >> $STUB.arguments
 array=$(sed -n 's/#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' $last)
 for task in $(seq 0 $array); do
   SLURM_ARRAY_TASK_ID=$task SLURM_NODELIST=node1 bash $last >> $STUB.log 2>&1 || true
 done
+echo "$@" pieces: $(ls ${STUB%stub}out/mine/parts | grep -c docs) >> $STUB.arguments
 echo "Submitted batch job 7"
 """
 
 
 def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, monkeypatch):
     """sbatch is a stub that runs each task of an array at once, by datatrove's own script and in another folder than ours."""
-    commands = {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho node1\n", "srun": "#!/bin/bash\nshift 3\nexec \"$@\"\n",
-                "launch_pickled_pipeline": f"#!/bin/bash\n{sys.executable} -m datatrove.tools.launch_pickled_pipeline $@\n"}
+    commands = {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho node1\n", "srun": "#!/bin/bash\nshift 3\nexec \"$@\"\n"}
     (tmp_path / "bin").mkdir()
-    (tmp_path / "stub").mkdir()
     for name, text in commands.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
@@ -479,15 +451,15 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     monkeypatch.chdir(tmp_path)
     files = [os.path.relpath(file) for file in (big.files[0], big.files[2])]
     assert local(*files, out="calm", val_share=0.1) == 0
-    command = [sys.executable, ROOT / "prepare_data.py", "local", *files, "name=mine", "tokenizer=byte", "val_share=0.1",
-               "out=out", "on=slurm", "partition=cpu"]
-    dry = subprocess.run([*command, "--dry-run"], env=environment(), capture_output=True, text=True, check=True).stdout
-    assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list((tmp_path / "stub").iterdir())
-    wrong = subprocess.run([*command[:-1], "partition=cpux"], env=environment(), capture_output=True, text=True)
+    command = [ROOT / "prepare_data.py", "local", *files, "name=mine", "tokenizer=byte", "val_share=0.1", "out=out", "on=slurm",
+               "partition=cpu"]
+    dry = process(*command, "--dry-run", cwd=tmp_path).stdout
+    assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list(tmp_path.glob("stub*"))
+    wrong = process(*command[:-1], "partition=cpux", cwd=tmp_path)
     assert wrong.returncode == 2 and "sbatch refused" in wrong.stderr and "Traceback" not in wrong.stderr
     finish(command, tmp_path)
-    said = (tmp_path / "stub.log").read_text()
-    assert "--dependency=afterany:7" in (tmp_path / "stub.arguments").read_text().splitlines()[1], said
+    said, (array, last) = (tmp_path / "stub.log").read_text(), (tmp_path / "stub.arguments").read_text().splitlines()
+    assert array.endswith("pieces: 2") and "--dependency=afterany:7" in last, said
     made = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
     assert made == content(tmp_path / "calm"), said
     finish(command, tmp_path)
@@ -513,7 +485,7 @@ def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, argum
     write(tmp_path / "a.jsonl", DOCUMENTS)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert expected in refused(capsys, *arguments)
+    assert expected in asked(capsys, main, *arguments, code=2)
     assert not list((tmp_path / "here").iterdir())
     assert main(["--help"]) == main([]) == 0 and "hash every shard again" in capsys.readouterr().out
 

@@ -3,9 +3,8 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 import time
+from hashlib import blake2b
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,9 @@ from configs.sources import SOURCES
 from prepare import sources
 from prepare_data import main
 from runtime import shards
-from tests.conftest import ROOT
+from tests.conftest import process
 from tests.hub_server import HubServer, write_repository
-from tests.test_prepare import content, environment, found
+from tests.test_prepare import content, found
 
 ASKED = ["fineweb_edu", "python", "c", "arxiv"]
 ARXIV, BAD = SOURCES["arxiv"].dataset, "arxiv-papers-0001.json.gz"
@@ -89,9 +88,9 @@ def calm(hub, tmp_path_factory):
     """What the command makes as a user starts it, in two processes, with small shards."""
     base = tmp_path_factory.mktemp("calm")
     code = "import sys, prepare_data, runtime.shards as s; s.SHARD_TOKENS = 20_000; sys.exit(prepare_data.main(sys.argv[1:]))"
-    env = environment(HF_ENDPOINT=hub.url, HF_HOME=str(base / "home"), HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="127.0.0.1")
-    done = subprocess.run([sys.executable, "-c", code, *words(base / "out", processes=2)], cwd=ROOT, env=env, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    done = process("-c", code, *words(base / "out", processes=2), HF_ENDPOINT=hub.url, HF_HOME=str(base / "home"),
+                   HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="127.0.0.1")
+    assert done.returncode == 0, done.stderr
     return base / "out"
 
 
@@ -115,6 +114,7 @@ def test_the_mixture_is_what_the_files_hold(hub, calm):
         seen |= wanted
         index = json.loads((calm / name / "index.json").read_text())
         assert index["license"] and index["revision"] == source.revision and index["is_whole"]
+        assert index["files"] == sorted(index["files"], key=lambda path: blake2b(path.encode(), digest_size=8).digest())
         if language:        # the files that hold none of it are not read
             first = 2 if name == "python" else 0
             assert sorted(index["files"]) == [f"stack-edu-{n:04d}.json.gz" for n in range(first, first + 3)]

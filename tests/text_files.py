@@ -43,13 +43,10 @@ BEGINS = {"type": "TemplateProcessing",
 def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):
     """A folder as Hugging Face keeps a tokenizer: byte-level BPE, <|begin|> is 0, <|end|> is 1, merges learned from
     DOCUMENTS; with `spare` tokens that no text becomes. `roles`: of tokenizer_config.json. `more`: keys of tokenizer.json."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.train_from_iterator(DOCUMENTS, trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=["<|begin|>", "<|end|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(DOCUMENTS, vocab, special_tokens=["<|begin|>", "<|end|>"], show_progress=False)
     made.add_special_tokens([f"<|spare_{i}|>" for i in range(spare)])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | more))
