@@ -1,7 +1,7 @@
 """FP8: the recipes, their rounding, which Linears they convert, and the Linears that multiply by them.
 
-FP8 is a property of the run, not of the model: converting changes how a Linear multiplies, while its name, its fp32 weight
-and hence every checkpoint stay the same. docs/fp8.md has the recipes and their sources; RECIPES below is what they are made of.
+Converting changes how a Linear multiplies, while its name, its fp32 weight and hence every checkpoint stay the same.
+docs/fp8.md has the recipes and their sources; RECIPES below is what they are made of.
 
 An operand is multiplied by its scale and rounded to its format, saturating; the matmul's result is divided by the scales. All
 but cscale scale by the operand's current largest magnitude; with fp8.scaling=delayed by those of past steps, see DelayedScales.
@@ -10,9 +10,6 @@ On a GPU torchao computes the first five recipes, or with fp8.kernels=true the K
 tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. torchao's prototypes have mxfp8 on Blackwell and
 blockwise on Hopper; on other GPUs these are emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU
 every recipe is emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
-
-With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8; unwrap() gives
-the fp32 shard inside.
 """
 
 import contextlib
@@ -121,8 +118,6 @@ BF16 = Recipe("bf16", Operand(None), Operand(None), Operand(None), has_bf16_weig
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
     """The recipe for a loss multiplied by `loss_scale` before the backward pass, as a mean over a step's tokens is: dynamic
     scales follow by themselves, a constant gradient scale is divided by it (rounded to a power of two)."""
-    if recipe.grad.scaling != "constant":
-        return recipe
     return replace(recipe, grad=replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale))))
 
 
@@ -424,7 +419,7 @@ class QuantisedLinear(nn.Linear):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             x_scale, g_scale = (scale_of(rows, operand) for operand in (self.recipe.input, self.recipe.grad))
-            y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, None, x_scale, None, g_scale, None)
+            y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, None, x_scale, None, g_scale)
         elif self.is_native and x.is_cuda and len(rows) % self.recipe.multiple == 0:    # of a prompt there may be any number
             y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
@@ -514,10 +509,9 @@ def _torchao_blockwise(x, w):
 
 # -------------------------------------------------------------------------------------------- Linears with lasting copies
 #
-# fp8.kernels=true: torchao's tensorwise, tensorwise_gw_hp and amax with casts that read each tensor once (docs/fp8.md). Every
-# operand has torchao's scale (fp64 division), format and rounding, bit for bit, but for the head's gradient: its scale is that of
-# a bound, |softmax - one-hot| <= 1. Where BF16 multiplies the weight gradient, no operand needs a second layout, and Inductor
-# compiles the casts. BF16 Linears of one process go the same way, so that a comparison with them is one of the matmuls.
+# Every operand has torchao's scale (fp64 division), format and rounding, bit for bit, but for the head's gradient: its scale is
+# that of a bound, |softmax - one-hot| <= 1. Where BF16 multiplies the weight gradient, no operand needs a second layout, and
+# Inductor compiles the casts. BF16 Linears of one process go the same way: a comparison with them is one of the matmuls.
 #
 # On a CPU the operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on
 # a GPU: CPU users lack triton. Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
@@ -527,7 +521,7 @@ class KernelLinear(nn.Linear):
     copies of it are buffers outside checkpoints."""
     recipe: Recipe
     version: int | None     # of the weight when its copies were made
-    has_bound = False       # of a head whose loss is computed by HeadLoss
+    has_bound = False       # of a head whose loss is computed with its matmul
     # Tensors, or None where there is none: the weight's copy (N, K), its transpose (K, N) in FP8, the scale () of both; its
     # lasting gradient, see keep_gradients(). x_scale, x_amax, g_scale, g_amax () are those of DelayedScales.
     q: Any
@@ -683,29 +677,43 @@ def _weight(w: torch.Tensor, copy: torch.Tensor | None, scale: torch.Tensor | No
 
 
 class KernelMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N); the rest as KernelLinear has it."""
+    """x (M, K), w (N, K) -> x w' (M, N), or with targets (M,) the cross-entropy of each of its rows (M,), fp32, nats; the rest as
+    KernelLinear has it."""
 
     @staticmethod
-    def forward(ctx, x, w, q, qt, scale, recipe, total, x_scale, x_amax, g_scale, g_amax):
+    def forward(ctx, x, w, q, qt, scale, recipe, total=None, x_scale=None, x_amax=None, g_scale=None, g_amax=None, targets=None):
         x = x.contiguous()
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         if recipe.weight.format is None:
             ctx.save_for_backward(x, None, None, q, None, total, None, None)
             return x @ q.t()
         xq, xt, x_inverse = _quantised(x, recipe.input, not recipe.has_bf16_weight_grad, x_scale, x_amax)
+        y = scaled_mm(xq, x_inverse, *_weight(w, q, scale, recipe.weight), x.dtype, fast=True)
         # Without lasting copies w itself is kept, not its FP8 copy: FSDP2 frees w between the passes, a copy would stay.
-        ctx.save_for_backward(x if xt is None else xt, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax)
-        return scaled_mm(xq, x_inverse, *_weight(w, q, scale, recipe.weight), x.dtype, fast=True)
+        kept = x if xt is None else xt, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax
+        if targets is None:
+            ctx.save_for_backward(*kept)
+            return y
+        y32 = y.float()
+        largest = y32.amax(-1, keepdim=True)
+        lse = (largest + (y32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+        picked = y32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+        ctx.save_for_backward(*kept, y, lse, targets)
+        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
 
     @staticmethod
     def backward(ctx, g):
-        kept, x_inverse, w, copy, scale, total, g_scale, g_amax = ctx.saved_tensors
+        kept, x_inverse, w, copy, scale, total, g_scale, g_amax, *loss = ctx.saved_tensors
         recipe, g = ctx.recipe, g.contiguous()
         if recipe.weight.format is None:
             grad_x = g @ copy
         else:
             weight = _weight(w, copy, scale, recipe.weight, transposed=True)
-            gq, gt, g_inverse = _quantised(g, recipe.grad, not recipe.has_bf16_weight_grad, g_scale, g_amax)
+            if loss:
+                g_scale = scale_of(g, recipe.grad)      # of a bound: reads (M,) instead of (M, N)
+                (gq, gt), g_inverse = cross_entropy_grad(*loss, g, g_scale), g_scale.reciprocal()
+            else:
+                gq, gt, g_inverse = _quantised(g, recipe.grad, not recipe.has_bf16_weight_grad, g_scale, g_amax)
             grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
         if not recipe.has_bf16_weight_grad:
             grad_w = scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, recipe.fast_backward)
@@ -713,33 +721,7 @@ class KernelMatmul(torch.autograd.Function):
             grad_w = mm(g.t(), kept, ctx.w_dtype)
         else:
             grad_w = add_weight_grad(total, g, kept)        # None
-        return grad_x, grad_w, *(None,) * 9
-
-
-class HeadLoss(torch.autograd.Function):
-    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; the rest as KernelMatmul's."""
-
-    @staticmethod
-    def forward(ctx, h, w, targets, q, qt, w_scale, recipe, h_scale=None, h_amax=None):
-        hq, ht, h_inverse = _quantised(h.contiguous(), recipe.input, True, h_scale, h_amax)
-        logits = scaled_mm(hq, h_inverse, *_weight(w, q, w_scale, recipe.weight), h.dtype, fast=True)
-        l32 = logits.float()
-        largest = l32.amax(-1, keepdim=True)
-        lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
-        picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, w_scale)
-        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
-        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (ht, h_inverse, logits, lse, targets, w, qt, w_scale), recipe = ctx.saved_tensors, ctx.recipe
-        grad = grad.contiguous()
-        scale = scale_of(grad, recipe.grad)     # of a bound: reads (M,) instead of (M, V)
-        gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
-        g_inverse, weight = scale.reciprocal(), _weight(w, qt, w_scale, recipe.weight, transposed=True)
-        grad_h = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
-        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, recipe.fast_backward), *(None,) * 7
+        return grad_x, grad_w, *(None,) * 10
 
 
 @torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=())
@@ -763,20 +745,19 @@ cross_entropy_grad.register_fake(lambda logits, *_: _empty(logits, E5M2))
 
 
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """GPT.token_losses through HeadLoss; the plain way without gradients, in BF16 (in_bf16 swaps the head's class), and where
+    """GPT.token_losses in one with its matmul; plainly without gradients, in BF16 (in_bf16 swaps the head's class), and where
     the head has hooks, as a probe's or a diagnosis's: only a call of the module runs them."""
     head: Any = model.head
     is_hooked = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
     if type(head) is not KernelLinear or is_hooked or not torch.is_grad_enabled():
         return GPT.token_losses(model, h, targets)
-    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe, head.x_scale, head.x_amax)
+    return KernelMatmul.apply(h, head.weight, *head.copies(), head.recipe, None, head.x_scale, head.x_amax, None, None, targets)
 
 
 # --------------------------------------------------------------------------------------- scales known before the pass
 #
-# fp8.scaling=delayed: a scale covers a margin times the largest magnitude of the last HISTORY steps, so no pass over a tensor has
-# to end before its cast begins, and Inductor casts in the kernel that makes the tensor. The cast finds the step's own amax on the
-# way; from it alone follow the next scales and whether values were saturated.
+# A scale covers a margin times the largest magnitude of the last HISTORY steps, so no pass over a tensor has to end before its
+# cast begins, and Inductor casts in the kernel that makes the tensor. The cast finds the step's own amax on the way.
 
 HISTORY = 4
 MARGIN: dict[Any, float] = {E4M3: 2.0, E5M2: 16.0}      # costs no precision, but 1 of 18 and 4 of 32 powers of two
@@ -791,9 +772,8 @@ class DelayedScales:
     """
 
     def __init__(self, model: nn.Module, ranks: int = 1):
-        delayed = [(name, m) for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed]
-        sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in delayed
-                 if side == "x" or not m.has_bound]
+        sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in model.named_modules()
+                 if isinstance(m, KernelLinear) and m.is_delayed and (side == "x" or not m.has_bound)]
         operands = [m.recipe.input if side == "x" else m.recipe.grad for _, m, side in sides]
         device = next(model.parameters()).device
         for _, m, side in sides:
@@ -805,8 +785,8 @@ class DelayedScales:
         self._largest = torch.tensor([FORMATS[operand.format][0] for operand in operands], device=device)
         self._margin = torch.tensor([MARGIN[operand.format] for operand in operands], device=device)
         self._is_grad = torch.tensor([side == "g" for *_, side in sides], dtype=torch.bool, device=device)
-        self._history = torch.zeros(len(sides), HISTORY, device=device)
-        self._wide_for = torch.zeros(len(sides), device=device)     # steps
+        self._rows = torch.zeros(len(sides), HISTORY + 1, device=device)
+        self._history, self._wide_for = self._rows[:, :-1], self._rows[:, -1]       # amaxes, newest first; steps
         self._saturated = torch.zeros(len(sides), dtype=torch.bool, device=device)
         self.begin(1.0)
 
@@ -842,13 +822,12 @@ class DelayedScales:
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint stores, as JSON can hold it: a tensor's amaxes, newest first, and its steps with a wide margin."""
-        return dict(zip(self._names, torch.cat((self._history, self._wide_for[:, None]), 1).tolist(), strict=True))
+        return dict(zip(self._names, self._rows.tolist(), strict=True))
 
     def load(self, state: dict[str, list[float]] | None) -> None:
         """Go on from a state(); of None, or of a tensor that it lacks, without a history. The run had another recipe there."""
-        rows = torch.tensor([(state or {}).get(name, [0.0] * (HISTORY + 1)) for name in self._names]).view(-1, HISTORY + 1)
-        self._history.copy_(rows[:, :-1])
-        self._wide_for.copy_(rows[:, -1])
+        rows = [(state or {}).get(name, [0.0] * (HISTORY + 1)) for name in self._names]
+        self._rows.copy_(torch.tensor(rows).view_as(self._rows))
 
 
 # ------------------------------------------------------------------------------------------ shards, evaluation in BF16
