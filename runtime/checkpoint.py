@@ -14,7 +14,7 @@ Read: DCP notices no flipped bit, casts other dtypes, and unpickles whatever `.m
 its code (pytorch#189308, #190877). Here every file, name, shape and dtype is compared with the manifest first, and the
 unpickler knows only the classes that describe tensors.
 
-Branch: it continues with all that its parent had (when it may: runtime/optim.py). Of an imported model (eval/from_hf.py: step
+A branch continues with all that its parent had (when it may: runtime/optim.py). Of an imported model (eval/from_hf.py: step
 0, no moments) and of a finished run as a whole a run takes the weights alone.
 """
 
@@ -44,7 +44,7 @@ from model import GPT
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.machine import GIB, file_sha256, sync_folder, write_atomically
-from runtime.optim import check_branch
+from runtime.optim import check_branch, local
 from runtime.tokenizer import tokenizer_of
 
 FORMAT_VERSION = 3      # 2, which names runtime/run.py's Progress otherwise, is read too
@@ -94,6 +94,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         run_on_rank0(world, self._sweep)
 
+    @torch.no_grad()
     def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config) -> None:
         """Wait for the save before this one, begin and return; staged() must come before anything that changes `tensors`.
         `state` is plain JSON. Raises MachineError after ATTEMPTS failed saves in a row."""
@@ -104,7 +105,14 @@ class Saver:
                     "config": config.to_dict(), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
         self._name = name_of(step)
-        self._stage(tensors)
+        if self._stream:        # copies run on a stream of their own, behind what is queued now
+            self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._stream):               # does nothing where there is none
+            for name, live in tensors.items():
+                if name not in self._copies:
+                    self._copies[name] = _host_buffer(live)
+                local(self._copies[name]).copy_(local(live), non_blocking=True)
+            self._copied = self._stream.record_event() if self._stream else None
         self._pending = self._thread.submit(self._write, manifest)
 
     def staged(self) -> None:
@@ -137,18 +145,6 @@ class Saver:
         self.wait()
         if self.failures:
             raise MachineError(f"{self.failures[-1]}: correct that, then run the same command to resume")
-
-    @torch.no_grad()
-    def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy this rank's shards to host memory: on CUDA by a stream of its own, behind what is queued now."""
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
-        with torch.cuda.stream(self._stream):               # does nothing where there is none
-            for name, live in tensors.items():
-                if name not in self._copies:
-                    self._copies[name] = _host_buffer(live)
-                _local(self._copies[name]).copy_(_local(live), non_blocking=True)
-            self._copied = self._stream.record_event() if self._stream else None
 
     # The rest runs in the background thread of each rank.
 
@@ -217,14 +213,10 @@ class Saver:
             shutil.rmtree(leftover, ignore_errors=True)     # on NFS a reader's open file may keep it; the next sweep tries again
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _host_buffer(live: torch.Tensor) -> torch.Tensor:
     """Host memory for `live`, or for this rank's shard of it; pinned for a GPU, or the copy would not be asynchronous."""
-    local = _local(live)
-    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+    shard = local(live)
+    buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
     # from_local() would move the buffer to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way.
     return DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
 

@@ -93,17 +93,13 @@ def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     while outside.any():
         left, right = value[outside] >> half, value[outside] & mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            mixed = right ^ round_key       # by SplitMix64's finaliser (Steele et al. 2014): each bit depends on every bit
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
         value[outside] = left << half | right
         outside = value >= n
     return value.astype(np.int64)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on every bit of x (the finaliser of SplitMix64, Steele et al. 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 # -------------------------------------------------------------------------------------------------------------- windows
@@ -159,12 +155,12 @@ class Validation:
         return len(self._rows)
 
     def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; fewer at the end."""
+        """Windows start to stop (exclusive) as x and y, (stop - start, n_ctx), fewer at the end: see _read_batch()."""
         return _read_batch(self._rows[start:stop], self.n_ctx)
 
 
 def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y of numbered windows, int64 (rows, n_ctx): y is x shifted by one token, NO_TARGET where that is context only."""
+    """x and y, int64 (rows, n_ctx) on the CPU: y is x shifted by one token, NO_TARGET where that is context only."""
     tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
         row[:] = windows.read(window)
@@ -288,8 +284,7 @@ class Data:
         return sum(windows.targets(window) for windows, window in self._rows(step))
 
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x shifted by one token, NO_TARGET where that is context only.
-        `step` counts from 0.
+        """x and y of a micro-batch, (micro_batch, n_ctx), as _read_batch() returns them; `step` counts from 0.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
         read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary."""

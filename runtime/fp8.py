@@ -44,6 +44,7 @@ EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (to
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 # Major compute capabilities for which torchao has the matmuls of these (Blackwell, Hopper): elsewhere they are emulated.
 NATIVE_ON = {"mxfp8": range(10, 100), "blockwise": range(9, 10)}
+FOR_BOTH = ("tensor", "constant")       # scalings whose values serve a matmul over either dimension
 EMULATED = ("blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard")       # on every GPU
 # What `auto` may choose where the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
@@ -61,11 +62,6 @@ class Operand:
     exponent: int = 0           # "constant" only: the scale is 2 ** exponent
     tile: tuple[int, int] = (1, 1)      # of "tile" and "block", along the dimension that stays and that which is summed over
     is_stochastic: bool = False         # rounded up with a probability that makes the mean exact
-
-    @property
-    def serves_both(self) -> bool:
-        """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
-        return self.scaling in ("tensor", "constant") or self.tile[0] == self.tile[1] > 1
 
 
 @dataclass(frozen=True)
@@ -222,18 +218,13 @@ def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inver
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a (M, K) @ b (K, N) in `dtype`, (M, N): on a GPU as the matmul sums it up, on a CPU rounded to a's dtype in between."""
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
-
-
 @torch.library.custom_op("nanofp8::add_weight_grad", mutates_args=("total",))
 def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
     """total (N, K) fp32 += g' x of BF16; on a GPU the matmul begins with `total`, whose bytes are read and written once."""
     if total.is_cuda:
         torch.addmm(total, g.t(), x, out_dtype=total.dtype, out=total)
     else:
-        total += mm(g.t(), x, total.dtype)
+        total += g.t() @ x      # rounded to BF16 in between
 
 
 add_weight_grad.register_fake(lambda total, g, x: None)
@@ -274,11 +265,12 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             if not any(_matches(name, pattern) for name in linears):
                 raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: "
                                 f"{', '.join(dict.fromkeys(map(_pattern, linears)))}")
-    timings, n_blocks = load_table() if config.recipe == "auto" else None, 1 + max(map(_block, linears), default=-1)
-    layers = []
+    timings, layers = load_table() if config.recipe == "auto" else None, []
+    blocks = {name: int(name.split(".")[1]) if name.startswith("layers.") else -1 for name in linears}      # -1: in none
+    n_blocks = 1 + max(blocks.values(), default=-1)
     for name, shape in linears.items():
         recipe: Any = config.recipe
-        block, kernels, why = _block(name), config.kernels, ""
+        block, kernels, why = blocks[name], config.kernels, ""
         skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
         reason = next((reason for is_so, reason in (
             (recipe == "off", "fp8.recipe=off"),
@@ -310,11 +302,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _block(name: str) -> int:
-    """The number of the block that a Linear belongs to; -1 outside all blocks."""
-    return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
 def by_layer(layers: list[Layer]) -> dict[str, str]:
@@ -362,9 +349,7 @@ def _is_native(recipe: str) -> bool:
 def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str = "cpu") -> list[Layer]:
     """Convert the selected Linears of `model` in place; returns the verdict on every Linear. Raises as select() does.
 
-    loss_scale: what the loss is multiplied by before the backward pass; constant gradient scales undo it.
-    device_type: "cuda" or "cpu", where the model, perhaps still on the meta device, will run.
-    """
+    loss_scale as in for_loss_scale(); device_type "cuda" or "cpu": where the model, perhaps on the meta device, will run."""
     is_on_cpu = device_type == "cpu"
     layers = select(model, config, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
     for layer in layers:
@@ -381,8 +366,7 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather:
             module.__class__, module.recipe, module.is_native = QuantisedLinear, recipe, _is_native(layer.recipe)
         else:
-            parent, _, child = layer.name.rpartition(".")
-            setattr(model.get_submodule(parent), child, _by_torchao(module, layer.recipe, config, is_on_cpu))
+            model.set_submodule(layer.name, _by_torchao(module, layer.recipe, config, is_on_cpu))
     return layers
 
 
@@ -431,16 +415,13 @@ class EmulatedMatmul(torch.autograd.Function):
     """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied; numerics only.
 
     On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
-    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles. position (), salt: of noise_at().
-    """
+    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles. position (), salt: of noise_at()."""
 
     @staticmethod
     def forward(ctx, x, w, position, salt, recipe):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
-        ctx.reuses_x = recipe.input.serves_both and not recipe.has_bf16_weight_grad
-        # On a GPU w is kept, not its fp32 image: FSDP2 frees w between the passes, an image would stay.
-        ctx.reuses_w = recipe.weight.serves_both and recipe.weight_again is None and x.device.type == "cpu"
-        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w, position, salt)
+        ctx.reuses_x = recipe.input.scaling in FOR_BOTH and not recipe.has_bf16_weight_grad
+        ctx.save_for_backward(qx if ctx.reuses_x else x, w, position, salt)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
 
@@ -449,11 +430,11 @@ class EmulatedMatmul(torch.autograd.Function):
         (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         has_noise = recipe.grad.is_stochastic and position is not None
         noise = [noise_at(g.shape, position, salt + more) if has_noise else None for more in (0, 2**60)]
-        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
+        qw = _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
         qg = qg_w = _emulated(g, recipe.grad, dtype, -1, noise[0])
         if recipe.has_bf16_weight_grad:
             qg_w = g
-        elif not recipe.grad.serves_both:
+        elif recipe.grad.scaling not in FOR_BOTH:
             qg_w = _emulated(_rotated(g) if recipe.is_rotated else g, recipe.grad, dtype, 0, noise[1])
         if not (recipe.has_bf16_weight_grad or ctx.reuses_x):
             x = _emulated(_rotated(x) if recipe.is_rotated else x, recipe.input, dtype, 0)
@@ -629,9 +610,7 @@ def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
 @torch.library.custom_op("nanofp8::cast_both_layouts", mutates_args=())
 def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)), all row-major."""
-    q, qt = _empty(x, format)
-    _cast_into(x, scale, q, qt)
-    return q, qt
+    return _cast_into(x, scale, *_empty(x, format))
 
 
 cast_both.register_fake(lambda x, scale, format: _empty(x, format))
@@ -641,14 +620,15 @@ def _empty(x, format):
     return x.new_empty(x.shape, dtype=format), x.new_empty(x.shape[::-1], dtype=format)
 
 
-def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
-    """cast_both() into memory that is there."""
+def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cast_both() into memory that is there; returns q and qt."""
     if x.is_cuda:
         from runtime import fp8_kernels
         fp8_kernels.cast_both(x, scale, q, qt)
     else:
         q.copy_(cast(x, scale, q.dtype))
         qt.copy_(q.t())
+    return q, qt
 
 
 def _quantised(x: torch.Tensor, operand: Operand, wants_transpose: bool, scale: torch.Tensor | None = None,
@@ -717,10 +697,12 @@ class KernelMatmul(torch.autograd.Function):
             grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
         if not recipe.has_bf16_weight_grad:
             grad_w = scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, recipe.fast_backward)
-        elif total is None:
-            grad_w = mm(g.t(), kept, ctx.w_dtype)
-        else:
+        elif total is not None:
             grad_w = add_weight_grad(total, g, kept)        # None
+        elif g.is_cuda and g.dtype != ctx.w_dtype:
+            grad_w = torch.mm(g.t(), kept, out_dtype=ctx.w_dtype)       # as the matmul sums it up
+        else:
+            grad_w = (g.t() @ kept).to(ctx.w_dtype)
         return grad_x, grad_w, *(None,) * 10
 
 
@@ -768,8 +750,7 @@ class DelayedScales:
     """The scales of the KernelLinears of `model` that are delayed; of none, where fp8.scaling=current. By all ranks alike.
 
     A head's gradient whose scale follows from a bound has no row. Gradients are kept as those of a loss that is not scaled: its
-    scale depends on ranks and targets. A run's first step has cscale's constants. Amaxes of zero or infinity leave no trace.
-    """
+    scale depends on ranks and targets. A run's first step has cscale's constants. Amaxes of zero or infinity leave no trace."""
 
     def __init__(self, model: nn.Module, ranks: int = 1):
         sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in model.named_modules()

@@ -20,12 +20,12 @@ BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "o
 
 
 def build_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
-    """The optimizer of optim.kind, with weight decay on matrices only, not on the norms' weights."""
+    """The optimizer of optim.kind."""
     return MuonAdamW(model, config) if config.kind == "muon" else _adamw(list(model.parameters()), config)
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW (1711.05101)."""
+    """Fused AdamW (1711.05101), with weight decay on matrices only, not on the norms' weights."""
     matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
@@ -65,11 +65,11 @@ class MuonAdamW:
         updates = self._by_owners(list(momenta)) if self.is_sharded else map(_by_parts, momenta, self.parts.values())
         for (p, rows), update in zip(self.parts.items(), updates, strict=True):
             update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
-            _local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
+            local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
 
     def _momentum(self, p: torch.Tensor) -> torch.Tensor:
         """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration begins."""
-        grad, momentum, beta = _local(p.grad), _local(self.state[p]["momentum"]), self.config.momentum
+        grad, momentum, beta = local(p.grad), local(self.state[p]["momentum"]), self.config.momentum
         momentum.lerp_(grad, 1 - beta)
         return grad.lerp(momentum, beta).bfloat16()
 
@@ -118,7 +118,8 @@ def deal(costs: list[int], ranks: int) -> list[int]:
     return owners
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's shard, or the whole tensor where it has no shards."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.machine import file_sha256, new_file
+from runtime.machine import file_sha256, write_atomically
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
@@ -121,8 +121,7 @@ def shard_damage(shard: Shard) -> str | None:
 def write_index(folder: Path, index: dict) -> None:
     """Write index.json, the last file of a source. `index`: Index's fields."""
     index = {"format_version": FORMAT_VERSION, **index}
-    with new_file(folder / "index.json") as file:
-        file.write(json.dumps(index | {"sha256": _index_sha256(index)}, indent=1).encode())
+    write_atomically(folder / "index.json", json.dumps(index | {"sha256": _index_sha256(index)}, indent=1))
 
 
 def _index_sha256(index: dict) -> str:
