@@ -204,7 +204,7 @@ class KVCache:
 
 
 class GPT(nn.Module):
-    """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) each sequence's summed cross-entropy (B,), fp32, nats."""
+    """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy of a sequence (B,), nats."""
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -243,8 +243,7 @@ class GPT(nn.Module):
 
         A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats (docs/findings.md).
 
-        `assign(parameter, full_value)` stores a value, drawn on the CPU; sharded parameters take only their part of it.
-        """
+        `assign(parameter, full_value)` stores a value, drawn on the CPU; sharded parameters take only their part of it."""
         self.tie()
         for name, p in self.named_parameters():
             if "norm" in name:
@@ -308,8 +307,7 @@ class GPT(nn.Module):
         params_matmul     weights that multiply an activation: every Linear, the head once
         flops_per_token_* training FLOPs (forward and backward): 6 a parameter; attention 12 L H D T (PaLM, 2204.02311,
                           appendix B), half of it where the causal mask is counted. `flops_per_token` is
-                          6 params_matmul + the whole of attention: the convention behind every MFU here.
-        """
+                          6 params_matmul + the whole of attention: the convention behind every MFU here."""
         c = self.config
         total = sum(p.numel() for p in self.parameters())
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))

@@ -246,7 +246,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)        # else the next save's sweep removes it
 
 
-# --------------------------------------------------------------------------------------------------------------- verify
+# ------------------------------------------------------------------------------------------------------ verify and load
 
 def seal(folder: Path, manifest: dict) -> None:
     """Write manifest.json, then DONE with its SHA-256, both synced: a folder that has the two is a checkpoint."""
@@ -286,8 +286,6 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     """Shape and dtype of each, as the manifest has them."""
     return {name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()}
 
-
-# ----------------------------------------------------------------------------------------------------------------- load
 
 def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callable[[str], None],
             before: int | None = None) -> tuple[Path, dict] | None:
@@ -448,14 +446,13 @@ def run_on_rank0(world, work: Callable[[], T]) -> T:
 
 def together(work: Callable[[], T], world) -> list[T]:
     """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all."""
-    result, error = cast(T, None), None
     try:
-        result = work()
+        mine: tuple = work(), None
     except (Exception, CheckpointException) as problem:
-        error = problem
-    outcomes = gather((result, error), world)
+        mine = None, problem
+    outcomes = gather(mine, world)
     if raised := [problem for _, problem in outcomes if problem is not None]:
-        raise error or raised[0]        # its own, where it has one: that knows where it was raised
+        raise mine[1] or raised[0]      # its own, where it has one: that knows where it was raised
     return [result for result, _ in outcomes]
 
 
@@ -477,7 +474,6 @@ def cause(error: BaseException) -> str:
 
 def _process_group(world) -> dict:
     """Arguments of dcp.save() and dcp.load()."""
-    if world is not None and world.size > 1:
-        return {"process_group": world.checkpoint_group}
+    group = world and world.checkpoint_group
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
-    return {"no_dist": True}
+    return {"process_group": group, "no_dist": group is None}

@@ -709,7 +709,8 @@ class KernelMatmul(torch.autograd.Function):
 @torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=())
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor,
                        scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exp(logit - lse) - [is target]) * grad * scale in E5M2: (q (M, V), its transpose (V, M)); zero rows for NO_TARGET.
+    """(exp(logit - lse) - [is target]) * (grad * scale), saturated, in E5M2: (q (M, V), its transpose (V, M)); zero rows for
+    NO_TARGET.
 
     logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
     if logits.is_cuda:

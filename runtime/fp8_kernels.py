@@ -26,22 +26,18 @@ GROUP = 8       # consecutive programs that write neighbouring lines of the tran
 
 
 def cast_both(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
-    """Write x * scale, saturated and rounded to the format of qt, to q (M, K) and transposed to qt (K, M).
+    """Write what fp8.cast_both() returns to q (M, K) and qt (K, M), in their format.
 
-    x (M, K) BF16 or fp32, scale () fp32, q and qt of one format, all contiguous; M and K multiples of 16. The values are those
-    of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's largest value.
-    """
+    x (M, K) BF16 or fp32, scale () fp32, all contiguous; M and K multiples of 16. The values are those of torchao's casts, bit
+    for bit: NaN stays NaN, an infinity becomes the format's largest value."""
     _launch(_cast_both, (x, scale), q, qt, CAST_COLUMNS)
 
 
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
                        q: torch.Tensor, qt: torch.Tensor) -> None:
-    """Write the scaled gradient of the cross-entropy with respect to its logits to q (M, V) and transposed to qt (V, M).
+    """Write what fp8.cross_entropy_grad() returns of the same inputs to q (M, V) and qt (V, M), in their format.
 
-    At (m, v): (exp(logits[m, v] - lse[m]) - [v == targets[m]]) * (grad[m] * scale), saturated and rounded to the format of qt;
-    zero in rows whose target is -100. logits (M, V) BF16 or fp32, lse (M,) fp32 their log-sum-exp, targets (M,) int64, grad
-    (M,) fp32 the gradient of each row's loss, scale () fp32; all contiguous, M and V multiples of 16.
-    """
+    logits may be fp32 too; all are contiguous, M and V multiples of 16."""
     _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt, GRAD_COLUMNS)
 
 

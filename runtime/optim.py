@@ -143,8 +143,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
-    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
-    """
+    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)"""
     warmup = config.warmup_steps(steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -163,9 +162,8 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     if config.parent is None or step != config.parent[1]:
         raise UserError(f"{where} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
-    free = BRANCH_FREE if config.fp8.label == parent.fp8.label else BRANCH_FREE | {key for key in now | before if "fp8." in key}
     if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in now | before
-                   if key not in free and before.get(key) != now.get(key)]:
+                   if key not in BRANCH_FREE and not key.startswith("fp8.") and before.get(key) != now.get(key)]:
         raise UserError(f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in run, out, "
                         f"precision, budget and decay alone; start_from=out/{parent.run} takes its weights")
     for k in range(step):
