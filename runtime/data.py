@@ -164,10 +164,8 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
     tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
         row[:] = windows.read(window)
-    x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
-    if any(windows.is_masked for windows, _ in rows):
-        x &= int(~LOSS_MASK_BIT)
-        y[y >= int(LOSS_MASK_BIT)] = NO_TARGET
+    x, y = (tokens[:, :-1] & ~LOSS_MASK_BIT).astype(np.int64), tokens[:, 1:].astype(np.int64)
+    y[y >= int(LOSS_MASK_BIT)] = NO_TARGET
     return torch.from_numpy(x), torch.from_numpy(y)
 
 

@@ -38,8 +38,7 @@ from runtime.speed import choose, load_table
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
 # Largest value, smallest normal one, distance from 1 to the next.
 FORMATS: dict[torch.dtype | str | None, tuple[float, float, float]] = {
-    **{dtype: (info.max, info.smallest_normal, info.eps) for dtype in (E4M3, E5M2) for info in [torch.finfo(dtype)]},
-    E2M1: (6.0, 1.0, 0.5)}
+    E4M3: (448.0, 2.0**-6, 0.125), E5M2: (57344.0, 2.0**-14, 0.25), E2M1: (6.0, 1.0, 0.5)}
 EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 # Major compute capabilities for which torchao has the matmuls of these (Blackwell, Hopper): elsewhere they are emulated.
@@ -230,7 +229,7 @@ def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> No
 add_weight_grad.register_fake(lambda total, g, x: None)
 
 
-# ------------------------------------------------------------------------------------------------------------- selection
+# ---------------------------------------------------------------------------------------------- selection and conversion
 
 def by_name(label: str) -> FP8Config:
     """The settings with this label, such as tensorwise+kernels."""
@@ -343,8 +342,6 @@ def _is_native(recipe: str) -> bool:
     """Whether the GPU here multiplies by `recipe`, which torchao's prototypes compute, itself."""
     return recipe in NATIVE_ON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in NATIVE_ON[recipe]
 
-
-# ------------------------------------------------------------------------------------------------------------ conversion
 
 def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str = "cpu") -> list[Layer]:
     """Convert the selected Linears of `model` in place; returns the verdict on every Linear. Raises as select() does.
