@@ -13,9 +13,6 @@ keep policy no longer wants. A stage that fails on one rank fails on all and lea
 Read: DCP notices no flipped bit, casts other dtypes, and unpickles whatever `.metadata` names, so that an untrusted folder runs
 its code (pytorch#189308, #190877). Here every file, name, shape and dtype is compared with the manifest first, and the
 unpickler knows only the classes that describe tensors.
-
-A branch continues with all that its parent had (when it may: runtime/optim.py). Of an imported model (eval/from_hf.py: step
-0, no moments) and of a finished run as a whole a run takes the weights alone.
 """
 
 import hashlib
@@ -395,7 +392,7 @@ def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tenso
 
 
 def is_weights_only(manifest: dict) -> bool:
-    """Whether a checkpoint is an imported model, or taken for one: no moments, no place in a data order."""
+    """Whether a checkpoint is an imported model (eval/from_hf.py), or a finished run taken for one: no moments, no data order."""
     return "imported" in manifest["state"]
 
 

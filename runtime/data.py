@@ -5,8 +5,7 @@ every machine, at every world size, in every precision. Sequence i of the run be
 to within one sequence at every i), is the k-th of that source, and a keyed permutation, a new one in each epoch, maps k to a
 window. A resume needs only the step number.
 
-A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap. In a masked
-source some tokens are context only: as targets they are NO_TARGET, which torch's cross-entropy ignores.
+A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
 """
 
 import json

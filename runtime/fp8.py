@@ -1,15 +1,13 @@
 """FP8: the recipes, their rounding, which Linears they convert, and the Linears that multiply by them.
 
-Converting changes how a Linear multiplies, while its name, its fp32 weight and hence every checkpoint stay the same.
-docs/fp8.md has the recipes and their sources; RECIPES below is what they are made of.
+Converting changes how a Linear multiplies, while its name, its fp32 weight and hence every checkpoint stay the same. docs/fp8.md
+has the recipes, their sources and what computes them where.
 
 An operand is multiplied by its scale and rounded to its format, saturating; the matmul's result is divided by the scales. All
 but cscale scale by the operand's current largest magnitude; with fp8.scaling=delayed by those of past steps, see DelayedScales.
 
-On a GPU torchao computes the first five recipes, or with fp8.kernels=true the KernelLinears below compute tensorwise,
-tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. torchao's prototypes have mxfp8 on Blackwell and
-blockwise on Hopper; on other GPUs these are emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU
-every recipe is emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
+On a GPU torchao multiplies, or with fp8.kernels=true the KernelLinears below: the same roundings, fewer passes over memory. What
+neither has is emulated, as is every recipe on a CPU: operands are rounded, dequantised, multiplied.
 """
 
 import contextlib
