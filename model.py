@@ -185,9 +185,9 @@ class Block(nn.Module):
 class KVCache:
     """Keys and values of the tokens seen so far, by attention layer; grows by concatenation."""
 
-    def __init__(self):
-        self.length = 0         # tokens cached
-        self._kv = {}
+    def __init__(self, length=0, kv=()):
+        self.length = length        # tokens cached
+        self._kv = dict(kv)
 
     def append(self, layer, k, v):
         if layer in self._kv:
@@ -197,10 +197,7 @@ class KVCache:
 
     def rows(self, index):
         """A cache of its own for the rows that index (n,) names, in that order, one as often as it is named."""
-        cache = KVCache()
-        cache.length = self.length
-        cache._kv = {layer: (k[index], v[index]) for layer, (k, v) in self._kv.items()}
-        return cache
+        return KVCache(self.length, {layer: (k[index], v[index]) for layer, (k, v) in self._kv.items()})
 
 
 class GPT(nn.Module):

@@ -498,12 +498,8 @@ class KernelLinear(nn.Linear):
     recipe: Recipe
     version: int | None     # of the weight when its copies were made
     has_bound = False       # of a head whose loss is computed with its matmul
-    # Tensors, or None where there is none: the weight's copy (N, K), its transpose (K, N) in FP8, the scale () of both; its
-    # lasting gradient, see keep_gradients(). x_scale, x_amax, g_scale, g_amax () are those of DelayedScales.
-    q: Any
-    qt: Any
-    scale: Any
-    total: Any
+    # Buffers, or None where there is none: q, the weight's copy (N, K), qt, its transpose (K, N) in FP8, the scale () of both;
+    # total, its lasting gradient, see keep_gradients(). x_scale, x_amax, g_scale, g_amax () are those of DelayedScales.
 
     def forward(self, x):
         rows, copies = x.reshape(-1, x.shape[-1]), self.copies()        # (M, K)
@@ -515,7 +511,7 @@ class KernelLinear(nn.Linear):
             y = scaled_mm(q, inverse, *_weight(self.weight, copies[0], copies[2], self.recipe.weight), x.dtype, fast=True)
         return y.view(*x.shape[:-1], -1)
 
-    def copies(self) -> tuple[torch.Tensor | None, ...]:
+    def copies(self) -> tuple:
         """q, qt and scale, once it is sure that they are the weight's."""
         if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
             assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"

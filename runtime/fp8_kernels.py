@@ -2,10 +2,7 @@
 
 An FP8 matmul on Hopper needs both operands contiguous along the dimension that it sums over. The three matmuls of a Linear
 sum over different dimensions of the same tensors, so each tensor is needed both row by row and transposed. A program reads
-one tile once, scales, saturates, rounds to nearest even, and writes it both ways.
-
-Least bytes moved per value: cast_both 2 + 1 + 1 for BF16, 4 + 1 + 1 for fp32; cross_entropy_grad
-2 + 1 + 1. bench/kernels.py measures how close they come to the memory's bandwidth.
+one tile once, scales, saturates, rounds to nearest even, and writes it both ways: bench/kernels.py times it against a copy.
 
 TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but Triton's interpreter rounds to FP8 wrongly
 (the tests repair it).

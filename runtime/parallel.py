@@ -249,9 +249,8 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
 def compile_model(model: GPT, is_whole: bool) -> None:
     """In place, so that the names in the state dict stay: the whole model, or block by block, as FSDP2 needs it."""
     import torch._functorch.config as functorch
-    if hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
-        # Without, cscale and our kernels are traced anew at each start. A changed backward() changes the cache's key.
-        functorch.autograd_cache_allow_custom_autograd_functions = True
+    # Without, cscale and our kernels are traced anew at each start. A changed backward() changes the cache's key.
+    functorch.autograd_cache_allow_custom_autograd_functions = True
     for module in [model] if is_whole else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
     if not is_whole:        # head and cross-entropy are one more piece: eager, they would hold three copies of the logits
@@ -263,8 +262,7 @@ def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
     them up. reshard: as given to shard(); if False, gathered weights stay until the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
-        if not reshard:
-            model.set_reshard_after_backward(now)
+        model.set_reshard_after_backward(now or reshard)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:

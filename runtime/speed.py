@@ -86,7 +86,7 @@ def architecture_of(gpu: str) -> str | None:
 
 
 def _evidence(rows: list[dict], K: int, N: int) -> dict | None:
-    """Of the rows of one recipe that of K x N, else the best of no larger shapes; one timed at several M counts at its slowest."""
+    """Of the rows of one recipe that of K x N, else the best of no larger shapes; of several M the slowest counts."""
     fastest_first = sorted((row for row in rows if row["K"] <= K and row["N"] <= N), key=lambda row: row["ratio"], reverse=True)
     slowest = {(row["K"], row["N"]): row for row in fastest_first}
     return slowest.get((K, N)) or max(slowest.values(), key=lambda row: (row["ratio"], row["K"], row["N"]), default=None)
