@@ -228,8 +228,6 @@ class GPT(nn.Module):
         """Where this model may be cut: the units of sharding, of per-block compilation and of recomputation."""
         return [block for block in self.layers if isinstance(block, Block)]
 
-    # ------------------------------------------------------------------------------------------------ initialisation
-
     @torch.no_grad()
     def init_weights(self, seed: int, assign=torch.Tensor.copy_):
         """Fill every parameter and the RoPE tables; the values depend on (seed, parameter name) alone, not on device or sharding.
@@ -263,8 +261,6 @@ class GPT(nn.Module):
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
-    # -------------------------------------------------------------------------------------------------- forward pass
-
     def forward(self, x, y=None, cache: KVCache | None = None):
         h = self.hidden(x, cache)
         if y is None:
@@ -293,8 +289,6 @@ class GPT(nn.Module):
     def token_losses(self, h, targets):
         """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32, nats."""
         return F.cross_entropy(self.head(h).float(), targets, reduction="none")     # fp32: sums of 50k exponentials
-
-    # -------------------------------------------------------------------------------------------------------- counts
 
     def counts(self) -> dict[str, int]:
         """Parameters and FLOPs per token under every convention in use, counted from the modules.

@@ -268,12 +268,11 @@ def read_manifest(path: Path) -> dict:
             raise UserError(f"{path} has checkpoint format {version}, this version reads 2 and {FORMAT_VERSION}: "
                             f"use the version that wrote it, or start the run anew")
         with ThreadPoolExecutor(HASHERS) as pool:
-            hashes = list(pool.map(lambda name: file_sha256(path / name), manifest["files"]))
+            hashes = dict(zip(manifest["files"], pool.map(lambda name: file_sha256(path / name), manifest["files"]), strict=True))
     except FileNotFoundError as error:      # any other OSError is the machine's
         raise damaged(Path(error.filename).name) from error
-    for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
-        if found != entry["sha256"]:
-            raise damaged(name)
+    if changed := [name for name, entry in manifest["files"].items() if hashes[name] != entry["sha256"]]:
+        raise damaged(changed[0])
     if version == 2:
         manifest["state"] = {FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()}
     return manifest

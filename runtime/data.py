@@ -62,9 +62,7 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
     Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
     x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
     may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that."""
-    n, period, c = len(counts), sum(counts), 2 * len(counts) - 2
-    if n == 1:
-        return np.zeros(length, np.uint16)
+    n, period, c = len(counts), sum(counts), max(1, 2 * len(counts) - 2)
     table = np.empty(length, np.uint16)
     common = math.lcm(*counts)
     # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots times c common / P.

@@ -370,10 +370,8 @@ def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bo
 
     Imported here: BF16 runs and readers of checkpoints never load it."""
     logging.disable(logging.WARNING)    # of compiled extensions for other hardware, of a deprecated call of its own
-    try:
-        import torchao.float8 as float8
-    finally:
-        logging.disable(logging.NOTSET)
+    import torchao.float8 as float8
+    logging.disable(logging.NOTSET)
     off = {f"cast_config_{operand}_for_grad_weight": float8.CastConfig(scaling_type=float8.config.ScalingType.DISABLED)
            for operand in ("input", "grad_output")}     # one each: torchao changes them
     changes = {"amax": {"round_scales_to_power_of_2": True}, "tensorwise_gw_hp": off}.get(recipe, {})
@@ -415,23 +413,21 @@ class EmulatedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, position, salt, recipe):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
-        ctx.reuses_x = recipe.input.scaling in FOR_BOTH and not recipe.has_bf16_weight_grad
-        ctx.save_for_backward(qx if ctx.reuses_x else x, w, position, salt)
+        reuses_x = recipe.input.scaling in FOR_BOTH and not recipe.has_bf16_weight_grad
+        ctx.save_for_backward(qx if reuses_x else x, w, position, salt)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
-        has_noise = recipe.grad.is_stochastic and position is not None
-        noise = [noise_at(g.shape, position, salt + more) if has_noise else None for more in (0, 2**60)]
+        noise = [None if position is None else noise_at(g.shape, position, salt + more) for more in (0, 2**60)]
         qw = _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
         qg = qg_w = _emulated(g, recipe.grad, dtype, -1, noise[0])
         if recipe.has_bf16_weight_grad:
             qg_w = g
-        elif recipe.grad.scaling not in FOR_BOTH:
+        elif recipe.input.scaling not in FOR_BOTH:      # nor is the gradient's
             qg_w = _emulated(_rotated(g) if recipe.is_rotated else g, recipe.grad, dtype, 0, noise[1])
-        if not (recipe.has_bf16_weight_grad or ctx.reuses_x):
             x = _emulated(_rotated(x) if recipe.is_rotated else x, recipe.input, dtype, 0)
         return (qg @ qw).to(dtype), (qg_w.t() @ x).to(dtype).to(ctx.w_dtype), None, None, None
 

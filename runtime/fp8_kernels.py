@@ -16,7 +16,6 @@ IGNORED = tl.constexpr(-100)        # target of a token without loss: torch's ig
 LOG2_E = tl.constexpr(1.4426950408889634)
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
-
 # What one program casts, chosen by the code compiled for sm_90. 128 rows are one cache line of the transposed copy.
 ROWS, CAST_COLUMNS, GRAD_COLUMNS, WARPS = 128, 128, 64, 8
 GROUP = 8       # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
