@@ -106,9 +106,12 @@ class Saver:
             self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):               # does nothing where there is none
             for name, live in tensors.items():
-                if name not in self._copies:
-                    self._copies[name] = _host_buffer(live)
-                local(self._copies[name]).copy_(local(live), non_blocking=True)
+                shard = local(live)
+                if name not in self._copies:        # pinned for a GPU, or the copy would not be asynchronous
+                    buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+                    # from_local() would move it to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way.
+                    self._copies[name] = DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
+                local(self._copies[name]).copy_(shard, non_blocking=True)
             self._copied = self._stream.record_event() if self._stream else None
         self._pending = self._thread.submit(self._write, manifest)
 
@@ -208,14 +211,6 @@ class Saver:
         self.dir.mkdir(parents=True, exist_ok=True)
         for leftover in self.dir.glob(".tmp_*"):
             shutil.rmtree(leftover, ignore_errors=True)     # on NFS a reader's open file may keep it; the next sweep tries again
-
-
-def _host_buffer(live: torch.Tensor) -> torch.Tensor:
-    """Host memory for `live`, or for this rank's shard of it; pinned for a GPU, or the copy would not be asynchronous."""
-    shard = local(live)
-    buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
-    # from_local() would move the buffer to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way.
-    return DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
 
 
 def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:

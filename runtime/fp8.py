@@ -467,10 +467,8 @@ def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
 
 
 def _torchao_mx(x, w):
-    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-    return _to_mxfp8_then_scaled_mm(x.contiguous(), w.to(x.dtype), KernelPreference.AUTO, ScaleCalculationMode.RCEIL)
+    from torchao.prototype.moe_training import mxfp8_linear as mx
+    return mx._to_mxfp8_then_scaled_mm(x.contiguous(), w.to(x.dtype), mx.KernelPreference.AUTO, mx.ScaleCalculationMode.RCEIL)
 
 
 def _torchao_blockwise(x, w):
@@ -611,11 +609,9 @@ def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.
     """cast_both() into memory that is there; returns q and qt."""
     if x.is_cuda:
         from runtime import fp8_kernels
-        fp8_kernels.cast_both(x, scale, q, qt)
-    else:
-        q.copy_(cast(x, scale, q.dtype))
-        qt.copy_(q.t())
-    return q, qt
+        return fp8_kernels.cast_both(x, scale, q, qt)
+    q.copy_(cast(x, scale, q.dtype))
+    return q, qt.copy_(q.t())
 
 
 def _quantised(x: torch.Tensor, operand: Operand, wants_transpose: bool, scale: torch.Tensor | None = None,
@@ -702,9 +698,7 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
     logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
     if logits.is_cuda:
         from runtime import fp8_kernels
-        q, qt = _empty(logits, E5M2)
-        fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
-        return q, qt
+        return fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, *_empty(logits, E5M2))
     p = torch.exp(logits.float() - lse[:, None])
     p -= F.one_hot(targets.clamp(min=0), logits.size(1))
     q = cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)

@@ -21,23 +21,23 @@ ROWS, CAST_COLUMNS, GRAD_COLUMNS, WARPS = 128, 128, 64, 8
 GROUP = 8       # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
 
 
-def cast_both(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
-    """Write what fp8.cast_both() returns to q (M, K) and qt (K, M), in their format.
+def cast_both(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write what fp8.cast_both() returns to q (M, K) and qt (K, M), in their format; returns both.
 
     x (M, K) BF16 or fp32, scale () fp32, all contiguous; M and K multiples of 16. The values are those of torchao's casts, bit
     for bit: NaN stays NaN, an infinity becomes the format's largest value."""
-    _launch(_cast_both, (x, scale), q, qt, CAST_COLUMNS)
+    return _launch(_cast_both, (x, scale), q, qt, CAST_COLUMNS)
 
 
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
-                       q: torch.Tensor, qt: torch.Tensor) -> None:
-    """Write what fp8.cross_entropy_grad() returns of the same inputs to q (M, V) and qt (V, M), in their format.
+                       q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write what fp8.cross_entropy_grad() returns of the same inputs to q (M, V) and qt (V, M), in their format; returns both.
 
     logits may be fp32 too; all are contiguous, M and V multiples of 16."""
-    _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt, GRAD_COLUMNS)
+    return _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt, GRAD_COLUMNS)
 
 
-def _launch(kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch.Tensor, columns: int) -> None:
+def _launch(kernel, inputs: tuple[torch.Tensor, ...], q, qt, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, format = inputs[0], qt.dtype
     M, K = x.shape
     # A kernel that is given wrong shapes overwrites other tensors.
@@ -49,6 +49,7 @@ def _launch(kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch
     # q (M, K) as bytes, qt (K, M / 2) as pairs of them
     kernel[grid](*inputs, q.view(torch.uint8), qt.view(torch.int16), M, K, FORMAT=FORMATS[format],
                  LARGEST=torch.finfo(format).max, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS)
+    return q, qt
 
 
 # -------------------------------------------------------------------------------------------------------- on the device
