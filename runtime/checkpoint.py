@@ -146,10 +146,8 @@ class Saver:
         if self.failures:
             raise MachineError(f"{self.failures[-1]}: correct that, then run the same command to resume")
 
-    # The rest runs in the background thread of each rank.
-
     def _write(self, manifest: dict) -> None:
-        """All of a save but the copies. Where it fails, it raises the same error on every rank."""
+        """All of a save but the copies, in a background thread of each rank. Where it fails, it raises the same error on all."""
         final, is_main = self.dir / self._name, self.world.is_main
         tmp = final.with_name(f".tmp_{final.name}")
         try:
@@ -224,10 +222,8 @@ def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -
     regular, rolling = (due, others) if policy.rolling else (sorted(due + others), [])
     stay = {*steps[-2:], *regular[-policy.keep:], *rolling[-1:]}
     stay |= {s for s in steps if s in policy.at or (policy.forever and s % policy.forever == 0)}
-    judged = [s for s in steps if math.isfinite(losses.get(s, math.nan))]
-    if policy.best and judged:
-        stay.add(min(judged, key=lambda s: (losses[s], -s)))
-    return stay
+    judged = [s for s in steps if policy.best and math.isfinite(losses.get(s, math.nan))]
+    return stay.union(sorted(judged, key=lambda s: (losses[s], -s))[:1])
 
 
 def _remove(path: Path) -> None:

@@ -274,8 +274,6 @@ class Data:
 
     def targets(self, step: int) -> int:
         """Targets in a step's sequences, over all ranks: tokens_per_step where no source is masked, 0 or more where one is."""
-        if not any(index.is_masked for index in self.indexes):
-            return self.config.data.tokens_per_step     # without reading the shards
         return sum(windows.targets(window) for windows, window in self._rows(step))
 
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:

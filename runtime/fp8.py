@@ -104,8 +104,7 @@ RECIPES = {recipe.name: recipe for recipe in (
     Recipe("nvfp4_nearest", _ROW_16, _SQUARE_16, _ROW_16),
     Recipe("nvfp4_hadamard", _ROW_16, _SQUARE_16, _ROW_16_GRAD, is_rotated=True),
 )}
-# Of KernelLinears that FP8 leaves alone.
-BF16 = Recipe("bf16", Operand(None), Operand(None), Operand(None), has_bf16_weight_grad=True)
+BF16 = Recipe("bf16", Operand(None), Operand(None), Operand(None), has_bf16_weight_grad=True)       # of KernelLinears alone
 
 
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
@@ -482,7 +481,6 @@ def _torchao_blockwise(x, w):
 # Every operand has torchao's scale (fp64 division), format and rounding, bit for bit, but for the head's gradient: its scale is
 # that of a bound, |softmax - one-hot| <= 1. Where BF16 multiplies the weight gradient, no operand needs a second layout, and
 # Inductor compiles the casts. BF16 Linears of one process go the same way: a comparison with them is one of the matmuls.
-#
 # On a CPU the operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on
 # a GPU: CPU users lack triton. Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
 
@@ -820,7 +818,6 @@ def reshard(model: nn.Module) -> None:
 
 class GatheredLinear(nn.Linear):
     """A Linear without bias that gathers `shard` in its input's dtype, for evaluation in BF16: FSDP2 would gather float8."""
-    shard: DTensor
 
     def forward(self, x):
         return F.linear(x, self.shard.to(x.dtype).full_tensor())
