@@ -237,7 +237,6 @@ class GPT(nn.Module):
         norms                       ones
 
         A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats (docs/findings.md).
-
         `assign(parameter, full_value)` stores a value, drawn on the CPU; sharded parameters take only their part of it."""
         self.tie()
         for name, p in self.named_parameters():

@@ -134,9 +134,8 @@ class Validation:
     """The fixed validation windows of one source: the same, in the same order, in every run of equal n_ctx.
 
     Attributes: n_ctx; selection, the numbers of the windows; targets of each window, (windows,) int64; tokens, the sum of
-    targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per target of the whole split (an estimate where not all
-    windows are selected). End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 / text_bytes
-    includes the cost of predicting where a document ends."""
+    targets; text_bytes, an estimate of their UTF-8 bytes: tokens x the mean bytes per target of the whole split. End-of-text
+    tokens have no bytes: bits per byte = summed nats / ln 2 / text_bytes includes predicting where a document ends."""
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
         windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx

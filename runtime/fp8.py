@@ -365,11 +365,9 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
 
 
 def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bool) -> nn.Module:
-    """torchao's Linear of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting changed.
-
-    Imported here: BF16 runs and readers of checkpoints never load it."""
+    """torchao's Linear of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting changed."""
     logging.disable(logging.WARNING)    # of compiled extensions for other hardware, of a deprecated call of its own
-    import torchao.float8 as float8
+    import torchao.float8 as float8  # here: BF16 runs and readers of checkpoints never load it
     logging.disable(logging.NOTSET)
     off = {f"cast_config_{operand}_for_grad_weight": float8.CastConfig(scaling_type=float8.config.ScalingType.DISABLED)
            for operand in ("input", "grad_output")}     # one each: torchao changes them
@@ -448,9 +446,8 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 def noise_of(module: Any, g: torch.Tensor) -> torch.Tensor | None:
     """The noise with which a converted Linear rounds its output's gradient g (..., N) for the input's; None: to nearest."""
-    if getattr(module, "position", None) is None:
-        return None
-    return noise_at(g.flatten(0, -2).shape, module.position, module.salt).view_as(g)
+    position = getattr(module, "position", None)
+    return None if position is None else noise_at(g.flatten(0, -2).shape, position, module.salt).view_as(g)
 
 
 def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
@@ -690,8 +687,7 @@ class KernelMatmul(torch.autograd.Function):
 @torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=())
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor,
                        scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exp(logit - lse) - [is target]) * (grad * scale), saturated, in E5M2: (q (M, V), its transpose (V, M)); zero rows for
-    NO_TARGET.
+    """(exp(logit - lse) - [is target]) * (grad * scale) in E5M2, saturated: (q (M, V), its transpose (V, M)); no target: zeros.
 
     logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
     if logits.is_cuda:
@@ -717,9 +713,6 @@ def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 
 # --------------------------------------------------------------------------------------- scales known before the pass
-#
-# A scale covers a margin times the largest magnitude of the last HISTORY steps, so no pass over a tensor has to end before its
-# cast begins, and Inductor casts in the kernel that makes the tensor. The cast finds the step's own amax on the way.
 
 HISTORY = 4
 MARGIN: dict[Any, float] = {E4M3: 2.0, E5M2: 16.0}      # costs no precision, but 1 of 18 and 4 of 32 powers of two
@@ -729,6 +722,7 @@ WIDE, CALM = 8.0, 16        # a tensor that has saturated has so many times the 
 class DelayedScales:
     """The scales of the KernelLinears of `model` that are delayed; of none, where fp8.scaling=current. By all ranks alike.
 
+    A scale covers a margin times the amaxes of the last HISTORY steps: no pass over a tensor has to end before its cast begins.
     A head's gradient whose scale follows from a bound has no row. Gradients are kept as those of a loss that is not scaled: its
     scale depends on ranks and targets. A run's first step has cscale's constants. Amaxes of zero or infinity leave no trace."""
 

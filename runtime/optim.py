@@ -1,5 +1,4 @@
-"""AdamW, or Muon for the blocks' matrices beside it: which parameters decay, the learning rate of each step, which runs may
-branch off another."""
+"""AdamW, or Muon for the blocks' matrices beside it; the learning rate of each step; which runs may branch off another."""
 
 import math
 from itertools import chain
