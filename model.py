@@ -5,9 +5,8 @@ tensor for tensor: RMSNorm before each sub-layer, half-split RoPE, grouped-query
 
     B batch   T time   C channels (n_embd)   H query heads   K key/value heads   D head size   F ffn   V vocabulary
 
-Weights are stored in fp32. The activations carry the compute dtype (BF16 in training) from the embedding on, and
-each Linear casts its weight to the dtype of its input: no autocast, hence no list of operations that somebody else
-decides to run in another precision, and the BF16 and FP8 arms of a comparison cast at the same places.
+Weights are stored in fp32. The activations carry the compute dtype (BF16 in training) from the embedding on, and each Linear
+casts its weight to it: no autocast, so the BF16 and FP8 arms of a comparison cast at the same places.
 """
 
 import math
@@ -81,7 +80,7 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """A Linear without bias that keeps fp32 weights and computes in the dtype of its input."""
+    """A Linear without bias that computes in the dtype of its input."""
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
@@ -108,8 +107,7 @@ def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
     """Radians per position of each channel pair, shape (D/2,), fp32; with Llama 3's stretch where rope_factor is set.
 
     Source: RoFormer, 2104.09864 (equation 15); the stretch as published with Llama 3.1, its operations in the order of Hugging
-    Face's transformers, whose last bits it shares: the difference grows with the position.
-    """
+    Face's transformers, whose last bits it shares: the difference grows with the position."""
     D = config.head_size
     freq = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
     if config.rope_factor is None:
@@ -187,9 +185,9 @@ class Block(nn.Module):
 class KVCache:
     """Keys and values of the tokens seen so far, by attention layer; grows by concatenation."""
 
-    def __init__(self):
-        self.length = 0         # tokens cached
-        self._kv = {}
+    def __init__(self, length=0, kv=()):
+        self.length = length        # tokens cached
+        self._kv = dict(kv)
 
     def append(self, layer, k, v):
         if layer in self._kv:
@@ -199,14 +197,11 @@ class KVCache:
 
     def rows(self, index):
         """A cache of its own for the rows that index (n,) names, in that order, one as often as it is named."""
-        cache = KVCache()
-        cache.length = self.length
-        cache._kv = {layer: (k[index], v[index]) for layer, (k, v) in self._kv.items()}
-        return cache
+        return KVCache(self.length, {layer: (k[index], v[index]) for layer, (k, v) in self._kv.items()})
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) int64 -> logits (B, T, V), or with targets the cross-entropy of each sequence (B,) in nats."""
+    """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy of a sequence (B,), nats."""
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -233,21 +228,16 @@ class GPT(nn.Module):
         """Where this model may be cut: the units of sharding, of per-block compilation and of recomputation."""
         return [block for block in self.layers if isinstance(block, Block)]
 
-    # ------------------------------------------------------------------------------------------------ initialisation
-
     @torch.no_grad()
     def init_weights(self, seed: int, assign=torch.Tensor.copy_):
-        """Fill every parameter and the RoPE tables; the values depend on (seed, parameter name) alone.
+        """Fill every parameter and the RoPE tables; the values depend on (seed, parameter name) alone, not on device or sharding.
 
         wte, head, qkv, gate_up     normal, std sqrt(2 / (5 C)), "small init" (1910.05895; 0.020 at C = 1024)
         attn.out, mlp.down          the same / sqrt(2 * n_layer): the residual sum keeps its size with depth
         norms                       ones
 
         A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats (docs/findings.md).
-
-        Drawn on the CPU, one generator a parameter, so that the model is the same on any device and however it is
-        sharded. `assign(parameter, full_value)` stores a value; sharded parameters take only their part of it.
-        """
+        `assign(parameter, full_value)` stores a value, drawn on the CPU; sharded parameters take only their part of it."""
         self.tie()
         for name, p in self.named_parameters():
             if "norm" in name:
@@ -270,10 +260,7 @@ class GPT(nn.Module):
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
-    # -------------------------------------------------------------------------------------------------- forward pass
-
     def forward(self, x, y=None, cache: KVCache | None = None):
-        """x (B, T) tokens. y (B, T) targets or None. With y: summed cross-entropy per sequence, (B,) fp32, nats."""
         h = self.hidden(x, cache)
         if y is None:
             return self.head(h)                                                 # (B, T, V)
@@ -302,8 +289,6 @@ class GPT(nn.Module):
         """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32, nats."""
         return F.cross_entropy(self.head(h).float(), targets, reduction="none")     # fp32: sums of 50k exponentials
 
-    # -------------------------------------------------------------------------------------------------------- counts
-
     def counts(self) -> dict[str, int]:
         """Parameters and FLOPs per token under every convention in use, counted from the modules.
 
@@ -312,8 +297,7 @@ class GPT(nn.Module):
         params_matmul     weights that multiply an activation: every Linear, the head once
         flops_per_token_* training FLOPs (forward and backward): 6 a parameter; attention 12 L H D T (PaLM, 2204.02311,
                           appendix B), half of it where the causal mask is counted. `flops_per_token` is
-                          6 params_matmul + the whole of attention: the convention behind every MFU here.
-        """
+                          6 params_matmul + the whole of attention: the convention behind every MFU here."""
         c = self.config
         total = sum(p.numel() for p in self.parameters())
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))

@@ -13,9 +13,6 @@ keep policy no longer wants. A stage that fails on one rank fails on all and lea
 Read: DCP notices no flipped bit, casts other dtypes, and unpickles whatever `.metadata` names, so that an untrusted folder runs
 its code (pytorch#189308, #190877). Here every file, name, shape and dtype is compared with the manifest first, and the
 unpickler knows only the classes that describe tensors.
-
-Branch: it continues with all that its parent had (when it may: runtime/optim.py). Of an imported model (eval/export.py: step
-0, no moments) and of a finished run as a whole a run takes the weights alone.
 """
 
 import hashlib
@@ -44,7 +41,7 @@ from model import GPT
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.machine import GIB, file_sha256, sync_folder, write_atomically
-from runtime.optim import check_branch
+from runtime.optim import check_branch, local
 from runtime.tokenizer import tokenizer_of
 
 FORMAT_VERSION = 3      # 2, which names runtime/run.py's Progress otherwise, is read too
@@ -94,6 +91,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         run_on_rank0(world, self._sweep)
 
+    @torch.no_grad()
     def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config) -> None:
         """Wait for the save before this one, begin and return; staged() must come before anything that changes `tensors`.
         `state` is plain JSON. Raises MachineError after ATTEMPTS failed saves in a row."""
@@ -104,7 +102,17 @@ class Saver:
                     "config": config.to_dict(), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
         self._name = name_of(step)
-        self._stage(tensors)
+        if self._stream:        # copies run on a stream of their own, behind what is queued now
+            self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._stream):               # does nothing where there is none
+            for name, live in tensors.items():
+                shard = local(live)
+                if name not in self._copies:        # pinned for a GPU, or the copy would not be asynchronous
+                    buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+                    # from_local() would move it to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way.
+                    self._copies[name] = DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
+                local(self._copies[name]).copy_(shard, non_blocking=True)
+            self._copied = self._stream.record_event() if self._stream else None
         self._pending = self._thread.submit(self._write, manifest)
 
     def staged(self) -> None:
@@ -138,22 +146,8 @@ class Saver:
         if self.failures:
             raise MachineError(f"{self.failures[-1]}: correct that, then run the same command to resume")
 
-    @torch.no_grad()
-    def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy this rank's shards to host memory: on CUDA by a stream of its own, behind what is queued now."""
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
-        with torch.cuda.stream(self._stream):               # does nothing where there is none
-            for name, live in tensors.items():
-                if name not in self._copies:
-                    self._copies[name] = _host_buffer(live)
-                _local(self._copies[name]).copy_(_local(live), non_blocking=True)
-            self._copied = self._stream.record_event() if self._stream else None
-
-    # The rest runs in the background thread of each rank.
-
     def _write(self, manifest: dict) -> None:
-        """All of a save but the copies. Where it fails, it raises the same error on every rank."""
+        """All of a save but the copies, in a background thread of each rank. Where it fails, it raises the same error on all."""
         final, is_main = self.dir / self._name, self.world.is_main
         tmp = final.with_name(f".tmp_{final.name}")
         try:
@@ -217,18 +211,6 @@ class Saver:
             shutil.rmtree(leftover, ignore_errors=True)     # on NFS a reader's open file may keep it; the next sweep tries again
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _host_buffer(live: torch.Tensor) -> torch.Tensor:
-    """Host memory for `live`, or for this rank's shard of it; pinned for a GPU, or the copy would not be asynchronous."""
-    local = _local(live)
-    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
-    # from_local() would move the buffer to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way.
-    return DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
-
-
 def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:
     """Which of the checkpoints of `steps`, in ascending order, stay on disk.
 
@@ -240,10 +222,8 @@ def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -
     regular, rolling = (due, others) if policy.rolling else (sorted(due + others), [])
     stay = {*steps[-2:], *regular[-policy.keep:], *rolling[-1:]}
     stay |= {s for s in steps if s in policy.at or (policy.forever and s % policy.forever == 0)}
-    judged = [s for s in steps if math.isfinite(losses.get(s, math.nan))]
-    if policy.best and judged:
-        stay.add(min(judged, key=lambda s: (losses[s], -s)))
-    return stay
+    judged = [s for s in steps if policy.best and math.isfinite(losses.get(s, math.nan))]
+    return stay.union(sorted(judged, key=lambda s: (losses[s], -s))[:1])
 
 
 def _remove(path: Path) -> None:
@@ -254,7 +234,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)        # else the next save's sweep removes it
 
 
-# --------------------------------------------------------------------------------------------------------------- verify
+# ------------------------------------------------------------------------------------------------------ verify and load
 
 def seal(folder: Path, manifest: dict) -> None:
     """Write manifest.json, then DONE with its SHA-256, both synced: a folder that has the two is a checkpoint."""
@@ -279,12 +259,11 @@ def read_manifest(path: Path) -> dict:
             raise UserError(f"{path} has checkpoint format {version}, this version reads 2 and {FORMAT_VERSION}: "
                             f"use the version that wrote it, or start the run anew")
         with ThreadPoolExecutor(HASHERS) as pool:
-            hashes = list(pool.map(lambda name: file_sha256(path / name), manifest["files"]))
+            hashes = dict(zip(manifest["files"], pool.map(lambda name: file_sha256(path / name), manifest["files"]), strict=True))
     except FileNotFoundError as error:      # any other OSError is the machine's
         raise damaged(Path(error.filename).name) from error
-    for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
-        if found != entry["sha256"]:
-            raise damaged(name)
+    if changed := [name for name, entry in manifest["files"].items() if hashes[name] != entry["sha256"]]:
+        raise damaged(changed[0])
     if version == 2:
         manifest["state"] = {FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()}
     return manifest
@@ -294,8 +273,6 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     """Shape and dtype of each, as the manifest has them."""
     return {name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()}
 
-
-# ----------------------------------------------------------------------------------------------------------------- load
 
 def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callable[[str], None],
             before: int | None = None) -> tuple[Path, dict] | None:
@@ -405,7 +382,7 @@ def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tenso
 
 
 def is_weights_only(manifest: dict) -> bool:
-    """Whether a checkpoint is an imported model, or taken for one: no moments, no place in a data order."""
+    """Whether a checkpoint is an imported model (eval/from_hf.py), or a finished run taken for one: no moments, no data order."""
     return "imported" in manifest["state"]
 
 
@@ -456,14 +433,13 @@ def run_on_rank0(world, work: Callable[[], T]) -> T:
 
 def together(work: Callable[[], T], world) -> list[T]:
     """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all."""
-    result, error = cast(T, None), None
     try:
-        result = work()
+        mine: tuple = work(), None
     except (Exception, CheckpointException) as problem:
-        error = problem
-    outcomes = gather((result, error), world)
+        mine = None, problem
+    outcomes = gather(mine, world)
     if raised := [problem for _, problem in outcomes if problem is not None]:
-        raise error or raised[0]        # its own, where it has one: that knows where it was raised
+        raise mine[1] or raised[0]      # its own, where it has one: that knows where it was raised
     return [result for result, _ in outcomes]
 
 
@@ -485,7 +461,6 @@ def cause(error: BaseException) -> str:
 
 def _process_group(world) -> dict:
     """Arguments of dcp.save() and dcp.load()."""
-    if world is not None and world.size > 1:
-        return {"process_group": world.checkpoint_group}
+    group = world and world.checkpoint_group
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
-    return {"no_dist": True}
+    return {"process_group": group, "no_dist": group is None}

@@ -5,8 +5,7 @@ every machine, at every world size, in every precision. Sequence i of the run be
 to within one sequence at every i), is the k-th of that source, and a keyed permutation, a new one in each epoch, maps k to a
 window. A resume needs only the step number.
 
-A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap. In a masked
-source some tokens are context only: as targets they are NO_TARGET, which torch's cross-entropy ignores.
+A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
 """
 
 import json
@@ -63,9 +62,7 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
     Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
     x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
     may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that."""
-    n, period, c = len(counts), sum(counts), 2 * len(counts) - 2
-    if n == 1:
-        return np.zeros(length, np.uint16)
+    n, period, c = len(counts), sum(counts), max(1, 2 * len(counts) - 2)
     table = np.empty(length, np.uint16)
     common = math.lcm(*counts)
     # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots times c common / P.
@@ -93,17 +90,13 @@ def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     while outside.any():
         left, right = value[outside] >> half, value[outside] & mask
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            mixed = right ^ round_key       # by SplitMix64's finaliser (Steele et al. 2014): each bit depends on every bit
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
         value[outside] = left << half | right
         outside = value >= n
     return value.astype(np.int64)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Each bit of the result depends on every bit of x (the finaliser of SplitMix64, Steele et al. 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 # -------------------------------------------------------------------------------------------------------------- windows
@@ -141,9 +134,8 @@ class Validation:
     """The fixed validation windows of one source: the same, in the same order, in every run of equal n_ctx.
 
     Attributes: n_ctx; selection, the numbers of the windows; targets of each window, (windows,) int64; tokens, the sum of
-    targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per target of the whole split (an estimate where not all
-    windows are selected). End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 / text_bytes
-    includes the cost of predicting where a document ends."""
+    targets; text_bytes, an estimate of their UTF-8 bytes: tokens x the mean bytes per target of the whole split. End-of-text
+    tokens have no bytes: bits per byte = summed nats / ln 2 / text_bytes includes predicting where a document ends."""
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
         windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx
@@ -159,19 +151,17 @@ class Validation:
         return len(self._rows)
 
     def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; fewer at the end."""
+        """Windows start to stop (exclusive) as x and y, (stop - start, n_ctx), fewer at the end: see _read_batch()."""
         return _read_batch(self._rows[start:stop], self.n_ctx)
 
 
 def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y of numbered windows, int64 (rows, n_ctx): y is x shifted by one token, NO_TARGET where that is context only."""
+    """x and y, int64 (rows, n_ctx) on the CPU: y is x shifted by one token, NO_TARGET where that is context only."""
     tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
         row[:] = windows.read(window)
-    x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
-    if any(windows.is_masked for windows, _ in rows):
-        x &= int(~LOSS_MASK_BIT)
-        y[y >= int(LOSS_MASK_BIT)] = NO_TARGET
+    x, y = (tokens[:, :-1] & ~LOSS_MASK_BIT).astype(np.int64), tokens[:, 1:].astype(np.int64)
+    y[y >= int(LOSS_MASK_BIT)] = NO_TARGET
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
@@ -283,13 +273,10 @@ class Data:
 
     def targets(self, step: int) -> int:
         """Targets in a step's sequences, over all ranks: tokens_per_step where no source is masked, 0 or more where one is."""
-        if not any(index.is_masked for index in self.indexes):
-            return self.config.data.tokens_per_step     # without reading the shards
         return sum(windows.targets(window) for windows, window in self._rows(step))
 
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x shifted by one token, NO_TARGET where that is context only.
-        `step` counts from 0.
+        """x and y of a micro-batch, (micro_batch, n_ctx), as _read_batch() returns them; `step` counts from 0.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
         read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary."""

@@ -1,18 +1,13 @@
 """FP8: the recipes, their rounding, which Linears they convert, and the Linears that multiply by them.
 
-FP8 is a property of the run, not of the model: converting changes how a Linear multiplies, while its name, its fp32 weight
-and hence every checkpoint stay the same. docs/fp8.md has the recipes and their sources; RECIPES below is what they are made of.
+Converting changes how a Linear multiplies, while its name, its fp32 weight and hence every checkpoint stay the same. docs/fp8.md
+has the recipes, their sources and what computes them where.
 
 An operand is multiplied by its scale and rounded to its format, saturating; the matmul's result is divided by the scales. All
 but cscale scale by the operand's current largest magnitude; with fp8.scaling=delayed by those of past steps, see DelayedScales.
 
-On a GPU torchao computes the first five recipes, or with fp8.kernels=true the KernelLinears below compute tensorwise,
-tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. torchao's prototypes have mxfp8 on Blackwell and
-blockwise on Hopper; on other GPUs these are emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU
-every recipe is emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
-
-With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8; unwrap() gives
-the fp32 shard inside.
+On a GPU torchao multiplies, or with fp8.kernels=true the KernelLinears below: the same roundings, fewer passes over memory. What
+neither has is emulated, as is every recipe on a CPU: operands are rounded, dequantised, multiplied.
 """
 
 import contextlib
@@ -41,12 +36,12 @@ from runtime.speed import choose, load_table
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
 # Largest value, smallest normal one, distance from 1 to the next.
 FORMATS: dict[torch.dtype | str | None, tuple[float, float, float]] = {
-    **{dtype: (info.max, info.smallest_normal, info.eps) for dtype in (E4M3, E5M2) for info in [torch.finfo(dtype)]},
-    E2M1: (6.0, 1.0, 0.5)}
+    E4M3: (448.0, 2.0**-6, 0.125), E5M2: (57344.0, 2.0**-14, 0.25), E2M1: (6.0, 1.0, 0.5)}
 EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 # Major compute capabilities for which torchao has the matmuls of these (Blackwell, Hopper): elsewhere they are emulated.
 NATIVE_ON = {"mxfp8": range(10, 100), "blockwise": range(9, 10)}
+FOR_BOTH = ("tensor", "constant")       # scalings whose values serve a matmul over either dimension
 EMULATED = ("blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard")       # on every GPU
 # What `auto` may choose where the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
@@ -64,11 +59,6 @@ class Operand:
     exponent: int = 0           # "constant" only: the scale is 2 ** exponent
     tile: tuple[int, int] = (1, 1)      # of "tile" and "block", along the dimension that stays and that which is summed over
     is_stochastic: bool = False         # rounded up with a probability that makes the mean exact
-
-    @property
-    def serves_both(self) -> bool:
-        """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
-        return self.scaling in ("tensor", "constant") or self.tile[0] == self.tile[1] > 1
 
 
 @dataclass(frozen=True)
@@ -114,15 +104,12 @@ RECIPES = {recipe.name: recipe for recipe in (
     Recipe("nvfp4_nearest", _ROW_16, _SQUARE_16, _ROW_16),
     Recipe("nvfp4_hadamard", _ROW_16, _SQUARE_16, _ROW_16_GRAD, is_rotated=True),
 )}
-# Of KernelLinears that FP8 leaves alone.
-BF16 = Recipe("bf16", Operand(None), Operand(None), Operand(None), has_bf16_weight_grad=True)
+BF16 = Recipe("bf16", Operand(None), Operand(None), Operand(None), has_bf16_weight_grad=True)       # of KernelLinears alone
 
 
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
     """The recipe for a loss multiplied by `loss_scale` before the backward pass, as a mean over a step's tokens is: dynamic
     scales follow by themselves, a constant gradient scale is divided by it (rounded to a power of two)."""
-    if recipe.grad.scaling != "constant":
-        return recipe
     return replace(recipe, grad=replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale))))
 
 
@@ -227,24 +214,19 @@ def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inver
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """a (M, K) @ b (K, N) in `dtype`, (M, N): on a GPU as the matmul sums it up, on a CPU rounded to a's dtype in between."""
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
-
-
 @torch.library.custom_op("nanofp8::add_weight_grad", mutates_args=("total",))
 def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
     """total (N, K) fp32 += g' x of BF16; on a GPU the matmul begins with `total`, whose bytes are read and written once."""
     if total.is_cuda:
         torch.addmm(total, g.t(), x, out_dtype=total.dtype, out=total)
     else:
-        total += mm(g.t(), x, total.dtype)
+        total += g.t() @ x      # rounded to BF16 in between
 
 
 add_weight_grad.register_fake(lambda total, g, x: None)
 
 
-# ------------------------------------------------------------------------------------------------------------- selection
+# ---------------------------------------------------------------------------------------------- selection and conversion
 
 def by_name(label: str) -> FP8Config:
     """The settings with this label, such as tensorwise+kernels."""
@@ -279,11 +261,12 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             if not any(_matches(name, pattern) for name in linears):
                 raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: "
                                 f"{', '.join(dict.fromkeys(map(_pattern, linears)))}")
-    timings, n_blocks = load_table() if config.recipe == "auto" else None, 1 + max(map(_block, linears), default=-1)
-    layers = []
+    timings, layers = load_table() if config.recipe == "auto" else None, []
+    blocks = {name: int(name.split(".")[1]) if name.startswith("layers.") else -1 for name in linears}      # -1: in none
+    n_blocks = 1 + max(blocks.values(), default=-1)
     for name, shape in linears.items():
         recipe: Any = config.recipe
-        block, kernels, why = _block(name), config.kernels, ""
+        block, kernels, why = blocks[name], config.kernels, ""
         skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
         reason = next((reason for is_so, reason in (
             (recipe == "off", "fp8.recipe=off"),
@@ -315,11 +298,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _block(name: str) -> int:
-    """The number of the block that a Linear belongs to; -1 outside all blocks."""
-    return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
 def by_layer(layers: list[Layer]) -> dict[str, str]:
@@ -362,14 +340,10 @@ def _is_native(recipe: str) -> bool:
     return recipe in NATIVE_ON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in NATIVE_ON[recipe]
 
 
-# ------------------------------------------------------------------------------------------------------------ conversion
-
 def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str = "cpu") -> list[Layer]:
     """Convert the selected Linears of `model` in place; returns the verdict on every Linear. Raises as select() does.
 
-    loss_scale: what the loss is multiplied by before the backward pass; constant gradient scales undo it.
-    device_type: "cuda" or "cpu", where the model, perhaps still on the meta device, will run.
-    """
+    loss_scale as in for_loss_scale(); device_type "cuda" or "cpu": where the model, perhaps on the meta device, will run."""
     is_on_cpu = device_type == "cpu"
     layers = select(model, config, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
     for layer in layers:
@@ -386,20 +360,15 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather:
             module.__class__, module.recipe, module.is_native = QuantisedLinear, recipe, _is_native(layer.recipe)
         else:
-            parent, _, child = layer.name.rpartition(".")
-            setattr(model.get_submodule(parent), child, _by_torchao(module, layer.recipe, config, is_on_cpu))
+            model.set_submodule(layer.name, _by_torchao(module, layer.recipe, config, is_on_cpu))
     return layers
 
 
 def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bool) -> nn.Module:
-    """torchao's Linear of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting changed.
-
-    Imported here: BF16 runs and readers of checkpoints never load it."""
+    """torchao's Linear of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting changed."""
     logging.disable(logging.WARNING)    # of compiled extensions for other hardware, of a deprecated call of its own
-    try:
-        import torchao.float8 as float8
-    finally:
-        logging.disable(logging.NOTSET)
+    import torchao.float8 as float8  # here: BF16 runs and readers of checkpoints never load it
+    logging.disable(logging.NOTSET)
     off = {f"cast_config_{operand}_for_grad_weight": float8.CastConfig(scaling_type=float8.config.ScalingType.DISABLED)
            for operand in ("input", "grad_output")}     # one each: torchao changes them
     changes = {"amax": {"round_scales_to_power_of_2": True}, "tensorwise_gw_hp": off}.get(recipe, {})
@@ -424,7 +393,7 @@ class QuantisedLinear(nn.Linear):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             x_scale, g_scale = (scale_of(rows, operand) for operand in (self.recipe.input, self.recipe.grad))
-            y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, None, x_scale, None, g_scale, None)
+            y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, None, x_scale, None, g_scale)
         elif self.is_native and x.is_cuda and len(rows) % self.recipe.multiple == 0:    # of a prompt there may be any number
             y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
@@ -436,31 +405,26 @@ class EmulatedMatmul(torch.autograd.Function):
     """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied; numerics only.
 
     On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
-    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles. position (), salt: of noise_at().
-    """
+    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles. position (), salt: of noise_at()."""
 
     @staticmethod
     def forward(ctx, x, w, position, salt, recipe):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
-        ctx.reuses_x = recipe.input.serves_both and not recipe.has_bf16_weight_grad
-        # On a GPU w is kept, not its fp32 image: FSDP2 frees w between the passes, an image would stay.
-        ctx.reuses_w = recipe.weight.serves_both and recipe.weight_again is None and x.device.type == "cpu"
-        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w, position, salt)
+        reuses_x = recipe.input.scaling in FOR_BOTH and not recipe.has_bf16_weight_grad
+        ctx.save_for_backward(qx if reuses_x else x, w, position, salt)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
-        has_noise = recipe.grad.is_stochastic and position is not None
-        noise = [noise_at(g.shape, position, salt + more) if has_noise else None for more in (0, 2**60)]
-        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
+        noise = [None if position is None else noise_at(g.shape, position, salt + more) for more in (0, 2**60)]
+        qw = _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
         qg = qg_w = _emulated(g, recipe.grad, dtype, -1, noise[0])
         if recipe.has_bf16_weight_grad:
             qg_w = g
-        elif not recipe.grad.serves_both:
+        elif recipe.input.scaling not in FOR_BOTH:      # nor is the gradient's
             qg_w = _emulated(_rotated(g) if recipe.is_rotated else g, recipe.grad, dtype, 0, noise[1])
-        if not (recipe.has_bf16_weight_grad or ctx.reuses_x):
             x = _emulated(_rotated(x) if recipe.is_rotated else x, recipe.input, dtype, 0)
         return (qg @ qw).to(dtype), (qg_w.t() @ x).to(dtype).to(ctx.w_dtype), None, None, None
 
@@ -482,9 +446,8 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 
 def noise_of(module: Any, g: torch.Tensor) -> torch.Tensor | None:
     """The noise with which a converted Linear rounds its output's gradient g (..., N) for the input's; None: to nearest."""
-    if getattr(module, "position", None) is None:
-        return None
-    return noise_at(g.flatten(0, -2).shape, module.position, module.salt).view_as(g)
+    position = getattr(module, "position", None)
+    return None if position is None else noise_at(g.flatten(0, -2).shape, position, module.salt).view_as(g)
 
 
 def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
@@ -500,10 +463,8 @@ def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
 
 
 def _torchao_mx(x, w):
-    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-    return _to_mxfp8_then_scaled_mm(x.contiguous(), w.to(x.dtype), KernelPreference.AUTO, ScaleCalculationMode.RCEIL)
+    from torchao.prototype.moe_training import mxfp8_linear as mx
+    return mx._to_mxfp8_then_scaled_mm(x.contiguous(), w.to(x.dtype), mx.KernelPreference.AUTO, mx.ScaleCalculationMode.RCEIL)
 
 
 def _torchao_blockwise(x, w):
@@ -514,11 +475,9 @@ def _torchao_blockwise(x, w):
 
 # -------------------------------------------------------------------------------------------- Linears with lasting copies
 #
-# fp8.kernels=true: torchao's tensorwise, tensorwise_gw_hp and amax with casts that read each tensor once (docs/fp8.md). Every
-# operand has torchao's scale (fp64 division), format and rounding, bit for bit, but for the head's gradient: its scale is that of
-# a bound, |softmax - one-hot| <= 1. Where BF16 multiplies the weight gradient, no operand needs a second layout, and Inductor
-# compiles the casts. BF16 Linears of one process go the same way, so that a comparison with them is one of the matmuls.
-#
+# Every operand has torchao's scale (fp64 division), format and rounding, bit for bit, but for the head's gradient: its scale is
+# that of a bound, |softmax - one-hot| <= 1. Where BF16 multiplies the weight gradient, no operand needs a second layout, and
+# Inductor compiles the casts. BF16 Linears of one process go the same way: a comparison with them is one of the matmuls.
 # On a CPU the operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on
 # a GPU: CPU users lack triton. Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
 
@@ -527,13 +486,9 @@ class KernelLinear(nn.Linear):
     copies of it are buffers outside checkpoints."""
     recipe: Recipe
     version: int | None     # of the weight when its copies were made
-    has_bound = False       # of a head whose loss is computed by HeadLoss
-    # Tensors, or None where there is none: the weight's copy (N, K), its transpose (K, N) in FP8, the scale () of both; its
-    # lasting gradient, see keep_gradients(). x_scale, x_amax, g_scale, g_amax () are those of DelayedScales.
-    q: Any
-    qt: Any
-    scale: Any
-    total: Any
+    has_bound = False       # of a head whose loss is computed with its matmul
+    # Buffers, or None where there is none: q, the weight's copy (N, K), qt, its transpose (K, N) in FP8, the scale () of both;
+    # total, its lasting gradient, see keep_gradients(). x_scale, x_amax, g_scale, g_amax () are those of DelayedScales.
 
     def forward(self, x):
         rows, copies = x.reshape(-1, x.shape[-1]), self.copies()        # (M, K)
@@ -545,7 +500,7 @@ class KernelLinear(nn.Linear):
             y = scaled_mm(q, inverse, *_weight(self.weight, copies[0], copies[2], self.recipe.weight), x.dtype, fast=True)
         return y.view(*x.shape[:-1], -1)
 
-    def copies(self) -> tuple[torch.Tensor | None, ...]:
+    def copies(self) -> tuple:
         """q, qt and scale, once it is sure that they are the weight's."""
         if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
             assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
@@ -635,9 +590,7 @@ def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
 @torch.library.custom_op("nanofp8::cast_both_layouts", mutates_args=())
 def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)), all row-major."""
-    q, qt = _empty(x, format)
-    _cast_into(x, scale, q, qt)
-    return q, qt
+    return _cast_into(x, scale, *_empty(x, format))
 
 
 cast_both.register_fake(lambda x, scale, format: _empty(x, format))
@@ -647,14 +600,13 @@ def _empty(x, format):
     return x.new_empty(x.shape, dtype=format), x.new_empty(x.shape[::-1], dtype=format)
 
 
-def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
-    """cast_both() into memory that is there."""
+def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cast_both() into memory that is there; returns q and qt."""
     if x.is_cuda:
         from runtime import fp8_kernels
-        fp8_kernels.cast_both(x, scale, q, qt)
-    else:
-        q.copy_(cast(x, scale, q.dtype))
-        qt.copy_(q.t())
+        return fp8_kernels.cast_both(x, scale, q, qt)
+    q.copy_(cast(x, scale, q.dtype))
+    return q, qt.copy_(q.t())
 
 
 def _quantised(x: torch.Tensor, operand: Operand, wants_transpose: bool, scale: torch.Tensor | None = None,
@@ -683,76 +635,64 @@ def _weight(w: torch.Tensor, copy: torch.Tensor | None, scale: torch.Tensor | No
 
 
 class KernelMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N); the rest as KernelLinear has it."""
+    """x (M, K), w (N, K) -> x w' (M, N), or with targets (M,) the cross-entropy of each of its rows (M,), fp32, nats; the rest as
+    KernelLinear has it."""
 
     @staticmethod
-    def forward(ctx, x, w, q, qt, scale, recipe, total, x_scale, x_amax, g_scale, g_amax):
+    def forward(ctx, x, w, q, qt, scale, recipe, total=None, x_scale=None, x_amax=None, g_scale=None, g_amax=None, targets=None):
         x = x.contiguous()
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         if recipe.weight.format is None:
             ctx.save_for_backward(x, None, None, q, None, total, None, None)
             return x @ q.t()
         xq, xt, x_inverse = _quantised(x, recipe.input, not recipe.has_bf16_weight_grad, x_scale, x_amax)
+        y = scaled_mm(xq, x_inverse, *_weight(w, q, scale, recipe.weight), x.dtype, fast=True)
         # Without lasting copies w itself is kept, not its FP8 copy: FSDP2 frees w between the passes, a copy would stay.
-        ctx.save_for_backward(x if xt is None else xt, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax)
-        return scaled_mm(xq, x_inverse, *_weight(w, q, scale, recipe.weight), x.dtype, fast=True)
+        kept = x if xt is None else xt, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax
+        if targets is None:
+            ctx.save_for_backward(*kept)
+            return y
+        y32 = y.float()
+        largest = y32.amax(-1, keepdim=True)
+        lse = (largest + (y32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+        picked = y32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+        ctx.save_for_backward(*kept, y, lse, targets)
+        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
 
     @staticmethod
     def backward(ctx, g):
-        kept, x_inverse, w, copy, scale, total, g_scale, g_amax = ctx.saved_tensors
+        kept, x_inverse, w, copy, scale, total, g_scale, g_amax, *loss = ctx.saved_tensors
         recipe, g = ctx.recipe, g.contiguous()
         if recipe.weight.format is None:
             grad_x = g @ copy
         else:
             weight = _weight(w, copy, scale, recipe.weight, transposed=True)
-            gq, gt, g_inverse = _quantised(g, recipe.grad, not recipe.has_bf16_weight_grad, g_scale, g_amax)
+            if loss:
+                g_scale = scale_of(g, recipe.grad)      # of a bound: reads (M,) instead of (M, N)
+                (gq, gt), g_inverse = cross_entropy_grad(*loss, g, g_scale), g_scale.reciprocal()
+            else:
+                gq, gt, g_inverse = _quantised(g, recipe.grad, not recipe.has_bf16_weight_grad, g_scale, g_amax)
             grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
         if not recipe.has_bf16_weight_grad:
             grad_w = scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, recipe.fast_backward)
-        elif total is None:
-            grad_w = mm(g.t(), kept, ctx.w_dtype)
-        else:
+        elif total is not None:
             grad_w = add_weight_grad(total, g, kept)        # None
-        return grad_x, grad_w, *(None,) * 9
-
-
-class HeadLoss(torch.autograd.Function):
-    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; the rest as KernelMatmul's."""
-
-    @staticmethod
-    def forward(ctx, h, w, targets, q, qt, w_scale, recipe, h_scale=None, h_amax=None):
-        hq, ht, h_inverse = _quantised(h.contiguous(), recipe.input, True, h_scale, h_amax)
-        logits = scaled_mm(hq, h_inverse, *_weight(w, q, w_scale, recipe.weight), h.dtype, fast=True)
-        l32 = logits.float()
-        largest = l32.amax(-1, keepdim=True)
-        lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
-        picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, w_scale)
-        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
-        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (ht, h_inverse, logits, lse, targets, w, qt, w_scale), recipe = ctx.saved_tensors, ctx.recipe
-        grad = grad.contiguous()
-        scale = scale_of(grad, recipe.grad)     # of a bound: reads (M,) instead of (M, V)
-        gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
-        g_inverse, weight = scale.reciprocal(), _weight(w, qt, w_scale, recipe.weight, transposed=True)
-        grad_h = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
-        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, recipe.fast_backward), *(None,) * 7
+        elif g.is_cuda and g.dtype != ctx.w_dtype:
+            grad_w = torch.mm(g.t(), kept, out_dtype=ctx.w_dtype)       # as the matmul sums it up
+        else:
+            grad_w = (g.t() @ kept).to(ctx.w_dtype)
+        return grad_x, grad_w, *(None,) * 10
 
 
 @torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=())
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor,
                        scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exp(logit - lse) - [is target]) * grad * scale in E5M2: (q (M, V), its transpose (V, M)); zero rows for NO_TARGET.
+    """(exp(logit - lse) - [is target]) * (grad * scale) in E5M2, saturated: (q (M, V), its transpose (V, M)); no target: zeros.
 
     logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
     if logits.is_cuda:
         from runtime import fp8_kernels
-        q, qt = _empty(logits, E5M2)
-        fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
-        return q, qt
+        return fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, *_empty(logits, E5M2))
     p = torch.exp(logits.float() - lse[:, None])
     p -= F.one_hot(targets.clamp(min=0), logits.size(1))
     q = cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)
@@ -763,20 +703,16 @@ cross_entropy_grad.register_fake(lambda logits, *_: _empty(logits, E5M2))
 
 
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """GPT.token_losses through HeadLoss; the plain way without gradients, in BF16 (in_bf16 swaps the head's class), and where
+    """GPT.token_losses in one with its matmul; plainly without gradients, in BF16 (in_bf16 swaps the head's class), and where
     the head has hooks, as a probe's or a diagnosis's: only a call of the module runs them."""
     head: Any = model.head
     is_hooked = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
     if type(head) is not KernelLinear or is_hooked or not torch.is_grad_enabled():
         return GPT.token_losses(model, h, targets)
-    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe, head.x_scale, head.x_amax)
+    return KernelMatmul.apply(h, head.weight, *head.copies(), head.recipe, None, head.x_scale, head.x_amax, None, None, targets)
 
 
 # --------------------------------------------------------------------------------------- scales known before the pass
-#
-# fp8.scaling=delayed: a scale covers a margin times the largest magnitude of the last HISTORY steps, so no pass over a tensor has
-# to end before its cast begins, and Inductor casts in the kernel that makes the tensor. The cast finds the step's own amax on the
-# way; from it alone follow the next scales and whether values were saturated.
 
 HISTORY = 4
 MARGIN: dict[Any, float] = {E4M3: 2.0, E5M2: 16.0}      # costs no precision, but 1 of 18 and 4 of 32 powers of two
@@ -786,14 +722,13 @@ WIDE, CALM = 8.0, 16        # a tensor that has saturated has so many times the 
 class DelayedScales:
     """The scales of the KernelLinears of `model` that are delayed; of none, where fp8.scaling=current. By all ranks alike.
 
+    A scale covers a margin times the amaxes of the last HISTORY steps: no pass over a tensor has to end before its cast begins.
     A head's gradient whose scale follows from a bound has no row. Gradients are kept as those of a loss that is not scaled: its
-    scale depends on ranks and targets. A run's first step has cscale's constants. Amaxes of zero or infinity leave no trace.
-    """
+    scale depends on ranks and targets. A run's first step has cscale's constants. Amaxes of zero or infinity leave no trace."""
 
     def __init__(self, model: nn.Module, ranks: int = 1):
-        delayed = [(name, m) for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed]
-        sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in delayed
-                 if side == "x" or not m.has_bound]
+        sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in model.named_modules()
+                 if isinstance(m, KernelLinear) and m.is_delayed and (side == "x" or not m.has_bound)]
         operands = [m.recipe.input if side == "x" else m.recipe.grad for _, m, side in sides]
         device = next(model.parameters()).device
         for _, m, side in sides:
@@ -805,8 +740,8 @@ class DelayedScales:
         self._largest = torch.tensor([FORMATS[operand.format][0] for operand in operands], device=device)
         self._margin = torch.tensor([MARGIN[operand.format] for operand in operands], device=device)
         self._is_grad = torch.tensor([side == "g" for *_, side in sides], dtype=torch.bool, device=device)
-        self._history = torch.zeros(len(sides), HISTORY, device=device)
-        self._wide_for = torch.zeros(len(sides), device=device)     # steps
+        self._rows = torch.zeros(len(sides), HISTORY + 1, device=device)
+        self._history, self._wide_for = self._rows[:, :-1], self._rows[:, -1]       # amaxes, newest first; steps
         self._saturated = torch.zeros(len(sides), dtype=torch.bool, device=device)
         self.begin(1.0)
 
@@ -842,13 +777,12 @@ class DelayedScales:
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint stores, as JSON can hold it: a tensor's amaxes, newest first, and its steps with a wide margin."""
-        return dict(zip(self._names, torch.cat((self._history, self._wide_for[:, None]), 1).tolist(), strict=True))
+        return dict(zip(self._names, self._rows.tolist(), strict=True))
 
     def load(self, state: dict[str, list[float]] | None) -> None:
         """Go on from a state(); of None, or of a tensor that it lacks, without a history. The run had another recipe there."""
-        rows = torch.tensor([(state or {}).get(name, [0.0] * (HISTORY + 1)) for name in self._names]).view(-1, HISTORY + 1)
-        self._history.copy_(rows[:, :-1])
-        self._wide_for.copy_(rows[:, -1])
+        rows = [(state or {}).get(name, [0.0] * (HISTORY + 1)) for name in self._names]
+        self._rows.copy_(torch.tensor(rows).view_as(self._rows))
 
 
 # ------------------------------------------------------------------------------------------ shards, evaluation in BF16
@@ -878,7 +812,6 @@ def reshard(model: nn.Module) -> None:
 
 class GatheredLinear(nn.Linear):
     """A Linear without bias that gathers `shard` in its input's dtype, for evaluation in BF16: FSDP2 would gather float8."""
-    shard: DTensor
 
     def forward(self, x):
         return F.linear(x, self.shard.to(x.dtype).full_tensor())

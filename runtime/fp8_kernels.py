@@ -2,10 +2,7 @@
 
 An FP8 matmul on Hopper needs both operands contiguous along the dimension that it sums over. The three matmuls of a Linear
 sum over different dimensions of the same tensors, so each tensor is needed both row by row and transposed. A program reads
-one tile once, scales, saturates, rounds to nearest even, and writes it both ways.
-
-Least bytes moved per value: cast_both 2 + 1 + 1 for BF16, 4 + 1 + 1 for fp32; cross_entropy_grad
-2 + 1 + 1. bench/kernels.py measures how close they come to the memory's bandwidth.
+one tile once, scales, saturates, rounds to nearest even, and writes it both ways: bench/kernels.py times it against a copy.
 
 TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but Triton's interpreter rounds to FP8 wrongly
 (the tests repair it).
@@ -19,33 +16,28 @@ IGNORED = tl.constexpr(-100)        # target of a token without loss: torch's ig
 LOG2_E = tl.constexpr(1.4426950408889634)
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
-
 # What one program casts, chosen by the code compiled for sm_90. 128 rows are one cache line of the transposed copy.
 ROWS, CAST_COLUMNS, GRAD_COLUMNS, WARPS = 128, 128, 64, 8
 GROUP = 8       # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
 
 
-def cast_both(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
-    """Write x * scale, saturated and rounded to the format of qt, to q (M, K) and transposed to qt (K, M).
+def cast_both(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write what fp8.cast_both() returns to q (M, K) and qt (K, M), in their format; returns both.
 
-    x (M, K) BF16 or fp32, scale () fp32, q and qt of one format, all contiguous; M and K multiples of 16. The values are those
-    of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's largest value.
-    """
-    _launch(_cast_both, (x, scale), q, qt, CAST_COLUMNS)
+    x (M, K) BF16 or fp32, scale () fp32, all contiguous; M and K multiples of 16. The values are those of torchao's casts, bit
+    for bit: NaN stays NaN, an infinity becomes the format's largest value."""
+    return _launch(_cast_both, (x, scale), q, qt, CAST_COLUMNS)
 
 
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
-                       q: torch.Tensor, qt: torch.Tensor) -> None:
-    """Write the scaled gradient of the cross-entropy with respect to its logits to q (M, V) and transposed to qt (V, M).
+                       q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write what fp8.cross_entropy_grad() returns of the same inputs to q (M, V) and qt (V, M), in their format; returns both.
 
-    At (m, v): (exp(logits[m, v] - lse[m]) - [v == targets[m]]) * (grad[m] * scale), saturated and rounded to the format of qt;
-    zero in rows whose target is -100. logits (M, V) BF16 or fp32, lse (M,) fp32 their log-sum-exp, targets (M,) int64, grad
-    (M,) fp32 the gradient of each row's loss, scale () fp32; all contiguous, M and V multiples of 16.
-    """
-    _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt, GRAD_COLUMNS)
+    logits may be fp32 too; all are contiguous, M and V multiples of 16."""
+    return _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt, GRAD_COLUMNS)
 
 
-def _launch(kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch.Tensor, columns: int) -> None:
+def _launch(kernel, inputs: tuple[torch.Tensor, ...], q, qt, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, format = inputs[0], qt.dtype
     M, K = x.shape
     # A kernel that is given wrong shapes overwrites other tensors.
@@ -57,6 +49,7 @@ def _launch(kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch
     # q (M, K) as bytes, qt (K, M / 2) as pairs of them
     kernel[grid](*inputs, q.view(torch.uint8), qt.view(torch.int16), M, K, FORMAT=FORMATS[format],
                  LARGEST=torch.finfo(format).max, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS)
+    return q, qt
 
 
 # -------------------------------------------------------------------------------------------------------- on the device

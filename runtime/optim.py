@@ -1,5 +1,4 @@
-"""AdamW, or Muon for the blocks' matrices beside it: which parameters decay, the learning rate of each step, which runs may
-branch off another."""
+"""AdamW, or Muon for the blocks' matrices beside it; the learning rate of each step; which runs may branch off another."""
 
 import math
 from itertools import chain
@@ -20,12 +19,12 @@ BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "o
 
 
 def build_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
-    """The optimizer of optim.kind, with weight decay on matrices only, not on the norms' weights."""
+    """The optimizer of optim.kind."""
     return MuonAdamW(model, config) if config.kind == "muon" else _adamw(list(model.parameters()), config)
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW (1711.05101)."""
+    """Fused AdamW (1711.05101), with weight decay on matrices only, not on the norms' weights."""
     matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
@@ -65,11 +64,11 @@ class MuonAdamW:
         updates = self._by_owners(list(momenta)) if self.is_sharded else map(_by_parts, momenta, self.parts.values())
         for (p, rows), update in zip(self.parts.items(), updates, strict=True):
             update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
-            _local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
+            local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
 
     def _momentum(self, p: torch.Tensor) -> torch.Tensor:
         """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration begins."""
-        grad, momentum, beta = _local(p.grad), _local(self.state[p]["momentum"]), self.config.momentum
+        grad, momentum, beta = local(p.grad), local(self.state[p]["momentum"]), self.config.momentum
         momentum.lerp_(grad, 1 - beta)
         return grad.lerp(momentum, beta).bfloat16()
 
@@ -118,7 +117,8 @@ def deal(costs: list[int], ranks: int) -> list[int]:
     return owners
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's shard, or the whole tensor where it has no shards."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -142,8 +142,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
-    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
-    """
+    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)"""
     warmup = config.warmup_steps(steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -162,9 +161,8 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     if config.parent is None or step != config.parent[1]:
         raise UserError(f"{where} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
-    free = BRANCH_FREE if config.fp8.label == parent.fp8.label else BRANCH_FREE | {key for key in now | before if "fp8." in key}
     if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in now | before
-                   if key not in free and before.get(key) != now.get(key)]:
+                   if key not in BRANCH_FREE and not key.startswith("fp8.") and before.get(key) != now.get(key)]:
         raise UserError(f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in run, out, "
                         f"precision, budget and decay alone; start_from=out/{parent.run} takes its weights")
     for k in range(step):

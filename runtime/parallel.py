@@ -1,7 +1,4 @@
-"""Build the model and optimizer of a run on one process or many: process group, mesh, sharding, recomputation, compilation.
-
-build() fixes the order for training, planning and benchmarks: meta device, FP8 Linears, shards, compilation, memory.
-"""
+"""Build the model and optimizer of a run on one process or many: process group, mesh, sharding, recomputation, compilation."""
 
 import contextlib
 import os
@@ -216,11 +213,7 @@ ATTENTION = [op.default for op in (
 
 class RecomputedBlock(Block):
     """A Block that keeps only its input and attention's output for the backward pass, and runs the rest of its forward pass again
-    there.
-
-    build() swaps the class, not the module: every name in the state dict stays, and FSDP2's own class goes on top. FP8 rounds
-    the same input to the same values again.
-    """
+    there, to the same values. build() swaps the class: every name in the state dict stays, and FSDP2's own class goes on top."""
 
     def forward(self, x, cos, sin, cache=None):
         if cache is not None or not torch.is_grad_enabled():
@@ -236,10 +229,9 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
     Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
     Embedding and head are gathered in fp32 and cast by the model, or the gradients of a tied matrix would be added up,
     token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32. Without `reshard` a block's gathered
-    weights stay until its backward pass, also after a forward pass alone (an evaluation): do not change weights in between.
+    weights stay until its backward pass, also after a forward pass alone: fp8.reshard() before weights are changed.
 
-    Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
-    """
+    Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards."""
     if world.mesh is None:
         return
     ranks = world.mesh["shard"].size()
@@ -255,17 +247,13 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
 
 
 def compile_model(model: GPT, is_whole: bool) -> None:
-    """In place, so that the names in the state dict stay: the whole model, or block by block, as FSDP2 needs it.
-
-    Block by block, head and cross-entropy are one more piece: eager, they would hold three copies of the logits.
-    """
+    """In place, so that the names in the state dict stay: the whole model, or block by block, as FSDP2 needs it."""
     import torch._functorch.config as functorch
-    if hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
-        # Without, cscale and our kernels are traced anew at each start. A changed backward() changes the cache's key.
-        functorch.autograd_cache_allow_custom_autograd_functions = True
+    # Without, cscale and our kernels are traced anew at each start. A changed backward() changes the cache's key.
+    functorch.autograd_cache_allow_custom_autograd_functions = True
     for module in [model] if is_whole else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
-    if not is_whole:
+    if not is_whole:        # head and cross-entropy are one more piece: eager, they would hold three copies of the logits
         model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)   # type: ignore[method-assign]
 
 
@@ -274,8 +262,7 @@ def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
     them up. reshard: as given to shard(); if False, gathered weights stay until the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
-        if not reshard:
-            model.set_reshard_after_backward(now)
+        model.set_reshard_after_backward(now or reshard)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -4,9 +4,6 @@ The folder holds train_00000.bin ..., val_00000.bin ... (little-endian token ids
 more; an end-of-text token before each document), hashes.npy (blake2b-64 of the documents, sorted: sources prepared later
 drop copies of them) and index.json. The index is written last, so a folder without one is unfinished. It holds the SHA-256
 of each of these files and of itself: a flipped bit or an edit is found.
-
-A source of prompts and responses is masked: its tokens have 32 bits, and LOSS_MASK_BIT marks those that are context only and
-never a target of the loss.
 """
 
 import hashlib
@@ -20,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.machine import file_sha256, new_file
+from runtime.machine import file_sha256, write_atomically
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
-LOSS_MASK_BIT = np.uint32(1 << 31)      # set beside the id of a masked source's context tokens
+LOSS_MASK_BIT = np.uint32(1 << 31)      # of a masked source (prompts and responses, 32 bits): beside ids that are context only
 SHARD_TOKENS = 100_000_000      # 200 or 400 MB: few files, yet a damaged one is soon replaced
 
 
@@ -121,8 +118,7 @@ def shard_damage(shard: Shard) -> str | None:
 def write_index(folder: Path, index: dict) -> None:
     """Write index.json, the last file of a source. `index`: Index's fields."""
     index = {"format_version": FORMAT_VERSION, **index}
-    with new_file(folder / "index.json") as file:
-        file.write(json.dumps(index | {"sha256": _index_sha256(index)}, indent=1).encode())
+    write_atomically(folder / "index.json", json.dumps(index | {"sha256": _index_sha256(index)}, indent=1))
 
 
 def _index_sha256(index: dict) -> str:

@@ -9,9 +9,8 @@ recipe, K inputs, N outputs, M tokens, ratio, and of a measured one the 10th and
 Timings of the very GPU count, else those of another one of its architecture, and the verdict names that one: it has the same
 matmuls, other memory. Where we have measured an architecture, published timings of it are not used.
 
-The bigger an FP8 matmul, the more of its saving is left after the casts, which read and
-write M K, K N and M N numbers while the matmul does M K N products. So a timed shape is evidence for all that are at least
-as large in both K and N, never for a smaller one.
+The bigger an FP8 matmul, the more of its saving is left after the casts: a timed shape is evidence for all that are at least as
+large in both K and N, never for a smaller one.
 """
 
 import json
@@ -51,9 +50,7 @@ def to_text(table: dict) -> str:
 def choose(table: dict, gpu: str | None, K: int, N: int, candidates: tuple[str, ...]) -> tuple[str | None, str]:
     """The fastest recipe among `candidates` for a Linear of K inputs and N outputs on `gpu`, None where BF16 stays; and why.
 
-    A recipe's evidence is its row of this very shape where there is one, else the best of its rows with no more inputs
-    and no more outputs. It pays where that ratio is above PAYS. `gpu` is None on a CPU, where nothing pays.
-    """
+    A recipe pays where the ratio of its _evidence() is above PAYS. `gpu` is None on a CPU, where nothing pays."""
     if gpu is None:
         return None, "no GPU: FP8 pays on FP8 units alone"
     kind, rows = _timings(table, gpu)
@@ -89,7 +86,7 @@ def architecture_of(gpu: str) -> str | None:
 
 
 def _evidence(rows: list[dict], K: int, N: int) -> dict | None:
-    """The row of one recipe that tells most about K x N. A shape timed at several M counts at its slowest."""
+    """Of the rows of one recipe that of K x N, else the best of no larger shapes; of several M the slowest counts."""
     fastest_first = sorted((row for row in rows if row["K"] <= K and row["N"] <= N), key=lambda row: row["ratio"], reverse=True)
     slowest = {(row["K"], row["N"]): row for row in fastest_first}
     return slowest.get((K, N)) or max(slowest.values(), key=lambda row: (row["ratio"], row["K"], row["N"]), default=None)

@@ -109,8 +109,7 @@ def _load_byte(name: str) -> Tokenizer:
 def _load_gpt2(name: str) -> Tokenizer:
     import tiktoken
     ranks = {token: rank for rank, token in enumerate(token_bytes())}
-    gpt2 = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256},
-                             explicit_n_vocab=VOCAB_SIZE["gpt2"])
+    gpt2 = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256})
 
     def encode(text: str) -> np.ndarray:
         runs = LONG_RUN.finditer(text) if len(text) > LONG_RUN_LENGTH else ()

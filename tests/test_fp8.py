@@ -337,7 +337,8 @@ class Piece(torch.nn.Module):
         x, head = self.norm(x), self.head[0]
         ys = [holder(x) for holder in self.linears]
         if type(head) is not Linear:
-            ys.append(fp8.HeadLoss.apply(self.kernels(x), head.weight, torch.arange(len(x)), *head.copies(), head.recipe))
+            ys.append(fp8.KernelMatmul.apply(self.kernels(x), head.weight, *head.copies(), head.recipe, *[None] * 5,
+                                             torch.arange(len(x))))
         return ys
 
 

@@ -106,9 +106,9 @@ def test_statistics_of_zeros_of_the_smallest_values_and_of_a_largest_that_its_sc
 def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_write(label, pieces, tmp_path, monkeypatch):
     """Its first chunk, and not again when the backward pass recomputes it. An FP8 head on our kernels computes its loss in one
     piece, which has no output to watch: not with BF16 weight gradients, and not while a probe watches."""
-    calls, whole, forward = [], [], fp8.HeadLoss.forward
+    calls, whole, forward = [], [], fp8.KernelMatmul.forward
     monkeypatch.setattr(probe, "statistics", lambda x, operand, *noise: calls.append(operand) or statistics(x, operand, *noise))
-    monkeypatch.setattr(fp8.HeadLoss, "forward", staticmethod(lambda *a: whole.append(1) or forward(*a)))
+    monkeypatch.setattr(fp8.KernelMatmul, "forward", staticmethod(lambda *a: whole.extend(a[12:]) or forward(*a)))  # targets
     model, recipes, x, y = build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
     model(x, y)
     assert len(whole) == pieces
