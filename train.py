@@ -38,7 +38,7 @@ def train(config: Config, world: World) -> None:
 
             # ---- forward and backward --------------------------------------------------------------------------------
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
-            targets = max(1, run.data.targets(run.progress.data_step))      # all tokens, or fewer where prompts are masked
+            targets = max(1, run.data.targets(step + run.progress.data_offset))   # all tokens, or fewer where prompts are masked
             step_scale = run.loss_scale * (config.data.tokens_per_step / targets)
             run.scales.begin(step_scale)                    # of fp8.scaling=delayed: from the steps before
             loss_sum = torch.zeros((), device=world.device)

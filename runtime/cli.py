@@ -106,7 +106,6 @@ def run_command(main, *arguments) -> int:
 
 def nearest(word: str, choices: list[str]) -> str:
     """How an error sentence goes on: the likely meaning of `word`, or else all the choices.
-
     Among section.key the key decides, then the section: an equal section alone must not bring optim.xyz near to optim.eps."""
     has_sections = any("." in choice for choice in choices)
     names = {choice: (choice.rpartition(".")[2] if has_sections else choice).lower() for choice in (*choices, word)}
@@ -225,18 +224,16 @@ class ProgressLine:
     """Progress of `name` in `unit`, such as "tokens", on stderr. Work that takes less than an interval shows nothing."""
 
     def __init__(self, name: str, unit: str, is_shown: bool = True):
-        self._name, self._unit, self._is_shown, self._due = name, unit, is_shown, 0.0
+        self._name, self._unit, self._due = name, unit, 0.0 if is_shown else math.inf
         self._is_live, self._first = sys.stderr.isatty(), (0.0, 0.0, 0.0)       # time, units and share at the first look
 
     def show(self, state: Callable[[], tuple]) -> None:
-        """`state()` gives the units so far, the share of the work that is done, 0 to 1, and words to add; called only when a line
-        is due."""
-        now = time.monotonic()
-        if not self._is_shown or now < self._due:
+        """`state()`, called when a line is due: units so far, share of the work that is done, 0 to 1, and words to add."""
+        if (now := time.monotonic()) < self._due:
             return
-        is_first, self._due = not self._due, now + (LIVE_S if self._is_live else LOG_S)
+        self._due = now + (LIVE_S if self._is_live else LOG_S)
         units, share, *words = state()
-        if is_first:        # units that were there at the start say nothing of the speed
+        if not self._first[0]:      # units that were there at the start say nothing of the speed
             self._first = now, units, share
             return
         seconds, gained = now - self._first[0], share - self._first[2]
@@ -247,7 +244,7 @@ class ProgressLine:
 
     def clear(self) -> None:
         """Remove the live line, before something else is printed and at the end."""
-        if self._is_live and self._due:
+        if self._is_live and self._first[0]:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
@@ -272,10 +269,8 @@ OUT_OF_MEMORY = re.compile(
 
 
 def memory_error(error: BaseException | None) -> BaseException | None:
-    """The error that means too little memory on GPU or CPU, among `error` and those it was raised from; else None.
-
-    Compiler and checkpoints wrap what they meet in errors of their own."""
-    for _ in range(20):     # causes may form a circle
+    """The error that means too little memory on GPU or CPU, among `error` and those it was raised from; else None."""
+    for _ in range(20):     # compiler and checkpoints wrap what they meet, causes may form a circle
         if error is None or isinstance(error, MemoryError) or (
                 isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(str(error))):
             return error

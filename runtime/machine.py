@@ -5,8 +5,6 @@ Rows of metrics.jsonl, in the order in which things happened:
     {"kind": "train", "step", "loss", "verdict", ...}       a training step; "val": a validation after it
     {"kind": "undone", ...}, {"kind": "undone_val", ...}    the same, undone by a rollback
     {"kind": "event", "event": name, "step", ...}           anything else: a resume, a rollback, a failed save
-
-torch is imported by the functions that need it: scaling/ reads rows and asks git on machines without it.
 """
 
 import hashlib
@@ -108,7 +106,7 @@ def git(folder: Path, *words: str) -> str | None:
 
 def device_name(device) -> str:
     """Of a torch.device: a GPU's name as its driver reports it, a CPU's model and torch's number of threads."""
-    import torch
+    import torch  # not above: scaling/ reads rows and asks git on machines without it
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = re.search(r"^model name\s*:\s*(.*\S)", read_bytes("/proc/cpuinfo").decode(errors="replace"), re.M)
@@ -150,5 +148,4 @@ def out_of_memory(error: BaseException, config, world) -> str | None:
         return None
     said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
     return (f"out of memory on rank {world.rank} ({world.device}): {said}; what was saved stays. Try a smaller data.micro_batch "
-            f"(now {config.data.micro_batch}; a step keeps its tokens), parallel.recompute=true (about a third more computing), "
-            f"model.loss_chunk=1024 (logits of so many tokens at a time) or more GPUs (now {world.size})")
+            f"(now {config.data.micro_batch}), parallel.recompute=true, model.loss_chunk=1024 or more GPUs (now {world.size})")
