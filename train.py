@@ -67,8 +67,7 @@ def train(config: Config, world: World) -> None:
             if verdict not in (Verdict.ROLLBACK, Verdict.STOP):     # whose gradients a diagnosis looks at
                 fp8.zero_gradients(model)
 
-            run.end_step(verdict, loss, grad_norm, lr, step_scale, is_stopping=stops > 0,    # log, probe, save, roll back
-                         n_saturated=int(n_saturated))
+            run.end_step(verdict, loss, grad_norm, lr, step_scale, stops > 0, int(n_saturated))     # log, probe, save, roll back
 
 
 def main(argv: list[str]) -> int:
@@ -96,8 +95,7 @@ def main(argv: list[str]) -> int:
     except (UserError, MachineError) as error:
         said, code = error, 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        said, code = (f"{error.filename or 'a file'}: {error.strerror or error}; nothing that was finished is lost: correct it "
-                      f"and run the same command again"), 1
+        said, code = f"{error.filename or 'a file'}: {error.strerror or error}; correct it and run the same command again", 1
     except KeyboardInterrupt:
         said, code = "interrupted; what was saved stays, and the same command goes on from there", 130
     if said is not None and (world is None or world.is_main):

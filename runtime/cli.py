@@ -116,8 +116,7 @@ def nearest(word: str, choices: list[str]) -> str:
 
 
 def help_page(doc: str, options: str = "") -> str:
-    """What --help prints of a command's docstring: usage, what it does, the options where the docstring does not say them, the
-    rest, its examples last. Examples are its indented lines that begin with a program."""
+    """What --help prints of a command's docstring; its examples, indented lines that begin with a program, last."""
     lines = doc.strip().splitlines()
     examples = [line for line in lines if EXAMPLE.match(line)]
     what, _, rest = "\n".join(line for line in lines if line not in examples).partition("\n\n")

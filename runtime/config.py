@@ -224,9 +224,8 @@ class Config:
         first, last = self.profile_steps or (0, 0)
         if self.profile is not None and not 1 <= first <= min(last, end):
             yield f"profile={self.profile!r} must be the first and the last step to trace, such as 10:15, of steps 1 to {end}"
-        for step in self.checkpoint.at:
-            if not 1 <= step <= end:
-                yield f"checkpoint.at asks for step {step}, but this run has steps 1 to {end}"
+        if wrong := [step for step in self.checkpoint.at if not 1 <= step <= end]:
+            yield f"checkpoint.at asks for step {wrong[0]}, but this run has steps 1 to {end}"
         multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
         tokens = 0 if d.micro_batch == "auto" else d.micro_batch * m.n_ctx
         # Both are summed over by a weight gradient; fp8.select() checks the rest.
@@ -275,8 +274,7 @@ class Config:
         return (int(match[1]), int(match[2])) if match else None
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches per rank and step, of one sequence each while they are auto. Raises UserError where the ranks do not
-        divide a step evenly."""
+        """Micro-batches per rank and step (auto: of one sequence). Raises UserError where ranks do not divide a step evenly."""
         micro_batch = 1 if self.data.micro_batch == "auto" else self.data.micro_batch
         per_micro = micro_batch * self.model.n_ctx * world_size
         if self.data.tokens_per_step % per_micro:

@@ -128,8 +128,7 @@ def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[
 
 
 def check_device() -> None:
-    """Raises MachineError where there is an NVIDIA GPU that this torch cannot use, unless CUDA_VISIBLE_DEVICES="" hides it:
-    days on a CPU by mistake."""
+    """Raises MachineError where torch cannot use an NVIDIA GPU that CUDA_VISIBLE_DEVICES="" does not hide: days on a CPU."""
     import torch
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not count_gpus():
         return

@@ -181,8 +181,7 @@ def _decide(config: Config, world: World) -> int:
     if found is None:
         raise UserError(f"data.micro_batch=auto found none of {numbers} that fits with the whole model on {world.device}: give "
                         f"parallel.recompute=true or model.loss_chunk=1024, or, where ranks share it, data.micro_batch=1")
-    print(f"data.micro_batch=auto: {found} it is. A BF16/FP8 pair needs one number for both: give the other run "
-          f"data.micro_batch={found}", flush=True)
+    print(f"data.micro_batch=auto: {found} it is; give the other run of a BF16/FP8 pair data.micro_batch={found}", flush=True)
     return found
 
 

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -102,8 +102,8 @@ class Run:
                      and self.saver.wait())
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
-        self._profiler = Profiler(config.profile_steps, config.run_dir, world, self.log.say if self.log else print)
-        cleanup.callback(self._profiler.close)
+        say = self.log.say if self.log else print
+        self._profiler = cleanup.enter_context(closing(Profiler(config.profile_steps, config.run_dir, world, say)))
         self.stop = StopRequest()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
@@ -145,19 +145,16 @@ class Run:
                           ("val", "validation windows than eval.tokens and data.dir give"),
                           ("fp8", "Linears in FP8 than fp8.recipe=auto chooses here")):
             if before.get(key) != self._identity[key] and not (key == "fp8" and is_switch):
-                raise UserError(f"{found[0].parent.parent} was begun with other {what}: restore what its config.json names, or "
-                                f"choose another run=")
+                raise UserError(f"{found[0].parent.parent} was begun with other {what}: restore those, or choose another run=")
         return found
 
     def _open_log(self, cleanup: ExitStack, restored: tuple[Path, dict] | None, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
         write_json(config.run_dir / "config.json", config.to_dict())        # first: it marks the folder as a run
         keep_tokenizer(config.run_dir, config.data.tokenizer)
-        self._meter = Meter(world.device)
-        cleanup.callback(self._meter.close)
+        self._meter = cleanup.enter_context(closing(Meter(world.device)))
         write_environment(config.run_dir / "env.json", world.device, ROOT)
-        self.log = Log(config, step)
-        cleanup.callback(self.log.close)
+        self.log = cleanup.enter_context(closing(Log(config, step)))
         begins = "resuming" if self._is_resumed else "branching off" if step else "on from"
         self.log.say("\n".join([
             f"{config.run}: {total:,} parameters, {config.total_steps:,} steps of {config.data.tokens_per_step:,} tokens = "
@@ -185,13 +182,11 @@ class Run:
         if self._is_to_validate and not self._is_stopping:
             self._is_to_validate = False
             val, step = self._evaluate(), self.progress.step
-            if val is None:
-                self._is_stopping = True
-            elif not math.isfinite(val.loss):
+            if val and not math.isfinite(val.loss):
                 x, y = self.data.val(self.data.sources[0]).batch(0, self.config.micro_batch)
                 self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
-            else:
+            elif val:
                 self.saver.validated(step, val.loss)
                 if self.log:
                     self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
@@ -210,16 +205,14 @@ class Run:
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets of the next micro-batch, (B, T) each, on the device."""
-        config, world = self.config, self.world
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
-        tokens = (next(self._micro) * world.size + world.rank) * config.micro_batch * config.model.n_ctx
-        fp8.set_position(self.model, tokens, config.seed)       # of stochastic rounding
+        fp8.set_position(self.model, next(self._positions), self.config.seed)       # of stochastic rounding
         self.at("forward and backward")
         return self._batch
 
     def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
-                 n_saturated: int = 0) -> None:
+                 n_saturated: int) -> None:
         """Log the step, then what is due after it: probe, save; a rollback or the end of the run where the guard says so."""
         config, progress = self.config, self.progress
         progress.step += 1
@@ -254,7 +247,7 @@ class Run:
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
 
     def _evaluate(self) -> ValLoss | None:
-        """The validation loss; None where a stop was requested meanwhile."""
+        """The validation loss; None, and the run is stopping, where that was requested meanwhile."""
         config, world = self.config, self.world
         self.scales.begin(self.loss_scale)      # a run that was resumed here has not set them yet
         self.at("validating", is_slow=True)     # may be compiled first
@@ -264,8 +257,10 @@ class Run:
             return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
 
         val = {source: self.data.val(source) for source in self.data.sources}
-        return evaluate(self.model, val, self.data.weights, config.micro_batch, world.device, world.rank, world.size,
-                        lambda t: parallel.all_concatenate(t, world), any_rank_stops)
+        found = evaluate(self.model, val, self.data.weights, config.micro_batch, world.device, world.rank, world.size,
+                         lambda t: parallel.all_concatenate(t, world), any_rank_stops)
+        self._is_stopping |= found is None
+        return found
 
     def _save(self) -> None:
         step = self.progress.step
@@ -319,13 +314,11 @@ class Run:
                          f"({guard.rollbacks} of {config.guard.rollbacks} times)")
 
     def _finish(self, as_trained: ValLoss) -> bool:
-        """All steps are done and validated: validate in BF16 too, wait for the last save, write the summary. False where a stop
-        was requested meanwhile."""
+        """Validate in BF16 too, wait for the last save, write the summary. False where a stop was requested meanwhile."""
         self._batches.close()
         with fp8.in_bf16(self.model):
             in_bf16 = self._evaluate()
         if in_bf16 is None:
-            self._is_stopping = True
             return False
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
@@ -346,9 +339,9 @@ class Run:
 
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
-        world, offset = self.world, self.progress.data_offset
-        first, end = self.progress.step + offset, self.config.total_steps + offset
-        self._micro = count(first * self.config.accumulation(world.size))
+        config, world, offset = self.config, self.world, self.progress.data_offset
+        first, end, tokens = self.progress.step + offset, config.total_steps + offset, config.micro_batch * config.model.n_ctx
+        self._positions = count(first * config.data.tokens_per_step + world.rank * tokens, world.size * tokens)     # in the order
         self._batches = self.data.stream(first, end, world.rank, world.size, world.device)
 
     def _log_event(self, event: str, step: int, reason: str) -> None:
