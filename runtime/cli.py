@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 WORDS: dict = {type(None): {"none": None}, bool: {"true": True, "1": True, "false": False, "0": False}}
-EXAMPLE = re.compile(r" {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)")     # of a docstring: program, arguments
+EXAMPLE = re.compile(r"^ {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)\n?", re.M)      # program, arguments
 LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines of progress, live and in a log
 
 
@@ -117,13 +117,12 @@ def nearest(word: str, choices: list[str]) -> str:
 
 def help_page(doc: str, options: str = "") -> str:
     """What --help prints of a command's docstring; its examples, indented lines that begin with a program, last."""
-    lines = doc.strip().splitlines()
-    examples = [line for line in lines if EXAMPLE.match(line)]
-    what, _, rest = "\n".join(line for line in lines if line not in examples).partition("\n\n")
-    program, words = next(found.groups() for found in map(EXAMPLE.match, examples) if found and "python" in found[0])
+    what, _, rest = EXAMPLE.sub("", doc.strip()).partition("\n\n")
+    examples = list(EXAMPLE.finditer(doc))
+    program, words = next(example.groups() for example in examples if "python" in example[0])
     bare = [word for word in words.split("  ")[0].split() if "=" not in word]
     parts = [" ".join(["usage:", program, *bare, "[key=value ...]"]), what, options and f"options:\n{options}", rest.strip("\n"),
-             "\n".join(["examples:", *examples])]
+             "examples:\n" + "".join(example[0] for example in examples).rstrip()]
     return "\n\n".join(filter(None, parts))
 
 

@@ -1,9 +1,6 @@
 """Every setting of a run, typed and checked: a config file plus `section.key=value` overrides become one frozen Config.
 
-A config file is Python that binds `config = Config(...)`. A derived run imports its parent and replaces what differs:
-
-    from configs.gpt350m_bf16 import config as parent
-    config = replace(parent, run="gpt350m_fp8", fp8=FP8Config(recipe="tensorwise"))
+A config file is Python that binds `config = Config(...)`; a derived one, as configs/gpt350m_fp8.py, replaces what differs.
 """
 
 import json
