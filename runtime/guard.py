@@ -83,16 +83,15 @@ class Guard:
             self._accept([[loss, grad_norm]])
             return Verdict.OK
         self.spikes = [*self.spikes, [loss, grad_norm]]
-        if len(self.spikes) >= self.settings.skips and self._is_new_level():
-            self.reason = f"{spike}; the last of {len(self.spikes)} in a row, taken for the new level"
+        is_new_level = len(self.spikes) >= self.settings.skips and self._is_new_level()
+        if self.settings.mode == "act" and not is_new_level:
+            return self._skip(step, spike)
+        self.reason, self.consecutive, self.suspect_since = spike, 0, None
+        if is_new_level:
+            self.reason += f"; the last of {len(self.spikes)} in a row, taken for the new level"
             self.accepted = []
             self._accept(self.spikes)
-            return Verdict.SPIKE
-        if self.settings.mode == "log":
-            self.consecutive, self.suspect_since = 0, None
-            self.reason = spike
-            return Verdict.SPIKE
-        return self._skip(step, spike)
+        return Verdict.SPIKE
 
     def reject_validation(self, step: int, what: str) -> Verdict:
         """ROLLBACK or STOP for weights whose validation after `step` steps was not finite."""

@@ -55,9 +55,8 @@ class Run:
     def open(cls, config: Config, world: World) -> Iterator["Run"]:
         """Lock the folder, read the data's index, build the model, resume | branch | initialise; close all of it at the end.
         Raises UserError, MachineError: also for torch's errors of a known cause, no memory or a lost rank."""
-        with ExitStack() as cleanup:     # closes the log however the run ends: an error begins on a line of its own
-            watchdog = cleanup.enter_context(
-                Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout))
+        with (Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout) as watchdog,
+              ExitStack() as cleanup):      # closes the log however the run ends: an error begins on a line of its own
             try:
                 yield cls(config, world, watchdog, cleanup)
             except (RuntimeError, MemoryError) as error:
