@@ -38,7 +38,7 @@ def train(config: Config, world: World) -> None:
 
             # ---- forward and backward --------------------------------------------------------------------------------
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
-            targets = max(1, run.data.targets(run.progress.data_step))      # all tokens, or fewer where prompts are masked
+            targets = max(1, run.data.targets(step + run.progress.data_offset))   # all tokens, or fewer where prompts are masked
             step_scale = run.loss_scale * (config.data.tokens_per_step / targets)
             run.scales.begin(step_scale)                    # of fp8.scaling=delayed: from the steps before
             loss_sum = torch.zeros((), device=world.device)
@@ -67,8 +67,7 @@ def train(config: Config, world: World) -> None:
             if verdict not in (Verdict.ROLLBACK, Verdict.STOP):     # whose gradients a diagnosis looks at
                 fp8.zero_gradients(model)
 
-            run.end_step(verdict, loss, grad_norm, lr, step_scale, is_stopping=stops > 0,    # log, probe, save, roll back
-                         n_saturated=int(n_saturated))
+            run.end_step(verdict, loss, grad_norm, lr, step_scale, stops > 0, int(n_saturated))     # log, probe, save, roll back
 
 
 def main(argv: list[str]) -> int:
@@ -96,8 +95,7 @@ def main(argv: list[str]) -> int:
     except (UserError, MachineError) as error:
         said, code = error, 2 if isinstance(error, UserError) else 1
     except OSError as error:
-        said, code = (f"{error.filename or 'a file'}: {error.strerror or error}; nothing that was finished is lost: correct it "
-                      f"and run the same command again"), 1
+        said, code = f"{error.filename or 'a file'}: {error.strerror or error}; correct it and run the same command again", 1
     except KeyboardInterrupt:
         said, code = "interrupted; what was saved stays, and the same command goes on from there", 130
     if said is not None and (world is None or world.is_main):

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 WORDS: dict = {type(None): {"none": None}, bool: {"true": True, "1": True, "false": False, "0": False}}
-EXAMPLE = re.compile(r" {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)")     # of a docstring: program, arguments
+EXAMPLE = re.compile(r"^ {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)\n?", re.M)      # program, arguments
 LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines of progress, live and in a log
 
 
@@ -106,7 +106,6 @@ def run_command(main, *arguments) -> int:
 
 def nearest(word: str, choices: list[str]) -> str:
     """How an error sentence goes on: the likely meaning of `word`, or else all the choices.
-
     Among section.key the key decides, then the section: an equal section alone must not bring optim.xyz near to optim.eps."""
     has_sections = any("." in choice for choice in choices)
     names = {choice: (choice.rpartition(".")[2] if has_sections else choice).lower() for choice in (*choices, word)}
@@ -117,15 +116,13 @@ def nearest(word: str, choices: list[str]) -> str:
 
 
 def help_page(doc: str, options: str = "") -> str:
-    """What --help prints of a command's docstring: usage, what it does, the options where the docstring does not say them, the
-    rest, its examples last. Examples are its indented lines that begin with a program."""
-    lines = doc.strip().splitlines()
-    examples = [line for line in lines if EXAMPLE.match(line)]
-    what, _, rest = "\n".join(line for line in lines if line not in examples).partition("\n\n")
-    program, words = next(found.groups() for found in map(EXAMPLE.match, examples) if found and "python" in found[0])
+    """What --help prints of a command's docstring; its examples, indented lines that begin with a program, last."""
+    what, _, rest = EXAMPLE.sub("", doc.strip()).partition("\n\n")
+    examples = list(EXAMPLE.finditer(doc))
+    program, words = next(example.groups() for example in examples if "python" in example[0])
     bare = [word for word in words.split("  ")[0].split() if "=" not in word]
     parts = [" ".join(["usage:", program, *bare, "[key=value ...]"]), what, options and f"options:\n{options}", rest.strip("\n"),
-             "\n".join(["examples:", *examples])]
+             "examples:\n" + "".join(example[0] for example in examples).rstrip()]
     return "\n\n".join(filter(None, parts))
 
 
@@ -225,18 +222,16 @@ class ProgressLine:
     """Progress of `name` in `unit`, such as "tokens", on stderr. Work that takes less than an interval shows nothing."""
 
     def __init__(self, name: str, unit: str, is_shown: bool = True):
-        self._name, self._unit, self._is_shown, self._due = name, unit, is_shown, 0.0
+        self._name, self._unit, self._due = name, unit, 0.0 if is_shown else math.inf
         self._is_live, self._first = sys.stderr.isatty(), (0.0, 0.0, 0.0)       # time, units and share at the first look
 
     def show(self, state: Callable[[], tuple]) -> None:
-        """`state()` gives the units so far, the share of the work that is done, 0 to 1, and words to add; called only when a line
-        is due."""
-        now = time.monotonic()
-        if not self._is_shown or now < self._due:
+        """`state()`, called when a line is due: units so far, share of the work that is done, 0 to 1, and words to add."""
+        if (now := time.monotonic()) < self._due:
             return
-        is_first, self._due = not self._due, now + (LIVE_S if self._is_live else LOG_S)
+        self._due = now + (LIVE_S if self._is_live else LOG_S)
         units, share, *words = state()
-        if is_first:        # units that were there at the start say nothing of the speed
+        if not self._first[0]:      # units that were there at the start say nothing of the speed
             self._first = now, units, share
             return
         seconds, gained = now - self._first[0], share - self._first[2]
@@ -247,7 +242,7 @@ class ProgressLine:
 
     def clear(self) -> None:
         """Remove the live line, before something else is printed and at the end."""
-        if self._is_live and self._due:
+        if self._is_live and self._first[0]:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
@@ -272,10 +267,8 @@ OUT_OF_MEMORY = re.compile(
 
 
 def memory_error(error: BaseException | None) -> BaseException | None:
-    """The error that means too little memory on GPU or CPU, among `error` and those it was raised from; else None.
-
-    Compiler and checkpoints wrap what they meet in errors of their own."""
-    for _ in range(20):     # causes may form a circle
+    """The error that means too little memory on GPU or CPU, among `error` and those it was raised from; else None."""
+    for _ in range(20):     # compiler and checkpoints wrap what they meet, causes may form a circle
         if error is None or isinstance(error, MemoryError) or (
                 isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(str(error))):
             return error

@@ -1,9 +1,6 @@
 """Every setting of a run, typed and checked: a config file plus `section.key=value` overrides become one frozen Config.
 
-A config file is Python that binds `config = Config(...)`. A derived run imports its parent and replaces what differs:
-
-    from configs.gpt350m_bf16 import config as parent
-    config = replace(parent, run="gpt350m_fp8", fp8=FP8Config(recipe="tensorwise"))
+A config file is Python that binds `config = Config(...)`; a derived one, as configs/gpt350m_fp8.py, replaces what differs.
 """
 
 import json
@@ -23,8 +20,6 @@ from runtime.tokenizer import tokenizer_kind
 
 # ------------------------------------------------------------------------------------------------------------- sections
 
-# Recipes whose weights torchao can gather as float8 with one scale per tensor.
-FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
@@ -99,7 +94,7 @@ class FP8Config:
         if self.recipe == "off" and self != FP8Config():
             named = ", ".join(f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default)
             yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
-        works_with = {"all_gather": FP8_GATHERED, "kernels": ("auto", *FP8_KERNELS), "scaling": FP8_KERNELS,
+        works_with = {"all_gather": ("tensorwise", "tensorwise_gw_hp"), "kernels": ("auto", *FP8_KERNELS), "scaling": FP8_KERNELS,
                       "fast_backward": ("auto", *FP8_SCALED_MM)}
         for key, recipes in works_with.items():
             value = str(getattr(self, key)).lower()
@@ -226,23 +221,20 @@ class Config:
         first, last = self.profile_steps or (0, 0)
         if self.profile is not None and not 1 <= first <= min(last, end):
             yield f"profile={self.profile!r} must be the first and the last step to trace, such as 10:15, of steps 1 to {end}"
-        for step in self.checkpoint.at:
-            if not 1 <= step <= end:
-                yield f"checkpoint.at asks for step {step}, but this run has steps 1 to {end}"
+        if wrong := [step for step in self.checkpoint.at if not 1 <= step <= end]:
+            yield f"checkpoint.at asks for step {wrong[0]}, but this run has steps 1 to {end}"
         multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
-        sizes = {"model.loss_chunk": chunk or 0}        # both are summed over by a weight gradient; fp8.select() checks the rest
-        if d.micro_batch != "auto":
-            sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx
-        for key, size in sizes.items():
+        tokens = 0 if d.micro_batch == "auto" else d.micro_batch * m.n_ctx
+        # Both are summed over by a weight gradient; fp8.select() checks the rest.
+        for key, size in ("model.loss_chunk", chunk or 0), ("data.micro_batch x model.n_ctx", tokens):
             if recipe != "off" and size % multiple:
                 yield f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs: change it, or fp8.recipe=off"
         if chunk and recipe in ("nvfp4", "nvfp4_hadamard"):
             yield f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the head: set fp8.head=false"
         # Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test), without a word.
         if chunk and self.fp8.kernels and self.parallel.compile and m.n_ctx % chunk and chunk % m.n_ctx:
-            yield (f"model.loss_chunk={chunk} neither divides model.n_ctx={m.n_ctx} nor is a multiple of it, which torch.compile "
-                   f"gets wrong on a CPU with fp8.head and fp8.kernels (part of the gradients unwritten): take "
-                   f"{math.lcm(m.n_ctx, multiple)}, or none, or parallel.compile=false")
+            yield (f"model.loss_chunk={chunk} must divide model.n_ctx={m.n_ctx} or be a multiple of it (torch.compile on a CPU, "
+                   f"fp8.head, fp8.kernels): take {math.lcm(m.n_ctx, multiple)}, or none, or parallel.compile=false")
 
     @property
     def total_steps(self) -> int:
@@ -279,8 +271,7 @@ class Config:
         return (int(match[1]), int(match[2])) if match else None
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches per rank and step, of one sequence each while they are auto. Raises UserError where the ranks do not
-        divide a step evenly."""
+        """Micro-batches per rank and step (auto: of one sequence). Raises UserError where ranks do not divide a step evenly."""
         micro_batch = 1 if self.data.micro_batch == "auto" else self.data.micro_batch
         per_micro = micro_batch * self.model.n_ctx * world_size
         if self.data.tokens_per_step % per_micro:
@@ -333,8 +324,7 @@ FOREIGN = {
     "run, whose command resumes it when it is given again": "resume resume_from_checkpoint load_checkpoint auto_resume",
     "out": "out_dir output_dir dump_folder",
     "start_from, a run's or a checkpoint's folder": "init_from initial_load_path initial_checkpoint_dir",
-    "steps, of the optimizer, not passes over the data": "max_iters max_steps num_iterations training_steps train_steps "
-                                                         "total_steps num_steps epochs num_epochs num_train_epochs",
+    "steps, of the optimizer, not epochs": "max_iters max_steps num_iterations train_steps total_steps epochs num_train_epochs",
     "tokens_per_param, training tokens over parameters": "tokens max_tokens train_tokens target_param_data_ratio",
     "model.n_layer": "num_layers num_hidden_layers depth",
     "model.n_embd": "hidden_size d_model dim model_dim",

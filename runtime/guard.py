@@ -83,16 +83,15 @@ class Guard:
             self._accept([[loss, grad_norm]])
             return Verdict.OK
         self.spikes = [*self.spikes, [loss, grad_norm]]
-        if len(self.spikes) >= self.settings.skips and self._is_new_level():
-            self.reason = f"{spike}; the last of {len(self.spikes)} in a row, taken for the new level"
+        is_new_level = len(self.spikes) >= self.settings.skips and self._is_new_level()
+        if self.settings.mode == "act" and not is_new_level:
+            return self._skip(step, spike)
+        self.reason, self.consecutive, self.suspect_since = spike, 0, None
+        if is_new_level:
+            self.reason += f"; the last of {len(self.spikes)} in a row, taken for the new level"
             self.accepted = []
             self._accept(self.spikes)
-            return Verdict.SPIKE
-        if self.settings.mode == "log":
-            self.consecutive, self.suspect_since = 0, None
-            self.reason = spike
-            return Verdict.SPIKE
-        return self._skip(step, spike)
+        return Verdict.SPIKE
 
     def reject_validation(self, step: int, what: str) -> Verdict:
         """ROLLBACK or STOP for weights whose validation after `step` steps was not finite."""
@@ -122,7 +121,7 @@ class Guard:
     def _is_new_level(self) -> bool:
         losses = [loss for loss, _ in self.spikes]
         middle, sd = self._usual()
-        if self.settings.mode == "log" or (_log(max(losses)) - middle[0]) / sd[0] <= self.settings.threshold:
+        if self.settings.mode == "log" or (math.log(max(*losses, TINY)) - middle[0]) / sd[0] <= self.settings.threshold:
             return True
         return self.is_back and max(losses) <= LEVEL * min(losses)
 
@@ -132,7 +131,7 @@ class Guard:
             return None
         said = []
         for name, value, middle, sd in zip(("loss", "gradient norm"), (loss, grad_norm), *self._usual(), strict=True):
-            if (height := (_log(value) - middle) / sd) > self.settings.threshold:
+            if (height := (math.log(max(value, TINY)) - middle) / sd) > self.settings.threshold:
                 said.append(f"{name} {value:.6g} is {value / math.exp(middle):.3g} x its median {math.exp(middle):.6g} "
                             f"({height:.1f} robust standard deviations)")
         return f"{' and '.join(said)} of the last {len(self.accepted)} accepted steps" if said else None
@@ -146,16 +145,11 @@ class Guard:
         return middle, (loss_sd, min(max(sd[1], NORM_SD[0], NORM_SD_PER_LOSS_SD * loss_sd), NORM_SD[1]))
 
 
-def _log(value: float) -> float:
-    return math.log(max(value, TINY))
-
-
 # ------------------------------------------------------------------------------------------------------------ diagnosis
 
 def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, step: int, reason: str,
              run_dir: Path, is_main: bool) -> str:
     """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the end of an error sentence.
-
     tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It raises
     nothing, so that it cannot hide the fault itself; `problem` in diagnosis.json is what kept it from being complete. Gradients
     are those after clipping, which spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""

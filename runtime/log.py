@@ -1,8 +1,5 @@
-"""Record a run: a row per step in metrics.jsonl, mirrored on the console, W&B and TensorBoard.
-
-Beside the rows: env.json, samples of the GPU, traces of some steps, a run's speed and MFU, the id that a BF16 and an FP8 run
-share. metrics.jsonl (format: runtime/machine.py) is what the project reads; console and dashboards show it.
-"""
+"""Record a run: a row per step in metrics.jsonl (format: runtime/machine.py), mirrored on the console, W&B and TensorBoard;
+env.json, samples of the GPU, traces of some steps, speed and MFU, the id that a BF16 and an FP8 run share."""
 
 import hashlib
 import json
@@ -34,7 +31,6 @@ UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its k
 
 class Log:
     """Write one run's rows; only rank 0 has one. Starting it at `resume_step` drops the rows of later steps.
-
     On a full disk rows wait in memory and training goes on; a dashboard that raises is dropped. Raises OSError where a start or
     a rollback, which write the file anew, find no room."""
 
@@ -44,7 +40,7 @@ class Log:
         self._seconds: deque[float] = deque(maxlen=50)      # of the latest steps after the warm-up
         self._is_waiting, self._file = False, open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
         self._rewrite(kept(metrics_rows(read_rows(self.path)), resume_step))
-        self._dashboards = {name: DASHBOARDS[name]() for name in config.log.to}
+        self._dashboards: dict = {name: {"wandb": Wandb, "tensorboard": TensorBoard}[name]() for name in config.log.to}
         self._show("open", config, resume_step)
 
     def step(self, row: dict) -> None:
@@ -138,9 +134,7 @@ class Wandb:
             project=os.environ.get("WANDB_PROJECT", "nanofp8"), name=config.run, resume="allow",
             id=f"{config.run}-{re.sub('[^0-9]', '', begun)}", dir=str(config.run_dir), config=config.to_dict())
         self.close = self.run.finish
-        self.run.define_metric("step")
-        for kind in ("train", "val", "event"):      # W&B's own step refuses to go back, ours does
-            self.run.define_metric(f"{kind}/*", step_metric="step")
+        self.run.define_metric("*", step_metric="step")     # W&B's own step refuses to go back, ours does
 
     def write(self, row: dict) -> None:     # after a rollback the curve goes back and begins again: what was sent stays
         self.run.log({**numbers(row), "step": row["step"]})
@@ -158,9 +152,6 @@ class TensorBoard:
             self.open(self.config, row["to"])
         for key, value in numbers(row).items():
             self.writer.add_scalar(key, value, row["step"])
-
-
-DASHBOARDS = {"wandb": Wandb, "tensorboard": TensorBoard}      # name of the package -> what writes to it
 
 
 def numbers(row: dict) -> dict[str, float]:
@@ -307,7 +298,6 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
 
 def pair_id(config: Config, began_from: str | None = None) -> str:
     """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are compared where it is equal.
-
     A branch has that of the run as a whole, in whose weights it ends. The run or imported model that the first of them took its
     weights from enters: began_from where `config` does not say it."""
     if config.parent and config.parent[1] == 0:

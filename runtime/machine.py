@@ -5,8 +5,6 @@ Rows of metrics.jsonl, in the order in which things happened:
     {"kind": "train", "step", "loss", "verdict", ...}       a training step; "val": a validation after it
     {"kind": "undone", ...}, {"kind": "undone_val", ...}    the same, undone by a rollback
     {"kind": "event", "event": name, "step", ...}           anything else: a resume, a rollback, a failed save
-
-torch is imported by the functions that need it: scaling/ reads rows and asks git on machines without it.
 """
 
 import hashlib
@@ -108,7 +106,7 @@ def git(folder: Path, *words: str) -> str | None:
 
 def device_name(device) -> str:
     """Of a torch.device: a GPU's name as its driver reports it, a CPU's model and torch's number of threads."""
-    import torch
+    import torch  # not above: scaling/ reads rows and asks git on machines without it
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = re.search(r"^model name\s*:\s*(.*\S)", read_bytes("/proc/cpuinfo").decode(errors="replace"), re.M)
@@ -130,8 +128,7 @@ def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[
 
 
 def check_device() -> None:
-    """Raises MachineError where there is an NVIDIA GPU that this torch cannot use, unless CUDA_VISIBLE_DEVICES="" hides it:
-    days on a CPU by mistake."""
+    """Raises MachineError where torch cannot use an NVIDIA GPU that CUDA_VISIBLE_DEVICES="" does not hide: days on a CPU."""
     import torch
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not count_gpus():
         return
@@ -150,5 +147,4 @@ def out_of_memory(error: BaseException, config, world) -> str | None:
         return None
     said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
     return (f"out of memory on rank {world.rank} ({world.device}): {said}; what was saved stays. Try a smaller data.micro_batch "
-            f"(now {config.data.micro_batch}; a step keeps its tokens), parallel.recompute=true (about a third more computing), "
-            f"model.loss_chunk=1024 (logits of so many tokens at a time) or more GPUs (now {world.size})")
+            f"(now {config.data.micro_batch}), parallel.recompute=true, model.loss_chunk=1024 or more GPUs (now {world.size})")

@@ -1,7 +1,5 @@
 """Say what a run would cost before it is trained (--plan), and find the micro-batch it trains fastest with (micro_batch=auto).
 
---plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules; estimates are printed as such.
-
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
 allocates, compiles or breaks ends with it. A trial trains a few micro-batches as the run will, then passes one through the
 model as the evaluation in BF16 does, uncompiled and hence the hungrier of the two at large micro-batches. Several ranks are
@@ -183,8 +181,7 @@ def _decide(config: Config, world: World) -> int:
     if found is None:
         raise UserError(f"data.micro_batch=auto found none of {numbers} that fits with the whole model on {world.device}: give "
                         f"parallel.recompute=true or model.loss_chunk=1024, or, where ranks share it, data.micro_batch=1")
-    print(f"data.micro_batch=auto: {found} it is. A BF16/FP8 pair needs one number for both: give the other run "
-          f"data.micro_batch={found}", flush=True)
+    print(f"data.micro_batch=auto: {found} it is; give the other run of a BF16/FP8 pair data.micro_batch={found}", flush=True)
     return found
 
 
@@ -204,7 +201,6 @@ def candidates(config: Config, size: int) -> list[int]:
 
 def search(numbers: list[int], first: int, attempt: Callable[[int], tuple[float, float]]) -> int | None:
     """The fastest of `numbers` that fits, the smaller one where two differ by less than GAIN; None where none fits.
-
     Upwards from numbers[first], until one fails or two in a row bring nothing; where not even that one fits, downwards from
     there. attempt(n): tokens/s and GiB. A MachineError of it is raised only where no trial before went well."""
     speeds: dict[int, float] = {}
@@ -230,8 +226,7 @@ def search(numbers: list[int], first: int, attempt: Callable[[int], tuple[float,
         in_vain = in_vain + 1 if speeds[n] < best * GAIN else 0
     if not speeds:
         any(fits(n) for n in reversed(numbers[:first]))
-    best = max(speeds.values(), default=0.0)
-    return min((n for n, speed in speeds.items() if speed * GAIN > best), default=None)
+    return min((n for n, speed in speeds.items() if speed * GAIN > max(speeds.values())), default=None)
 
 
 def try_one(config: Config, device: torch.device) -> tuple[float, float]:

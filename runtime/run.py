@@ -1,8 +1,4 @@
-"""The life of a run around its training steps: open its folder, resume, validate, save, roll back, finish, summarise.
-
-train.py holds the step. A Run holds everything that outlives one: the folder and its lock, the Progress that checkpoints store,
-the guard, the requests to stop, the log. All ranks call its methods together.
-"""
+"""The life of a run around train.py's steps: open its folder, resume, validate, save, roll back, finish, summarise."""
 
 import fcntl
 import gc
@@ -15,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -50,24 +46,17 @@ class Progress:
     seconds: float = 0.0            # of wall time, when last saved
     probe_seconds: float = 0.0      # of these, spent in probes
 
-    @property
-    def data_step(self) -> int:
-        """The step of the data order that comes next."""
-        return self.step + self.data_offset
-
 
 class Run:
-    """One run of `config` on the ranks of `world`, from open() to the end of its `with` block."""
+    """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All ranks call it together."""
 
     @classmethod
     @contextmanager
     def open(cls, config: Config, world: World) -> Iterator["Run"]:
         """Lock the folder, read the data's index, build the model, resume | branch | initialise; close all of it at the end.
-
         Raises UserError, MachineError: also for torch's errors of a known cause, no memory or a lost rank."""
-        with ExitStack() as cleanup:     # closes the log however the run ends: an error begins on a line of its own
-            watchdog = cleanup.enter_context(
-                Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout))
+        with (Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout) as watchdog,
+              ExitStack() as cleanup):      # closes the log however the run ends: an error begins on a line of its own
             try:
                 yield cls(config, world, watchdog, cleanup)
             except (RuntimeError, MemoryError) as error:
@@ -94,7 +83,6 @@ class Run:
             return
         self.data = open_data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
-        self._val_sets = {source: self.data.val(source) for source in self.data.sources}
         self._built = build(config, world)
         self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
         self.scales = self._built.scales
@@ -106,23 +94,19 @@ class Run:
         restored = self._restore(damaged)
         fp8.refresh_weight_copies(self.model)
         if world.is_main:
-            write_json(config.run_dir / "config.json", config.to_dict())    # first: it marks the folder as a run
-            keep_tokenizer(config.run_dir, config.data.tokenizer)
+            self._open_log(cleanup, restored, damaged)
         self.saver = Saver(config.run_dir, config.checkpoint, world, validation_losses(config.run_dir / "metrics.jsonl"))
         # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
         cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
                      and self.saver.wait())
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
-        if world.is_main:
-            self._open_log(cleanup, restored, damaged)
-        self._profiler = Profiler(config.profile_steps, config.run_dir, world, self.log.say if self.log else print)
-        cleanup.callback(self._profiler.close)
+        say = self.log.say if self.log else print
+        self._profiler = cleanup.enter_context(closing(Profiler(config.profile_steps, config.run_dir, world, say)))
         self.stop = StopRequest()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
-        # A kill may have come between a save and its validation: that is made up for.
-        step = self.progress.step
+        step = self.progress.step       # a kill may have come between its save and its validation
         is_unknown = self._is_resumed and run_on_rank0(world, lambda: not (self.log and step in self.log.validated))
         self._is_to_validate = is_unknown and is_due(step, config.eval.every) or step == config.total_steps
 
@@ -160,17 +144,16 @@ class Run:
                           ("val", "validation windows than eval.tokens and data.dir give"),
                           ("fp8", "Linears in FP8 than fp8.recipe=auto chooses here")):
             if before.get(key) != self._identity[key] and not (key == "fp8" and is_switch):
-                raise UserError(f"{found[0].parent.parent} was begun with other {what}: restore what its config.json names, or "
-                                f"choose another run=")
+                raise UserError(f"{found[0].parent.parent} was begun with other {what}: restore those, or choose another run=")
         return found
 
     def _open_log(self, cleanup: ExitStack, restored: tuple[Path, dict] | None, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
-        self._meter = Meter(world.device)
-        cleanup.callback(self._meter.close)
+        write_json(config.run_dir / "config.json", config.to_dict())        # first: it marks the folder as a run
+        keep_tokenizer(config.run_dir, config.data.tokenizer)
+        self._meter = cleanup.enter_context(closing(Meter(world.device)))
         write_environment(config.run_dir / "env.json", world.device, ROOT)
-        self.log = Log(config, step)
-        cleanup.callback(self.log.close)
+        self.log = cleanup.enter_context(closing(Log(config, step)))
         begins = "resuming" if self._is_resumed else "branching off" if step else "on from"
         self.log.say("\n".join([
             f"{config.run}: {total:,} parameters, {config.total_steps:,} steps of {config.data.tokens_per_step:,} tokens = "
@@ -198,13 +181,11 @@ class Run:
         if self._is_to_validate and not self._is_stopping:
             self._is_to_validate = False
             val, step = self._evaluate(), self.progress.step
-            if val is None:
-                self._is_stopping = True
-            elif not math.isfinite(val.loss):
-                x, y = self._val_sets[self.data.sources[0]].batch(0, self.config.micro_batch)
+            if val and not math.isfinite(val.loss):
+                x, y = self.data.val(self.data.sources[0]).batch(0, self.config.micro_batch)
                 self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
-            else:
+            elif val:
                 self.saver.validated(step, val.loss)
                 if self.log:
                     self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
@@ -223,22 +204,19 @@ class Run:
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets of the next micro-batch, (B, T) each, on the device."""
-        config, world = self.config, self.world
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
-        tokens = (next(self._micro) * world.size + world.rank) * config.micro_batch * config.model.n_ctx
-        fp8.set_position(self.model, tokens, config.seed)       # of stochastic rounding
+        fp8.set_position(self.model, next(self._positions), self.config.seed)       # of stochastic rounding
         self.at("forward and backward")
         return self._batch
 
     def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
-                 n_saturated: int = 0) -> None:
+                 n_saturated: int) -> None:
         """Log the step, then what is due after it: probe, save; a rollback or the end of the run where the guard says so."""
         config, progress = self.config, self.progress
         progress.step += 1
         step, step_s = progress.step, time.perf_counter() - self._step_began
-        # Writing a trace may take minutes.
-        self.watchdog.at("after the step", step, patience=config.parallel.start_timeout if config.profile else None)
+        self.watchdog.at("after the step", step, config.parallel.start_timeout if config.profile else None)     # to write a trace
         self._profiler.end(step)
         if self.log:
             self.log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
@@ -268,7 +246,7 @@ class Run:
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
 
     def _evaluate(self) -> ValLoss | None:
-        """The validation loss; None where a stop was requested meanwhile."""
+        """The validation loss; None, and the run is stopping, where that was requested meanwhile."""
         config, world = self.config, self.world
         self.scales.begin(self.loss_scale)      # a run that was resumed here has not set them yet
         self.at("validating", is_slow=True)     # may be compiled first
@@ -277,8 +255,11 @@ class Run:
             self.watchdog.at("validating", self.progress.step)
             return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
 
-        return evaluate(self.model, self._val_sets, self.data.weights, config.micro_batch, world.device, world.rank,
-                        world.size, lambda t: parallel.all_concatenate(t, world), any_rank_stops)
+        val = {source: self.data.val(source) for source in self.data.sources}
+        found = evaluate(self.model, val, self.data.weights, config.micro_batch, world.device, world.rank, world.size,
+                         lambda t: parallel.all_concatenate(t, world), any_rank_stops)
+        self._is_stopping |= found is None
+        return found
 
     def _save(self) -> None:
         step = self.progress.step
@@ -332,21 +313,22 @@ class Run:
                          f"({guard.rollbacks} of {config.guard.rollbacks} times)")
 
     def _finish(self, as_trained: ValLoss) -> bool:
-        """All steps are done and validated: validate in BF16 too, wait for the last save, write the summary. False where a stop
-        was requested meanwhile."""
+        """Validate in BF16 too, wait for the last save, write the summary. False where a stop was requested meanwhile."""
         self._batches.close()
         with fp8.in_bf16(self.model):
             in_bf16 = self._evaluate()
         if in_bf16 is None:
-            self._is_stopping = True
             return False
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
         self.data.verified()
         self.progress.seconds = time.perf_counter() - self._began
         if self.log:
-            summary = summarise(self, as_trained, in_bf16)
-            save_sequence_losses(self.config.run_dir / "val_losses.npz", as_trained, in_bf16)
+            summary, sequences = summarise(self, as_trained, in_bf16), [*as_trained.sequences.values()]
+            np.savez(self.config.run_dir / "val_losses.npz", as_trained=np.concatenate(sequences),      # for paired comparisons
+                     bf16=np.concatenate([*in_bf16.sequences.values()]),
+                     source=np.repeat(np.arange(len(sequences)), [*map(len, sequences)]),
+                     n_tokens=np.concatenate([*as_trained.targets.values()]))
             write_json(self.config.run_dir / "summary.json", summary)
             probes = f", {summary['probe_share']:.1%} of it probes" if summary["probe_s"] else ""
             self.log.say(f"{self.config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, "
@@ -356,8 +338,9 @@ class Run:
 
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
-        world, first, end = self.world, self.progress.data_step, self.config.total_steps + self.progress.data_offset
-        self._micro = count(first * self.config.accumulation(world.size))
+        config, world, offset = self.config, self.world, self.progress.data_offset
+        first, end, tokens = self.progress.step + offset, config.total_steps + offset, config.micro_batch * config.model.n_ctx
+        self._positions = count(first * config.data.tokens_per_step + world.rank * tokens, world.size * tokens)     # in the order
         self._batches = self.data.stream(first, end, world.rank, world.size, world.device)
 
     def _log_event(self, event: str, step: int, reason: str) -> None:
@@ -482,9 +465,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")
-    name, on_gpu = device_name(world.device), world.device.type == "cuda"
-    peak = peak_flops(name) if on_gpu else None
-    converted = [layer for layer in layers if layer.reason is None]
+    name, converted = device_name(world.device), [layer for layer in layers if layer.reason is None]
+    peak = peak_flops(name)
     arms, began = (("as_trained", as_trained), ("bf16", in_bf16)), lineage(config, run._origin)
     return {
         "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, began["continued_from"]), **began,
@@ -517,7 +499,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
         **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"], peak[0] * world.size if peak else None),
         "wall_s": run.progress.seconds, "probe_s": run.progress.probe_seconds,
         "probe_share": run.progress.probe_seconds / run.progress.seconds,
-        "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if on_gpu else None,
+        "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None,
     }
 
 
@@ -527,12 +509,3 @@ def lineage(config: Config, origin: dict | None = None) -> dict:
     run, step = config.parent or (None, None)
     return {"parent_run": run if step else None, "parent_step": step or None,     # older checkpoints do not name the run
             "continued_from": origin and origin.get("run", origin["folder"]) if step else run}
-
-
-def save_sequence_losses(path: Path, as_trained: ValLoss, in_bf16: ValLoss) -> None:
-    """Summed nats and number of targets of every validation sequence, sources in sorted order: what a paired comparison needs."""
-    sources = sorted(as_trained.sequences)
-    sizes = [len(as_trained.sequences[s]) for s in sources]
-    np.savez(path, as_trained=np.concatenate([as_trained.sequences[s] for s in sources]),
-             bf16=np.concatenate([in_bf16.sequences[s] for s in sources]),
-             source=np.repeat(np.arange(len(sources)), sizes), n_tokens=np.concatenate([as_trained.targets[s] for s in sources]))
