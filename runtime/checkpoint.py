@@ -382,7 +382,7 @@ def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tenso
 
 
 def is_weights_only(manifest: dict) -> bool:
-    """Whether a checkpoint is an imported model (eval/from_hf.py), or a finished run taken for one: no moments, no data order."""
+    """Whether a checkpoint is an imported model (eval/export.py), or a finished run taken for one: no moments, no data order."""
     return "imported" in manifest["state"]
 
 

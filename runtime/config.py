@@ -324,7 +324,8 @@ FOREIGN = {
     "run, whose command resumes it when it is given again": "resume resume_from_checkpoint load_checkpoint auto_resume",
     "out": "out_dir output_dir dump_folder",
     "start_from, a run's or a checkpoint's folder": "init_from initial_load_path initial_checkpoint_dir",
-    "steps, of the optimizer, not epochs": "max_iters max_steps num_iterations train_steps total_steps epochs num_train_epochs",
+    "steps, of the optimizer, not epochs": "max_iters max_steps num_iterations training_steps train_steps total_steps num_steps "
+                                           "epochs num_epochs num_train_epochs",
     "tokens_per_param, training tokens over parameters": "tokens max_tokens train_tokens target_param_data_ratio",
     "model.n_layer": "num_layers num_hidden_layers depth",
     "model.n_embd": "hidden_size d_model dim model_dim",
