@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from scaling_runs import cells, declare_branches, edit, strict, write_branches, write_run
+from scaling_runs import cells, edit, strict, write_branches, write_run
 
 from scaling import fit, precision, report
 from scaling.figures import STYLES
@@ -189,7 +189,7 @@ def study(tmp_path_factory):
     write_branches(folder, sizes=(30_000, 60_000, 120_000), ratios=(5, 20), t_start="2026-11-20T09:00:00Z")
     write_branches(later, sizes=(240_000,), ratios=(20,), seeds=(1,), recipes=("bf16",), t_start="2999-01-01T00:00:00Z")
     target = "s240000_bf16_1"
-    goal, declared = strict(later / target / "summary.json"), strict(declare_branches(folder) / "study.json")
+    goal, declared = strict(later / target / "summary.json"), strict(folder / "study.json")
     row = goal | {"run": target, "recipe": "bf16", "parent": None, "parent_step": None}
     edit(folder / "study.json", study="s", held_out=[target], runs=[*declared["runs"], row])
     with pytest.MonkeyPatch.context() as patch:
@@ -232,7 +232,7 @@ def test_the_page_has_the_tables_of_precision_and_tells_other_counts_and_evaluat
 
 
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
-    folder = declare_branches(write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,)))
+    folder = write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
     page = asked(capsys, report.main, "--study", folder)
     for told in ("3 finished runs of 4", "missing: s30000_bf16_1_d5", f"`python scaling/fit.py {folder}`",
