@@ -68,9 +68,8 @@ def write_ladder(folder, sizes=SIZES, gap=0.012, **changes):
 
 def write_branches(folder, sizes=(30_000, 60_000, 120_000, 240_000, 480_000), ratios=(5, 10, 20, 40), seeds=(1, 2),
                    recipes=("bf16", "tensorwise"), noise=5e-4, gap=0.004, **changes):
-    """Write a warm-up-stable-decay study from `surface` and declare its runs: per size, recipe and seed one trunk trained to
-    the largest ratio of tokens per parameter, the other ratios as branches of it; every run's ln loss has its own noise and
-    its trunk's."""
+    """Write and declare a warm-up-stable-decay study from `surface`: per size, recipe and seed a trunk of the largest ratio of
+    tokens per parameter, the other ratios as branches of it; every run's ln loss has its own noise and its trunk's."""
     rng, rows = np.random.default_rng(0), []
     for params, seed in itertools.product(sizes, seeds):
         shared = {ratio: noise * rng.normal() for ratio in ratios}      # the pair sees one data order

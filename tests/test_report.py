@@ -22,10 +22,10 @@ GAPS = {"bf16": 0.0, "tensorwise": 0.01, "rowwise": -0.004}
 SPEED = {"bf16": 1000.0, "tensorwise": 1300.0, "rowwise": 1150.0}
 
 
-def ordinary(recipe, n=40):
+def ordinary(recipe):
     """Steps of half a second or less; the first takes eight more. GPU rows say what no mean may hold in their first step."""
     rows = []
-    for step in range(1, n + 1):
+    for step in range(1, 41):
         memory, busy = (70.0 + step % 3, 90.0 - step % 5) if step > 1 else (5.0, 0.0)
         rows.append(step_row(step, loss=2 + 4 / step + GAPS[recipe] + 0.01 * (step % 4), gpu_mem_pct=memory, gpu_util_pct=busy,
                              step_s=500 / SPEED[recipe] + 8 * (step == 1)))
@@ -143,7 +143,7 @@ def test_mistakes_are_a_sentence_and_nothing_is_written(runs, capsys, no_figures
 
 def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_governs_it(runs, tmp_path):
     arms = read_arms(runs)[0]
-    loss, val, gap = panels = draw_losses(arms).axes
+    _, val, gap = panels = draw_losses(arms).axes
     assert [len(panel.get_lines()) for panel in panels] == [3, 3, 3] and not gap.get_lines()[0].get_ydata().any()
     assert val.get_lines()[0].get_ydata().tolist() == arms[0].history.val["loss"].tolist()
     assert gap.get_ylim()[0] < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < gap.get_ylim()[1] < 1
@@ -208,20 +208,12 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
         fitted = group["laws"][group["headline"]["form"]]
         assert f"| {group['headline']['form']} (headline)" in page and f"{100 * fitted['residual_rms']:.3f}" in page
     assert "![law](law/figure.png)" in page and "![precision](law/precision.png)" in page and "Missing" not in page
+    assert "\n\n".join(precision.tables(precision.load(study / "law/precision.json"))) in page
     summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
     assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
     for row in said["runs"]:
         assert row["loss_bf16"] == pytest.approx(statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"]))
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
-
-
-def test_the_page_has_the_tables_of_precision_and_tells_other_counts_and_evaluations(tmp_path, capsys, no_figures):
-    folder = write_branches(tmp_path / "s", sizes=(30_000, 60_000), ratios=(5, 20), seeds=(1,))
-    tables, _ = (asked(capsys, command.main, folder, "--all", "n=nonembed", "loss=as_trained").split("\n\n")
-                 for command in (precision, fit))
-    runs, laws, gaps = asked(capsys, report.main, "--study", folder).split("## ")[1:]
-    assert "N: params_nonembed. Losses: evaluated as trained." in laws and "\n\n".join(tables[:-1]) in gaps
-    assert cells(runs)[1][0] == "30k" and "N: params_total." in runs and strict(folder / "report.json")["N"] == "params_total"
 
 
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
@@ -259,8 +251,10 @@ def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, t
     stale = "law/{}.json was made from other runs than those that are here now"
     page = asked(capsys, report.main, "--study", folder)
     assert stale.format("precision") in page and stale.format("law") not in page
+    edit(folder / "law/law.json", conventions={"N": "params_nonembed", "loss": "loss_as_trained"})      # as fit.py was told
     edit(folder / "s30000_bf16_1/summary.json", other="bytes")
-    assert stale.format("law") in asked(capsys, report.main, "--study", folder)
+    runs, laws = asked(capsys, report.main, "--study", folder).split("## Laws")
+    assert "N: params_total." in runs and "N: params_nonembed. Losses: evaluated as trained." in laws and stale.format("law") in laws
     edit(folder / "law/score_s240000_bf16_1.json", prediction_sha256="0")
     page = asked(capsys, report.main, "--study", folder)
     assert f"**Missing:** the score of s240000_bf16_1 (`python scaling/fit.py {folder} --score`)" in page
