@@ -163,11 +163,10 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
 def test_what_train_writes_is_what_the_report_reads(tiny, tmp_path, capsys):
     configs = [with_recipe(tiny, recipe, run=f"tiny_{recipe}") for recipe in ("off", "tensorwise")]
     assert all(call_train(capsys, config, tmp_path, "eval.every=2").returncode == 0 for config in configs)
-    folders = [config.run_dir for config in configs]
-    out, result = call(capsys, *folders)
+    out, result = call(capsys, *(config.run_dir for config in configs))
     assert "| whole run [s] |\n" in out and "A CPU has no FP8 units" in out
-    for row, folder in zip(result["runs"], folders, strict=True):
-        summary, train, val = strict(folder / "summary.json"), row["train_loss"], row["val_loss"]
+    for row, config in zip(result["runs"], configs, strict=True):
+        summary, train, val = strict(config.run_dir / "summary.json"), row["train_loss"], row["val_loss"]
         assert (val["n"], val["final"]) == (3, pytest.approx(summary["loss_as_trained"]))
         assert (train["n"], train["final"]) == (6, summary["train_loss_last"])
         assert row["speed_against_bf16"] != 1 and row["step_time_s"]["with_compile"] < summary["wall_s"]

@@ -132,8 +132,6 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
         counted = row.params_total if study.params == "total" else m.params_total - m.vocab_padded * m.n_embd * (2 - m.tied)
         assert row.tokens - config.data.tokens_per_step < row.tokens_per_param * counted <= row.tokens
         assert row.flops_per_token == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_size * m.n_ctx
-        last = row.recipe.rpartition(">")[2]        # of a switch, the decay's
-        assert config.fp8.recipe == {"bf16": "off"}.get(last, last)
         base = load_config(ROOT / row.config)
         assert config.optim.warmup_steps(row.steps) == base.optim.warmup_steps(base.total_steps)
         if row.parent:
@@ -143,9 +141,8 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
             check_branch(config, trunk, row.parent_step)
             assert learning_rate(row.parent_step, row.steps, config.optim) < config.optim.lr    # not a step too early
             assert row.own_tokens == pytest.approx(0.2 * row.tokens, rel=0.02)
-    pairs = {(row.pair_id, row.size, row.seed, row.tokens, row.lr) for row in rows.values()}
-    assert len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1:] for pair in pairs})      # neither more nor fewer
-    assert len(rows) == len({(row.pair_id, row.recipe, row.repeat) for row in rows.values()})
+    pairs = {(row.pair_id, row.size, row.seed, row.tokens, row.lr) for row in rows.values()}        # neither more nor fewer
+    assert len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1:] for pair in pairs})
 
 
 def test_sizes_may_have_arms_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
@@ -188,7 +185,6 @@ def test_an_impossible_study_gets_a_sentence(study, changes, told):
 def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path):
     rows, day = expand(study), "2026-01-01T00:00:00Z"
     first = declare(study, rows, tmp_path)
-    assert (first["runs"][1]["parent"], first["margin_percent"], first["held_out"]) == ("a_bf16_t20_s1", 1.0, [])
     del first["runs"][-1]["pair_id"]      # as older ones
     edit(tmp_path / "study.json", **{**first, "declared": day})
     assert declare(study, rows, tmp_path)["declared"] == day
@@ -256,9 +252,8 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
 def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_where_a_model_tells(tiny, tmp_path):
     tiny = replace(tiny, parallel=replace(tiny.parallel, compile=True))
     rows = expand(load_study(tiny_study(tiny, tmp_path, (20,), null=True, recipes=("bf16", "tensorwise", "cscale"), sizes=(64,))))
-    ratio = modelled_ratio(load_config(rows[2].config, list(rows[2].overrides)), "h100")
-    bf16, null, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS)[0] for row in rows)
-    assert fp8 == pytest.approx([ratio * bf16, bf16]) and ratio != 1
+    bf16, _, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS)[0] for row in rows)
+    assert fp8 == pytest.approx([modelled_ratio(config_of(rows[2]), "h100") * bf16, bf16]) and fp8[0] != bf16
     finish(rows[0], tmp_path)
     finish(rows[1], tmp_path, tok_per_s_median=100.0, wall_s=1e4)
     bf16, null, tensorwise, _ = (cost_of(row, rows, tmp_path, OPTIONS) for row in rows)
