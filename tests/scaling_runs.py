@@ -27,9 +27,8 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
 
     changes: keys of summary.json to replace, or to remove where the value is `...`. Returns the summary as written."""
     folder.mkdir(parents=True)
-    tokens = tokens or 20 * params
-    nonembed = params - 257 * int(math.sqrt(params / 12))
-    attention = 12 * 3 * int(math.sqrt(params / 36)) * 128      # 12 L C T: three layers, windows of 128 tokens
+    tokens, attention = tokens or 20 * params, 12 * 3 * int(math.sqrt(params / 36)) * 128       # 12 L C T: 3 layers, T = 128
+    counts = {"total": params, "nonembed": params - 257 * int(math.sqrt(params / 12)), "matmul": params}
     flops = 6 * params + attention
     loss, rng = law(flops * tokens) if loss is None else loss, np.random.default_rng(0)
     losses = {"as_trained": loss + 1.5 * gap, "bf16": loss + gap}
@@ -42,21 +41,20 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
         "schema_version": 1, "run_id": folder.name, "pair_id": f"pair{params}_{tokens}_{seed}", "status": "ok",
         "parent_run": None, "parent_step": None, "t_start": "2026-11-20T09:00:00Z",
         "device": "cpu test", "n_gpu": 1, "seed": seed, "val_sha256": "v" * 64,
-        "tokenizer": "byte", "tokenizer_sha256": "t" * 64, "vocab_size": 257, "vocab_padded": 384,
-        "params_total": params, "params_nonembed": nonembed, "params_matmul": params,
+        "tokenizer_sha256": "t" * 64, "vocab_size": 257, "vocab_padded": 384, "tokens": tokens, "is_annealed": True,
         "flops_per_token": flops, "flops_per_token_causal": flops - attention // 2,
-        "flops_per_token_6n_total": 6 * params, "flops_per_token_6n_nonembed": 6 * nonembed,
-        "flops_per_token_6n_matmul": 6 * params, "tokens": tokens, "is_annealed": True,
+        **{f"params_{name}": n for name, n in counts.items()},
+        **{f"flops_per_token_6n_{name}": 6 * n for name, n in counts.items()},
         "precision": {"recipe": recipe, "compile": False, "layers_converted": ["head"] * (recipe != "bf16")},
         **{f"loss_{arm}": value for arm, value in losses.items()}, "tok_per_s_median": 9000.0 if gap else 12000.0,
         "sources": {name: {"weight": weight} for name, weight in (("docs", 0.1), ("latex", 0.1), ("python", 0.8))}}
     summary = {key: value for key, value in (summary | changes).items() if value is not ...}
-    (folder / "config.json").write_text("{}")
+    edit(folder / "config.json")
     if curve:
         rows = [{"kind": "train", "step": step, "tokens": tokens * step // 200, "loss": 0.05 * float(rng.normal()) + loss + (
             math.log(257) - loss) * (1 - step / 200) / (1 + step / 5)} for step in range(1, 201)]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (folder / "summary.json").write_text(json.dumps(summary))
+    edit(folder / "summary.json", **summary)
     return summary
 
 
@@ -70,25 +68,18 @@ def write_ladder(folder, sizes=SIZES, gap=0.012, **changes):
 
 def write_branches(folder, sizes=(30_000, 60_000, 120_000, 240_000, 480_000), ratios=(5, 10, 20, 40), seeds=(1, 2),
                    recipes=("bf16", "tensorwise"), noise=5e-4, gap=0.004, **changes):
-    """Write a warm-up-stable-decay study from `surface`: per size, recipe and seed one trunk trained to the largest ratio
-    of tokens per parameter, the other ratios as branches of it; every run's ln loss has its own noise and its trunk's."""
-    rng = np.random.default_rng(0)
+    """Write and declare a warm-up-stable-decay study from `surface`: per size, recipe and seed a trunk of the largest ratio of
+    tokens per parameter, the other ratios as branches of it; every run's ln loss has its own noise and its trunk's."""
+    rng, rows = np.random.default_rng(0), []
     for params, seed in itertools.product(sizes, seeds):
         shared = {ratio: noise * rng.normal() for ratio in ratios}      # the pair sees one data order
         for recipe, ratio in itertools.product(recipes, ratios):
-            name, lineage = f"s{params}_{recipe}_{seed}", {"curve": True}
-            if ratio != max(ratios):
-                name, lineage = f"{name}_d{ratio}", {"parent_run": name, "parent_step": 80 * ratio, "curve": False}
+            trunk, is_branch = f"s{params}_{recipe}_{seed}", ratio != max(ratios)
+            lineage = {"parent_run": trunk, "parent_step": 80 * ratio, "curve": False} if is_branch else {}
             loss = surface(params, params * ratio) * math.exp(shared[ratio] + 0.3 * noise * rng.normal())
-            write_run(folder / name, recipe=recipe, params=params, seed=seed, tokens=params * ratio, loss=loss,
-                      gap=gap if recipe != "bf16" else 0.0, **lineage | changes)
-    return folder
-
-
-def declare_branches(folder):
-    """Write the study.json that declares the runs of write_branches, with the trunk that each branch leaves."""
-    summaries = [json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))]
-    rows = [{"run": one["run_id"], "parent": one["parent_run"], "parent_step": one["parent_step"]} for one in summaries]
+            run = write_run(folder / (trunk + f"_d{ratio}" * is_branch), recipe=recipe, params=params, seed=seed, loss=loss,
+                            tokens=params * ratio, gap=gap * (recipe != "bf16"), **lineage | changes)
+            rows.append({"run": run["run_id"], "parent": run["parent_run"], "parent_step": run["parent_step"]})
     edit(folder / "study.json", margin_percent=0.25, declared="2026-11-19T00:00:00Z", runs=rows)
     return folder
 
@@ -117,9 +108,3 @@ def errorbars(panel, colour=None):
     """(x, mean, low, high) of each error bar of a panel, those of one colour."""
     return [(x, y, *segment[:, 1]) for one in panel.containers if colour in (None, one.lines[0].get_color())
             for (x, y), segment in zip(one.lines[0].get_xydata(), one.lines[2][0].get_segments(), strict=True)]
-
-
-def cut(folder, names="*"):
-    """Make branches look as if they had been trained from scratch."""
-    for path in folder.glob(f"{names}/summary.json"):
-        edit(path, parent_run=None, parent_step=None)

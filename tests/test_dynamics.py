@@ -40,12 +40,11 @@ def event(name, step, **more):
 
 def eventful():
     """Steps 1 to 40: a skip, a NaN, a spike that was noted, two resumes, a failed save, 21 to 24 undone and done again."""
-    rows = [row(step) for step in range(1, 41)]
-    for step, change in ((5, {"verdict": "SKIP", "grad_norm": 50.0}), (9, {"verdict": "SKIP", "loss": None, "grad_norm": None}),
-                         (30, {"verdict": "SPIKE", "loss": 60.0})):
-        rows[step - 1] |= change
-    undone = [row(step, "undone", loss=float(step), verdict=verdict) for step, verdict in zip(
-        range(21, 25), ("OK", "OK", "SKIP", "ROLLBACK"), strict=True)]
+    odd = {5: {"verdict": "SKIP", "grad_norm": 50.0}, 9: {"verdict": "SKIP", "loss": None, "grad_norm": None},
+           30: {"verdict": "SPIKE", "loss": 60.0}}
+    rows = [row(step, **odd.get(step, {})) for step in range(1, 41)]
+    undone = [row(step, "undone", loss=float(step), verdict=verdict) for step, verdict in enumerate(
+        ("OK", "OK", "SKIP", "ROLLBACK"), 21)]
     after = {10: [event("resume", 10)], 12: [event("save_failed", 12)], 15: [event("resume", 15)],
              20: [*undone, {"kind": "undone_val", "step": 24, "loss": 3.3}, event("rollback", 24, to=20)]}
     val = {step: [{"kind": "val", "step": step, "tokens": 1, "loss": 2.5 + 4 / step, "sources": {}}] for step in (10, 20, 30, 40)}
@@ -108,12 +107,12 @@ def test_odd_runs_are_drawn(tmp_path):
 
 
 def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(tmp_path, capsys):
-    run, before = write(tmp_path / "run", eventful()), dict(matplotlib.rcParams)
+    run, before, images = write(tmp_path / "run", eventful()), dict(matplotlib.rcParams), set()
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:-30])
     for out in (tmp_path / "one", tmp_path / "two"):
         assert asked(capsys, figures.main, run, f"out={out}") == f"wrote {out}/: run.png, run.svg\n"
-    assert (tmp_path / "two/run.png").read_bytes() == (tmp_path / "one/run.png").read_bytes()
-    assert dict(matplotlib.rcParams) == before
+        images.add((out / "run.png").read_bytes())
+    assert len(images) == 1 and dict(matplotlib.rcParams) == before
 
 
 def operand(name, block, kind, step):
@@ -185,28 +184,26 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
 def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
     head = [linear_row(step, 0, 0, layer="head") for step in STEPS]
     figure = dynamics.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
-    for row, share in enumerate(("underflow", "saturated")):
-        for column, name in enumerate(dynamics.OPERANDS):
-            want = np.array([[operand(name, block, kind, step)[share] for step in STEPS]
-                             for block, kind in [*itertools.product(range(12), range(4)), (0, 0)]])     # the head last
-            found = figure.axes[3 * row + column].collections[0].get_array().reshape(want.shape)
-            assert np.allclose(found.filled(0), 100 * want) and (np.ma.getmaskarray(found) == (want == 0)).all()
+    places = [*itertools.product(range(12), range(4)), (0, 0)]      # the head last
+    for panel, (share, name) in zip(figure.axes, itertools.product(dynamics.SHARES, dynamics.OPERANDS), strict=False):
+        want = np.array([[operand(name, *where, step)[share] for step in STEPS] for where in places])
+        found = panel.collections[0].get_array().reshape(want.shape)
+        assert np.allclose(found.filled(0), 100 * want) and (np.ma.getmaskarray(found) == (want == 0)).all()
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [*map(str, range(12)), "head"]
 
 
 @pytest.mark.parametrize("rows, figures_of, told", [
     # 1e-2 * 3 blocks; 1e-6 * 3 of that; 2 % + 3 * 0.1 %
-    (rows_of(), ("scales", "underflow", "outliers"), r"\| down +\| gradient +\| 3 +\| 9e-06 +\| 2.3 +\|"),
-    ([row for row in rows_of() if row["kind"] == "block"], ("outliers",), "has probed no FP8 Linear"),
-    ([{"kind": "linear", "step": 1, "layer": "head", "recipe": "cscale", "weight": ZERO, "activation": ZERO}],
-     ("scales", "underflow"), "")])
+    (rows_of(), "outliers scales underflow", r"\| down +\| gradient +\| 3 +\| 9e-06 +\| 2.3 +\|"),
+    ([block_row(step, 0) for step in STEPS], "outliers", "has probed no FP8 Linear"),
+    ([linear_row(1, 0, 0, layer="head", weight=ZERO, activation=ZERO, gradient=None)], "scales underflow", "")])
 def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path, capsys, rows, figures_of, told):
-    write(tmp_path / "run", rows, "probe.jsonl")
-    if rows[0].get("recipe"):
-        write(tmp_path / "run", [row for row in rows if row["kind"] == "linear"], "eval/probe_rowwise.jsonl")
-    assert re.search(told, asked(capsys, figures.main, "--fp8", tmp_path / "run"))
-    assert {path.name for path in (tmp_path / "run/figures").iterdir()} == {
-        f"fp8_{name}.{form}" for name in figures_of for form in ("png", "svg")}
+    run = write(tmp_path / "run", rows, "probe.jsonl")
+    if linears := [row for row in rows if row["kind"] == "linear"]:
+        write(run, linears, "eval/probe_rowwise.jsonl")
+    assert re.search(told, asked(capsys, figures.main, "--fp8", run))
+    assert sorted(path.name for path in (run / "figures").iterdir()) == [
+        f"fp8_{name}.{form}" for name in figures_of.split() for form in ("png", "svg")]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

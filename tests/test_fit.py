@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import cut, declare_branches, law, strict, write_branches, write_ladder, write_run
+from scaling_runs import edit, law, strict, write_branches, write_ladder, write_run
 
 from runtime.cli import UserError
 from scaling import fit as cli
@@ -107,7 +107,8 @@ def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figures, ru
 
 def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figures):
     """Also where those of one seed were trained from scratch: their noise is their trunk's, they are no trajectories."""
-    cut(folder := declare_branches(write_branches(tmp_path / "out", curve=False)), "*_1_d*")
+    for path in (folder := write_branches(tmp_path / "out", curve=False)).glob("*_1_d*/summary.json"):
+        edit(path, parent_run=None, parent_step=None)
     out = asked(capsys, cli.main, folder, "--all")
     assert out.startswith("bf16: 40 runs of 10 trajectories, N 30k to 480k, 5 to 40 tokens per parameter\n  chinchilla: L = ")
     content = strict(folder / "law" / "law.json")

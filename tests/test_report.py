@@ -1,6 +1,5 @@
 """scaling/report.py: every number by an independent count, every refusal a sentence; a study's page says what its files say."""
 
-import json
 import re
 import shutil
 import statistics
@@ -8,7 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from scaling_runs import cells, declare_branches, edit, strict, write_branches, write_run
+from scaling_runs import cells, edit, strict, write_branches, write_run
 
 from scaling import fit, precision, report
 from scaling.figures import STYLES
@@ -16,17 +15,17 @@ from scaling.pairs import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
 from tests.conftest import asked, call_train, changed
+from tests.test_dynamics import event, write
 from tests.test_dynamics import row as step_row
-from tests.test_dynamics import write
 
 GAPS = {"bf16": 0.0, "tensorwise": 0.01, "rowwise": -0.004}
 SPEED = {"bf16": 1000.0, "tensorwise": 1300.0, "rowwise": 1150.0}
 
 
-def ordinary(recipe, n=40):
+def ordinary(recipe):
     """Steps of half a second or less; the first takes eight more. GPU rows say what no mean may hold in their first step."""
     rows = []
-    for step in range(1, n + 1):
+    for step in range(1, 41):
         memory, busy = (70.0 + step % 3, 90.0 - step % 5) if step > 1 else (5.0, 0.0)
         rows.append(step_row(step, loss=2 + 4 / step + GAPS[recipe] + 0.01 * (step % 4), gpu_mem_pct=memory, gpu_util_pct=busy,
                              step_s=500 / SPEED[recipe] + 8 * (step == 1)))
@@ -59,23 +58,24 @@ def lines_of(text, label):
     return [line for line in cells(text) if line[0] == label]
 
 
+def counted(values):
+    found = {"max": max(values), "min": min(values), "mean": statistics.mean(values), "sd": statistics.stdev(values)}
+    return pytest.approx(found | {"final": values[-1], "n": len(values)})
+
+
 def test_each_number_is_that_of_an_independent_count(runs, capsys, no_figures):
     out, result = call(capsys, *runs)
     assert [row["label"] for row in result["runs"]] == ["bf16", "tensorwise", "rowwise"]      # BF16 first, then as given
     for row in result["runs"]:
-        rows = ordinary(row["recipe"])
-        train = [one for one in rows if one["kind"] == "train"]
-        for key, kind in (("train_loss", "train"), ("val_loss", "val")):
-            losses = [one["loss"] for one in rows if one["kind"] == kind]
-            assert row[key] == {"max": max(losses), "min": min(losses), "mean": pytest.approx(statistics.mean(losses)),
-                                "final": losses[-1], "sd": pytest.approx(statistics.stdev(losses)), "n": len(losses)}
+        train, val = ([one for one in ordinary(row["recipe"]) if one["kind"] == kind] for kind in ("train", "val"))
+        assert [row["train_loss"], row["val_loss"]] == [counted([one["loss"] for one in rows]) for rows in (train, val)]
+        for key, field in (("memory_percent", "gpu_mem_pct"), ("utilisation_percent", "gpu_util_pct")):
+            assert row[key] == counted([one[field] for one in train[1:]])
         each = 0.5 * 1000 / SPEED[row["recipe"]]
         assert row["step_time_s"] == pytest.approx({"with_compile": 40 * each + 8, "without_compile": 40 * each, "compile": 8})
-        assert row["memory_percent"]["mean"] == pytest.approx(statistics.mean(one["gpu_mem_pct"] for one in train[1:]))
-        assert row["utilisation_percent"]["mean"] == pytest.approx(statistics.mean(one["gpu_util_pct"] for one in train[1:]))
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else pytest.approx(SPEED[row["recipe"]] / 1000))
-    assert lines_of(out, "tensorwise")[2] == [
-        "tensorwise", "1.300", "1,300", f"{20 / 1.3 + 8:.2f}", f"{20 / 1.3:.2f}", "8.00", "60.00", "71.0", "55.50", "88.0"]
+    whole, steps = f"{20 / 1.3 + 8:.2f}", f"{20 / 1.3:.2f}"
+    assert lines_of(out, "tensorwise")[2] == f"tensorwise 1.300 1,300 {whole} {steps} 8.00 60.00 71.0 55.50 88.0".split()
     loss = lines_of(out, "rowwise")[0]
     assert [*loss[1:3], loss[4], loss[6]] == ["6.0060", "2.0960", "2.0960", "40"] and "CPU" not in out
 
@@ -88,8 +88,8 @@ def test_gaps_are_those_of_the_pairs_a_repeat_has_one_too_and_two_machines_are_t
     assert [row["run_id"] for row in result["runs"]] == ["c_bf16", "a_null", "a_tensorwise", "b_rowwise", "a_tensorwise"]
     for pair in pairs(read_runs(runs)[0])[0]:
         row = next(one for one in result["runs"] if one["run_id"] == pair.fp8.run_id)
-        for arm, gap in (("as_trained", pair.as_trained), ("bf16", pair.in_bf16)):
-            assert row["gap"][arm] == asdict(gap) | {"se_percent": pytest.approx(100 * gap.se / 2.6)}
+        assert row["gap"] == {arm: asdict(gap) | {"se_percent": pytest.approx(100 * gap.se / 2.6)} for arm, gap in (
+            ("as_trained", pair.as_trained), ("bf16", pair.in_bf16))}
     for label, gap, speed in ((f"tensorwise ({runs[0]})", 0.01, "1.300"), (f"tensorwise ({again})", 0.11, ""),
                               ("bf16 (a_null)", 0.005, "0.900"), ("bf16 (c_bf16)", None, "")):
         _, losses, costs = lines_of(out, label)
@@ -98,16 +98,14 @@ def test_gaps_are_those_of_the_pairs_a_repeat_has_one_too_and_two_machines_are_t
 
 def test_time_counts_undone_steps_and_each_start(tmp_path, capsys, no_figures):
     """Ten steps of a second, the last of two; two starts compile for 5 and 3 s more; 5 and 6 are done twice."""
-    rows = [step_row(1, step_s=6.0), *(step_row(s, step_s=1.0) for s in (2, 3, 4)),
-            step_row(5, kind="undone", step_s=1.5), step_row(6, kind="undone", step_s=2.0, verdict="ROLLBACK"),
-            {"kind": "event", "event": "rollback", "step": 6, "to": 4},
-            step_row(5, step_s=1.0), step_row(6, step_s=1.0), {"kind": "event", "event": "resume", "step": 6},
-            step_row(7, step_s=4.0, since_start=1), *(step_row(s, step_s=1.0, since_start=s - 6) for s in (8, 9, 10))]
-    rows[-1]["step_s"] = 2.0
+    rows = [step_row(step, step_s=seconds, since_start=step - 6 * (step > 6)) for step, seconds in enumerate(
+        (6.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 2.0), 1)]
+    rows[6:6] = [event("resume", 6)]
+    rows[4:4] = [step_row(5, "undone", step_s=1.5), step_row(6, "undone", step_s=2.0), event("rollback", 6, to=4)]
     _, result = call(capsys, write_arm(tmp_path / "run", rows=rows, steps=12))
     assert result["runs"][0]["step_time_s"] == {"with_compile": 22.5, "without_compile": 14.5, "compile": 8.0}
-    assert len(result["notes"]) == 2 and "2 of 12 steps have no row" in result["notes"][0] and "1 times" in result["notes"][1]
-    assert result["runs"][0]["train_loss"]["n"] == 10
+    missing, undone = result["notes"]
+    assert "2 of 12 steps have no row" in missing and "1 times" in undone and result["runs"][0]["train_loss"]["n"] == 10
     for starts, compiling in ((2, 5), (1, 0)):      # of two steps the second tells what one takes, unless it compiles as well
         rows = [step_row(1, step_s=6.0), step_row(2, step_s=1.0, since_start=starts)]
         _, result = call(capsys, write_arm(tmp_path / f"short{starts}", rows=rows))
@@ -120,9 +118,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys, no_
     rows[7] |= {"loss": None, "verdict": "SKIP"}
     _, result = call(capsys, write_arm(tmp_path / "run", rows=rows, status="diverged"), f"out={tmp_path / 'law'}")
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
-    found = result["runs"][0]["train_loss"]
-    assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1])
-    assert found["mean"] == pytest.approx(statistics.mean(losses)) and found["sd"] == pytest.approx(statistics.stdev(losses))
+    assert result["runs"][0]["train_loss"] == counted(losses) and len(losses) == 37
     assert report.spread([3.0])["sd"] is None       # of one validation; strict JSON holds no NaN
     assert "3 steps had no target" in result["notes"][0] and "'diverged'" in result["notes"][1]
     assert result["runs"][0]["step_time_s"]["with_compile"] == pytest.approx(28)      # they took their time
@@ -147,11 +143,10 @@ def test_mistakes_are_a_sentence_and_nothing_is_written(runs, capsys, no_figures
 
 def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_governs_it(runs, tmp_path):
     arms = read_arms(runs)[0]
-    loss, val, gap = (panel.get_lines() for panel in draw_losses(arms).axes)
-    assert val[0].get_ydata().tolist() == arms[0].history.val["loss"].tolist() and len(loss) == 3
-    assert not gap[0].get_ydata().any()
-    low, high = draw_losses(arms).axes[2].get_ylim()
-    assert low < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < high < 1
+    _, val, gap = panels = draw_losses(arms).axes
+    assert [len(panel.get_lines()) for panel in panels] == [3, 3, 3] and not gap.get_lines()[0].get_ydata().any()
+    assert val.get_lines()[0].get_ydata().tolist() == arms[0].history.val["loss"].tolist()
+    assert gap.get_ylim()[0] < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < gap.get_ylim()[1] < 1
     for panel in (alone := draw_losses(arms[1:]).axes):         # without BF16, whose colour nobody else gets
         assert len(alone) == 2 and [one.get_color() for one in panel.get_lines()] == [STYLES[i]["color"] for i in (1, 2)]
     arms[1].history.train["loss"][20] += 0.3            # a difference is the mean over three steps
@@ -161,20 +156,19 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
     rows[35] |= {"loss": 1e9, "verdict": "SKIP"}
     blown = [row | {"loss": 1e6} if row["step"] > 20 else row for row in ordinary("bf16")]
     bad = [write_arm(tmp_path / f"runs/{name}", name, rows=some) for name, some in (("amax", rows), ("cscale", blown))]
-    loss, val, *_ = draw_losses(read_arms([runs[2], *bad])[0]).axes
-    assert loss.get_ylim()[1] < 20 and val.get_ylim()[1] < 20       # neither a spike nor a whole run governs the axis
+    for panel in draw_losses(read_arms([runs[2], *bad])[0]).axes[:2]:
+        assert panel.get_ylim()[1] < 20         # neither a spike nor a whole run governs the axis
 
 
 def test_what_train_writes_is_what_the_report_reads(tiny, tmp_path, capsys):
     configs = [changed(tiny, f"run=tiny_{recipe} fp8.recipe={recipe}") for recipe in ("off", "tensorwise")]
     assert all(call_train(capsys, config, tmp_path, "eval.every=2").returncode == 0 for config in configs)
-    folders = [config.run_dir for config in configs]
-    out, result = call(capsys, *folders)
+    out, result = call(capsys, *(config.run_dir for config in configs))
     assert "| whole run [s] |\n" in out and "A CPU has no FP8 units" in out
-    for row, folder in zip(result["runs"], folders, strict=True):
-        summary = json.loads((folder / "summary.json").read_text())
-        assert row["val_loss"]["final"] == pytest.approx(summary["loss_as_trained"]) and row["val_loss"]["n"] == 3
-        assert row["train_loss"]["n"] == 6 and row["train_loss"]["final"] == summary["train_loss_last"]
+    for row, config in zip(result["runs"], configs, strict=True):
+        summary, train, val = strict(config.run_dir / "summary.json"), row["train_loss"], row["val_loss"]
+        assert (val["n"], val["final"]) == (3, pytest.approx(summary["loss_as_trained"]))
+        assert (train["n"], train["final"]) == (6, summary["train_loss_last"])
         assert row["speed_against_bf16"] != 1 and row["step_time_s"]["with_compile"] < summary["wall_s"]
     law = tmp_path / "out/law"
     assert sorted(path.name for path in law.iterdir()) == ["report.json", "report.md", "report_loss.png", "report_loss.svg"]
@@ -189,9 +183,8 @@ def study(tmp_path_factory):
     write_branches(folder, sizes=(30_000, 60_000, 120_000), ratios=(5, 20), t_start="2026-11-20T09:00:00Z")
     write_branches(later, sizes=(240_000,), ratios=(20,), seeds=(1,), recipes=("bf16",), t_start="2999-01-01T00:00:00Z")
     target = "s240000_bf16_1"
-    goal, declared = strict(later / target / "summary.json"), strict(declare_branches(folder) / "study.json")
-    row = goal | {"run": target, "recipe": "bf16", "parent": None, "parent_step": None}
-    edit(folder / "study.json", study="s", held_out=[target], runs=[*declared["runs"], row])
+    row = strict(later / target / "summary.json") | {"run": target, "recipe": "bf16", "parent": None}
+    edit(folder / "study.json", study="s", held_out=[target], runs=[*strict(folder / "study.json")["runs"], row])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scaling.figures.render", lambda figure, form: b"")       # most of the time
         for command, words in ((precision, ()), (fit, ("--predict", target))):
@@ -203,41 +196,31 @@ def study(tmp_path_factory):
 
 def test_a_studys_page_says_what_its_files_say(study, capsys):
     capsys.readouterr()
+    asked(capsys, report.main, "--study", study)        # which does not count as a page of somebody else
     out, page = asked(capsys, report.main, "--study", study), (study / "README.md").read_text()
     said, law = (strict(study / name) for name in ("report.json", "law/law.json"))
     score, = strict(study / "law/score_s240000_bf16_1.json")["runs"]
     assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z" in page
-    assert ["s240000_bf16_1", f"{score['loss']:.4f}", f"{score['error_percent']:+.2f}",
-            "inside" if score["inside"] else "**outside**"] in [line[6:] for line in cells(out)]
+    assert f"| s240000_bf16_1 | {score['loss']:.4f} | {score['error_percent']:+.2f} | " + (
+        "inside" if score["inside"] else "**outside**") in re.sub(" +", " ", out)
     for group in law["groups"].values():
         fitted = group["laws"][group["headline"]["form"]]
         assert f"| {group['headline']['form']} (headline)" in page and f"{100 * fitted['residual_rms']:.3f}" in page
     assert "![law](law/figure.png)" in page and "![precision](law/precision.png)" in page and "Missing" not in page
+    assert "\n\n".join(precision.tables(precision.load(study / "law/precision.json"))) in page
     summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
     assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
     for row in said["runs"]:
         assert row["loss_bf16"] == pytest.approx(statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"]))
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
-    asked(capsys, report.main, "--study", study)
-    assert (study / "README.md").read_text() == page
-
-
-def test_the_page_has_the_tables_of_precision_and_tells_other_counts_and_evaluations(tmp_path, capsys, no_figures):
-    folder = write_branches(tmp_path / "s", sizes=(30_000, 60_000), ratios=(5, 20), seeds=(1,))
-    tables, _ = (asked(capsys, command.main, folder, "--all", "n=nonembed", "loss=as_trained").split("\n\n")
-                 for command in (precision, fit))
-    runs, laws, gaps = asked(capsys, report.main, "--study", folder).split("## ")[1:]
-    assert "N: params_nonembed. Losses: evaluated as trained." in laws and "\n\n".join(tables[:-1]) in gaps
-    assert cells(runs)[1][0] == "30k" and "N: params_total." in runs and strict(folder / "report.json")["N"] == "params_total"
 
 
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
-    folder = declare_branches(write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,)))
+    folder = write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
     page = asked(capsys, report.main, "--study", folder)
-    for told in ("3 finished runs of 4", "missing: s30000_bf16_1_d5", f"`python scaling/fit.py {folder}`",
-                 f"`python scaling/precision.py {folder}`"):
-        assert told in page
+    assert "3 finished runs of 4" in page and "missing: s30000_bf16_1_d5" in page
+    assert all(f"`python scaling/{command}.py {folder}`" in page for command in ("fit", "precision"))
     (folder / "README.md").write_text("mine")
     assert "was not written by this command" in asked(capsys, report.main, "--study", folder, code=2)
     (folder / "README.md").unlink()
@@ -257,9 +240,8 @@ def test_runs_at_several_learning_rates_and_on_several_machines_are_not_taken_fo
                                        ("tensorwise", 1, 1, 1300.0), ("tensorwise", 2, 8, 9720.0)):
         write_arm(tmp_path / "g" / f"{recipe}_{seed}", recipe, seed=seed, n_gpu=n_gpu, tok_per_s_median=speed)
     out = asked(capsys, report.main, "--study", tmp_path / "g")
-    assert [[line[1], *line[-3:-1], line[-1][:3]] for line in cells(out)[1:5]] == [
-        ["bf16", "8,100", "", "8 x"], ["bf16", "1,000", "", "NVI"], ["tensorwise", "1,300", "1.300", "NVI"],
-        ["tensorwise", "9,720", "1.200", "8 x"]]
+    assert [" ".join([line[1], *line[-3:-1], line[-1][:3]]) for line in cells(out)[1:5]] == [
+        "bf16 8,100  8 x", "bf16 1,000  NVI", "tensorwise 1,300 1.300 NVI", "tensorwise 9,720 1.200 8 x"]
 
 
 def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, tmp_path, capsys):
@@ -268,9 +250,11 @@ def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, t
     stale = "law/{}.json was made from other runs than those that are here now"
     page = asked(capsys, report.main, "--study", folder)
     assert stale.format("precision") in page and stale.format("law") not in page
-    path = folder / "s30000_bf16_1/summary.json"
-    path.write_text(path.read_text() + " ")
-    assert stale.format("law") in asked(capsys, report.main, "--study", folder)
+    edit(folder / "law/law.json", conventions={"N": "params_nonembed", "loss": "loss_as_trained"})      # as fit.py was told
+    edit(folder / "s30000_bf16_1/summary.json", other="bytes")
+    runs, laws = asked(capsys, report.main, "--study", folder).split("## Laws")
+    assert "N: params_nonembed. Losses: evaluated as trained." in laws and "N: params_total." in runs
+    assert stale.format("law") in laws
     edit(folder / "law/score_s240000_bf16_1.json", prediction_sha256="0")
-    assert f"**Missing:** the score of s240000_bf16_1 (`python scaling/fit.py {folder} --score`)" in asked(
-        capsys, report.main, "--study", folder)
+    page = asked(capsys, report.main, "--study", folder)
+    assert f"**Missing:** the score of s240000_bf16_1 (`python scaling/fit.py {folder} --score`)" in page
