@@ -4,13 +4,12 @@ of strangers are read as they stand: what can be read is, what cannot is refused
 import itertools
 import math
 import re
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import cut, declare_branches, law, strict, write_branches, write_ladder, write_run
+from scaling_runs import cut, declare_branches, strict, write_branches, write_ladder, write_run
 
 from runtime.cli import UserError
 from scaling import fit as cli
@@ -18,10 +17,8 @@ from scaling.fit import fit_group, fit_points, seed_noise
 from scaling.laws import fit_law
 from scaling.points import read_points
 from scaling.records import read_runs
-from tests.conftest import asked
-from tests.test_laws import FOLDER, early, published
-from tests.test_laws import ladder as ladder_of
-from tests.test_laws import law as surface_of
+from tests.conftest import asked, process
+from tests.test_laws import FOLDER, ROUND, early, made, published
 
 HEAD = "run,N,tokens,flops,loss,lr"
 ROWS = ("a,1e8,2e9,1.2e18,3.5,0.003", "b,2e8,4e9,4.8e18,3.25,0.003", "c,4e8,8e9,1.92e19,3.0,0.01",
@@ -38,8 +35,7 @@ def fitted(capsys, *arguments):
 def test_a_ladder_on_one_ray(tmp_path, capsys):
     folder = write_ladder(tmp_path / "out").parent
     write_run(folder / "out" / "mid", params=300_000, is_annealed=False)
-    result = subprocess.run([sys.executable, Path(cli.__file__).resolve(), "out", "out=report", "--all"], capture_output=True,
-                            text=True, cwd=folder)          # from elsewhere than the repository
+    result = process(Path(cli.__file__).resolve(), "out", "out=report", "--all", cwd=folder)    # not the repository
     assert result.returncode == 0 and result.stderr == "" and result.stdout.startswith("bf16: 3 runs of 3 trajectories, N 38.9k")
     for line in ("power_c: L = 55.9 C^-0.117", "leave 0 degrees of freedom", "left out mid: ", "Seed noise: unknown",
                  "3 BF16/FP8 pairs, gaps of +0.409 to +0.466 % in BF16", "| starts at best |"):
@@ -92,11 +88,8 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     ([(40_000, 5), (40_000, 20), (90_000, 20), (90_000, 40)], "power_c", "bf16: 4 runs of 4", "mixes the effects", "C"),
     ([(size, 20) for size in LONG], "ray", "bf16: 8 runs of 8", "need ratios at least 2x apart", "CND")])
 def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figures, runs, form, begin, why, bands):
-    rng = np.random.default_rng(3)
     for i, (size, ratio) in enumerate(runs):
-        flops = (6 * size + 12 * 3 * int((size / 36) ** 0.5) * 128) * size * ratio
-        write_run(tmp_path / "out" / str(i), params=size, tokens=size * ratio, loss=law(flops) * np.exp(rng.normal(0, 2e-4)),
-                  curve=False)
+        write_run(tmp_path / "out" / str(i), params=size, tokens=size * ratio, curve=False)
     out, content = fitted(capsys, f"out={tmp_path / 'law'}", tmp_path / "out")
     group = content["groups"]["bf16"]
     assert out.startswith(begin) and "No BF16/FP8 pair among these runs." in out
@@ -140,32 +133,26 @@ def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
     assert fit_group(records, seed_sd=0.5, resamples=0).seed_sd == 0.5
 
 
-def write_points(path, N, D, loss):
-    np.savetxt(path, np.column_stack([N, D, loss]), "%.12g", ",", header="Model Size,tokens,val", comments="")
-    return path
+def write_points(folder, points):
+    """A table of the points; what the command needs to read it, but for its tokens."""
+    np.savetxt(folder / "p.csv", np.column_stack([points.N, points.D, points.loss]), "%.12g", ",", comments="",
+               header="Model Size,tokens,val")
+    return f"out={folder / 'r'}", "--points", folder / "p.csv", "--n=Model Size", "--loss", "val"
 
 
 def test_a_table_of_a_known_law(tmp_path, capsys, no_figures):
-    N, D, _ = ladder_of((3e7, 1e8, 3e8, 1e9), (5, 20, 80, 320))
-    truth = {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.34, "beta": 0.36}
-    path = write_points(tmp_path / "points.csv", N, D, surface_of(N, D, truth))
-    words = (f"out={tmp_path / 'r'}", "--points", path, "--n=Model Size", "--loss", "val")
-    out, content = fitted(capsys, *words, "d=tokens")
-    assert out.startswith("points.csv: 16 points of 16 trajectories, N 30M to 1B, 5 to 320 tokens per parameter\n  chinchilla: L")
-    assert {name: content["laws"]["chinchilla"][name] for name in truth} == pytest.approx(truth, rel=1e-5)
+    out, content = fitted(capsys, *write_points(tmp_path, points := made()), "d=tokens")
+    assert out.startswith("p.csv: 16 points of 16 trajectories, N 30M to 1B, 5 to 320 tokens per parameter\n  chinchilla: L")
+    assert {name: content["laws"]["chinchilla"][name] for name in ROUND} == pytest.approx(ROUND, rel=1e-5)
     assert content["headline"]["form"] == "chinchilla" and content["source"]["columns"]["N"] == "Model Size"
-    write_points(path, N, N, 15 * N**-0.076)        # N alone: the power law in N
-    content = fitted(capsys, *words)[1]
+    content = fitted(capsys, *write_points(tmp_path, replace(points, loss=15 * points.N**-0.076)))[1]   # the power law in N
     assert content["headline"]["form"] == "power_n"
     assert [content["laws"]["power_n"][name] for name in ("A", "alpha")] == pytest.approx([15, 0.076], rel=1e-8)
     assert [form for form, fit in content["laws"].items() if fit["objective"] is not None] == ["power_n"]
 
 
 def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path, capsys, no_figures):
-    points = early(0.3)
-    path = write_points(tmp_path / "p.csv", points.N, points.D, points.loss)
-    words = [f"out={tmp_path}", "--points", path, "n=Model Size", "d=tokens", "loss=val"]
-    out, content = fitted(capsys, *words)
+    out, content = fitted(capsys, *write_points(tmp_path, points := early(0.3)), "d=tokens")
     assert out.startswith("WARNING: p.csv: L(N, D) does not fit: residuals of ") and content["headline"]["form"] == "power_c"
     early_lines = {str(2 + i) for i in np.flatnonzero(points.D / points.N < 0.5)}
     assert content["laws"]["chinchilla"]["identified"] and early_lines <= set(content["lack_of_fit"]["left_out"])

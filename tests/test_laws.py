@@ -135,7 +135,7 @@ def law(N, D, p=EPOCH):
     return p["E"] + p["A"] * N ** -p["alpha"] + p["B"] * D ** -p["beta"]
 
 
-def ladder(sizes=(50e6, 125e6, 250e6, 350e6), ratios=(5, 10, 20, 40)):
+def ladder(sizes=SIZES, ratios=(5, 10, 20, 40)):
     """(N, D, trajectory) of sizes x tokens per parameter; the ratios of one size are branches of one run."""
     N = np.repeat(sizes, len(ratios)).astype(float)
     return N, N * np.tile(ratios, len(sizes)), np.repeat(np.arange(len(sizes)), len(ratios))
@@ -144,8 +144,13 @@ def ladder(sizes=(50e6, 125e6, 250e6, 350e6), ratios=(5, 10, 20, 40)):
 LADDER = ladder()[:2]
 
 
-def noisy(N, D, sd, seed=0):
-    return law(N, D) * np.exp(np.random.default_rng(seed).normal(0, sd, len(N)))
+def noisy(N, D, sd, seed=0, p=EPOCH):
+    return law(N, D, p) * np.exp(np.random.default_rng(seed).normal(0, sd, len(N)))
+
+
+def points_at(N, D, loss, cluster=None):
+    """Points of C = 6 N D, every one a trajectory of its own unless said otherwise."""
+    return Points(N, D, 6 * N * D, loss, np.arange(len(N)) if cluster is None else cluster)
 
 
 @pytest.mark.parametrize(("form", "truth", "starts"), [
@@ -278,7 +283,7 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk):
     for seed in range(60):
         rng = np.random.default_rng(seed)
         loss = law(N, D) * np.exp(rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60))
-        fit = fit_isoflop(Points(N, D, C, loss, label))
+        fit = fit_isoflop(points_at(N, D, loss, label))
         if fit.ci95:
             assert fit.interval == "cluster" and fit.clusters == 10
             hits.append(fit.ci95["a"][0] < a < fit.ci95["a"][1])
@@ -348,26 +353,28 @@ def measured(seeds, common, own, seed):
     N, D, trunk = ladder(np.repeat(SIZES, seeds))
     rng = np.random.default_rng(seed)
     noise = rng.normal(0, common, trunk.max() + 1)[trunk] + rng.normal(0, own, len(N))
-    return Points(N, D, 6 * N * D, law(N, D) * np.exp(noise), trunk)
+    return points_at(N, D, law(N, D) * np.exp(noise), trunk)
+
+
+def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
+    N, D, _ = ladder(sizes, ratios)
+    return points_at(N, D, noisy(N, D, noise, seed, ROUND))
+
+
+def alone(points):
+    return points_at(points.N, points.D, points.loss)
 
 
 def fitted(points):
     return fit_form("chinchilla", points)
 
 
-def alone(points):
-    """Every point a trajectory of its own."""
-    return replace(points, cluster=np.arange(len(points.N)))
-
-
 def test_each_resample_is_a_fit():
     """Weighted descents from the optimum end where fits of the drawn points end."""
     points = alone(measured(3, 0, 2e-3, 0))
     drawn = solver.bootstrap(fitted(points), points, 12, seed=7)
-    rng, fits = np.random.RandomState(7), []
-    for _ in range(12):
-        some = points.take(rng.choice(len(points.N), len(points.N)))
-        fits.append(fitted(some).parameters)
+    rng, n = np.random.RandomState(7), len(points.N)
+    fits = [fitted(points.take(rng.choice(n, n))).parameters for _ in range(12)]
     assert drawn.failed == 0
     for name in ("E", "alpha", "beta", "a"):
         values = [one[name] for one in fits]
@@ -392,7 +399,7 @@ def test_the_interval_follows_the_number_of_trajectories():
     ratio = np.sqrt(solver.jackknife(high, some)[3, 3] / solver.jackknife(low, some)[3, 3])
     assert ratio == pytest.approx(3e-3 / low.residual_rms)
     N = np.geomspace(5e7, 1e9, 30)
-    ray = Points(N, 20 * N, 120 * N**2, law(N, 20 * N), np.arange(30))
+    ray = points_at(N, 20 * N, law(N, 20 * N))
     for unidentified in (fitted(ray), fit_isoflop(ray)):
         assert with_bootstrap(unidentified, ray) is unidentified
     points = few.take(few.N != 250e6)       # three sizes: without any of them two are left, which do not determine E, A and alpha
@@ -412,10 +419,8 @@ def test_a_bootstrap_of_which_a_twentieth_failed_is_not_believed(monkeypatch):
 def test_an_interval_survives_resamples_whose_E_runs_to_zero():
     """Resamples whose ln E is anything below 0 may not be all of the spread: the interval of the law is about Student's."""
     N, D, _ = ladder(np.geomspace(2.1e7, 1.3e9, 8), (5, 20, 80))
-    loss = (400 * N**-0.25 + 900 * D**-0.27) * np.exp(np.random.default_rng(3).normal(0, 3e-3, 24))
-    points = Points(N, D, 6 * N * D, loss, np.arange(24))
-    fit = fitted(points)
-    final = with_bootstrap(fit, points)
+    points = points_at(N, D, noisy(N, D, 3e-3, 3, {"E": 0, "A": 400, "B": 900, "alpha": 0.25, "beta": 0.27}))
+    final = with_bootstrap(fit := fitted(points), points)
     assert final.interval == "bootstrap" and final.identified and final.ci95["E"][0] < 1e-3
     widths = [np.log(high / low) for _, low, high in (one.interval_at(1e10, 2e11) for one in (fit, final))]
     assert widths[1] == pytest.approx(widths[0], rel=0.5)
@@ -443,16 +448,13 @@ def test_intervals_cover_when_branches_share_their_trunks_luck(seeds, interval):
 def test_the_bootstrap_judges_anew_what_outliers_had_refused():
     """A few wild points swell the residuals' rms and with it Student's interval; Huber's fit and its resamples do not mind."""
     N, D, _ = ladder(np.repeat(SIZES, 3))
-    rng = np.random.default_rng(0)
-    loss = law(N, D) * np.exp(rng.normal(0, 3e-4, len(N)))
-    loss[::12] *= 1.25
-    points = Points(N, D, 6 * N * D, loss, np.arange(len(N)))
-    refused = fitted(points)
-    final = with_bootstrap(refused, points, 400)
+    points = points_at(N, D, noisy(N, D, 3e-4))
+    points.loss[::12] *= 1.25
+    final = with_bootstrap(refused := fitted(points), points, 400)
     assert not refused.identified and "contains 0" in refused.reason
     assert final.identified and final.ci95["alpha"][0] < EPOCH["alpha"] < final.ci95["alpha"][1]
     N = np.geomspace(1e7, 1e9, 24)
-    points = Points(N, N, N, 3 * N**-0.002 * np.exp(np.random.default_rng(0).normal(0, 0.02, 24)), np.arange(24))
+    points = points_at(N, N, noisy(N, N, 0.02, 0, {"E": 0, "A": 3, "B": 0, "alpha": 0.002, "beta": 0}))
     final = with_bootstrap(fit_form("power_n", points), points, 200)
     assert final.interval == "bootstrap" and not final.identified and "contains 0" in final.reason
 
@@ -473,12 +475,6 @@ def test_bootstrap_of_240_points():
     assert 35 <= drawn.clusters <= 50 and drawn.se["A"] > 135 and drawn.se["alpha"] > 0.0165
 
 
-def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
-    N, D, _ = ladder(sizes, ratios)
-    return Points(N, D, 6 * N * D, law(N, D, ROUND) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N))),
-                  np.arange(len(N)))
-
-
 def early(extra, sd=3e-3, seed=0):
     """Points at .02 to 350 tokens per parameter, the earliest of them above the law by the share `extra`."""
     points = made(np.geomspace(5e6, 9e8, 12), np.geomspace(0.02, 350, 10), sd, seed)
@@ -496,8 +492,7 @@ def test_early_points_off_the_law_are_named_and_left_out_beside_it():
     assert set(np.flatnonzero(ratio < 0.5)) <= set(found["left_out"]) and max(ratio[found["left_out"]]) < found["below"]
     assert found["without"].parameters["alpha"] == pytest.approx(0.34, abs=0.02) and found["without"].residual_rms < 0.01
     assert lack_of_fit(fitted(points), points, seed_sd=1e-3)["noise"] == 1e-3
-    twice = Points(*(np.tile(getattr(points, name), 2) for name in ("N", "D", "C")),
-                   np.concatenate([points.loss, points.loss * 1.004]), np.arange(2 * len(ratio)))
+    twice = joined(points, replace(points, loss=points.loss * 1.004))
     repeats = lack_of_fit(fitted(twice), twice)
     assert repeats["noise_of"] == "repeats" and repeats["noise"] == pytest.approx(0.004 / np.sqrt(2), rel=0.01)
 
@@ -527,7 +522,7 @@ def test_exact_points_give_one_law_whatever_the_choice():
 
 def test_seeds_are_a_floor_in_each_variant_and_what_cannot_be_fitted_says_why():
     N = np.geomspace(3e7, 1e10, 12)
-    points = Points(N, 20 * N, 120 * N**2, 1.7 + 412 * (120 * N**2)**-0.155, np.arange(12))
+    points = points_at(N, 20 * N, 1.7 + 412 * (120 * N**2)**-0.155)
     assert not any(row["identified"] for row in robustness(points, "ray", {}, seed_sd=0.3))
     rows = robustness(made(sizes=(3e7, 1e8), ratios=(5, 20, 80)), "chinchilla", {})
     assert [row["value"] for row in rows if row["variant"] == "drop highest"] == ["1", "3"]

@@ -15,17 +15,16 @@ from runtime.cli import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
 from scaling import fit, predict
-from scaling.laws import GAMMAS, Points, fit_law
+from scaling.laws import GAMMAS, fit_law
 from scaling.pairs import EPOCH, Surface
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT, asked
 from tests.scaling_runs import edit, law, strict, write_ladder, write_run
-from tests.test_laws import ladder
+from tests.test_laws import FOLDER, ladder, points_at, published
 
 SMALL = (53e6, 124e6, 257e6, 360e6)
 TARGET = (1.54e9, 30.8e9, 6 * 1.54e9 * 30.8e9)
-GADRE = ROOT.parent / "shared" / "reference" / "gadre2024_104runs.csv"
 # Constants that give the slopes -dL/d ln D at 20 tokens per parameter published for OLMo's ladder (.179 at 125M to .121 at
 # 1.5B) and its compute exponent of about .1: a truth whose exponent lies outside GAMMAS' middle.
 OLMO_LIKE = Surface("OLMo-like", "", E=1.15, A=57.0, B=32.9, alpha=0.232, beta=0.1548)
@@ -42,7 +41,7 @@ def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None,
     if rng is not None:
         loss = loss * np.exp(noise * rng.normal(size=len(N)) + (trunk or 0) * rng.normal(size=len(sizes) * seeds)[label]
                              + tuning * np.repeat(rng.normal(size=len(sizes)), len(ratios) * seeds))
-    return Points(N, D, 6 * N * D, loss, np.arange(len(N)) if trunk is None else label)
+    return points_at(N, D, loss, None if trunk is None else label)
 
 
 def forms(said):
@@ -134,22 +133,22 @@ HOLD_OUTS = {("c4_original", "loss_c4_val"): (-3.49, -.53, .60, 1.57, 2.46),
              ("rw_original", "loss_paloma_falcon-refinedweb"): (-3.34, -.29, .81, 1.76, 2.63)}
 
 
-@pytest.mark.skipif(not GADRE.exists(), reason=f"{GADRE} is no part of the repository")
+@published
 @pytest.mark.parametrize("train_set, known", HOLD_OUTS)
 def test_real_ladders_hold_out_sizes(train_set, known):
     """4 validation sets in distribution, targets of 1.44B and 6.89B each: of the three ladders the interval must hold all 24."""
-    with GADRE.open() as file:
+    with (FOLDER / "gadre2024_104runs.csv").open() as file:
         table = [row for row in csv.DictReader(file) if row["train_set"] == train_set and float(row["mult"]) == 1]
     for column in ("loss_openlm", "loss_c4_val", "loss_paloma_falcon-refinedweb", "loss_paloma_redpajama"):
         rows = np.array(sorted((float(row["N"]), float(row["D"]), float(row[column])) for row in table))
-        N, D, loss = rows[1:4].T
-        for target in (4, 5):
-            at, truth, C = (*rows[target, :2], 6 * rows[target, 0] * rows[target, 1]), rows[target, 2], 6 * N * D
-            said = forecast(Points(N, D, C, loss, np.arange(3)), at)
-            assert said["low"] <= truth <= said["high"], (column, target)
-            if (column, target) == (known, 4):
+        points = points_at(*rows[1:4].T)
+        for N, D, truth in rows[4:6]:
+            said = forecast(points, (N, D, 6 * N * D))
+            assert said["low"] <= truth <= said["high"], (column, N)
+            if (column, N) == (known, rows[4, 0]):
                 power, *rays = HOLD_OUTS[train_set, column]
-                assert round(100 * (fit_law("power_c", C, loss, delta=None).predict(at[2]) / truth - 1), 2) == power
+                squares = fit_law("power_c", points.C, points.loss, delta=None)
+                assert round(100 * (squares.predict(6 * N * D) / truth - 1), 2) == power
                 assert 100 * (forms(said)["power_c"]["loss"] / truth - 1) == pytest.approx(power, abs=0.3)     # Huber's
                 errors = {float(name[-4:]): 100 * (row["loss"] / truth - 1) for name, row in forms(said).items() if "ga" in name}
                 for gamma, golden in zip((.13, .155, .178, .20), rays, strict=True):
@@ -233,31 +232,22 @@ def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
     assert (other.name, other.prediction) == ("big", None)
 
 
-def test_scoring(study, tmp_path):
-    made = freeze("big", study, tmp_path)
-    assert "not there yet" in predict.score(tmp_path, read_runs([study])[0])[0] and not (tmp_path / "score_big.json").exists()
-    loss = 1.001 * made.loss
-    write_big(study, loss=loss)
-    write_big(study, "seed2", seed=2, loss=1.01 * made.high)
-    text = "\n".join(predict.score(tmp_path, read_runs([study])[0]))
-    said = strict(tmp_path / "score_big.json")
-    one, two = said["runs"]
-    assert (one["run_id"], two["run_id"]) == ("big", "seed2") and said["prediction_sha256"] == made.sha256
-    assert [one["error_nats"], one["error_percent"]] == pytest.approx([-0.001 * made.loss, 100 * (1 / 1.001 - 1)])
-    assert one["inside"] and not two["inside"] and "OUTSIDE" in text
-    for row, form in zip(one["forms"], made.forms, strict=True):
-        assert row["inside"] == (form["low"] <= loss <= form["high"])
-
-
 def test_what_is_predicted_is_in_no_fit_and_scored_when_it_is_there(study, capsys, no_figures):
     assert "nobody" in asked(capsys, fit.main, study, "--predict", "nobody", code=2) and not (study / "law").exists()
-    assert "big: predicted loss_bf16 " in asked(capsys, fit.main, study, "--predict", "big")
-    before = strict(study / "law/law.json")
-    write_big(study)
-    write_big(study, "large", seed=2)        # another seed of what was predicted is held out too
+    out = asked(capsys, fit.main, study, "--predict", "big", "--score")
+    before, (made,) = strict(study / "law/law.json"), predict.load(study / "law")
+    assert "big: predicted loss_bf16 " in out and "big: not there yet" in out and not (study / "law/score_big.json").exists()
+    write_big(study, loss=(loss := 1.001 * made.loss))
+    write_big(study, "large", seed=2, loss=1.01 * made.high)        # another seed of what was predicted is held out too
     out = asked(capsys, fit.main, study, "--score")
-    assert all(line in out for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 "))
+    assert all(line in out for line in ("held out of every fit: big\n", "held out of every fit: large\n", "OUTSIDE"))
     assert strict(study / "law/law.json")["groups"] == before["groups"]
+    said = strict(study / "law/score_big.json")
+    one, two = said["runs"]
+    assert (one["run_id"], two["run_id"]) == ("big", "large") and said["prediction_sha256"] == made.sha256
+    assert [one["error_nats"], one["error_percent"]] == pytest.approx([-0.001 * made.loss, 100 * (1 / 1.001 - 1)])
+    assert [row["inside"] for row in one["forms"]] == [form["low"] <= loss <= form["high"] for form in made.forms]
+    assert one["inside"] and not two["inside"]
 
 
 @pytest.mark.parametrize("changes, damage, sentence", [
