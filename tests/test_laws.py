@@ -100,10 +100,8 @@ def test_intervals_against_simulation():
 
 
 def test_what_points_cannot_say_is_said():
-    three, pure = fit_law("ray", C[:3], NOISY[:3], seed_sd=1e-3), fit_law("ray", C, 30 * C**-0.06)
-    assert three.se is three.ci95 is three.residual_rms is None and three.interval_at(1e22) is None
-    for fit, reason in ((three, "leave 0 degrees of freedom"), (pure, "E runs to zero")):
-        assert not fit.identified and reason in fit.reason
+    three = fit_law("ray", C[:3], NOISY[:3], seed_sd=1e-3)
+    assert three.se is three.ci95 is three.residual_rms is three.interval_at(1e22) is None and not three.identified
     few = L[-4:] * np.exp(np.random.default_rng(5).normal(0, 2e-3, 6))[-4:]
     above = fit_law("ray", C[-4:], few)        # ln E is uncertain, yet E lies below each loss
     assert above.identified and above.ci95["E"][1] == pytest.approx(few.min(), rel=1e-12)
@@ -321,15 +319,6 @@ def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
 
 
 @published
-def test_least_absolute_deviations_of_published_points():
-    points = chinchilla_points(5)
-    fit = fit_law("chinchilla", points.N, points.D, points.loss, delta=1e-8)
-    assert fit.identified and fit.starts_at_best == fit.starts
-    assert [fit.parameters[name] for name in "AB"] == pytest.approx([482.01, 2085.43], abs=0.012)
-    assert [fit.parameters[name] for name in ("E", "alpha", "beta")] == pytest.approx([1.81686, 0.34781, 0.36585], abs=1.2e-5)
-
-
-@published
 def test_gadre_hold_outs():
     """Five runs predict 1.4B at M = 640 within 0.7103 % and 6.9B at M = 20 within 0.7320 %: tied exponents, squares of L."""
     with (FOLDER / "gadre2024_104runs.csv").open() as file:
@@ -534,12 +523,17 @@ def test_seeds_are_a_floor_in_each_variant_and_what_cannot_be_fitted_says_why():
 
 @published
 def test_published_choices_on_the_chinchilla_points():
-    """Rows of k and delta, recomputed from Besiroglu et al. 2024's points with another program."""
+    """Rows of k and delta, recomputed from Besiroglu et al. 2024's points with another program; least absolute deviations."""
+    kept = chinchilla_points(5)
+    fit = fit_form("chinchilla", kept, delta=1e-8)
+    assert fit.identified and fit.starts_at_best == fit.starts
+    assert [fit.parameters[name] for name in "AB"] == pytest.approx([482.01, 2085.43], abs=0.012)
+    assert [fit.parameters[name] for name in ("E", "alpha", "beta")] == pytest.approx([1.81686, 0.34781, 0.36585], abs=1.2e-5)
     rows = {(row["variant"], row["value"]): row for row in robustness(chinchilla_points(), "chinchilla", {})}
     assert [round(rows["declared", ""][key], 3) for key in ("beta", "E")] == [0.453, 1.891]
     assert rows["declared", ""]["B"] == pytest.approx(12846, rel=1e-4)
     assert [round(rows["drop highest", k]["beta"], 3) for k in ("1", "3", "5", "10")] == [0.412, 0.382, 0.367, 0.358]
-    rows = {(row["variant"], row["value"]): row for row in robustness(chinchilla_points(5), "chinchilla", {})}
+    rows = {(row["variant"], row["value"]): row for row in robustness(kept, "chinchilla", {})}
     for value, alpha, beta in (("MSE", 0.36025, 0.40588), ("0.01", 0.35440, 0.38150), ("0.0001", 0.34741, 0.36539)):
         within = 6e-5 if value == "0.01" else 1.2e-5
         assert [rows["delta", value][key] for key in ("alpha", "beta")] == pytest.approx([alpha, beta], abs=within), value

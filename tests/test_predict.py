@@ -216,20 +216,16 @@ def test_what_cannot_be_predicted_is_refused(study, tmp_path, name, before, sent
 
 def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
     made, C = freeze("big_fp8", study, tmp_path), GOAL["flops_per_token"] * GOAL["tokens"]
-
-    def held(recipe, loss_key="loss_bf16", convention="total"):
-        records = read_runs([study])[0]
-        some = predict.held_out(records, [made])
-        return predict.held_of(recipe, some, [made], loss_key, convention)
-
     for convention, N in (("total", BIG), ("nonembed", 150_000)):        # a figure counts as its own laws do
-        assert held("tensorwise", convention=convention) == (predict.Held("big_fp8", N, GOAL["tokens"], C, None, made),)
-    write_big(study)
-    write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
-    (one,), (other,) = held("tensorwise"), held("bf16")
-    assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", BIG, 1.5, made)
-    assert held("tensorwise", "loss_as_trained")[0].prediction is None      # of which nothing was predicted
-    assert (other.name, other.prediction) == ("big", None)
+        held = predict.held_of("tensorwise", predict.held_out(read_runs([study])[0], [made]), [made], "loss_bf16", convention)
+        assert held == (predict.Held("big_fp8", N, GOAL["tokens"], C, None, made),)
+    write_big(study, loss=1.5)
+    write_big(study, "big_fp8_2", recipe="tensorwise", seed=2, loss=1.5)
+    held = predict.held_out(read_runs([study])[0], [made])
+    for recipe, loss_key, name, said in (("tensorwise", "loss_bf16", "big_fp8_2", made), ("bf16", "loss_bf16", "big", None),
+                                         ("tensorwise", "loss_as_trained", "big_fp8_2", None)):     # only loss_bf16 was predicted
+        one, = predict.held_of(recipe, held, [made], loss_key, "total")
+        assert one == predict.Held(name, BIG, GOAL["tokens"], C, 1.5, said)
 
 
 def test_what_is_predicted_is_in_no_fit_and_scored_when_it_is_there(study, capsys, no_figures):

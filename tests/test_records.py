@@ -33,21 +33,21 @@ def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tm
 
 def test_branches_know_their_trunk(tmp_path):
     """By themselves, or by their study where a branch was trained from scratch: same seed, same data, same schedule."""
+    def lineage(*names):
+        return [(one.trunk, one.decays_from) for one in (read_record(tmp_path / name) for name in names)]
+
     write_run(tmp_path / "long", params=106_624, **dict.fromkeys(("parent_run", "parent_step", "t_start"), ...))
     write_run(tmp_path / "short", params=106_624, tokens=10**6)
     write_run(tmp_path / "other", params=106_624, tokens=10**6, parent_run="elsewhere", parent_step=7)
     write_run(tmp_path / "further", params=106_624, tokens=2 * 10**6, parent_run="other", parent_step=9)
-    trunk, short, other = (read_record(tmp_path / name) for name in ("long", "short", "other"))
-    assert read_record(tmp_path / "further").trunk == "elsewhere"       # a branch of a branch
     write_run(tmp_path / "same", params=50_000, parent_run="same", parent_step=7)       # of another folder's run of its name
-    assert read_record(tmp_path / "same").trunk == "same"
-    assert [(one.trunk, one.decays_from) for one in (trunk, short, other)] == [("long", None), ("short", None), ("elsewhere", 7)]
+    assert lineage("long", "short", "other", "further", "same") == [
+        ("long", None), ("short", None), ("elsewhere", 7), ("elsewhere", 9), ("same", 7)]
     edit(tmp_path / "study.json", runs=[
         {"run": "long", "parent": None, "parent_step": None}, {"run": "short", "parent": "long", "parent_step": 400},
         {"run": "other", "parent": "long", "parent_step": 400}])       # what was done counts, not the plan
-    trunk, short, other = (read_record(tmp_path / name) for name in ("long", "short", "other"))
-    assert [(one.trunk, one.decays_from) for one in (trunk, short, other)] == [("long", None), ("long", 400), ("elsewhere", 7)]
-    assert short.parent_step is None
+    assert lineage("long", "short", "other") == [("long", None), ("long", 400), ("elsewhere", 7)]
+    assert read_record(tmp_path / "short").parent_step is None
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
@@ -146,11 +146,3 @@ def test_paired_gap_by_hand(tmp_path):
     assert pair.as_trained.nats == pytest.approx(0.25 * 0.3 + 0.75 * 0.2, rel=1e-12)
     assert pair.as_trained.se == pytest.approx((0.25**2 * 2 * 2 / 20**2) ** 0.5, rel=1e-12)
     assert pair.tok_per_s_ratio == pytest.approx(1.3)
-    for name, more in (("v", {}), ("w", {"recipe": "tensorwise", "gap": 0.02})):        # many sequences: as a bootstrap has it
-        write_run(tmp_path / "many" / name, per_source=200, **more)
-    (pair,), _ = pairs(read_runs([tmp_path / "many"])[0])
-    v, w = (np.load(tmp_path / "many" / name / "val_losses.npz") for name in "vw")
-    difference, rng = (w["bf16"] - v["bf16"]).reshape(3, 200) / 128, np.random.default_rng(0)
-    draws = [sum(w * d[rng.integers(0, 200, 200)].mean() for w, d in zip((0.1, 0.1, 0.8), difference, strict=True))
-             for _ in range(3000)]
-    assert pair.in_bf16.se == pytest.approx(np.std(draws), rel=0.06)
