@@ -1,5 +1,4 @@
-"""Known laws are recovered, optima are real optima, few points are not oversold, published points give published numbers;
-resampled intervals agree with refits and cover when branches share their run's luck; misfits and choices are shown."""
+"""Laws, their optima, intervals, misfits and choices against known laws, second solvers, simulation and published numbers."""
 
 import csv
 import itertools
@@ -76,8 +75,7 @@ def test_gradients_against_finite_differences(form, theta, gamma):
 
 
 def test_intervals_against_simulation():
-    """Standard errors, of parameters and of a prediction, are the spread over repeated noise; a new run's interval holds its own
-    noise too."""
+    """Standard errors are the spread over repeated noise, of a prediction too; a new run's interval holds its own noise."""
     rng, x, far = np.random.default_rng(0), np.geomspace(1e15, 1e20, 12), 1e22
     truth = 1.69 + 412 * x**-0.155
     fits = [fit_law("ray", x, truth * np.exp(rng.normal(0, 3e-4, 12))) for _ in range(60)]
@@ -139,9 +137,6 @@ def ladder(sizes=SIZES, ratios=(5, 10, 20, 40)):
     return N, N * np.tile(ratios, len(sizes)), np.repeat(np.arange(len(sizes)), len(ratios))
 
 
-LADDER = ladder()[:2]
-
-
 def noisy(N, D, sd, seed=0, p=EPOCH):
     return law(N, D, p) * np.exp(np.random.default_rng(seed).normal(0, sd, len(N)))
 
@@ -179,10 +174,10 @@ def test_laws_are_recovered_in_any_unit(form, truth, starts):
     (np.repeat([1e8, 3e8], 5), np.tile(np.geomspace(1e9, 1e10, 5), 2), None, "the points hold 2 distinct N"),
     (np.repeat([1e8, 1.04e8, 3e8], 5), np.tile(np.geomspace(1e9, 1e10, 5), 3), None, "the points hold 2 distinct N"),
     (np.array([5e7, 1e8, 2e8, 4e8, 1e8]), np.array([1e9, 2e9, 4e9, 1e9, 8e9]), None, "5 distinct points are too few for five"),
-    (*LADDER, lambda N, D: 1e3 * N**-0.3 + 1e3 * D**-0.3, "E runs to zero"),
-    (*LADDER, lambda N, D: 1.8 + 400 * N**-0.34 + 0 * D, "beta is not above zero"),
-    (*LADDER, lambda N, D: 2 + 0 * N, "is not above zero"),
-    (*LADDER, lambda N, D: noisy(N, D, 0.03), "contains 0|zero")])
+    (*ladder()[:2], lambda N, D: 1e3 * N**-0.3 + 1e3 * D**-0.3, "E runs to zero"),
+    (*ladder()[:2], lambda N, D: 1.8 + 400 * N**-0.34 + 0 * D, "beta is not above zero"),
+    (*ladder()[:2], lambda N, D: 2 + 0 * N, "is not above zero"),
+    (*ladder()[:2], lambda N, D: noisy(N, D, 0.03), "contains 0|zero")])
 def test_designs_and_losses_that_cannot_tell(N, D, lost, reason):
     for loss in [noisy(N, D, sd) for sd in (0, 1e-3)] if lost is None else [lost(N, D)]:
         fit = fit_law("chinchilla", N, D, loss)
@@ -304,8 +299,7 @@ def test_budgets_without_a_minimum_are_named():
 
 
 def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
-    """Twelve budgets, sizes over four decades around N*: a cubic through all of ln L is off by .01 to .03 there, and its
-    interval excludes the truth."""
+    """Over four decades around N* a cubic through all of ln L is off by .01 to .03, and its interval excludes the truth."""
     hits = []
     for alpha, beta, A, B, noise in ((0.5, 0.25, 400, 1500, 2e-3), (0.5, 0.25, 400, 1500, 5e-3), (0.25, 0.5, 480, 2000, 5e-3)):
         p, found = {"E": 1.8, "A": A, "B": B, "alpha": alpha, "beta": beta}, []
@@ -350,17 +344,13 @@ def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0)
     return points_at(N, D, noisy(N, D, noise, seed, ROUND))
 
 
-def alone(points):
-    return points_at(points.N, points.D, points.loss)
-
-
 def fitted(points):
     return fit_form("chinchilla", points)
 
 
 def test_each_resample_is_a_fit():
     """Weighted descents from the optimum end where fits of the drawn points end."""
-    points = alone(measured(3, 0, 2e-3, 0))
+    points = made(np.repeat(SIZES, 3), noise=2e-3)
     drawn = solver.bootstrap(fitted(points), points, 12, seed=7)
     rng, n = np.random.RandomState(7), len(points.N)
     fits = [fitted(points.take(rng.choice(n, n))).parameters for _ in range(12)]
@@ -370,15 +360,17 @@ def test_each_resample_is_a_fit():
         assert drawn.se[name] == pytest.approx(np.std(values, ddof=1), rel=1e-3)
         assert drawn.ci95[name] == pytest.approx(np.percentile(values, [2.5, 97.5]), rel=1e-3)
     # Clusters are drawn whole: four copies of each point as one are that point once, the spread does not shrink by half.
-    one = alone(measured(6, 0, 2e-3, 1))
+    one = made(np.repeat(SIZES, 6), noise=2e-3)
     four = one.take(np.repeat(np.arange(len(one.N)), 4))
-    se = [solver.bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
+    alone = points_at(four.N, four.D, four.loss)
+    se = [solver.bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone)]
     assert se[1] == pytest.approx(se[0], rel=1e-6) and se[2] == pytest.approx(se[0] / 2, rel=0.2)
 
 
 def test_the_interval_follows_the_number_of_trajectories():
     few, some, many = (measured(seeds, 0, 1e-3, 0) for seeds in (1, 2, 6))
-    for points, interval, clusters, dof in ((some, "cluster", 8, 7), (many, "bootstrap", 24, 23), (alone(few), "t", 16, 11)):
+    alone = made(noise=1e-3)
+    for points, interval, clusters, dof in ((some, "cluster", 8, 7), (many, "bootstrap", 24, 23), (alone, "t", 16, 11)):
         result = with_bootstrap(plain := fitted(points), points, 100)
         assert (result.interval, result.clusters, result.optimum.dof) == (interval, clusters, dof)
         assert (result.se == plain.se) == (interval == "t") and (result.failed == 0) == (interval == "bootstrap")
@@ -417,8 +409,7 @@ def test_an_interval_survives_resamples_whose_E_runs_to_zero():
 
 @pytest.mark.parametrize(("seeds", "interval"), [(1, "cluster"), (3, "cluster"), (5, "bootstrap")])
 def test_intervals_cover_when_branches_share_their_trunks_luck(seeds, interval):
-    """Trunks 0.1 % apart, branches 0.02 %: nominal 95 % covers at least 90 %, the prediction at 1.5B included, where the plain
-    t-interval covers 40 to 70 %."""
+    """Trunks 0.1 % apart, branches 0.02 %: nominal 95 % covers at least 90 %, where the plain t-interval covers 40 to 70 %."""
     sims = 100 if interval == "cluster" else 60
     covered, plain = {"1.5B": [], "alpha": []}, []
     for seed in range(sims):
@@ -486,16 +477,7 @@ def test_early_points_off_the_law_are_named_and_left_out_beside_it():
     assert repeats["noise_of"] == "repeats" and repeats["noise"] == pytest.approx(0.004 / np.sqrt(2), rel=0.01)
 
 
-@published
-def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
-    points, kept = chinchilla_points(), chinchilla_points(5)
-    found = lack_of_fit(fitted(points), points)
-    assert points.cluster[found["left_out"]].tolist() == [2, 3, 4, 5, 6]        # lines of the file
-    assert found["without"].parameters["beta"] == pytest.approx(0.367172, rel=1e-5)
-    assert lack_of_fit(fitted(kept), kept) is None
-
-
-def test_exact_points_give_one_law_whatever_the_choice():
+def test_a_law_is_refitted_under_each_choice_or_says_why_not():
     rows = robustness(made(sizes=(3e7, 1e8, 3e8, 3.02e8, 1e9)), "chinchilla", {})       # within a percent: one size
     assert [row["variant"] for row in rows] == ["declared", *["drop highest"] * 4, *["delta"] * 3, *["leave out N"] * 4]
     assert [row["n"] for row in rows] == [20, 19, 17, 15, 10, 20, 20, 20, 16, 16, 12, 16]
@@ -507,9 +489,7 @@ def test_exact_points_give_one_law_whatever_the_choice():
     errors = 100 * (law(points.N[rest], points.D[rest], row) / points.loss[rest] - 1)
     assert row["error_percent"] == pytest.approx(errors.mean(), rel=1e-9) and row["n"] == 12
     assert row["largest_error_percent"] == pytest.approx(errors[np.argmax(np.abs(errors))], rel=1e-9)
-
-
-def test_seeds_are_a_floor_in_each_variant_and_what_cannot_be_fitted_says_why():
+    # Seeds are a floor in each variant; what cannot be fitted says why.
     N = np.geomspace(3e7, 1e10, 12)
     points = points_at(N, 20 * N, 1.7 + 412 * (120 * N**2)**-0.155)
     assert not any(row["identified"] for row in robustness(points, "ray", {}, seed_sd=0.3))
@@ -523,13 +503,18 @@ def test_seeds_are_a_floor_in_each_variant_and_what_cannot_be_fitted_says_why():
 
 @published
 def test_published_choices_on_the_chinchilla_points():
-    """Rows of k and delta, recomputed from Besiroglu et al. 2024's points with another program; least absolute deviations."""
-    kept = chinchilla_points(5)
+    """Rows of k and delta, recomputed from Besiroglu et al. 2024's points with another program; least absolute deviations.
+    The five points that they dropped are those off the law."""
+    points, kept = chinchilla_points(), chinchilla_points(5)
+    found = lack_of_fit(fitted(points), points)
+    assert points.cluster[found["left_out"]].tolist() == [2, 3, 4, 5, 6]        # lines of the file
+    assert found["without"].parameters["beta"] == pytest.approx(0.367172, rel=1e-5)
+    assert lack_of_fit(fitted(kept), kept) is None
     fit = fit_form("chinchilla", kept, delta=1e-8)
     assert fit.identified and fit.starts_at_best == fit.starts
     assert [fit.parameters[name] for name in "AB"] == pytest.approx([482.01, 2085.43], abs=0.012)
     assert [fit.parameters[name] for name in ("E", "alpha", "beta")] == pytest.approx([1.81686, 0.34781, 0.36585], abs=1.2e-5)
-    rows = {(row["variant"], row["value"]): row for row in robustness(chinchilla_points(), "chinchilla", {})}
+    rows = {(row["variant"], row["value"]): row for row in robustness(points, "chinchilla", {})}
     assert [round(rows["declared", ""][key], 3) for key in ("beta", "E")] == [0.453, 1.891]
     assert rows["declared", ""]["B"] == pytest.approx(12846, rel=1e-4)
     assert [round(rows["drop highest", k]["beta"], 3) for k in ("1", "3", "5", "10")] == [0.412, 0.382, 0.367, 0.358]

@@ -18,6 +18,12 @@ from scaling.precision import analyse
 from scaling.records import counted_as, read_runs
 
 DECLARED = Margin(0.25, "study.json", True)
+SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
+SHAPES = {3_150_000: 16_000_000, 6_490_000: 25_800_000, 12_600_000: 38_300_000}     # parameters without the vocabulary -> all
+LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats, of two seeds
+SEEDS, BUDGETS = (1, 2), (40_000, 90_000)
+NOISE = {(40_000, 1): 0.05, (40_000, 2): -0.1, (90_000, 1): 0.075, (90_000, 2): -0.02}           # per cent, the BF16 run's own
+OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # 0.005 per cent, of each cell
 
 
 def sample(n, mean=0.0, sd=1.0, seed=0):
@@ -61,8 +67,7 @@ def fake(percent, N=1, D=1, trunk="", seed=0, recipe="tensorwise", speed=None, d
     """A pair as far as estimates over pairs and their ranking look at it; the gap as trained is 1.5 times as large."""
     bf16, fp8 = (SimpleNamespace(trunk=f"{arm}{trunk}", N=N, seed=seed, tokens=D, recipe=recipe, device=device,
                                  params_total=N, params_nonembed=N, run_id=f"{recipe}_{N}_{seed}") for arm in "bf")
-    trained, found = (pairs.Gap(share * percent, share * percent, None) for share in (1.5, 1))
-    return pairs.Pair(bf16, fp8, trained, found, speed, linears)
+    return pairs.Pair(bf16, fp8, pairs.Gap(1.5 * percent, 1.5 * percent, None), pairs.Gap(percent, percent, None), speed, linears)
 
 
 def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
@@ -79,9 +84,6 @@ def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_r
     assert [own.tolist() for own in shared] == [[0, 2, 3], [1, 4], [5]]
 
 
-SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
-
-
 def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
     N, gaps = np.repeat(SIZES, 3), np.random.default_rng(3).normal(0, 0.1, 12)
     branches = [fake(gap + shift, size, trunk=i) for i, (size, gap) in enumerate(zip(N, gaps, strict=True)) for shift in (1, -1)]
@@ -92,11 +94,10 @@ def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
 
 
 def test_the_change_over_tokens_is_each_trunks_own_and_covers():
-    """Six trunks whose level varies ten times as much as their branches; half of the studies are of runs that are no branches.
-    One line through all pairs of two sizes with other budgets would take the sizes' levels for the effect of tokens."""
+    """One line through all pairs of two sizes with other budgets would take the sizes' levels for the effect of tokens."""
     rng, truth, covered, naive = np.random.default_rng(7), 0.05, 0, 0
     for study in range(1000):
-        found, is_branch = [], study % 2
+        found, is_branch = [], study % 2        # half of the studies are of runs that are no branches
         for i, budgets in enumerate([(5, 10, 20), (5, 10), (5, 10, 20)] * 2):
             level = rng.normal(0.1 * (i > 2), 0.1)
             found += [fake(level + truth * math.log2(D) + rng.normal(0, 0.01), 1 + i // 3, D * (1 + 9 * (i > 2)),
@@ -107,9 +108,6 @@ def test_the_change_over_tokens_is_each_trunks_own_and_covers():
         naive += abs(line.slope - truth) < student.ppf(0.975, len(found) - 2) * line.stderr
     assert slope.n == 6 and covered / 1000 == pytest.approx(0.95, abs=0.02) and naive / 1000 < 0.85
     assert pairs.over_tokens(found[:1] + found[5:6], "bf16") is None
-
-
-LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats
 
 
 def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
@@ -141,9 +139,6 @@ def test_equal_bits_are_no_null_and_branches_add_no_freedom():
     assert same["equal"] == 1 and [*same["pooled"].values()] == pytest.approx([3, 1, sd, student.ppf(0.975, 1) * sd])
 
 
-SHAPES = {3_150_000: 16_000_000, 6_490_000: 25_800_000, 12_600_000: 38_300_000}     # parameters without the vocabulary -> all
-
-
 def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
     """Three sizes at 5, 10 and 20 tokens per parameter without the vocabulary, losses from a known law of those."""
     for path in write_branches(tmp_path, SHAPES, (5, 10, 20), noise=1e-4, curve=False).glob("*/summary.json"):
@@ -159,11 +154,6 @@ def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
     for found, count in ((result, "params_nonembed"), (analysed(tmp_path, convention="total"), "params_total")):
         slope, _ = np.polyfit(*np.transpose([(math.log10(pair[count]), pair["gap_bf16"].percent) for pair in found["pairs"]]), 1)
         assert found["common"]["tensorwise"]["over_sizes"].mean == pytest.approx(slope, rel=1e-6)
-
-
-SEEDS, BUDGETS = (1, 2), (40_000, 90_000)
-NOISE = {(40_000, 1): 0.05, (40_000, 2): -0.1, (90_000, 1): 0.075, (90_000, 2): -0.02}           # per cent, the BF16 run's own
-OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # 0.005 per cent, of each cell
 
 
 def cells(recipes, sizes=BUDGETS, seeds=SEEDS, ratio=20, **more):

@@ -15,20 +15,19 @@ from scaling.records import check_comparable, counted_as, read_curve, read_recor
 
 
 def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tmp_path):
-    write_ladder(tmp_path / "out")
-    found, notes = read_runs([tmp_path / "out", tmp_path / "out" / "a_bf16"])     # the second is there already
-    assert [one.run_id for one in found] == ["a_bf16", "a_fp8", "b_bf16", "b_fp8", "c_bf16", "c_fp8"] and notes == []
-    (tmp_path / "out" / "a_bf16.log").touch()       # by sweep.py: out/study/*_bf16* names it too
-    (one,), _ = read_runs(sorted((tmp_path / "out").glob("a_bf16*")))
+    folder = write_ladder(tmp_path / "out")
+    for name in ("begun/config.json", "notes/x.json", "law/law.json"):       # law: by fit.py
+        edit(folder / name)
+    found, notes = read_runs([folder, folder / "a_bf16"])     # the second is there already
+    assert [one.run_id for one in found] == ["a_bf16", "a_fp8", "b_bf16", "b_fp8", "c_bf16", "c_fp8"]
+    assert [note.partition(":")[0][-5:] for note in notes] == ["begun", "notes"]
+    (folder / "a_bf16.log").touch()       # by sweep.py: out/study/*_bf16* names it too
+    (one,), _ = read_runs(sorted(folder.glob("a_bf16*")))
     assert (one.run_id, one.recipe, one.params_total, one.tokens) == ("a_bf16", "bf16", 38_912, 778_240)
     assert one.weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
-    for name in ("begun/config.json", "notes/x.json", "law/law.json"):       # law: by fit.py
-        edit(tmp_path / "out" / name)
-    records, notes = read_runs([tmp_path / "out"])
-    assert len(records) == 6 and [note.partition(":")[0][-5:] for note in notes] == ["begun", "notes"]
     for path, sentence in (("nowhere", "does not exist"), ("a_fp8/summary.json", "is a file"), ("notes", "no finished run in ")):
         with pytest.raises(UserError, match=sentence):
-            read_runs([tmp_path / "out" / path])
+            read_runs([folder / path])
 
 
 def test_branches_know_their_trunk(tmp_path):
@@ -100,12 +99,11 @@ def test_what_enters_a_law(tmp_path):
 
 
 def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_path):
-    for name, study in (("x", {"params": "nonembed"}), ("y", {"params": "total"}), ("z", {})):
-        write_run(tmp_path / name / name, params=106_624 if name == "x" else 38_912)
+    for name, params, study in (("x", 106_624, {"params": "nonembed"}), ("y", 38_912, {"params": "total"}), ("z", 38_912, {})):
+        write_run(tmp_path / name / name, params=params)
         edit(tmp_path / name / "study.json", **study)
     x, y, z = (read_record(tmp_path / name / name) for name in "xyz")
-    assert (x.convention, y.convention, z.convention) == ("nonembed", "total", "total")
-    assert (x.params_nonembed, y.params_total) == (x.N, y.N) and x.params_nonembed != x.params_total
+    assert x.N == x.params_nonembed != x.params_total and y.N == z.N == 38_912
     assert y.params_nonembed == counted_as([y], "nonembed")[0].N and counted_as([y], None) == [y]
     with pytest.raises(UserError, match="x and y differ in convention .*n=total"):
         check_comparable([x, y])
