@@ -77,8 +77,8 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     content = strict(tmp_path / "out" / "law" / "law.json")
     assert "skipped" not in out and "no paired gap: " in out and content["seed_noise"]["used"] == 0.01
     runs = [strict(tmp_path / f"out/{letter}_fp8/summary.json") for letter in "abc"]
-    expected = fit_law("power_c", [one["flops_per_token"] * one["tokens"] for one in runs],
-                       [one["loss_as_trained"] for one in runs], seed_sd=0.01)
+    compute, loss = np.transpose([(one["flops_per_token"] * one["tokens"], one["loss_as_trained"]) for one in runs])
+    expected = fit_law("power_c", compute, loss, seed_sd=0.01)
     assert content["groups"]["tensorwise"]["laws"]["power_c"]["se"] == pytest.approx(expected.se)
 
 
@@ -133,8 +133,8 @@ def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
 
 def write_points(folder, points):
     """A table of the points; what the command needs to read it, but for its tokens."""
-    np.savetxt(folder / "p.csv", np.column_stack([points.N, points.D, points.loss]), "%.12g", ",", comments="",
-               header="Model Size,tokens,val")
+    columns = np.transpose([points.N, points.D, points.loss])
+    np.savetxt(folder / "p.csv", columns, "%.12g", ",", header="Model Size,tokens,val", comments="")
     return f"out={folder / 'r'}", "--points", folder / "p.csv", "--n=Model Size", "--loss", "val"
 
 
@@ -160,8 +160,8 @@ def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path
 @published
 def test_published_chinchilla_points(tmp_path, capsys, no_figures):
     """Besiroglu et al. 2024's points, read off Hoffmann et al.'s figure 4, without the five highest losses."""
-    _, content = fitted(capsys, f"out={tmp_path / 'r'}", "--points", FOLDER / "chinchilla_points.csv", "--n", "Model Size", "--c",
-                        "Training FLOP", "--loss", "loss", "--drop-highest", "5")
+    words = f"--points={FOLDER}/chinchilla_points.csv", "--n=Model Size", "--c=Training FLOP", "--loss=loss", "--drop-highest=5"
+    _, content = fitted(capsys, f"out={tmp_path / 'r'}", *words)
     fit = content["laws"]["chinchilla"]
     assert fit["objective"] == pytest.approx(0.0010182740178006, rel=1e-12) and fit["starts_at_best"] == fit["starts"] == 27
     assert fit["n"] == 240 and fit["identified"] and fit["gradient_norm"] < 1e-8

@@ -32,9 +32,9 @@ def sample(n, mean=0.0, sd=1.0, seed=0):
     return mean + sd * (z - z.mean()) / z.std(ddof=1)
 
 
-def analysed(folder, arm="bf16", convention=None):
+def analysed(folder, convention=None):
     records = counted_as(read_runs([folder])[0], convention)
-    return analyse(records, pairs.pairs(records)[0], arm, None)
+    return analyse(records, pairs.pairs(records)[0], "bf16", None)
 
 
 @pytest.mark.parametrize("n, mean, sd, words", [
@@ -65,8 +65,8 @@ def test_power_is_the_noncentral_t():
 
 def fake(percent, N=1, D=1, trunk="", seed=0, recipe="tensorwise", speed=None, device="GPU", linears=8):
     """A pair as far as estimates over pairs and their ranking look at it; the gap as trained is 1.5 times as large."""
-    bf16, fp8 = (SimpleNamespace(trunk=f"{arm}{trunk}", N=N, seed=seed, tokens=D, recipe=recipe, device=device,
-                                 params_total=N, params_nonembed=N, run_id=f"{recipe}_{N}_{seed}") for arm in "bf")
+    shared = {"N": N, "params_total": N, "params_nonembed": N, "tokens": D, "seed": seed, "recipe": recipe, "device": device}
+    bf16, fp8 = (SimpleNamespace(trunk=f"{arm}{trunk}", run_id=f"{recipe}_{N}_{seed}", **shared) for arm in "bf")
     return pairs.Pair(bf16, fp8, pairs.Gap(1.5 * percent, 1.5 * percent, None), pairs.Gap(percent, percent, None), speed, linears)
 
 

@@ -48,8 +48,7 @@ def test_mean_interval_and_null_are_those_of_the_textbook_and_a_speed_up_is_a_gp
     theirs = ttest_1samp(percents := 100 * np.divide(gaps, BF16), 0).confidence_interval()
     mean, half = (theirs.low + theirs.high) / 2, (theirs.high - theirs.low) / 2
     assert row(output, "tensorwise")[3:5] == ["3", f"{mean:+.3f} ± {half:.3f}"]
-    assert result["common"]["tensorwise"]["bf16"]["mean"] == pytest.approx(
-        np.mean(100 * np.log1p(percents / 100)), rel=1e-9)
+    assert result["common"]["tensorwise"]["bf16"]["mean"] == pytest.approx(np.mean(100 * np.log1p(percents / 100)), rel=1e-9)
     null = 100 * math.sqrt(2) * np.log(BF16).std(ddof=1)
     assert row(output, "bf16, two seeds")[3:6] == ["3 runs", f"SD {null:.3f}", f"SD {null:.3f}"]
     output, result = run(capsys, study(write_seeds(tmp_path / "one", [0.01], "amax")))
