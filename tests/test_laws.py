@@ -1,5 +1,4 @@
-"""Known laws are recovered, optima are real optima, few points are not oversold, published points give published numbers;
-resampled intervals agree with refits and cover when branches share their run's luck; misfits and choices are shown."""
+"""Laws, their optima, intervals, misfits and choices against known laws, second solvers, simulation and published numbers."""
 
 import csv
 import itertools
@@ -79,8 +78,7 @@ def test_gradients_against_finite_differences(form, theta, gamma):
 
 
 def test_intervals_against_simulation():
-    """Standard errors, of parameters and of a prediction, are the spread over repeated noise; a new run's interval holds its own
-    noise too."""
+    """Standard errors are the spread over repeated noise, of a prediction too; a new run's interval holds its own noise."""
     rng, x, far = np.random.default_rng(0), np.geomspace(1e15, 1e20, 12), 1e22
     truth = 1.69 + 412 * x**-0.155
     fits = [fit_law("ray", x, truth * np.exp(rng.normal(0, 3e-4, 12))) for _ in range(60)]
@@ -103,10 +101,8 @@ def test_intervals_against_simulation():
 
 
 def test_what_points_cannot_say_is_said():
-    three, pure = fit_law("ray", C[:3], NOISY[:3], seed_sd=1e-3), fit_law("ray", C, 30 * C**-0.06)
-    assert three.se is three.ci95 is three.residual_rms is None and three.interval_at(1e22) is None
-    for fit, reason in ((three, "leave 0 degrees of freedom"), (pure, "E runs to zero")):
-        assert not fit.identified and reason in fit.reason
+    three = fit_law("ray", C[:3], NOISY[:3], seed_sd=1e-3)
+    assert three.se is three.ci95 is three.residual_rms is three.interval_at(1e22) is None and not three.identified
     few = L[-4:] * np.exp(np.random.default_rng(5).normal(0, 2e-3, 6))[-4:]
     above = fit_law("ray", C[-4:], few)        # ln E is uncertain, yet E lies below each loss
     assert above.identified and above.ci95["E"][1] == pytest.approx(few.min(), rel=1e-12)
@@ -138,17 +134,19 @@ def law(N, D, p=EPOCH):
     return p["E"] + p["A"] * N ** -p["alpha"] + p["B"] * D ** -p["beta"]
 
 
-def ladder(sizes=(50e6, 125e6, 250e6, 350e6), ratios=(5, 10, 20, 40)):
+def ladder(sizes=SIZES, ratios=(5, 10, 20, 40)):
     """(N, D, trajectory) of sizes x tokens per parameter; the ratios of one size are branches of one run."""
     N = np.repeat(sizes, len(ratios)).astype(float)
     return N, N * np.tile(ratios, len(sizes)), np.repeat(np.arange(len(sizes)), len(ratios))
 
 
-LADDER = ladder()[:2]
+def noisy(N, D, sd, seed=0, p=EPOCH):
+    return law(N, D, p) * np.exp(np.random.default_rng(seed).normal(0, sd, len(N)))
 
 
-def noisy(N, D, sd, seed=0):
-    return law(N, D) * np.exp(np.random.default_rng(seed).normal(0, sd, len(N)))
+def points_at(N, D, loss, cluster=None):
+    """Points of C = 6 N D, every one a trajectory of its own unless said otherwise."""
+    return Points(N, D, 6 * N * D, loss, np.arange(len(N)) if cluster is None else cluster)
 
 
 @pytest.mark.parametrize(("form", "truth", "starts"), [
@@ -179,10 +177,10 @@ def test_laws_are_recovered_in_any_unit(form, truth, starts):
     (np.repeat([1e8, 3e8], 5), np.tile(np.geomspace(1e9, 1e10, 5), 2), None, "the points hold 2 distinct N"),
     (np.repeat([1e8, 1.04e8, 3e8], 5), np.tile(np.geomspace(1e9, 1e10, 5), 3), None, "the points hold 2 distinct N"),
     (np.array([5e7, 1e8, 2e8, 4e8, 1e8]), np.array([1e9, 2e9, 4e9, 1e9, 8e9]), None, "5 distinct points are too few for five"),
-    (*LADDER, lambda N, D: 1e3 * N**-0.3 + 1e3 * D**-0.3, "E runs to zero"),
-    (*LADDER, lambda N, D: 1.8 + 400 * N**-0.34 + 0 * D, "beta is not above zero"),
-    (*LADDER, lambda N, D: 2 + 0 * N, "is not above zero"),
-    (*LADDER, lambda N, D: noisy(N, D, 0.03), "contains 0|zero")])
+    (*ladder()[:2], lambda N, D: 1e3 * N**-0.3 + 1e3 * D**-0.3, "E runs to zero"),
+    (*ladder()[:2], lambda N, D: 1.8 + 400 * N**-0.34 + 0 * D, "beta is not above zero"),
+    (*ladder()[:2], lambda N, D: 2 + 0 * N, "is not above zero"),
+    (*ladder()[:2], lambda N, D: noisy(N, D, 0.03), "contains 0|zero")])
 def test_designs_and_losses_that_cannot_tell(N, D, lost, reason):
     for loss in [noisy(N, D, sd) for sd in (0, 1e-3)] if lost is None else [lost(N, D)]:
         fit = fit_law("chinchilla", N, D, loss)
@@ -281,7 +279,7 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk):
     for seed in range(60):
         rng = np.random.default_rng(seed)
         loss = law(N, D) * np.exp(rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60))
-        fit = fit_isoflop(Points(N, D, C, loss, label))
+        fit = fit_isoflop(points_at(N, D, loss, label))
         if fit.ci95:
             assert fit.interval == "cluster" and fit.clusters == 10
             hits.append(fit.ci95["a"][0] < a < fit.ci95["a"][1])
@@ -304,8 +302,7 @@ def test_budgets_without_a_minimum_are_named():
 
 
 def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
-    """Twelve budgets, sizes over four decades around N*: a cubic through all of ln L is off by .01 to .03 there, and its
-    interval excludes the truth."""
+    """Over four decades around N* a cubic through all of ln L is off by .01 to .03, and its interval excludes the truth."""
     hits = []
     for alpha, beta, A, B, noise in ((0.5, 0.25, 400, 1500, 2e-3), (0.5, 0.25, 400, 1500, 5e-3), (0.25, 0.5, 480, 2000, 5e-3)):
         p, found = {"E": 1.8, "A": A, "B": B, "alpha": alpha, "beta": beta}, []
@@ -316,15 +313,6 @@ def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
             hits.append(fit.ci95["a"][0] < a < fit.ci95["a"][1])
         assert abs(np.mean(found) - a) < 0.005, (alpha, noise, np.mean(found) - a)
     assert 0.90 <= np.mean(hits) <= 0.99, np.mean(hits)
-
-
-@published
-def test_least_absolute_deviations_of_published_points():
-    points = chinchilla_points(5)
-    fit = fit_law("chinchilla", points.N, points.D, points.loss, delta=1e-8)
-    assert fit.identified and fit.starts_at_best == fit.starts
-    assert [fit.parameters[name] for name in "AB"] == pytest.approx([482.01, 2085.43], abs=0.012)
-    assert [fit.parameters[name] for name in ("E", "alpha", "beta")] == pytest.approx([1.81686, 0.34781, 0.36585], abs=1.2e-5)
 
 
 @published
@@ -351,41 +339,41 @@ def measured(seeds, common, own, seed):
     N, D, trunk = ladder(np.repeat(SIZES, seeds))
     rng = np.random.default_rng(seed)
     noise = rng.normal(0, common, trunk.max() + 1)[trunk] + rng.normal(0, own, len(N))
-    return Points(N, D, 6 * N * D, law(N, D) * np.exp(noise), trunk)
+    return points_at(N, D, law(N, D) * np.exp(noise), trunk)
+
+
+def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
+    N, D, _ = ladder(sizes, ratios)
+    return points_at(N, D, noisy(N, D, noise, seed, ROUND))
 
 
 def fitted(points):
     return fit_form("chinchilla", points)
 
 
-def alone(points):
-    """Every point a trajectory of its own."""
-    return replace(points, cluster=np.arange(len(points.N)))
-
-
 def test_each_resample_is_a_fit():
     """Weighted descents from the optimum end where fits of the drawn points end."""
-    points = alone(measured(3, 0, 2e-3, 0))
+    points = made(np.repeat(SIZES, 3), noise=2e-3)
     drawn = solver.bootstrap(fitted(points), points, 12, seed=7)
-    rng, fits = np.random.RandomState(7), []
-    for _ in range(12):
-        some = points.take(rng.choice(len(points.N), len(points.N)))
-        fits.append(fitted(some).parameters)
+    rng, n = np.random.RandomState(7), len(points.N)
+    fits = [fitted(points.take(rng.choice(n, n))).parameters for _ in range(12)]
     assert drawn.failed == 0
     for name in ("E", "alpha", "beta", "a"):
         values = [one[name] for one in fits]
         assert drawn.se[name] == pytest.approx(np.std(values, ddof=1), rel=1e-3)
         assert drawn.ci95[name] == pytest.approx(np.percentile(values, [2.5, 97.5]), rel=1e-3)
     # Clusters are drawn whole: four copies of each point as one are that point once, the spread does not shrink by half.
-    one = alone(measured(6, 0, 2e-3, 1))
+    one = made(np.repeat(SIZES, 6), noise=2e-3)
     four = one.take(np.repeat(np.arange(len(one.N)), 4))
-    se = [solver.bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
+    alone = points_at(four.N, four.D, four.loss)
+    se = [solver.bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone)]
     assert se[1] == pytest.approx(se[0], rel=1e-6) and se[2] == pytest.approx(se[0] / 2, rel=0.2)
 
 
-def test_the_interval_follows_the_number_of_trajectories():
+def test_the_interval_follows_the_number_of_trajectories_and_failed_resamples(monkeypatch):
     few, some, many = (measured(seeds, 0, 1e-3, 0) for seeds in (1, 2, 6))
-    for points, interval, clusters, dof in ((some, "cluster", 8, 7), (many, "bootstrap", 24, 23), (alone(few), "t", 16, 11)):
+    alone = made(noise=1e-3)
+    for points, interval, clusters, dof in ((some, "cluster", 8, 7), (many, "bootstrap", 24, 23), (alone, "t", 16, 11)):
         result = with_bootstrap(plain := fitted(points), points, 100)
         assert (result.interval, result.clusters, result.optimum.dof) == (interval, clusters, dof)
         assert (result.se == plain.se) == (interval == "t") and (result.failed == 0) == (interval == "bootstrap")
@@ -395,30 +383,24 @@ def test_the_interval_follows_the_number_of_trajectories():
     ratio = np.sqrt(solver.jackknife(high, some)[3, 3] / solver.jackknife(low, some)[3, 3])
     assert ratio == pytest.approx(3e-3 / low.residual_rms)
     N = np.geomspace(5e7, 1e9, 30)
-    ray = Points(N, 20 * N, 120 * N**2, law(N, 20 * N), np.arange(30))
+    ray = points_at(N, 20 * N, law(N, 20 * N))
     for unidentified in (fitted(ray), fit_isoflop(ray)):
         assert with_bootstrap(unidentified, ray) is unidentified
     points = few.take(few.N != 250e6)       # three sizes: without any of them two are left, which do not determine E, A and alpha
     result = with_bootstrap(fitted(points), points)
     assert not result.identified and result.se is None and "without one of the 3" in result.reason
-
-
-def test_a_bootstrap_of_which_a_twentieth_failed_is_not_believed(monkeypatch):
-    points = measured(6, 0, 1e-3, 0)
-    for failed, interval in ((5, "bootstrap"), (6, "cluster")):
+    for failed, interval in ((5, "bootstrap"), (6, "cluster")):         # more than a twentieth is not believed
         monkeypatch.setattr(solver, "bootstrap", lambda fit, *_, failed=failed: replace(
             fit, interval="bootstrap", resamples=100, failed=failed))
-        result = with_bootstrap(fitted(points), points, 100)
+        result = with_bootstrap(fitted(many), many, 100)
         assert (result.interval, result.failed) == (interval, failed)
 
 
 def test_an_interval_survives_resamples_whose_E_runs_to_zero():
     """Resamples whose ln E is anything below 0 may not be all of the spread: the interval of the law is about Student's."""
     N, D, _ = ladder(np.geomspace(2.1e7, 1.3e9, 8), (5, 20, 80))
-    loss = (400 * N**-0.25 + 900 * D**-0.27) * np.exp(np.random.default_rng(3).normal(0, 3e-3, 24))
-    points = Points(N, D, 6 * N * D, loss, np.arange(24))
-    fit = fitted(points)
-    final = with_bootstrap(fit, points)
+    points = points_at(N, D, noisy(N, D, 3e-3, 3, {"E": 0, "A": 400, "B": 900, "alpha": 0.25, "beta": 0.27}))
+    final = with_bootstrap(fit := fitted(points), points)
     assert final.interval == "bootstrap" and final.identified and final.ci95["E"][0] < 1e-3
     widths = [np.log(high / low) for _, low, high in (one.interval_at(1e10, 2e11) for one in (fit, final))]
     assert widths[1] == pytest.approx(widths[0], rel=0.5)
@@ -426,8 +408,7 @@ def test_an_interval_survives_resamples_whose_E_runs_to_zero():
 
 @pytest.mark.parametrize(("seeds", "interval"), [(1, "cluster"), (3, "cluster"), (5, "bootstrap")])
 def test_intervals_cover_when_branches_share_their_trunks_luck(seeds, interval):
-    """Trunks 0.1 % apart, branches 0.02 %: nominal 95 % covers at least 90 %, the prediction at 1.5B included, where the plain
-    t-interval covers 40 to 70 %."""
+    """Trunks 0.1 % apart, branches 0.02 %: nominal 95 % covers at least 90 %, where the plain t-interval covers 40 to 70 %."""
     sims = 100 if interval == "cluster" else 60
     covered, plain = {"1.5B": [], "alpha": []}, []
     for seed in range(sims):
@@ -446,16 +427,13 @@ def test_intervals_cover_when_branches_share_their_trunks_luck(seeds, interval):
 def test_the_bootstrap_judges_anew_what_outliers_had_refused():
     """A few wild points swell the residuals' rms and with it Student's interval; Huber's fit and its resamples do not mind."""
     N, D, _ = ladder(np.repeat(SIZES, 3))
-    rng = np.random.default_rng(0)
-    loss = law(N, D) * np.exp(rng.normal(0, 3e-4, len(N)))
-    loss[::12] *= 1.25
-    points = Points(N, D, 6 * N * D, loss, np.arange(len(N)))
-    refused = fitted(points)
-    final = with_bootstrap(refused, points, 400)
+    points = points_at(N, D, noisy(N, D, 3e-4))
+    points.loss[::12] *= 1.25
+    final = with_bootstrap(refused := fitted(points), points, 400)
     assert not refused.identified and "contains 0" in refused.reason
     assert final.identified and final.ci95["alpha"][0] < EPOCH["alpha"] < final.ci95["alpha"][1]
     N = np.geomspace(1e7, 1e9, 24)
-    points = Points(N, N, N, 3 * N**-0.002 * np.exp(np.random.default_rng(0).normal(0, 0.02, 24)), np.arange(24))
+    points = points_at(N, N, noisy(N, N, 0.02, 0, {"E": 0, "A": 3, "B": 0, "alpha": 0.002, "beta": 0}))
     final = with_bootstrap(fit_form("power_n", points), points, 200)
     assert final.interval == "bootstrap" and not final.identified and "contains 0" in final.reason
 
@@ -476,12 +454,6 @@ def test_bootstrap_of_240_points():
     assert 35 <= drawn.clusters <= 50 and drawn.se["A"] > 135 and drawn.se["alpha"] > 0.0165
 
 
-def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
-    N, D, _ = ladder(sizes, ratios)
-    return Points(N, D, 6 * N * D, law(N, D, ROUND) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N))),
-                  np.arange(len(N)))
-
-
 def early(extra, sd=3e-3, seed=0):
     """Points at .02 to 350 tokens per parameter, the earliest of them above the law by the share `extra`."""
     points = made(np.geomspace(5e6, 9e8, 12), np.geomspace(0.02, 350, 10), sd, seed)
@@ -499,22 +471,12 @@ def test_early_points_off_the_law_are_named_and_left_out_beside_it():
     assert set(np.flatnonzero(ratio < 0.5)) <= set(found["left_out"]) and max(ratio[found["left_out"]]) < found["below"]
     assert found["without"].parameters["alpha"] == pytest.approx(0.34, abs=0.02) and found["without"].residual_rms < 0.01
     assert lack_of_fit(fitted(points), points, seed_sd=1e-3)["noise"] == 1e-3
-    twice = Points(*(np.tile(getattr(points, name), 2) for name in ("N", "D", "C")),
-                   np.concatenate([points.loss, points.loss * 1.004]), np.arange(2 * len(ratio)))
+    twice = joined(points, replace(points, loss=points.loss * 1.004))
     repeats = lack_of_fit(fitted(twice), twice)
     assert repeats["noise_of"] == "repeats" and repeats["noise"] == pytest.approx(0.004 / np.sqrt(2), rel=0.01)
 
 
-@published
-def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
-    points, kept = chinchilla_points(), chinchilla_points(5)
-    found = lack_of_fit(fitted(points), points)
-    assert points.cluster[found["left_out"]].tolist() == [2, 3, 4, 5, 6]        # lines of the file
-    assert found["without"].parameters["beta"] == pytest.approx(0.367172, rel=1e-5)
-    assert lack_of_fit(fitted(kept), kept) is None
-
-
-def test_exact_points_give_one_law_whatever_the_choice():
+def test_a_law_is_refitted_under_each_choice_or_says_why_not():
     rows = robustness(made(sizes=(3e7, 1e8, 3e8, 3.02e8, 1e9)), "chinchilla", {})       # within a percent: one size
     assert [row["variant"] for row in rows] == ["declared", *["drop highest"] * 4, *["delta"] * 3, *["leave out N"] * 4]
     assert [row["n"] for row in rows] == [20, 19, 17, 15, 10, 20, 20, 20, 16, 16, 12, 16]
@@ -526,11 +488,9 @@ def test_exact_points_give_one_law_whatever_the_choice():
     errors = 100 * (law(points.N[rest], points.D[rest], row) / points.loss[rest] - 1)
     assert row["error_percent"] == pytest.approx(errors.mean(), rel=1e-9) and row["n"] == 12
     assert row["largest_error_percent"] == pytest.approx(errors[np.argmax(np.abs(errors))], rel=1e-9)
-
-
-def test_seeds_are_a_floor_in_each_variant_and_what_cannot_be_fitted_says_why():
+    # Seeds are a floor in each variant; what cannot be fitted says why.
     N = np.geomspace(3e7, 1e10, 12)
-    points = Points(N, 20 * N, 120 * N**2, 1.7 + 412 * (120 * N**2)**-0.155, np.arange(12))
+    points = points_at(N, 20 * N, 1.7 + 412 * (120 * N**2)**-0.155)
     assert not any(row["identified"] for row in robustness(points, "ray", {}, seed_sd=0.3))
     rows = robustness(made(sizes=(3e7, 1e8), ratios=(5, 20, 80)), "chinchilla", {})
     assert [row["value"] for row in rows if row["variant"] == "drop highest"] == ["1", "3"]
@@ -542,12 +502,22 @@ def test_seeds_are_a_floor_in_each_variant_and_what_cannot_be_fitted_says_why():
 
 @published
 def test_published_choices_on_the_chinchilla_points():
-    """Rows of k and delta, recomputed from Besiroglu et al. 2024's points with another program."""
-    rows = {(row["variant"], row["value"]): row for row in robustness(chinchilla_points(), "chinchilla", {})}
+    """Rows of k and delta, recomputed from Besiroglu et al. 2024's points with another program; least absolute deviations.
+    The five points that they dropped are those off the law."""
+    points, kept = chinchilla_points(), chinchilla_points(5)
+    found = lack_of_fit(fitted(points), points)
+    assert points.cluster[found["left_out"]].tolist() == [2, 3, 4, 5, 6]        # lines of the file
+    assert found["without"].parameters["beta"] == pytest.approx(0.367172, rel=1e-5)
+    assert lack_of_fit(fitted(kept), kept) is None
+    fit = fit_form("chinchilla", kept, delta=1e-8)
+    assert fit.identified and fit.starts_at_best == fit.starts
+    assert [fit.parameters[name] for name in "AB"] == pytest.approx([482.01, 2085.43], abs=0.012)
+    assert [fit.parameters[name] for name in ("E", "alpha", "beta")] == pytest.approx([1.81686, 0.34781, 0.36585], abs=1.2e-5)
+    rows = {(row["variant"], row["value"]): row for row in robustness(points, "chinchilla", {})}
     assert [round(rows["declared", ""][key], 3) for key in ("beta", "E")] == [0.453, 1.891]
     assert rows["declared", ""]["B"] == pytest.approx(12846, rel=1e-4)
     assert [round(rows["drop highest", k]["beta"], 3) for k in ("1", "3", "5", "10")] == [0.412, 0.382, 0.367, 0.358]
-    rows = {(row["variant"], row["value"]): row for row in robustness(chinchilla_points(5), "chinchilla", {})}
+    rows = {(row["variant"], row["value"]): row for row in robustness(kept, "chinchilla", {})}
     for value, alpha, beta in (("MSE", 0.36025, 0.40588), ("0.01", 0.35440, 0.38150), ("0.0001", 0.34741, 0.36539)):
         within = 6e-5 if value == "0.01" else 1.2e-5
         assert [rows["delta", value][key] for key in ("alpha", "beta")] == pytest.approx([alpha, beta], abs=within), value

@@ -79,22 +79,21 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     assert check["lr"] == pytest.approx(0.0042) and check["exponent"] == pytest.approx(math.log(0.0042 / 0.0061) / math.log(4))
 
 
-def write_sweep(folder, rates=RATES, best=0.0061, params=38_912, **changes):
+def write_sweep(folder, rates=RATES, best=0.0061, **changes):
     for lr in rates:
-        shared = {"data_sha256": "d" * 64, "tokens_per_step": 65536, "optimizer": "AdamW", "weight_decay": 0.1, "lr_peak": lr}
-        write_run(folder / f"p{params}_lr{lr:g}", params=params, curve=False, **{"loss": known(lr, best), **shared, **changes})
+        write_run(folder / f"lr{lr:g}", curve=False, **{"loss": known(lr, best), "lr_peak": lr} | changes)
     return folder
 
 
 def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, no_figures):
     write_sweep(tmp_path, RATES[:3], best=0.02)
     write_sweep(tmp_path, (0.0005,), loss=1.0, repeat=1)
-    rows = [{"run": f"p38912_lr{lr:g}", "lr": lr, "seed": 1337, "repeat": 0, "tokens": 20 * 38_912,
-             "params_nonembed": 38_912 - 257 * 56} for lr in RATES]
+    rows = [{"run": f"lr{lr:g}", "lr": lr, "seed": 1337, "repeat": 0, "tokens": 20 * 38_912, "params_nonembed": 38_912 - 257 * 56}
+            for lr in RATES]
     edit(tmp_path / "study.json", runs=[*rows, rows[0] | {"repeat": 1, "run": "another"}])
     output = asked(capsys, main, tmp_path, f"out={tmp_path / 'elsewhere'}", code=3)
-    assert "left out p38912_lr0.0005" in output and [row[-1] for row in cells(output)[-2:]] == ["unfinished"] * 2
-    edit(tmp_path / "p38912_lr0.016/diagnosis.json")     # its rollbacks used up, train.py leaves that and no summary
+    assert "left out lr0.0005" in output and [row[-1] for row in cells(output)[-2:]] == ["unfinished"] * 2
+    edit(tmp_path / "lr0.016/diagnosis.json")     # its rollbacks used up, train.py leaves that and no summary
     assert [row[-1] for row in cells(asked(capsys, main, tmp_path, code=3))[-2:]] == ["diverged", "unfinished"]
 
 

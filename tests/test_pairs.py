@@ -18,6 +18,12 @@ from scaling.precision import analyse
 from scaling.records import counted_as, read_runs
 
 DECLARED = Margin(0.25, "study.json", True)
+SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
+SHAPES = {3_150_000: 16_000_000, 6_490_000: 25_800_000, 12_600_000: 38_300_000}     # parameters without the vocabulary -> all
+LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats, of two seeds
+SEEDS, BUDGETS = (1, 2), (40_000, 90_000)
+NOISE = {(40_000, 1): 0.05, (40_000, 2): -0.1, (90_000, 1): 0.075, (90_000, 2): -0.02}           # per cent, the BF16 run's own
+OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # 0.005 per cent, of each cell
 
 
 def sample(n, mean=0.0, sd=1.0, seed=0):
@@ -26,9 +32,9 @@ def sample(n, mean=0.0, sd=1.0, seed=0):
     return mean + sd * (z - z.mean()) / z.std(ddof=1)
 
 
-def analysed(folder, arm="bf16", convention=None):
+def analysed(folder, convention=None):
     records = counted_as(read_runs([folder])[0], convention)
-    return analyse(records, pairs.pairs(records)[0], arm, None)
+    return analyse(records, pairs.pairs(records)[0], "bf16", None)
 
 
 @pytest.mark.parametrize("n, mean, sd, words", [
@@ -59,9 +65,9 @@ def test_power_is_the_noncentral_t():
 
 def fake(percent, N=1, D=1, trunk="", seed=0, recipe="tensorwise", speed=None, device="GPU", linears=8):
     """A pair as far as estimates over pairs and their ranking look at it; the gap as trained is 1.5 times as large."""
-    bf16, fp8 = (SimpleNamespace(trunk=f"{arm}{trunk}", N=N, seed=seed, tokens=D, recipe=recipe, device=device,
-                                 run_id=f"{recipe}_{N}_{seed}") for arm in "bf")
-    return pairs.Pair(bf16, fp8, pairs.Gap(0, 1.5 * percent, None), pairs.Gap(0, percent, None), speed, linears)
+    shared = {"N": N, "params_total": N, "params_nonembed": N, "tokens": D, "seed": seed, "recipe": recipe, "device": device}
+    bf16, fp8 = (SimpleNamespace(trunk=f"{arm}{trunk}", run_id=f"{recipe}_{N}_{seed}", **shared) for arm in "bf")
+    return pairs.Pair(bf16, fp8, pairs.Gap(1.5 * percent, 1.5 * percent, None), pairs.Gap(percent, percent, None), speed, linears)
 
 
 def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
@@ -78,9 +84,6 @@ def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_r
     assert [own.tolist() for own in shared] == [[0, 2, 3], [1, 4], [5]]
 
 
-SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
-
-
 def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
     N, gaps = np.repeat(SIZES, 3), np.random.default_rng(3).normal(0, 0.1, 12)
     branches = [fake(gap + shift, size, trunk=i) for i, (size, gap) in enumerate(zip(N, gaps, strict=True)) for shift in (1, -1)]
@@ -91,11 +94,10 @@ def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
 
 
 def test_the_change_over_tokens_is_each_trunks_own_and_covers():
-    """Six trunks whose level varies ten times as much as their branches; half of the studies are of runs that are no branches.
-    One line through all pairs of two sizes with other budgets would take the sizes' levels for the effect of tokens."""
+    """One line through all pairs of two sizes with other budgets would take the sizes' levels for the effect of tokens."""
     rng, truth, covered, naive = np.random.default_rng(7), 0.05, 0, 0
     for study in range(1000):
-        found, is_branch = [], study % 2
+        found, is_branch = [], study % 2        # half of the studies are of runs that are no branches
         for i, budgets in enumerate([(5, 10, 20), (5, 10), (5, 10, 20)] * 2):
             level = rng.normal(0.1 * (i > 2), 0.1)
             found += [fake(level + truth * math.log2(D) + rng.normal(0, 0.01), 1 + i // 3, D * (1 + 9 * (i > 2)),
@@ -108,20 +110,13 @@ def test_the_change_over_tokens_is_each_trunks_own_and_covers():
     assert pairs.over_tokens(found[:1] + found[5:6], "bf16") is None
 
 
-LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats
-
-
-def write_null(folder, null=NULL):
-    """Two seeds in BF16, FP8 and BF16 once more; the repeat differs by `null` nats; of FP8 too there is a repeat, no pair."""
-    for seed, loss in LOSS.items():
-        for name, shift, gap in (("bf16", 0, 0), ("null", null[seed], 0), ("fp8", 0, GAP[seed]), ("fp8_again", 0, GAP[seed])):
-            write_run(folder / f"{name}_{seed}", loss=loss + shift, gap=gap, seed=seed, curve=False,
-                      recipe="tensorwise" if gap else "bf16", repeat=int(name in ("null", "fp8_again")))
-    return folder
-
-
 def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
-    runs, _ = read_runs([write_null(tmp_path)])
+    """Two seeds in BF16, FP8 and BF16 once more; of FP8 too there is a repeat, no pair."""
+    for seed, loss in LOSS.items():
+        for name, shift, gap in (("bf16", 0, 0), ("null", NULL[seed], 0), ("fp8", 0, GAP[seed]), ("fp8_again", 0, GAP[seed])):
+            write_run(tmp_path / f"{name}_{seed}", loss=loss + shift, gap=gap, seed=seed, curve=False,
+                      recipe="tensorwise" if gap else "bf16", repeat=int(name in ("null", "fp8_again")))
+    runs, _ = read_runs([tmp_path])
     for order in (runs, runs[::-1]):
         found, notes = pairs.pairs(order)
         assert sorted((p.bf16.run_id, p.fp8.run_id, round(p.in_bf16.nats, 6)) for p in found) == [
@@ -137,20 +132,11 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
     assert {"unpaired bf16_2", "unpaired fp8_1", "unpaired null_1"} <= {note.split(":")[0] for note in notes}
 
 
-def test_equal_bits_are_no_null_and_branches_add_no_freedom(tmp_path):
-    same = analysed(write_null(tmp_path / "equal", {1: 0.0, 2: 0.004}))["null"]["same_seed"]
-    assert same["equal"] == same["pooled"]["dof"] == 1 and same["pooled"]["sd_percent"] == pytest.approx(100 * 0.004 / LOSS[2])
-    for ratio, loss, null in ((5, 2.6, 0.001), (10, 2.4, 0.003), (20, 2.2, 0.002)):
-        for name, repeat, recipe in (("bf16", 0, "bf16"), ("null", 1, "bf16"), ("fp8", 0, "tensorwise")):
-            lineage = {} if ratio == 20 else {"parent_run": f"{name}_20", "parent_step": 8 * ratio}
-            write_run(tmp_path / f"b/{name}_{ratio}", recipe=recipe, tokens=ratio * 40_000, params=40_000, repeat=repeat,
-                      loss=loss + null * repeat, gap=0.01 * (name == "fp8"), curve=False, **lineage)
-    same = analysed(tmp_path / "b")["null"]["same_seed"]["pooled"]
-    assert (same["pairs"], same["dof"]) == (3, 1)
-    assert same["sd_percent"] == pytest.approx(100 * math.hypot(0.001 / 2.6, 0.003 / 2.4, 0.002 / 2.2) / math.sqrt(3))
-
-
-SHAPES = {3_150_000: 16_000_000, 6_490_000: 25_800_000, 12_600_000: 38_300_000}     # parameters without the vocabulary -> all
+def test_equal_bits_are_no_null_and_branches_add_no_freedom():
+    branches = [fake(percent, D=D) for D, percent in ((5, 0.1), (10, -0.3), (20, 0.2), (40, 0.0))]
+    same = pairs.measure([], branches, "bf16")["same_seed"]
+    sd = math.hypot(0.1, 0.3, 0.2) / math.sqrt(3)
+    assert same["equal"] == 1 and [*same["pooled"].values()] == pytest.approx([3, 1, sd, student.ppf(0.975, 1) * sd])
 
 
 def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
@@ -166,17 +152,8 @@ def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
     assert own["effective_parameters"] == pytest.approx((1 + nats / (40.0 * 3_150_000**-0.35))**(-1 / 0.35), rel=0.02)
     assert epoch["effective_parameters"] == pytest.approx(EPOCH.effective_parameters(nats, 16e6))
     for found, count in ((result, "params_nonembed"), (analysed(tmp_path, convention="total"), "params_total")):
-        own = {}                            # a trunk's mean gap
-        for pair in found["pairs"]:
-            trunk = pair["fp8"].partition("_d")[0]
-            own.setdefault((pair[count], trunk), []).append(pair["gap_bf16"].percent)
-        line = linregress([math.log10(N) for N, _ in own], [np.mean(gaps) for gaps in own.values()])
-        assert found["common"]["tensorwise"]["over_sizes"].se == pytest.approx(line.stderr, rel=1e-6)
-
-
-SEEDS, BUDGETS = (1, 2), (40_000, 90_000)
-NOISE = {(40_000, 1): 0.05, (40_000, 2): -0.1, (90_000, 1): 0.075, (90_000, 2): -0.02}           # per cent, the BF16 run's own
-OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # 0.005 per cent, of each cell
+        slope, _ = np.polyfit(*np.transpose([(math.log10(pair[count]), pair["gap_bf16"].percent) for pair in found["pairs"]]), 1)
+        assert found["common"]["tensorwise"]["over_sizes"].mean == pytest.approx(slope, rel=1e-6)
 
 
 def cells(recipes, sizes=BUDGETS, seeds=SEEDS, ratio=20, **more):
@@ -276,13 +253,9 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     assert unknown["speedup_ci95"] == [None, None]      # one ratio of throughputs: its error is not 0 but unknown
 
 
-@pytest.mark.parametrize("few, rel", [(False, 0.3), (True, 0.05)])
-def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver(few, rel):
-    """20 runs: a bootstrap, with its own bias in width; few runs, each its own trajectory: the fit's own t covariance."""
-    N, D = (axis.ravel() for axis in np.meshgrid([5e7, 1.25e8, 2.5e8, 3.5e8], [1e9, 2e9, 4e9, 8e9, 1.6e10]))
+def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver():
+    N, D = (axis.ravel() for axis in np.meshgrid([5e7, 1.25e8, 2.5e8, 3.5e8], [1e9, 2e9, 4e9, 8e9]))
     loss = EPOCH.loss(N, D) * np.exp(np.random.default_rng(1).normal(0, 2e-4, len(N)))
-    if few:
-        N, D, loss = (axis[[0, 1, 2, 5, 6, 7, 10, 11, 12, 4]] for axis in (N, D, loss))
 
     def log_law(_, e, a, b, alpha, beta):               # natural parameters, plain squares: noise is well below Huber's delta
         return np.log(np.exp(e) + np.exp(a) * N**-alpha + np.exp(b) * D**-beta)
@@ -293,7 +266,7 @@ def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver(few
     gradient = np.array([0, 0, s, 0, s * (1 / best[4] - math.log(6e9))])
     assert reason is None and own.slope(6e9) == pytest.approx(s, rel=2e-3)
     error = own.speedup(6e9, 0.01, 0.0, 1.0)[1] * s**2 / 0.01
-    assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
+    assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=0.05)
 
 
 def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):

@@ -15,34 +15,38 @@ from runtime.cli import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
 from scaling import fit, predict
-from scaling.laws import GAMMAS, Points, fit_law
+from scaling.laws import GAMMAS, fit_law
 from scaling.pairs import EPOCH, Surface
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT, asked
 from tests.scaling_runs import edit, law, strict, write_ladder, write_run
-from tests.test_laws import ladder
+from tests.test_laws import FOLDER, ladder, points_at, published
 
 SMALL = (53e6, 124e6, 257e6, 360e6)
+ALL = (5, 10, 20, 40)       # tokens per parameter
 TARGET = (1.54e9, 30.8e9, 6 * 1.54e9 * 30.8e9)
-GADRE = ROOT.parent / "shared" / "reference" / "gadre2024_104runs.csv"
 # Constants that give the slopes -dL/d ln D at 20 tokens per parameter published for OLMo's ladder (.179 at 125M to .121 at
 # 1.5B) and its compute exponent of about .1: a truth whose exponent lies outside GAMMAS' middle.
 OLMO_LIKE = Surface("OLMo-like", "", E=1.15, A=57.0, B=32.9, alpha=0.232, beta=0.1548)
+# Power law and rays of gamma .13, .155, .178, .20 on the losses of 79M, 154M and 411M at 20 tokens per parameter, against
+# the loss of 1.44B: signed error in per cent, by straight least squares, computed elsewhere.
+HOLD_OUTS = {("c4_original", "loss_c4_val"): (-3.49, -.53, .60, 1.57, 2.46),
+             ("rpj", "loss_paloma_redpajama"): (-4.17, -1.31, -.00, 1.13, 2.16),
+             ("rw_original", "loss_paloma_falcon-refinedweb"): (-3.34, -.29, .81, 1.76, 2.63)}
 BIG = 184_320
 GOAL = {"params_total": BIG, "params_nonembed": 150_000, "params_matmul": BIG, "tokens": 20 * BIG,
         "flops_per_token": 6 * BIG + 300_000}
 
 
 def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None, seeds=1, trunk=None):
-    """A ladder with noise in each run and, per size, a loss that is off as a badly tuned size's is. trunk: noise that the
-    runs of one size and seed share, as branches of one run do; they are one trajectory then."""
+    """A ladder with noise in each run, in each size's tuning and in each trunk: runs of one size and seed are branches then."""
     N, D, label = ladder(np.repeat(sizes, seeds), ratios)
     loss = truth.loss(N, D)
     if rng is not None:
         loss = loss * np.exp(noise * rng.normal(size=len(N)) + (trunk or 0) * rng.normal(size=len(sizes) * seeds)[label]
                              + tuning * np.repeat(rng.normal(size=len(sizes)), len(ratios) * seeds))
-    return Points(N, D, 6 * N * D, loss, np.arange(len(N)) if trunk is None else label)
+    return points_at(N, D, loss, None if trunk is None else label)
 
 
 def forms(said):
@@ -87,14 +91,14 @@ def test_the_power_laws_interval_is_that_of_a_straight_line(N):
 
 def test_chinchillas_law_leads_where_the_points_identify_it_and_refutes_what_misses_them():
     seven = (20e6, 34e6, 53e6, 90e6, 124e6, 257e6, 360e6)
-    said = forecast(points_of(EPOCH, (5, 10, 20, 40), sizes=seven, noise=3e-4, rng=np.random.default_rng(0)), TARGET)
+    said = forecast(points_of(EPOCH, ALL, sizes=seven, noise=3e-4, rng=np.random.default_rng(0)), TARGET)
     assert said["headline"] == "chinchilla" and said["loss"] == pytest.approx(EPOCH.loss(*TARGET[:2]), rel=0.01)
     refuted = {one["form"]: one["reason"] for one in said["forms_left_out"]}
     assert "the points refute it" in refuted["power_c"] and "power_c" not in forms(said)
     assert said["parts"]["all_forms"][0] < said["low"] and said["high"] - said["low"] < 0.15
     # Few sizes fix E, A and alpha with nothing to spare, however many runs each has: there nothing may be refuted.
     for sizes, seeds in ((SMALL[:3], 1), (SMALL, 1), (SMALL, 3)):
-        few = points_of(EPOCH, (5, 10, 20, 40), sizes=sizes, noise=1e-3, rng=np.random.default_rng(0), seeds=seeds)
+        few = points_of(EPOCH, ALL, sizes=sizes, noise=1e-3, rng=np.random.default_rng(0), seeds=seeds)
         assert "power_c" in forms(forecast(few, TARGET))
 
 
@@ -102,14 +106,11 @@ def test_a_headline_of_chinchillas_law_counts_trajectories():
     """Branches that share their trunk's luck: the law answers with the interval of its trajectories, or not at all."""
     rng, hits = np.random.default_rng(3), []
     for _ in range(40):
-        said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=2e-4, trunk=1e-3, seeds=3, rng=rng), TARGET)
+        said = forecast(points_of(EPOCH, ALL, noise=2e-4, trunk=1e-3, seeds=3, rng=rng), TARGET)
         if said["headline"] == "chinchilla":
             low, high = (forms(said)["chinchilla"][end] for end in ("low", "high"))
             hits.append(low <= EPOCH.loss(*TARGET[:2]) * math.exp(1e-3 * rng.normal()) <= high)
     assert len(hits) >= 20 and np.mean(hits) >= 0.88         # 95 % of 40, less two standard deviations
-
-
-ALL = (5, 10, 20, 40)
 
 
 @pytest.mark.parametrize("truth, ratios, runs, noises", [
@@ -117,8 +118,7 @@ ALL = (5, 10, 20, 40)
     (OLMO_LIKE, ALL, 50, {"noise": 1e-3}), (EPOCH, ALL, 30, {"noise": 3e-4, "trunk": 1e-3, "tuning": 4e-3}),
     (EPOCH, ALL, 30, {"noise": 3e-4, "trunk": 1e-3, "tuning": 4e-3, "seeds": 3})])
 def test_the_interval_covers_what_a_new_run_does(truth, ratios, runs, noises):
-    """260 ladders of four sizes in all; nominal 95 % must hold at least 90 %. Also where sizes are badly tuned: 0.4 % per size,
-    shared by all its runs, the new one's included, so that seeds and branches agree, and agree wrongly."""
+    """Nominal 95 % holds at least 90 %; also where sizes are badly tuned, so that seeds and branches agree, and agree wrongly."""
     inside, rng = [], np.random.default_rng(7)
     for _ in range(runs):
         said = forecast(points_of(truth, ratios, rng=rng, **noises), TARGET)
@@ -127,29 +127,22 @@ def test_the_interval_covers_what_a_new_run_does(truth, ratios, runs, noises):
     assert np.mean(inside) >= 0.9
 
 
-# Power law and rays of gamma .13, .155, .178, .20 on the losses of 79M, 154M and 411M at 20 tokens per parameter, against
-# the loss of 1.44B: signed error in per cent, by straight least squares, computed elsewhere.
-HOLD_OUTS = {("c4_original", "loss_c4_val"): (-3.49, -.53, .60, 1.57, 2.46),
-             ("rpj", "loss_paloma_redpajama"): (-4.17, -1.31, -.00, 1.13, 2.16),
-             ("rw_original", "loss_paloma_falcon-refinedweb"): (-3.34, -.29, .81, 1.76, 2.63)}
-
-
-@pytest.mark.skipif(not GADRE.exists(), reason=f"{GADRE} is no part of the repository")
+@published
 @pytest.mark.parametrize("train_set, known", HOLD_OUTS)
 def test_real_ladders_hold_out_sizes(train_set, known):
     """4 validation sets in distribution, targets of 1.44B and 6.89B each: of the three ladders the interval must hold all 24."""
-    with GADRE.open() as file:
+    with (FOLDER / "gadre2024_104runs.csv").open() as file:
         table = [row for row in csv.DictReader(file) if row["train_set"] == train_set and float(row["mult"]) == 1]
     for column in ("loss_openlm", "loss_c4_val", "loss_paloma_falcon-refinedweb", "loss_paloma_redpajama"):
         rows = np.array(sorted((float(row["N"]), float(row["D"]), float(row[column])) for row in table))
-        N, D, loss = rows[1:4].T
-        for target in (4, 5):
-            at, truth, C = (*rows[target, :2], 6 * rows[target, 0] * rows[target, 1]), rows[target, 2], 6 * N * D
-            said = forecast(Points(N, D, C, loss, np.arange(3)), at)
-            assert said["low"] <= truth <= said["high"], (column, target)
-            if (column, target) == (known, 4):
+        points = points_at(*rows[1:4].T)
+        for N, D, truth in rows[4:6]:
+            said = forecast(points, (N, D, 6 * N * D))
+            assert said["low"] <= truth <= said["high"], (column, N)
+            if (column, N) == (known, rows[4, 0]):
                 power, *rays = HOLD_OUTS[train_set, column]
-                assert round(100 * (fit_law("power_c", C, loss, delta=None).predict(at[2]) / truth - 1), 2) == power
+                squares = fit_law("power_c", points.C, points.loss, delta=None)
+                assert round(100 * (squares.predict(6 * N * D) / truth - 1), 2) == power
                 assert 100 * (forms(said)["power_c"]["loss"] / truth - 1) == pytest.approx(power, abs=0.3)     # Huber's
                 errors = {float(name[-4:]): 100 * (row["loss"] / truth - 1) for name, row in forms(said).items() if "ga" in name}
                 for gamma, golden in zip((.13, .155, .178, .20), rays, strict=True):
@@ -199,6 +192,11 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     assert demo.recipe == fp8.recipe == "tensorwise"
     assert re.search(rf"  total +{goal['params_total']:,} [\s\S]+  tokens +{goal['tokens']:,} ", lines)
     assert f"+ attention            {goal['flops_per_token'] * goal['tokens']:.4e}" in lines
+    for path in study.glob("*_bf16/summary.json"):      # as the goal: 24.6 tokens per non-embedding parameter
+        edit(path, params_nonembed=round(strict(path)["tokens"] * 150_000 / GOAL["tokens"]))
+    edit(study / "study.json", params="nonembed")       # what the study counts
+    made = freeze("big", study, tmp_path)
+    assert made.content["convention"] == "nonembed" and "150,000 non-embedding parameters" in predict.describe(made)[1]
 
 
 @pytest.mark.parametrize("name, before, sentence", [
@@ -217,47 +215,34 @@ def test_what_cannot_be_predicted_is_refused(study, tmp_path, name, before, sent
 
 def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
     made, C = freeze("big_fp8", study, tmp_path), GOAL["flops_per_token"] * GOAL["tokens"]
-
-    def held(recipe, loss_key="loss_bf16", convention="total"):
-        records = read_runs([study])[0]
-        some = predict.held_out(records, [made])
-        return predict.held_of(recipe, some, [made], loss_key, convention)
-
     for convention, N in (("total", BIG), ("nonembed", 150_000)):        # a figure counts as its own laws do
-        assert held("tensorwise", convention=convention) == (predict.Held("big_fp8", N, GOAL["tokens"], C, None, made),)
-    write_big(study)
-    write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
-    (one,), (other,) = held("tensorwise"), held("bf16")
-    assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", BIG, 1.5, made)
-    assert held("tensorwise", "loss_as_trained")[0].prediction is None      # of which nothing was predicted
-    assert (other.name, other.prediction) == ("big", None)
-
-
-def test_scoring(study, tmp_path):
-    made = freeze("big", study, tmp_path)
-    assert "not there yet" in predict.score(tmp_path, read_runs([study])[0])[0] and not (tmp_path / "score_big.json").exists()
-    loss = 1.001 * made.loss
-    write_big(study, loss=loss)
-    write_big(study, "seed2", seed=2, loss=1.01 * made.high)
-    text = "\n".join(predict.score(tmp_path, read_runs([study])[0]))
-    said = strict(tmp_path / "score_big.json")
-    one, two = said["runs"]
-    assert (one["run_id"], two["run_id"]) == ("big", "seed2") and said["prediction_sha256"] == made.sha256
-    assert [one["error_nats"], one["error_percent"]] == pytest.approx([-0.001 * made.loss, 100 * (1 / 1.001 - 1)])
-    assert one["inside"] and not two["inside"] and "OUTSIDE" in text
-    for row, form in zip(one["forms"], made.forms, strict=True):
-        assert row["inside"] == (form["low"] <= loss <= form["high"])
+        held = predict.held_of("tensorwise", predict.held_out(read_runs([study])[0], [made]), [made], "loss_bf16", convention)
+        assert held == (predict.Held("big_fp8", N, GOAL["tokens"], C, None, made),)
+    write_big(study, loss=1.5)
+    write_big(study, "big_fp8_2", recipe="tensorwise", seed=2, loss=1.5)
+    held = predict.held_out(read_runs([study])[0], [made])
+    for recipe, loss_key, name, said in (("tensorwise", "loss_bf16", "big_fp8_2", made), ("bf16", "loss_bf16", "big", None),
+                                         ("tensorwise", "loss_as_trained", "big_fp8_2", None)):     # only loss_bf16 was predicted
+        one, = predict.held_of(recipe, held, [made], loss_key, "total")
+        assert one == predict.Held(name, BIG, GOAL["tokens"], C, 1.5, said)
 
 
 def test_what_is_predicted_is_in_no_fit_and_scored_when_it_is_there(study, capsys, no_figures):
     assert "nobody" in asked(capsys, fit.main, study, "--predict", "nobody", code=2) and not (study / "law").exists()
-    assert "big: predicted loss_bf16 " in asked(capsys, fit.main, study, "--predict", "big")
-    before = strict(study / "law/law.json")
-    write_big(study)
-    write_big(study, "large", seed=2)        # another seed of what was predicted is held out too
+    out = asked(capsys, fit.main, study, "--predict", "big", "--score")
+    before, (made,) = strict(study / "law/law.json"), predict.load(study / "law")
+    assert "big: predicted loss_bf16 " in out and "big: not there yet" in out and not (study / "law/score_big.json").exists()
+    write_big(study, loss=(loss := 1.001 * made.loss))
+    write_big(study, "large", seed=2, loss=1.01 * made.high)        # another seed of what was predicted is held out too
     out = asked(capsys, fit.main, study, "--score")
-    assert all(line in out for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 "))
+    assert all(line in out for line in ("held out of every fit: big\n", "held out of every fit: large\n", "OUTSIDE"))
     assert strict(study / "law/law.json")["groups"] == before["groups"]
+    said = strict(study / "law/score_big.json")
+    one, _ = said["runs"]
+    assert [(row["run_id"], row["inside"]) for row in said["runs"]] == [("big", True), ("large", False)]
+    assert said["prediction_sha256"] == made.sha256
+    assert [one["error_nats"], one["error_percent"]] == pytest.approx([-0.001 * made.loss, 100 * (1 / 1.001 - 1)])
+    assert [row["inside"] for row in one["forms"]] == [form["low"] <= loss <= form["high"] for form in made.forms]
 
 
 @pytest.mark.parametrize("changes, damage, sentence", [
@@ -269,16 +254,7 @@ def test_neither_another_run_nor_a_damaged_prediction_is_scored(study, tmp_path,
     path = freeze("big", study, tmp_path).path
     if damage:
         damage(path)
-    (study / "elsewhere").mkdir()
     write_big(study / "elsewhere", **changes)
     with pytest.raises(UserError, match=sentence):
         predict.score(tmp_path, read_runs([study / "elsewhere"])[0])
     assert not (tmp_path / "score_big.json").exists()
-
-
-def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path):
-    for path in study.glob("*_bf16/summary.json"):      # as the goal: 24.6 tokens per non-embedding parameter
-        edit(path, params_nonembed=round(strict(path)["tokens"] * 150_000 / GOAL["tokens"]))
-    edit(study / "study.json", params="nonembed")
-    made = freeze("big", study, tmp_path)
-    assert made.content["convention"] == "nonembed" and "150,000 non-embedding parameters" in predict.describe(made)[1]
