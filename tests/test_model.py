@@ -110,12 +110,13 @@ def cross_entropy64(logits, y):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_loss_equal_the_float64_reference(name):
+def test_logits_loss_and_decoding_with_the_cache_equal_the_float64_reference(name):
+    """Decoded: token by token after prompts of several lengths, several tokens at a time, and on with other rows."""
     config = VARIANTS[name]
-    model, x, y = build_rough(config), tokens(config), tokens(config, seed=9)
+    model, x, y = build_rough(config), tokens(config, B=3), tokens(config, B=3, seed=9)
     expected = reference_logits(model, x)
     got = model(x).detach().double().numpy()
-    assert got.shape == (2, config.n_ctx, 256)
+    assert got.shape == (3, config.n_ctx, 256)
     assert np.abs(expected).max() > 5       # the comparison is of numbers that are not all near zero
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max(), rtol=0)
     losses = model(x, y)
@@ -123,6 +124,20 @@ def test_logits_and_loss_equal_the_float64_reference(name):
     np.testing.assert_allclose(losses.detach().numpy(), cross_entropy64(expected, y).sum(1), rtol=1e-5)
     later = model(torch.cat((x[:, :10], (x[:, 10:] + 7) % config.vocab_size), dim=1)).detach().double().numpy()
     np.testing.assert_allclose(later[:, :10], got[:, :10], rtol=0, atol=1e-6, err_msg="future tokens change past logits")
+    model.requires_grad_(False)
+    whole = model(x)
+    close = {"rtol": 0, "atol": 2e-5 * whole.abs().max().item()}
+    for ends in (range(1, 25), (11, *range(12, 25)), (5, 7, 20, 24)):
+        cache = KVCache()
+        got = [model(x[:, start:end], cache=cache) for start, end in zip((0, *ends), ends, strict=False)]
+        torch.testing.assert_close(torch.cat(got, dim=1), whole, **close)
+    rows, cache = torch.tensor([2, 0, 0, 1]), KVCache()
+    model(x[:, :9], cache=cache)
+    other = cache.rows(rows)
+    torch.testing.assert_close(model(x[rows, 9:], cache=other), whole[rows, 9:], **close)
+    assert (cache.length, other.length) == (9, config.n_ctx)
+    with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
+        model(x[rows, :1], cache=other)
 
 
 def test_gradients_equal_finite_differences_of_the_float64_reference():
@@ -176,26 +191,6 @@ def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_b
     assert logits[1] == [torch.bfloat16]
     weights, whole = {p.shape for p in model.parameters()}, x.numel() * config.n_embd
     assert not [shape for shape, dtype in kept if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_with_the_cache_equals_the_full_forward_pass(name):
-    """Token by token after prompts of several lengths, several tokens at a time, and on with other rows."""
-    config = VARIANTS[name]
-    model, x = build_rough(config).requires_grad_(False), tokens(config, B=3)
-    expected = model(x)
-    close = {"rtol": 0, "atol": 2e-5 * expected.abs().max().item()}
-    for ends in (range(1, 25), (11, *range(12, 25)), (5, 7, 20, 24)):
-        cache = KVCache()
-        got = [model(x[:, start:end], cache=cache) for start, end in zip((0, *ends), ends, strict=False)]
-        torch.testing.assert_close(torch.cat(got, dim=1), expected, **close)
-    rows, cache = torch.tensor([2, 0, 0, 1]), KVCache()
-    model(x[:, :9], cache=cache)
-    other = cache.rows(rows)
-    torch.testing.assert_close(model(x[rows, 9:], cache=other), expected[rows, 9:], **close)
-    assert (cache.length, other.length) == (9, config.n_ctx)
-    with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
-        model(x[rows, :1], cache=other)
 
 
 def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too():
