@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -133,20 +132,15 @@ def process(*command, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment})
 
 
-def call_train(capsys, config: Config, path: Path, *arguments: str) -> SimpleNamespace:
-    """train.main() in this process, for what needs no process of its own: quicker by torch's import."""
-    code = train.main([str(write_config(config, path / f"{config.run}.py")), *arguments])
-    out, err = capsys.readouterr()
-    return SimpleNamespace(returncode=code, stdout=out, stderr=err)
-
-
 @pytest.fixture
 def run(tmp_path, capsys):
-    """run(config, *overrides): what train.py prints; on stderr where it ends with another exit code than 0."""
+    """run(config, *overrides): what train.main() prints; on stderr where it returns another exit code than 0."""
     def start(config, *overrides, code=0):
-        done = call_train(capsys, config, tmp_path, *overrides)
-        assert (done.returncode, bool(done.stderr)) == (code, code > 0) and "Traceback" not in done.stderr, done.stderr
-        return done.stderr if code else done.stdout
+        capsys.readouterr()
+        returned = train.main([str(write_config(config, tmp_path / f"{config.run}.py")), *overrides])
+        out, err = capsys.readouterr()
+        assert (returned, bool(err)) == (code, code > 0) and "Traceback" not in err, err
+        return err if code else out
     return start
 
 

@@ -9,9 +9,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import call_train, tiny_config
+from conftest import tiny_config, write_config
 from eval_runs import call, greedy_text, protect_environment, refused
 
+import train
 from eval import harness, precision, sample
 from model import KVCache
 from runtime.checkpoint import load_model
@@ -33,7 +34,7 @@ def trained(data_dir, tmp_path_factory):
                      log=LogConfig(every=100))
     own = FP8Config(recipe="tensorwise", skip=("attn.out",), head=True)
     for each in (config, replace(config, run="fp8", fp8=own)):
-        assert call_train(types.SimpleNamespace(readouterr=lambda: ("", "")), each, folder).returncode == 0
+        assert train.main([str(write_config(each, folder / f"{each.run}.py"))]) == 0
     return folder / "out"
 
 

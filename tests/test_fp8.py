@@ -2,7 +2,6 @@
 matmul say. On our own kernels: tests/test_fp8_kernels.py; on several ranks: tests/test_parallel.py."""
 
 import contextlib
-import math
 from dataclasses import fields, replace
 from functools import partial
 
@@ -236,10 +235,6 @@ def test_rounding_is_torchs_cast(format):
     largest = torch.finfo(format).max
     want, got = values.clamp(-largest, largest).to(format).float(), fake_quantise(values, fp8.Operand(format, "constant"))
     assert torch.equal(want.isnan(), got.isnan()) and torch.equal(want[~want.isnan()], got[~want.isnan()])
-    # Of four bits torch has no cast: fifteen values, a tie goes to the even mantissa.
-    four, middles = fp8.Operand(E2M1, "constant"), [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.5, 100.0]
-    assert fake_quantise(torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]), four).tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    assert fake_quantise(-torch.tensor(middles), four).tolist() == [-0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, -6.0, -6.0]
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(FP8Config) if f.name not in ("recipe", "all_gather")])
@@ -262,17 +257,12 @@ def test_the_rotation_is_orthogonal_and_so_keeps_products_and_spreads_outliers()
     assert fp8._rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
 
 
-def test_stochastic_rounding_is_right_in_the_mean_where_nearest_is_not():
-    g = torch.full((4096, 64), 0.3)
-    g[:, ::16] = 1.0
-    operand, others = fp8.RECIPES["nvfp4"].grad, torch.arange(64) % 16 != 0
-    noise = noise_at(g.shape, torch.tensor(0), 5)
-    q = fake_quantise(g, operand, noise=noise)[:, others]
-    assert abs(q.mean() - 0.3) < 4 * q.std() / math.sqrt(q.numel())
-    assert abs(fake_quantise(g, operand)[:, others].mean() - 0.3) > 0.02
-    exact = fake_quantise(torch.tensor([[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2]), operand, noise=torch.full((1, 16), 1 - 2**-24))
+def test_the_noise_of_stochastic_rounding_is_uniform_and_of_each_token_layer_and_seed():
+    noise = noise_at((4096, 64), torch.tensor(0), 5)
+    exact = fake_quantise(torch.tensor([[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2]), fp8.RECIPES["nvfp4"].grad,
+                          noise=torch.full((1, 16), 1 - 2**-24))
     assert exact.tolist() == [[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2], "what the format holds stays, whatever the noise"
-    assert noise.min() >= 0 and noise.max() < 1 and abs(noise.std() - 12**-0.5) < 2e-3
+    assert noise.min() >= 0 and noise.max() < 1 and abs(noise.std() - 12**-0.5) < 2e-3 and abs(noise.mean() - 0.5) < 2e-3
     assert abs(np.corrcoef(noise[1:].flatten(), noise[:-1].flatten())[0, 1]) < 0.01
     assert torch.equal(noise[100:200], noise_at((100, 64), torch.tensor(100), 5)), "a token keeps its noise in any batch"
     assert not torch.equal(noise[:100], noise_at((100, 64), torch.tensor(0), 6)), "each salt has its own"

@@ -1,5 +1,6 @@
-"""model.py: forward pass, gradients and cache against a second implementation in numpy; initial weights, dtypes, counts and
-refusals against closed forms. That transformers computes the same bits: tests/test_export.py."""
+"""model.py: forward pass and gradients against a second implementation in numpy; initial weights, dtypes, counts and refusals
+against closed forms. That transformers computes the same bits, and the same texts from a cache: tests/test_export.py; several
+tokens behind a cache that texts share: tests/test_lm.py."""
 
 import math
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPTConfig, KVCache, RMSNorm
+from model import GPT, GPTConfig, RMSNorm
 
 TINY = GPTConfig(n_layer=3, n_head=4, n_embd=48, n_ffn=80, n_ctx=24, vocab_size=200)
 VARIANTS = {
@@ -123,6 +124,8 @@ def test_logits_and_loss_equal_the_float64_reference(name):
     np.testing.assert_allclose(losses.detach().numpy(), cross_entropy64(expected, y).sum(1), rtol=1e-5)
     later = model(torch.cat((x[:, :10], (x[:, 10:] + 7) % config.vocab_size), dim=1)).detach().double().numpy()
     np.testing.assert_allclose(later[:, :10], got[:, :10], rtol=0, atol=1e-6, err_msg="future tokens change past logits")
+    with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
+        model(tokens(config, T=25))
 
 
 def test_gradients_equal_finite_differences_of_the_float64_reference():
@@ -176,26 +179,6 @@ def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_b
     assert logits[1] == [torch.bfloat16]
     weights, whole = {p.shape for p in model.parameters()}, x.numel() * config.n_embd
     assert not [shape for shape, dtype in kept if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_with_the_cache_equals_the_full_forward_pass(name):
-    """Token by token after prompts of several lengths, several tokens at a time, and on with other rows."""
-    config = VARIANTS[name]
-    model, x = build_rough(config).requires_grad_(False), tokens(config, B=3)
-    expected = model(x)
-    close = {"rtol": 0, "atol": 2e-5 * expected.abs().max().item()}
-    for ends in (range(1, 25), (11, *range(12, 25)), (5, 7, 20, 24)):
-        cache = KVCache()
-        got = [model(x[:, start:end], cache=cache) for start, end in zip((0, *ends), ends, strict=False)]
-        torch.testing.assert_close(torch.cat(got, dim=1), expected, **close)
-    rows, cache = torch.tensor([2, 0, 0, 1]), KVCache()
-    model(x[:, :9], cache=cache)
-    other = cache.rows(rows)
-    torch.testing.assert_close(model(x[rows, 9:], cache=other), expected[rows, 9:], **close)
-    assert (cache.length, other.length) == (9, config.n_ctx)
-    with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
-        model(x[rows, :1], cache=other)
 
 
 def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too():

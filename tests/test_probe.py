@@ -136,26 +136,9 @@ def test_block_rows_against_a_naive_computation(changes, at_once, tmp_path, monk
     assert masked or changes, "the first case must show whether the mask is there"
 
 
-def test_a_pass_that_fails_leaves_no_hook_and_no_row_and_nan_becomes_null(tmp_path):
-    model, recipes, x, y = build("tensorwise")
-    probed(tmp_path, model, recipes, x, y)
-    with pytest.raises(IndexError):
-        probed(tmp_path, model, recipes, x + 10_000, y)
-    model.layers[0].mlp.register_forward_hook(lambda m, i, out: out.register_hook(lambda g: 1 / 0) and None)
-    with pytest.raises(ZeroDivisionError):      # in the backward pass
-        probed(tmp_path, model, recipes, x, y)
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 1
-    assert all(p.grad is None for p in model.parameters()) and len(read(tmp_path / "probe.jsonl")) == 10
-    model, recipes, x, y = build("mxfp8")
-    model.layers[1].attn.qkv.weight.data[3, 5] = math.nan
-    rows = {row.get("layer", row.get("block")): row for row in probed(tmp_path, model, recipes, x, y)[10:]}
-    assert rows["layers.1.attn.qkv"]["weight"]["amax"] is rows["layers.1.attn.qkv"]["weight"]["error"] is None
-    assert rows["layers.0.attn.qkv"]["weight"]["amax"] > 0
-    assert rows[1]["attention_logit_max"] is None and rows[0]["attention_logit_max"] > 0
-
-
-def test_few_sequences_whole_ones_a_torn_last_line_and_a_full_disk(tmp_path, capsys):
-    """A probe of half the tokens equals a probe of half the batch; a last line cut short by a kill is removed first."""
+def test_few_sequences_a_torn_last_line_and_a_full_disk_and_a_pass_that_fails_leaves_no_hook_and_no_row(tmp_path, capsys):
+    """A probe of half the tokens equals a probe of half the batch; a last line cut short by a kill is removed first; NaN becomes
+    null."""
     model, recipes, x, y = build("tensorwise")
     half = probed(tmp_path, model, recipes, x, y, n_tokens=95)
     with open(tmp_path / "probe.jsonl", "a") as file:
@@ -167,6 +150,19 @@ def test_few_sequences_whole_ones_a_torn_last_line_and_a_full_disk(tmp_path, cap
     assert "No space left on device" in capsys.readouterr().out
     for B, T, n, want in ((8, 2048, 4096, 2), (8, 4096, 100, 1), (8, 1000, 2500, 4), (6, 8, 16, 4), (3, 48, 1, 2), (3, 5, 1, 3)):
         assert sequences(B, T, n) == want, (B, T, n)
+    with pytest.raises(IndexError):
+        probed(tmp_path, model, recipes, x + 10_000, y)
+    model.layers[0].mlp.register_forward_hook(lambda m, i, out: out.register_hook(lambda g: 1 / 0) and None)
+    with pytest.raises(ZeroDivisionError):      # in the backward pass
+        probed(tmp_path, model, recipes, x, y)
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 1
+    assert all(p.grad is None for p in model.parameters()) and len(read(tmp_path / "probe.jsonl")) == 20
+    model, recipes, x, y = build("mxfp8")
+    model.layers[1].attn.qkv.weight.data[3, 5] = math.nan
+    rows = {row.get("layer", row.get("block")): row for row in probed(tmp_path, model, recipes, x, y)[20:]}
+    assert rows["layers.1.attn.qkv"]["weight"]["amax"] is rows["layers.1.attn.qkv"]["weight"]["error"] is None
+    assert rows["layers.0.attn.qkv"]["weight"]["amax"] > 0
+    assert rows[1]["attention_logit_max"] is None and rows[0]["attention_logit_max"] > 0
 
 
 def test_a_compiled_model_is_not_compiled_again(tmp_path):

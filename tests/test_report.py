@@ -14,7 +14,7 @@ from scaling.figures import STYLES
 from scaling.pairs import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
-from tests.conftest import asked, call_train, changed
+from tests.conftest import asked, changed
 from tests.test_dynamics import event, write
 from tests.test_dynamics import row as step_row
 
@@ -160,9 +160,9 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
         assert panel.get_ylim()[1] < 20         # neither a spike nor a whole run governs the axis
 
 
-def test_what_train_writes_is_what_the_report_reads(tiny, tmp_path, capsys):
-    configs = [changed(tiny, f"run=tiny_{recipe} fp8.recipe={recipe}") for recipe in ("off", "tensorwise")]
-    assert all(call_train(capsys, config, tmp_path, "eval.every=2").returncode == 0 for config in configs)
+def test_what_train_writes_is_what_the_report_reads(tiny, tmp_path, run, capsys):
+    configs = [changed(tiny, f"run=tiny_{recipe} fp8.recipe={recipe} eval.every=2") for recipe in ("off", "tensorwise")]
+    assert all(map(run, configs))
     out, result = call(capsys, *(config.run_dir for config in configs))
     assert "| whole run [s] |\n" in out and "A CPU has no FP8 units" in out
     for row, config in zip(result["runs"], configs, strict=True):

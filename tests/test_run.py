@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.loss import evaluate
-from model import GPT
 from runtime import machine, shards
 from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
@@ -59,9 +58,6 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, run):
     nats, targets = (np.bincount(saved["source"], saved[key]) for key in ("bf16", "n_tokens"))
     weights = [b["sources"][source]["weight"] for source in sorted(b["sources"])]
     assert weights @ (nats / targets) == pytest.approx(b["loss_bf16"], rel=1e-12)
-    models = [load_model(fp8.run_dir, compute_dtype=dtype)[0] for dtype in (torch.bfloat16, torch.float32)]
-    logits = [model(torch.arange(32)[None]).float() for model in models]
-    assert all(type(model) is GPT for model in models) and not torch.equal(*logits) and torch.allclose(*logits, atol=0.1)
 
 
 def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tiny, own_data, tmp_path, run):

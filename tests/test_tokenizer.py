@@ -27,9 +27,10 @@ from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
 ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
-TEXTS = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "'s 'll I'LL don't", "\x00\x01\x7f",
-         "\r\n\t ", "naïve café ﬁ Ω", "日本語のテキスト", "👩\u200d👧 \u200b\ufeff", "x" * 3000, " " * 3000,
-         "0" * 3000, "é" * 999 + "!", "<|end|>", "a<|begin|>b<|end|><|end|>", "def f():\n\treturn 0.5  \n", *DOCUMENTS]
+HOSTILE = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "'s 'll I'LL don't", "\x00\x01\x7f",
+           "\r\n\t ", "naïve café ﬁ Ω", "日本語のテキスト", "👩\u200d👧 \u200b\ufeff", "x" * 3000, " " * 3000,
+           "0" * 3000, "é" * 999 + "!"]
+TEXTS = [*HOSTILE, "<|end|>", "a<|begin|>b<|end|><|end|>", "def f():\n\treturn 0.5  \n", *DOCUMENTS]
 
 
 def merged(parts, ranks):
@@ -120,25 +121,21 @@ def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cu
 
 # ----------------------------------------------------------------------------------------------- tokenizers that are folders
 
-def test_ids_are_the_merges(folder):
-    """Merges by hand; the pieces are GPT-2's, which ByteLevel takes too."""
+def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder, tmp_path):
+    """Merges by hand; the pieces are GPT-2's, which ByteLevel takes too. Truncation, padding and tokens put around a text are for
+    a model's input, not for documents."""
     tok, letters = load_tokenizer(str(folder)), byte_letters()
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
-    for text in TEXTS:
-        ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
-        due = [model["vocab"][part] for piece in pieces for part in merged([letters[b] for b in piece.encode()], ranks)]
-        assert ids.tolist() == due or len(text) > 2000
-
-
-def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path):
-    """Truncation, padding, tokens put around a text: for a model's input, not for documents."""
     made = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path, post_processor=BEGINS) / "tokenizer.json"))
     made.enable_truncation(4)
     made.enable_padding(length=9)
     made.save(str(tmp_path / "tokenizer.json"))
     other = load_tokenizer(str(tmp_path))
-    assert all(np.array_equal(other.encode(text), load_tokenizer(str(folder)).encode(text)) for text in TEXTS)
+    for text in TEXTS:
+        ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
+        due = [model["vocab"][part] for piece in pieces for part in merged([letters[b] for b in piece.encode()], ranks)]
+        assert (ids.tolist() == due or len(text) > 2000) and np.array_equal(other.encode(text), ids)
     assert other.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
 
