@@ -131,8 +131,15 @@ def draw(history: History, name: str) -> Figure:
     room = max(0.6, 0.01 * np.ptp(steps))
     panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
     _set_limits(panels, history)
-    for mark, look in looks.items():
-        _draw_marks(panels, history.marks[mark], look)
+    for mark, look in looks.items():    # verdicts at their loss and norm, events at the foot of the loss with a line through all
+        events, verdicts = ([row for row in history.marks[mark] if (row["kind"] == "event") == is_it] for is_it in (True, False))
+        for key in ("loss", "grad_norm"):
+            low, high = panels[key].get_ylim()
+            values = np.nan_to_num([_number(row.get(key)) for row in verdicts], nan=high)
+            panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
+        panels["loss"].plot([row["step"] for row in events], [panels["loss"].get_ylim()[0]] * len(events), **look)
+        for row, panel in itertools.product(events, panels.values()):
+            panel.axvline(row["step"], color=look["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
     steps_axis(axes[-1, 0])
     figure.align_ylabels()
     return settle(figure)
@@ -142,18 +149,6 @@ def finite(columns: dict, key: str, is_ok: bool = False) -> tuple[np.ndarray, np
     """Steps and values where the value is finite; is_ok: and the verdict on the step was OK."""
     known = np.isfinite(columns[key]) & ((columns["ok"] > 0) | (not is_ok))
     return columns["step"][known], columns[key][known]
-
-
-def _draw_marks(panels, rows, look) -> None:
-    """Verdicts at their loss and gradient norm, events at the foot of the loss with a line through all."""
-    events, verdicts = ([row for row in rows if (row["kind"] == "event") == is_event] for is_event in (True, False))
-    for key in ("loss", "grad_norm"):
-        low, high = panels[key].get_ylim()
-        values = np.nan_to_num([_number(row.get(key)) for row in verdicts], nan=high)
-        panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
-    panels["loss"].plot([row["step"] for row in events], [panels["loss"].get_ylim()[0]] * len(events), **look)
-    for row, panel in itertools.product(events, panels.values()):
-        panel.axvline(row["step"], color=look["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
 
 
 def _set_limits(panels, history: History) -> None:

@@ -22,7 +22,6 @@ MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infin
 @dataclass(frozen=True)
 class Selection:
     """The points chosen from a table, what was chosen, and what a reader should know of it."""
-
     points: Points
     axes: str                   # "NDC", or "N" where the table gives neither tokens nor compute: D and C are 1 then
     source: dict                # for law.json: file, sha256, rows, filters, columns, what was derived, lines left out
