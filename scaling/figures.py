@@ -160,8 +160,13 @@ def draw(groups, pairs, loss_key: str) -> Figure:
         if pairs:
             _draw_gaps(column[1], groups, axis, pairs, loss_key)
         column[-1].set_xlabel(KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis])
-    first = panels[0, 0]
-    first.set_ylim(_loss_limits(groups))
+    first, losses = panels[0, 0], np.concatenate([group.loss for group in groups])
+    # Around the points and what is predicted; training curves and wide intervals may leave the panel.
+    far = [one for group in groups for held in group.held_out for one in (held.loss, held.prediction and held.prediction.loss)]
+    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
+    low, high = min([losses.min(), *filter(None, far)]), losses.max()
+    room = max(np.log(high / low), 0.02)
+    first.set_ylim(low * np.exp(-0.08 * room), high * np.exp(0.2 * room))
     first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
     first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_locator(NullLocator())
@@ -238,16 +243,6 @@ def _shade(style, value, among):
     low, high = np.log(min(among)), np.log(max(among))
     share = (np.log(value) - low) / (high - low) if high > low else 0.6 + 0 * value
     return matplotlib.colormaps[style["shades"]](0.45 + 0.5 * share)
-
-
-def _loss_limits(groups) -> tuple[float, float]:
-    """Around the points and what is predicted; training curves and wide intervals may leave the panel."""
-    losses = np.concatenate([group.loss for group in groups])
-    far = [one for group in groups for held in group.held_out for one in (held.loss, held.prediction and held.prediction.loss)]
-    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
-    low, high = min([losses.min(), *filter(None, far)]), losses.max()
-    room = max(np.log(high / low), 0.02)
-    return low * np.exp(-0.08 * room), high * np.exp(0.2 * room)
 
 
 def _legend(groups) -> list:

@@ -102,8 +102,7 @@ def analyse(trials: list[Trial], sizes=()) -> dict:
     """What learning_rate.json holds: each size's sweep, the base of the rule, rates for `sizes` (non-embedding parameters)."""
     sweeps = [judge(some) for _, some in grouped(trials, lambda trial: (trial.N, trial.tokens))]
     # Of each size the longest runs count: the rate of a trunk serves all of its branches.
-    longest = {sweep["N"]: sweep for sweep in sweeps}
-    smallest, *larger = [sweep for _, sweep in sorted(longest.items())]
+    smallest, *larger = {sweep["N"]: sweep for sweep in sweeps}.values()
     found = {"format_version": 1, "N": "params_nonembed", "loss": "loss_bf16", "rules": RULES, "sweeps": sweeps, "base": None,
              "rates": [], "checks": []}
     if smallest["optimum"]:

@@ -6,6 +6,7 @@ is converted. What is left out (a filter, an empty loss, the highest losses) is 
 
 import csv
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,16 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     if not 0 <= drop_highest < len(kept):
         raise UserError(f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, {len(kept)} of "
                         f"them have a finite {loss!r}, drop_highest={drop_highest}")
-    values = {name: {line: _number(path, line, name, rows[line][name]) for line in kept} for name in counted}
+    values = {}
+    for name, line in itertools.product(counted, kept):
+        value = values[name, line] = _value(rows[line][name])
+        if not isinstance(value, float) or not 0 < value < math.inf:
+            raise UserError(f"{path} line {line}, column {name!r}: {rows[line][name]!r} is no plain finite number above zero "
+                            "such as 1.24e8")
     # Stable: of equal losses the one that stands first in the file goes first.
-    dropped = sorted(sorted(kept, key=lambda line: -values[loss][line])[:drop_highest])
+    dropped = sorted(sorted(kept, key=lambda line: -values[loss, line])[:drop_highest])
     kept = [line for line in kept if line not in dropped]
-    N, L, third = (np.array([values[name][line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
+    N, L, third = (np.array([values[name, line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
     D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
     label = np.array([rows[line][cluster] or f"line {line}" if cluster else line for line in kept])
     source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
@@ -95,13 +101,6 @@ def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
         if len(cells) != len(header):
             raise UserError(f"{path} line {line}: {len(cells)} cells where the header has {len(header)}; repair the line")
     return {line: dict(zip(header, cells, strict=True)) for line, cells in rows.items()}, hashlib.sha256(content).hexdigest()
-
-
-def _number(path: Path, line: int, column: str, text: str) -> float:
-    value = _value(text)
-    if not isinstance(value, float) or not 0 < value < math.inf:
-        raise UserError(f"{path} line {line}, column {column!r}: {text!r} is no plain finite number above zero such as 1.24e8")
-    return value
 
 
 def _value(cell: str) -> float | str:

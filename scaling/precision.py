@@ -134,13 +134,13 @@ def _sizes(result: dict) -> str:
     rows += [(row, "bf16, same seed", row["pairs"], row["bf16"], row["as_trained"], "null: rounded otherwise")
              for row in same["sizes"]]
     rows += [(row, row["recipe"], row["bf16"].n, row["bf16"], row["as_trained"], row["verdict"]) for row in result["sizes"]]
-    head = ("recipe", "pairs", "gap in BF16 [%]", "gap as trained [%]", "verdict")
-    lines = [{"N": f"{at['N']:,}", "tokens": f"{at['tokens']:,}"} | dict(zip(head, cells, strict=True))
-             for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))]
+    lines = [["N", "tokens", "recipe", "pairs", "gap in BF16 [%]", "gap as trained [%]", "verdict"]]
+    lines += [[f"{at['N']:,}", f"{at['tokens']:,}", *map(str, cells)]
+              for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))]
     text = [f"N: {result['conventions']['N']}. Null: SD of the difference of two BF16 runs, of other seeds or of one seed "
             "rounded otherwise."]
     text += [f"Repeats equal to the last bit, no null: {same['equal']}."] * bool(same["equal"])
-    return "\n".join([table(lines), "", *text])
+    return "\n".join([grid(lines), "", *text])
 
 
 def _costs(result: dict) -> str:

@@ -89,7 +89,6 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
 
 
 COMPUTED = ("folder", "summary", "summary_sha256", "recipe", "is_compiled", "weights", "trunk", "decays_from", "convention")
-MAY_BE_ZERO = ("seed", "repeat")
 
 
 def read_record(folder) -> Record:
@@ -117,7 +116,7 @@ def read_record(folder) -> Record:
         raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): leave it out") from None
     wrong = type_problems("", record) or [
         f"{key}={value} is not above zero" for key, value in (vars(record) | record.weights).items()
-        if type(value) in (int, float) and key not in MAY_BE_ZERO and value <= 0]
+        if type(value) in (int, float) and key not in ("seed", "repeat") and value <= 0]
     if wrong:
         raise UserError(f"{path}: {wrong[0]}")
     return record
