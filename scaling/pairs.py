@@ -193,8 +193,8 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
     gaps = (_gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
             for arm in ("as_trained", "bf16"))
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
-    return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None,
-                len(fp8.summary["precision"]["layers_converted"]))
+    converted = fp8.summary["precision"]["layers_converted"]
+    return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
 
 
 def trajectories(chosen) -> list[np.ndarray]:

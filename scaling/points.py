@@ -57,10 +57,10 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
                         f"them have a finite {loss!r}, drop_highest={drop_highest}")
     values = {}
     for name, line in itertools.product(counted, kept):
-        value = values[name, line] = _value(rows[line][name])
+        text = rows[line][name]
+        value = values[name, line] = _value(text)
         if not isinstance(value, float) or not 0 < value < math.inf:
-            raise UserError(f"{path} line {line}, column {name!r}: {rows[line][name]!r} is no plain finite number above zero "
-                            "such as 1.24e8")
+            raise UserError(f"{path} line {line}, column {name!r}: {text!r} is no plain finite number above zero such as 1.24e8")
     # Stable: of equal losses the one that stands first in the file goes first.
     dropped = sorted(sorted(kept, key=lambda line: -values[loss, line])[:drop_highest])
     kept = [line for line in kept if line not in dropped]

@@ -204,8 +204,8 @@ def draw_precision(result: dict):
         left.errorbar(x, y, bars, **look, capsize=2.5, elinewidth=1.1, zorder=3)
     ends = [abs(row[arm].mean) + (row[arm].half or 0) * (row[arm].n > 2) for row in sizes]
     limit = 1.2 * max([1e-3, *ends, *([margin.percent] if margin else [])])     # two pairs' bar may leave it
-    left.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit), ylabel="gap [%]",
-             xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
+    left.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
+    left.set(ylabel="gap [%]", xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
     counts_axis(left.xaxis)
     left.xaxis.set_major_locator(FixedLocator(ticks))
     left.xaxis.set_minor_locator(NullLocator())
