@@ -120,19 +120,40 @@ def draw(history: History, name: str) -> Figure:
     figure, axes = sheet((7.4, sum(heights) + 0.9 + 0.17 * (len(handles) // 5)), len(keys), 1, title, caption, handles, 5,
                          sharex=True, height_ratios=heights)
     panels = dict(zip(keys, axes[:, 0], strict=True))
-    for key, panel in panels.items():
+    for key, panel in panels.items():       # one spike governs no limit: what lies beyond is cut, its mark stands at the edge
         panel.set_ylabel(LABELS[key])
         for columns in history.undone:
             panel.plot(columns["step"], columns[key], color=GREY, linewidth=0.7, alpha=0.8, zorder=1.5)
         panel.plot(*finite(history.train, key), color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
         x, y = finite(history.train, key, is_ok=True)
         panel.plot(x, y if key == "lr" else running_mean(y), color=BLUE, linewidth=1.3, zorder=2.5)
+        if key == "loss" and len(y):
+            low, high = np.quantile(y, (0.002, 0.98))
+            ends = [low, high, running_mean(y)[0], *finite(history.val, "loss")[1]]
+            room = max(0.06 * np.ptp(ends), 0.01 * abs(high), 1e-6)
+            panel.set_ylim(min(ends) - room, max(ends) + room)
+        elif key == "grad_norm" and len(y) and np.quantile(y, 0.002) > 0:
+            panel.set_yscale("log")
+            panel.set_ylim(np.quantile(y, 0.002) / 1.3, 2 * np.quantile(y, 0.98))
+            counts_axis(panel.yaxis)
+        elif key in ("tok_per_s", "lr", "gpu_util_pct"):
+            panel.yaxis.set_major_locator(MaxNLocator(3))
+            panel.margins(y=0.15)
+            panel.set_ylim(bottom=0)
+    panels["tok_per_s"].yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y) if y else "0"))
+    panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     panels["loss"].plot(history.val["step"], history.val["loss"], color="#000000", **hollow, zorder=3)
     room = max(0.6, 0.01 * np.ptp(steps))
     panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
-    _set_limits(panels, history)
-    for mark, look in looks.items():
-        _draw_marks(panels, history.marks[mark], look)
+    for mark, look in looks.items():    # verdicts at their loss and norm, events at the foot of the loss with a line through all
+        events, verdicts = ([row for row in history.marks[mark] if (row["kind"] == "event") == is_it] for is_it in (True, False))
+        for key in ("loss", "grad_norm"):
+            low, high = panels[key].get_ylim()
+            values = np.nan_to_num([_number(row.get(key)) for row in verdicts], nan=high)
+            panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
+        panels["loss"].plot([row["step"] for row in events], [panels["loss"].get_ylim()[0]] * len(events), **look)
+        for row, panel in itertools.product(events, panels.values()):
+            panel.axvline(row["step"], color=look["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
     steps_axis(axes[-1, 0])
     figure.align_ylabels()
     return settle(figure)
@@ -142,38 +163,6 @@ def finite(columns: dict, key: str, is_ok: bool = False) -> tuple[np.ndarray, np
     """Steps and values where the value is finite; is_ok: and the verdict on the step was OK."""
     known = np.isfinite(columns[key]) & ((columns["ok"] > 0) | (not is_ok))
     return columns["step"][known], columns[key][known]
-
-
-def _draw_marks(panels, rows, look) -> None:
-    """Verdicts at their loss and gradient norm, events at the foot of the loss with a line through all."""
-    events, verdicts = ([row for row in rows if (row["kind"] == "event") == is_event] for is_event in (True, False))
-    for key in ("loss", "grad_norm"):
-        low, high = panels[key].get_ylim()
-        values = np.nan_to_num([_number(row.get(key)) for row in verdicts], nan=high)
-        panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
-    panels["loss"].plot([row["step"] for row in events], [panels["loss"].get_ylim()[0]] * len(events), **look)
-    for row, panel in itertools.product(events, panels.values()):
-        panel.axvline(row["step"], color=look["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
-
-
-def _set_limits(panels, history: History) -> None:
-    """Limits that one spike does not govern: what lies beyond them is cut, its mark stands at the edge."""
-    loss, norm = (finite(history.train, key, is_ok=True)[1] for key in ("loss", "grad_norm"))
-    if len(loss):
-        low, high = np.quantile(loss, (0.002, 0.98))
-        ends = [low, high, running_mean(loss)[0], *finite(history.val, "loss")[1]]
-        room = max(0.06 * np.ptp(ends), 0.01 * abs(high), 1e-6)
-        panels["loss"].set_ylim(min(ends) - room, max(ends) + room)
-    if len(norm) and np.quantile(norm, 0.002) > 0:
-        panels["grad_norm"].set_yscale("log")
-        panels["grad_norm"].set_ylim(np.quantile(norm, 0.002) / 1.3, 2 * np.quantile(norm, 0.98))
-        counts_axis(panels["grad_norm"].yaxis)
-    panels["tok_per_s"].yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y) if y else "0"))
-    panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    for key in panels.keys() & {"tok_per_s", "lr", "gpu_util_pct"}:
-        panels[key].yaxis.set_major_locator(MaxNLocator(3))
-        panels[key].margins(y=0.15)
-        panels[key].set_ylim(bottom=0)
 
 
 # ------------------------------------------------------------------------------------------------------- what FP8 did inside

@@ -123,26 +123,23 @@ def render(figure: Figure, form: str) -> bytes:
     return buffer.getvalue()
 
 
-def write_files(folder: Path, files: dict[str, str | bytes]) -> None:
-    """Write folder/name for each name, in order. Raises UserError where the folder cannot be written."""
+def write_files(folder: Path, files: dict[str, str | bytes | dict]) -> None:
+    """Write folder/name for each name, in order; a dict as strict JSON, dataclasses in it as objects. Raises UserError where the
+    folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            write_atomically(folder / name, content)
+            write_atomically(folder / name, content if isinstance(content, str | bytes) else (
+                json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n"))
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 
-def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, str]) -> str:
+def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, str | dict]) -> str:
     """folder/name.png and .svg, then the texts: whoever finds those finds all of it. Returns what was written, in words."""
     images = {f"{name}.{form}": render(figure, form) for form in ("png", "svg") if figure}
     write_files(folder, images | texts)
     return f"wrote {folder}/: {', '.join([*texts, *images])}"
-
-
-def as_json(content: dict) -> str:
-    """Strict JSON, dataclasses as objects."""
-    return json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ the page of three panels
@@ -163,8 +160,13 @@ def draw(groups, pairs, loss_key: str) -> Figure:
         if pairs:
             _draw_gaps(column[1], groups, axis, pairs, loss_key)
         column[-1].set_xlabel(KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis])
-    first = panels[0, 0]
-    first.set_ylim(_loss_limits(groups))
+    first, losses = panels[0, 0], np.concatenate([group.loss for group in groups])
+    # Around the points and what is predicted; training curves and wide intervals may leave the panel.
+    far = [one for group in groups for held in group.held_out for one in (held.loss, held.prediction and held.prediction.loss)]
+    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
+    low, high = min([losses.min(), *filter(None, far)]), losses.max()
+    room = max(np.log(high / low), 0.02)
+    first.set_ylim(low * np.exp(-0.08 * room), high * np.exp(0.2 * room))
     first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
     first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_locator(NullLocator())
@@ -208,22 +210,18 @@ def _draw_losses(panel, groups, axis: str) -> None:
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
                       linewidths=1.4 if wide else 0)
-        for held in group.held_out:
-            _draw_held(panel, held, getattr(held, axis), style, 14 if wide else 8.5)
+        size = 14 if wide else 8.5
+        for held in group.held_out:     # a star where it ended, hollow at its prediction while it has not; that as a bar
+            x, said, colour = getattr(held, axis), held.prediction, style["color"]
+            if said is not None:
+                panel.errorbar(x, said.loss, yerr=[[said.loss - said.low], [said.high - said.loss]], color=colour, marker="_",
+                               markersize=1.5 * size, capsize=0.35 * size, zorder=4)
+            y, face, edge, width = (said.loss, "white", colour, 1) if held.loss is None else (held.loss, colour, "white", 0.4)
+            panel.plot(x, y, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor=face,
+                       markeredgecolor=edge, markeredgewidth=width)
     if named:
         panel.legend(named.values(), named, title="D / N" if is_by_ratio else "N", loc="upper right", fontsize=8, framealpha=0.8,
                      title_fontsize=8, handlelength=1.2, labelspacing=0.15, borderpad=0.3, edgecolor="none").set_zorder(9)
-
-
-def _draw_held(panel, held, x, style, size) -> None:
-    """A star where the held-out run ended, hollow at its prediction while it has not; the prediction as a bar."""
-    said, colour = held.prediction, style["color"]
-    if said is not None:
-        panel.errorbar(x, said.loss, yerr=[[said.loss - said.low], [said.high - said.loss]], color=colour, marker="_",
-                       markersize=1.5 * size, capsize=0.35 * size, zorder=4)
-    y, face, edge, width = (said.loss, "white", colour, 1) if held.loss is None else (held.loss, colour, "white", 0.4)
-    panel.plot(x, y, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor=face,
-               markeredgecolor=edge, markeredgewidth=width)
 
 
 def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
@@ -245,16 +243,6 @@ def _shade(style, value, among):
     low, high = np.log(min(among)), np.log(max(among))
     share = (np.log(value) - low) / (high - low) if high > low else 0.6 + 0 * value
     return matplotlib.colormaps[style["shades"]](0.45 + 0.5 * share)
-
-
-def _loss_limits(groups) -> tuple[float, float]:
-    """Around the points and what is predicted; training curves and wide intervals may leave the panel."""
-    losses = np.concatenate([group.loss for group in groups])
-    far = [one for group in groups for held in group.held_out for one in (held.loss, held.prediction and held.prediction.loss)]
-    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
-    low, high = min([losses.min(), *filter(None, far)]), losses.max()
-    room = max(np.log(high / low), 0.02)
-    return low * np.exp(-0.08 * room), high * np.exp(0.2 * room)
 
 
 def _legend(groups) -> list:

@@ -30,7 +30,7 @@ import numpy as np
 
 from runtime.cli import UserError, command, run_command
 from scaling import predict
-from scaling.figures import as_json, draw, write_with
+from scaling.figures import draw, write_with
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
@@ -145,7 +145,7 @@ def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[st
     """Write the figure, then law.json. Print warnings and headlines, the notes of `law`, then what else is `said`, such as a
     score; all tables where everything is wanted, else at most LINES: what is said stays whole."""
     content = json.loads(json.dumps({"format_version": 2, "delta": DELTA} | law), parse_constant=lambda _: None)    # NaN: null
-    write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": as_json(content)})
+    write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": content})
     lines = [line for group in groups for line in _warnings(group)]
     for group in groups:
         lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]

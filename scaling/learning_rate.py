@@ -23,10 +23,11 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from runtime.cli import UserError, command, grid, run_command, si
-from scaling.figures import RC, STYLES, as_json, counts_axis, sheet, write_with
+from runtime.cli import UserError, command, run_command, si
+from scaling.figures import RC, STYLES, counts_axis, sheet, write_with
 from scaling.pairs import grouped
-from scaling.records import LAW_FOLDER, read_json, read_runs, read_study, without_repeats
+from scaling.precision import fixed, table
+from scaling.records import LAW_FOLDER, read_runs, read_study, without_repeats
 
 RULES = {"fixed batch (the rule)": -0.5, "growing batch (DeepSeek LLM)": -0.25}
 FLAT = 0.001        # rates that cost less than 0.1 % of the loss, by the parabola, count as equally good
@@ -57,7 +58,7 @@ def _run(options: Options) -> int:
     trials, notes = read_trials(folder)
     found = analyse(trials, options.at)
     wrote = write_with(Path(options.out or folder / LAW_FOLDER), "learning_rate", draw(found, folder.resolve().name),
-                       {"learning_rate.json": as_json(found)})
+                       {"learning_rate.json": found})
     print("\n".join([*notes, tables(found), "", wrote]))
     return 0 if found["base"] else 3
 
@@ -80,13 +81,12 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
     records, repeats = without_repeats(records)
     trials, first = [], {}
     for record in records:
-        summary = read_json(record.folder / "summary.json")
-        mine = {key: summary.get(key) for key in SAME} | {"recipe": record.recipe, "weights of the sources": record.weights}
-        for key, value in mine.items():
+        mine = {key: record.summary.get(key) for key in SAME}
+        for key, value in (mine | {"recipe": record.recipe, "weights of the sources": record.weights}).items():
             if first.setdefault(key, value) != value:
                 raise UserError(f"{records[0].run_id} and {record.run_id} differ in {key} ({first[key]}, {value}): the runs of a "
                                 "sweep may differ in learning rate, seed and size alone; leave one out")
-        trials.append(Trial(record.folder.name, record.params_nonembed, record.tokens, summary["lr_peak"], record.seed,
+        trials.append(Trial(record.folder.name, record.params_nonembed, record.tokens, record.summary["lr_peak"], record.seed,
                             record.status, record.loss_bf16 if record.status == "ok" else None))
     finished = {trial.run for trial in trials}
     for row in read_study(folder).get("runs", []):
@@ -102,8 +102,7 @@ def analyse(trials: list[Trial], sizes=()) -> dict:
     """What learning_rate.json holds: each size's sweep, the base of the rule, rates for `sizes` (non-embedding parameters)."""
     sweeps = [judge(some) for _, some in grouped(trials, lambda trial: (trial.N, trial.tokens))]
     # Of each size the longest runs count: the rate of a trunk serves all of its branches.
-    longest = {sweep["N"]: sweep for sweep in sweeps}
-    smallest, *larger = [sweep for _, sweep in sorted(longest.items())]
+    smallest, *larger = {sweep["N"]: sweep for sweep in sweeps}.values()
     found = {"format_version": 1, "N": "params_nonembed", "loss": "loss_bf16", "rules": RULES, "sweeps": sweeps, "base": None,
              "rates": [], "checks": []}
     if smallest["optimum"]:
@@ -132,34 +131,27 @@ def judge(trials: list[Trial]) -> dict:
     rows = [{"lr": lr, "runs": [trial.run for trial in tried], "seeds": [trial.seed for trial in tried],
              "status": next((trial.status for trial in tried if trial.status != "ok"), "ok"), "loss": mean.get(lr),
              "percent": 100 * (mean[lr] / mean[best] - 1) if lr in mean else None} for lr, tried in of.items()]
-    reason = None
+    found = {"N": trials[0].N, "tokens": trials[0].tokens, "seeds": seeds, "rows": rows, "optimum": None, "reason": None}
     if not seeds:
         reason = "no seed has a loss at every rate that has one: finish the sweep, or add lower rates if all have diverged"
-    elif best in (sound[0], sound[-1]):
+        return found | {"reason": reason}
+    if best in (sound[0], sound[-1]):
         reason = f"the loss is lowest at {best:g}, at an end of the rates that have one: add rates around it, finish those begun"
-    return {"N": trials[0].N, "tokens": trials[0].tokens, "seeds": seeds, "rows": rows,
-            "optimum": None if reason else _optimum(mean), "reason": reason}
-
-
-def _optimum(mean: dict) -> dict:
-    """The minimum of the parabola of ln loss over ln rate through the lowest loss, at none of the ends, and its neighbours."""
-    rates = list(mean)      # in rising order
-    i = rates.index(min(mean, key=mean.get))
-    three = rates[i - 1:i + 2]
-    curvature, slope, height = np.polyfit(np.log(three) - np.log(rates[i]), np.log([mean[rate] for rate in three]), 2)
-    lr, reach = rates[i] * math.exp(-slope / (2 * curvature)), math.exp(math.sqrt(FLAT / curvature))
-    return {"lr": lr, "loss": math.exp(height - slope**2 / (4 * curvature)), "bracket": [three[0], three[2]],
-            "curvature": float(curvature), "rates": three, "flat": [lr / reach, lr * reach]}
+        return found | {"reason": reason}
+    three = sound[sound.index(best) - 1:sound.index(best) + 2]      # a parabola of ln loss over ln rate goes through them
+    curvature, slope, height = np.polyfit(np.log(three) - np.log(best), np.log([mean[rate] for rate in three]), 2)
+    lr, reach = best * math.exp(-slope / (2 * curvature)), math.exp(math.sqrt(FLAT / curvature))
+    return found | {"optimum": {
+        "lr": lr, "loss": math.exp(height - slope**2 / (4 * curvature)), "bracket": [three[0], three[2]],
+        "curvature": float(curvature), "rates": three, "flat": [lr / reach, lr * reach]}}
 
 
 def tables(found: dict) -> str:
     blocks, names = [], list(found["rules"])
     for sweep in found["sweeps"]:
-        cells = [["peak rate", "loss", "above the lowest [%]", "status"]]
-        for row in sweep["rows"]:
-            loss = ["", ""] if row["loss"] is None else [f"{row['loss']:.4f}", f"{row['percent']:.2f}"]
-            cells.append([f"{row['lr']:g}", *loss, row["status"]])
-        blocks += [f"N = {sweep['N']:,} non-embedding, {si(sweep['tokens'])} tokens, seeds {sweep['seeds']}", grid(cells)]
+        rows = [{"peak rate": f"{row['lr']:g}", "loss": fixed(row["loss"], 4), "above the lowest [%]": fixed(row["percent"], 2),
+                 "status": row["status"]} for row in sweep["rows"]]
+        blocks += [f"N = {sweep['N']:,} non-embedding, {si(sweep['tokens'])} tokens, seeds {sweep['seeds']}", table(rows)]
         if best := sweep["optimum"]:
             low, high = best["flat"]
             blocks.append(f"Optimum {best['lr']:.3g}, loss {best['loss']:.4f}, between {best['bracket'][0]:g} and "
@@ -167,8 +159,8 @@ def tables(found: dict) -> str:
         else:
             blocks.append(f"No optimum: {sweep['reason']}.")
     if found["base"]:
-        rows = [[si(row["N"]), *(f"{row[name]:.3g}" for name in names)] for row in found["rates"]]
-        blocks += ["Peak rates by the rule, at the same tokens per parameter", grid([["N", *names], *rows])]
+        rows = [{"N": si(row["N"]), **{name: f"{row[name]:.3g}" for name in names}} for row in found["rates"]]
+        blocks += ["Peak rates by the rule, at the same tokens per parameter", table(rows)]
     blocks += [f"At N = {si(one['N'])} the sweep's own optimum is {one['lr']:.3g}, an exponent of {one['exponent']:+.2f}; "
                + ", ".join(f"the {name} says {one[name]:.3g}" for name in names) + "." for one in found["checks"]]
     return "\n\n".join(blocks)

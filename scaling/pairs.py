@@ -21,7 +21,7 @@ from scipy.stats import t as student
 from runtime.cli import UserError
 from runtime.cli import si as human
 from scaling.laws import Points, fit_form
-from scaling.records import Record, check_comparable, listed, read_json, read_study
+from scaling.records import Record, check_comparable, listed, read_study
 
 ALPHA = 0.05
 POWER = 0.8
@@ -193,7 +193,7 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
     gaps = (_gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
             for arm in ("as_trained", "bf16"))
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
-    converted = read_json(fp8.folder / "summary.json")["precision"]["layers_converted"]
+    converted = fp8.summary["precision"]["layers_converted"]
     return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
 
 
@@ -364,7 +364,6 @@ BEYOND = math.log(1e100)        # e-folds; what lies beyond is no number to prin
 @dataclass(frozen=True)
 class Surface:
     """L(N, D) = E + A N^-alpha + B D^-beta in nats per token, D in tokens."""
-
     name: str
     source: str
     E: float
@@ -496,11 +495,3 @@ def sun_gap(N, D, exponent_bits=4, mantissa_bits=3, block=128):
     arXiv:2501.02423: D^beta / N^alpha * log2(block) / (gamma (E + .5)^delta (M + .5)^nu); 366 runs of 41M to 679M parameters."""
     return (D**0.5162 / N**0.2368 * math.log2(block)
             / (11334.5197 * (exponent_bits + 0.5)**3.1926 * (mantissa_bits + 0.5)**2.9543))
-
-
-# What the figure draws: name, nats(N, D), range of N that the law was fitted to.
-PRECISION_LAWS = (
-    ("Kumar INT8, no offsets", lambda N, D: kumar_gap(N, offsets=False) + 0 * D, (30e6, 220e6)),
-    ("Kumar INT8", lambda N, D: kumar_gap(N) + 0 * D, (30e6, 220e6)),
-    ("Sun E4M3, block 128", sun_gap, (41e6, 679e6)),
-)

@@ -6,6 +6,7 @@ is converted. What is left out (a filter, an empty loss, the highest losses) is 
 
 import csv
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infin
 @dataclass(frozen=True)
 class Selection:
     """The points chosen from a table, what was chosen, and what a reader should know of it."""
-
     points: Points
     axes: str                   # "NDC", or "N" where the table gives neither tokens nor compute: D and C are 1 then
     source: dict                # for law.json: file, sha256, rows, filters, columns, what was derived, lines left out
@@ -55,11 +55,16 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     if not 0 <= drop_highest < len(kept):
         raise UserError(f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, {len(kept)} of "
                         f"them have a finite {loss!r}, drop_highest={drop_highest}")
-    values = {name: {line: _number(path, line, name, rows[line][name]) for line in kept} for name in counted}
+    values = {}
+    for name, line in itertools.product(counted, kept):
+        text = rows[line][name]
+        value = values[name, line] = _value(text)
+        if not isinstance(value, float) or not 0 < value < math.inf:
+            raise UserError(f"{path} line {line}, column {name!r}: {text!r} is no plain finite number above zero such as 1.24e8")
     # Stable: of equal losses the one that stands first in the file goes first.
-    dropped = sorted(sorted(kept, key=lambda line: -values[loss][line])[:drop_highest])
+    dropped = sorted(sorted(kept, key=lambda line: -values[loss, line])[:drop_highest])
     kept = [line for line in kept if line not in dropped]
-    N, L, third = (np.array([values[name][line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
+    N, L, third = (np.array([values[name, line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
     D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
     label = np.array([rows[line][cluster] or f"line {line}" if cluster else line for line in kept])
     source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
@@ -96,13 +101,6 @@ def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
         if len(cells) != len(header):
             raise UserError(f"{path} line {line}: {len(cells)} cells where the header has {len(header)}; repair the line")
     return {line: dict(zip(header, cells, strict=True)) for line, cells in rows.items()}, hashlib.sha256(content).hexdigest()
-
-
-def _number(path: Path, line: int, column: str, text: str) -> float:
-    value = _value(text)
-    if not isinstance(value, float) or not 0 < value < math.inf:
-        raise UserError(f"{path} line {line}, column {column!r}: {text!r} is no plain finite number above zero such as 1.24e8")
-    return value
 
 
 def _value(cell: str) -> float | str:

@@ -25,15 +25,18 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 
 from runtime.cli import UserError, command, grid, run_command, si
 from scaling import pairs
-from scaling.figures import RC, STYLES, as_json, counts_axis, settle, sheet, styles, write_with
+from scaling.figures import RC, STYLES, counts_axis, settle, sheet, styles, write_with
 from scaling.records import check_comparable, counted_as, law_folder, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
 SHOWN = 5                   # warnings among them
-LAW_STYLES = (("#444444", "-"), ("#888888", (0, (5, 1))), ("#000000", "-."))
 FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
 MARGIN_LINE = {"color": "#000000", "linewidth": 0.8, "linestyle": (0, (4, 2))}
+# The published laws that the figure draws: name, nats(N, D), range of N that the law was fitted to, look.
+LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False) + 0 * D, (30e6, 220e6), "#444444", "-"),
+        ("Kumar INT8", lambda N, D: pairs.kumar_gap(N) + 0 * D, (30e6, 220e6), "#888888", (0, (5, 1))),
+        ("Sun E4M3, block 128", pairs.sun_gap, (41e6, 679e6), "#000000", "-."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,10 @@ def table(rows: list[dict]) -> str:
     return grid([names, *written]) if rows else ""
 
 
+def fixed(value: float | None, digits: int) -> str | None:
+    return None if value is None else f"{value:,.{digits}f}"
+
+
 def tables(result: dict) -> list[str]:
     """Markdown of analyse's result, the headline first: common gap, ranking, gap per size beside the nulls, its cost."""
     return [_headline(result), *[_ranking(result["ranking"])] * (len(result["common"]) > 1), _sizes(result), _costs(result)]
@@ -127,13 +134,13 @@ def _sizes(result: dict) -> str:
     rows += [(row, "bf16, same seed", row["pairs"], row["bf16"], row["as_trained"], "null: rounded otherwise")
              for row in same["sizes"]]
     rows += [(row, row["recipe"], row["bf16"].n, row["bf16"], row["as_trained"], row["verdict"]) for row in result["sizes"]]
-    head = ("recipe", "pairs", "gap in BF16 [%]", "gap as trained [%]", "verdict")
-    lines = [{"N": f"{at['N']:,}", "tokens": f"{at['tokens']:,}"} | dict(zip(head, cells, strict=True))
-             for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))]
+    lines = [["N", "tokens", "recipe", "pairs", "gap in BF16 [%]", "gap as trained [%]", "verdict"]]
+    lines += [[f"{at['N']:,}", f"{at['tokens']:,}", *map(str, cells)]
+              for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))]
     text = [f"N: {result['conventions']['N']}. Null: SD of the difference of two BF16 runs, of other seeds or of one seed "
             "rounded otherwise."]
     text += [f"Repeats equal to the last bit, no null: {same['equal']}."] * bool(same["equal"])
-    return "\n".join([table(lines), "", *text])
+    return "\n".join([grid(lines), "", *text])
 
 
 def _costs(result: dict) -> str:
@@ -158,8 +165,10 @@ def _ends(values, form: str) -> str:
     return "none" if value == "?" else value if ends == ["?", "?"] else f"{value} [{ends[0]} to {ends[1]}]"
 
 
+@matplotlib.rc_context(RC)
 def draw_precision(result: dict):
-    """The figure of analyse's result: gap [%] over size, then nats beside published laws."""
+    """The figure of analyse's result. Left: each gap in per cent at its size; rows that share a size stand side by side, more
+    tokens further right. Right: each gap above 0 in nats at its total parameters, as the published laws beside them count."""
     arm, sizes, common, margin = result["loss"], result["sizes"], result["common"], result["margin"]
     looks = {recipe: {"color": style["color"], "marker": style["marker"], "markersize": 4.5, "linestyle": "none"}
              for recipe, style in zip(common, styles(["bf16", *common])[1:], strict=True)}
@@ -175,22 +184,8 @@ def draw_precision(result: dict):
     title = f"Loss minus that of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
     caption = ("Bars: 95 % t-interval over independent pairs. Left, at each size further right: more tokens. Right: gaps above 0 "
                f"and published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to.")
-    with matplotlib.rc_context(RC):
-        figure, panels = sheet((7.4, 3.8), 1, 2, title, caption, handles, 4)
-        left, right = panels[0]
-        for band, _, color in sorted(nulls, reverse=True):      # the narrower on top
-            left.axhspan(-band, band, color=color, linewidth=0, zorder=0)
-        for sign in (-1, 1) if margin else ():
-            left.axhline(sign * margin.percent, **MARGIN_LINE, zorder=1)
-        _draw_percent(left, result, looks)
-        left.set(ylabel="gap [%]", xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
-        _draw_nats(right, sizes, looks, ratio)
-        return settle(figure)
+    figure, ((left, right),) = sheet((7.4, 3.8), 1, 2, title, caption, handles, 4)
 
-
-def _draw_percent(panel, result: dict, looks) -> None:
-    """Each gap in per cent at its size; rows that share a size stand side by side, more tokens further right."""
-    arm, sizes = result["loss"], result["sizes"]
     levels, place, ticks = sorted({row["N"] for row in sizes}), [], []
     room = min([0.9, *(0.6 * np.diff(np.log(levels)))])
     for N, some in itertools.groupby(row["N"] for row in sizes):
@@ -198,39 +193,42 @@ def _draw_percent(panel, result: dict, looks) -> None:
         place += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
         if not ticks or math.log(N / ticks[-1]) > 0.08 * math.log(2.25 * levels[-1] / levels[0]):
             ticks.append(N)             # labels at the sizes, where they have room
-    panel.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
+    for band, _, color in sorted(nulls, reverse=True):      # the narrower on top
+        left.axhspan(-band, band, color=color, linewidth=0, zorder=0)
+    for sign in (-1, 1) if margin else ():
+        left.axhline(sign * margin.percent, **MARGIN_LINE, zorder=1)
+    left.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
     for recipe, look in looks.items():
         x, y, bars = zip(*((x, row[arm].mean, row[arm].half or 0) for x, row in zip(place, sizes, strict=True)
                            if row["recipe"] == recipe), strict=True)
-        panel.errorbar(x, y, bars, **look, capsize=2.5, elinewidth=1.1, zorder=3)
+        left.errorbar(x, y, bars, **look, capsize=2.5, elinewidth=1.1, zorder=3)
     ends = [abs(row[arm].mean) + (row[arm].half or 0) * (row[arm].n > 2) for row in sizes]
-    limit = 1.2 * max([1e-3, *ends, *([result["margin"].percent] if result["margin"] else [])])     # two pairs' bar may leave it
-    panel.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
-    counts_axis(panel.xaxis)
-    panel.xaxis.set_major_locator(FixedLocator(ticks))
-    panel.xaxis.set_minor_locator(NullLocator())
+    limit = 1.2 * max([1e-3, *ends, *([margin.percent] if margin else [])])     # two pairs' bar may leave it
+    left.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
+    left.set(ylabel="gap [%]", xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
+    counts_axis(left.xaxis)
+    left.xaxis.set_major_locator(FixedLocator(ticks))
+    left.xaxis.set_minor_locator(NullLocator())
 
-
-def _draw_nats(panel, sizes, looks, ratio: float) -> None:
-    """Each gap above 0 at its total parameters, as the published laws count, whose lines stand beside."""
-    panel.set_yscale("log", nonpositive="clip")
+    right.set_yscale("log", nonpositive="clip")
     totals, values = [row["params_total"] for row in sizes], []
     N = np.geomspace(min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST), 200)
-    for (name, law, fitted), (color, dash) in zip(pairs.PRECISION_LAWS, LAW_STYLES, strict=True):
+    for name, law, fitted, color, dash in LAWS:
         nats, inside = law(N, ratio * N), (fitted[0] <= N) & (fitted[1] >= N)
-        panel.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
-        panel.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
+        right.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
+        right.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
         values += [nats.min(), nats.max()]
     for row in sizes:
         if (found := row["nats"]).mean > 0:
-            panel.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
+            right.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
             values.append(found.mean)
-    panel.set(xscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)), xlabel="parameters N, all",
+    right.set(xscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)), xlabel="parameters N, all",
               ylabel="gap [nats/token]")
-    counts_axis(panel.xaxis)
-    panel.yaxis.set_major_locator(LogLocator(10, numticks=9))
-    panel.yaxis.set_minor_formatter(NullFormatter())
-    panel.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
+    counts_axis(right.xaxis)
+    right.yaxis.set_major_locator(LogLocator(10, numticks=9))
+    right.yaxis.set_minor_formatter(NullFormatter())
+    right.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
+    return settle(figure)
 
 
 def main(arguments: list[str]) -> int:
@@ -251,7 +249,7 @@ def _run(options: Options) -> None:
     result = analyse(records, found, options.loss, pairs.read_margin(records, options.margin))
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
     wrote = write_with(folder, "precision", draw_precision(result), {
-        "precision.json": as_json({"format_version": 1, **result, "notes": notes, "inputs": inputs})})
+        "precision.json": {"format_version": 1, **result, "notes": notes, "inputs": inputs}})
     lines = [f"WARNING: {note}" for note in notes]
     if len(lines) > SHOWN and not options.all:
         lines[SHOWN:] = [f"{len(lines) - SHOWN} more in precision.json"]

@@ -19,7 +19,7 @@ from scipy.special import fdtri
 
 from runtime.cli import UserError, nearest
 from runtime.machine import git
-from scaling.figures import as_json, write_files
+from scaling.figures import write_files
 from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law, with_bootstrap
 from scaling.pairs import KIND
 from scaling.records import read_json, read_study
@@ -193,7 +193,7 @@ def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") ->
         "inputs": [{"run_id": record.run_id, "summary_sha256": record.summary_sha256, "N": record.N,
                     "D": record.tokens, "loss": getattr(record, loss_key)} for record in group.records],
     }
-    write_files(path.parent, {path.name: as_json(content | {"sha256": digest(content)})})
+    write_files(path.parent, {path.name: content | {"sha256": digest(content)}})
     return read_prediction(path)
 
 
@@ -243,8 +243,8 @@ def score(folder, records) -> list[str]:
             lines.append(f"{p.target}: not there yet; predicted on {p.date}: {p.loss:.4f} ({p.low:.4f} to {p.high:.4f})")
             continue
         scored, name = [_score(p, record) for record in runs], f"score_{p.target}.json"
-        write_files(Path(folder), {name: as_json({"format_version": FORMAT_VERSION, "target": p.target,
-                                                  "prediction_sha256": p.sha256, "runs": scored})})
+        write_files(Path(folder), {name: {"format_version": FORMAT_VERSION, "target": p.target, "prediction_sha256": p.sha256,
+                                          "runs": scored}})
         for one in scored:
             inside = [row["form"] for row in one["forms"] if row["inside"]]
             lines += [f"{one['run_id']}: {p.loss_key} {one['loss']:.4f}, predicted {p.loss:.4f} by {p.headline}: error "

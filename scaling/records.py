@@ -22,8 +22,8 @@ LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
 @dataclass(frozen=True)
 class Record:
     """One finished run: what its summary.json says, counts under every convention, losses in nats per token."""
-
     folder: Path
+    summary: dict                       # all of the file
     summary_sha256: str                 # of the file's bytes; law.json names its inputs by it
     run_id: str
     pair_id: str                        # equal in runs that differ in precision alone
@@ -88,8 +88,7 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
     return records, notes
 
 
-COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "trunk", "decays_from", "convention")
-MAY_BE_ZERO = ("seed", "repeat")
+COMPUTED = ("folder", "summary", "summary_sha256", "recipe", "is_compiled", "weights", "trunk", "decays_from", "convention")
 
 
 def read_record(folder) -> Record:
@@ -107,7 +106,7 @@ def read_record(folder) -> Record:
             one.default is MISSING or summary.get(one.name) is not None)}
         plan = next((run for run in study.get("runs", []) if run["run"] == values["run_id"]), {})
         total = sum(source["weight"] for _, source in sources)
-        record = Record(folder=folder, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        record = Record(folder=folder, summary=summary, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
                         recipe=switched + precision["recipe"], is_compiled=precision["compile"],
                         weights={name: source["weight"] / total for name, source in sources},
                         trunk=_root(root, summary.get("parent_run")) or plan.get("parent") or summary["run_id"],
@@ -117,7 +116,7 @@ def read_record(folder) -> Record:
         raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): leave it out") from None
     wrong = type_problems("", record) or [
         f"{key}={value} is not above zero" for key, value in (vars(record) | record.weights).items()
-        if type(value) in (int, float) and key not in MAY_BE_ZERO and value <= 0]
+        if type(value) in (int, float) and key not in ("seed", "repeat") and value <= 0]
     if wrong:
         raise UserError(f"{path}: {wrong[0]}")
     return record

@@ -24,9 +24,9 @@ from matplotlib.lines import Line2D
 from runtime.cli import UserError, command, run_command, si
 from scaling import learning_rate, precision
 from scaling.dynamics import History, finite, read_history, running_mean, window_of
-from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
+from scaling.figures import EVALUATED, RC, STYLES, settle, sheet, steps_axis, styles, write_files, write_with
 from scaling.pairs import Pair, pairs
-from scaling.precision import table
+from scaling.precision import fixed, table
 from scaling.predict import held_out, load
 from scaling.records import LAW_FOLDER, Record, from_scratch, listed, read_json, read_runs, read_study, usable, without_repeats
 
@@ -61,7 +61,6 @@ class Arm:
     record: Record
     label: str                      # its recipe; with its name where several have that recipe
     history: History                # steps without a target, which are logged as a loss of 0, have NaN
-    summary: dict
 
 
 def report_training(paths, out: str | None) -> str:
@@ -71,8 +70,8 @@ def report_training(paths, out: str | None) -> str:
     text = "\n\n".join([f"# {len(arms)} runs of one training: {', '.join(arm.label for arm in arms)}", tables(rows),
                         *["\n".join(f"- {note}" for note in notes)] * bool(notes)])
     return f"{text}\n\n" + write_with(Path(out or arms[0].record.folder.parent / LAW_FOLDER), "report_loss", draw_losses(arms), {
-        "report.md": f"{text}\n\n![loss](report_loss.png)\n", "report.json": as_json({
-            "format_version": 1, "pair_id": arms[0].record.pair_id, "runs": rows, "notes": notes})})
+        "report.md": f"{text}\n\n![loss](report_loss.png)\n",
+        "report.json": {"format_version": 1, "pair_id": arms[0].record.pair_id, "runs": rows, "notes": notes}})
 
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
@@ -82,43 +81,33 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
     recipes, names = [record.recipe for record in records], [record.run_id for record in records]
     arms: list[Arm] = []
     for record in records:
+        for key in ("pair_id", "val_sha256", "tokenizer_sha256", "data_sha256"):
+            if record.summary.get(key) != records[0].summary.get(key):
+                raise UserError(f"{records[0].folder} and {record.folder} differ in more than the precision ({key}): give the "
+                                "runs of one training, alike in seed, data and settings")
         name = record.run_id if names.count(record.run_id) == 1 else record.folder
         label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({name})"
-        arms.append(Arm(record, label, read_history(record.folder), read_json(record.folder / "summary.json")))
-        notes += [f"{label}: {one}" for one in _oddities(arms[-1])]
-    for arm in arms:
-        for key in ("pair_id", "val_sha256", "tokenizer_sha256", "data_sha256"):
-            if arm.summary.get(key) != arms[0].summary.get(key):
-                raise UserError(f"{arms[0].record.folder} and {arm.record.folder} differ in more than the precision ({key}): "
-                                "give the runs of one training, alike in seed, data and settings")
+        history, steps = read_history(record.folder), record.summary.get("steps", 0) - (record.parent_step or 0)
+        train = history.train
+        if not len(train["step"]):
+            raise UserError(f"{record.folder / 'metrics.jsonl'} holds no step that counts: restore it, or leave the run out")
+        train["loss"][train["loss"] == 0] = math.nan
+        told = ((max(0, steps - len(train["step"])), f"of {steps} steps have no row in metrics.jsonl: time is too short"),
+                (int(np.isnan(train["loss"]).sum()), "steps had no target or no finite loss: left out of the statistics"),
+                (len(history.undone), "times it went back: that time is counted, those losses are not"))
+        notes += [f"{label}: {n} {what}" for n, what in told if n]
+        notes += [f"{label}: its status is {record.status!r}"] * (record.status != "ok")
+        arms.append(Arm(record, label, history))
     return arms, notes
 
 
-def _oddities(arm: Arm) -> list[str]:
-    """What of a run's history a reader of its numbers should know; marks steps without a target."""
-    train, steps = arm.history.train, arm.summary.get("steps", 0) - (arm.record.parent_step or 0)
-    if not len(train["step"]):
-        raise UserError(f"{arm.record.folder / 'metrics.jsonl'} holds no step that counts: restore it, or leave the run out")
-    train["loss"][train["loss"] == 0] = math.nan
-    told = ((max(0, steps - len(train["step"])), f"of {steps} steps have no row in metrics.jsonl: time is too short"),
-            (int(np.isnan(train["loss"]).sum()), "steps had no target or no finite loss: left out of the statistics"),
-            (len(arm.history.undone), "times it went back: that time is counted, those losses are not"))
-    return [f"{n} {what}" for n, what in told if n] + [f"its status is {arm.record.status!r}"] * (arm.record.status != "ok")
-
-
-def step_times(history: History) -> dict:
-    """Seconds of all steps as they passed, undone ones too, without what compilation added, the difference. The first step
-    after a start (since_start 1) compiles: what it took beyond the median of the others."""
-    seconds, is_first = history.train["step_s"], history.train["since_start"] == 1
-    usual = math.inf if is_first.all() else float(np.nanmedian(seconds[~is_first]))
-    whole = float(np.nansum(seconds) + sum(np.nansum(lost["step_s"]) for lost in history.undone))
-    compiling = float(np.nansum(np.maximum(seconds[is_first] - usual, 0)))
-    return {"with_compile": whole, "without_compile": whole - compiling, "compile": compiling}
-
-
 def _row(arm: Arm, pair: Pair | None) -> dict:
-    """One run in report.json: losses in nats per token, times in seconds, the gap against BF16."""
-    train, is_usual = arm.history.train, arm.history.train["since_start"] != 1      # other steps compiled
+    """One run in report.json: losses in nats per token, times in seconds, the gap against BF16. Times are those of all steps as
+    they passed, undone ones too; compilation is what the first step after each start took beyond the median of the others."""
+    train, is_first = arm.history.train, arm.history.train["since_start"] == 1
+    usual = math.inf if is_first.all() else float(np.nanmedian(train["step_s"][~is_first]))
+    whole = float(np.nansum(train["step_s"]) + sum(np.nansum(lost["step_s"]) for lost in arm.history.undone))
+    compiling = float(np.nansum(np.maximum(train["step_s"][is_first] - usual, 0)))
     gaps = pair and {name: asdict(pair.gap(name)) | {
         "se_percent": pair.gap(name).se and 100 * pair.gap(name).se / getattr(pair.bf16, f"loss_{name}")}
         for name in ("as_trained", "bf16")}
@@ -128,10 +117,11 @@ def _row(arm: Arm, pair: Pair | None) -> dict:
             "loss_bf16", "tok_per_s_median")},
         "label": arm.label, "steps": len(train["step"]),
         "train_loss": spread(train["loss"]), "val_loss": spread(arm.history.val["loss"]), "gap": gaps,
-        "speed_against_bf16": pair and pair.tok_per_s_ratio, "step_time_s": step_times(arm.history),
-        "memory_percent": spread(train["gpu_mem_pct"][is_usual]),
-        "utilisation_percent": spread(train["gpu_util_pct"][is_usual]),
-        "wall_s": arm.summary.get("wall_s"), "mem_peak_gib": arm.summary.get("mem_peak_gib")}
+        "speed_against_bf16": pair and pair.tok_per_s_ratio,
+        "step_time_s": {"with_compile": whole, "without_compile": whole - compiling, "compile": compiling},
+        "memory_percent": spread(train["gpu_mem_pct"][~is_first]),
+        "utilisation_percent": spread(train["gpu_util_pct"][~is_first]),
+        **{key: arm.record.summary.get(key) for key in ("wall_s", "mem_peak_gib")}}
 
 
 def spread(values) -> dict | None:
@@ -151,10 +141,10 @@ def tables(rows: list[dict]) -> str:
         name, times = {"recipe": row["label"]}, row["step_time_s"]
         train, val, memory, busy = (row[key] or {} for key in ("train_loss", "val_loss", "memory_percent", "utilisation_percent"))
         gaps = {f"gap {'in BF16' if arm == 'bf16' else 'as trained'} [%]": f"{gap['percent']:+.3f}" + (
-            f" ± {_fixed(gap['se_percent'], 3)}" * bool(gap["se"])) for arm, gap in (row["gap"] or {}).items()}
-        training.append(name | {key: _fixed(train.get(key), 4) for key in LOSS} | {"steps": train.get("n", 0)})
-        validation.append(name | {key: _fixed(val.get(key), 4) for key in LOSS} | {"validations": val.get("n", 0)} | gaps)
-        costs.append(name | {title: _fixed(value, digits) for title, value, digits in (
+            f" ± {fixed(gap['se_percent'], 3)}" * bool(gap["se"])) for arm, gap in (row["gap"] or {}).items()}
+        training.append(name | {key: fixed(train.get(key), 4) for key in LOSS} | {"steps": train.get("n", 0)})
+        validation.append(name | {key: fixed(val.get(key), 4) for key in LOSS} | {"validations": val.get("n", 0)} | gaps)
+        costs.append(name | {title: fixed(value, digits) for title, value, digits in (
             ("speed against BF16", row["speed_against_bf16"], 3), ("tokens/s", row["tok_per_s_median"], 0),
             ("steps [s]", times["with_compile"], 2), ("without compilation [s]", times["without_compile"], 2),
             ("compilation [s]", times["compile"], 2), ("whole run [s]", row["wall_s"], 2),
@@ -168,10 +158,6 @@ def tables(rows: list[dict]) -> str:
         "Speed and tokens/s: of the median step. Compilation: what the first step after each start took beyond it. Whole run: "
         "with start and validations. Memory and utilisation: of the first rank's GPU after the first step; peak: PyTorch's own."
         + CPU * any(row["device"].startswith("cpu") for row in rows)])
-
-
-def _fixed(value: float | None, digits: int) -> str | None:
-    return None if value is None else f"{value:,.{digits}f}"
 
 
 @matplotlib.rc_context(RC)
@@ -250,7 +236,7 @@ def report_study(folder: Path) -> str:
     content = {"format_version": 1, "study": study.get("study"), "declared": study.get("declared"), "missing": lacking,
                "N": f"params_{records[0].convention}", "runs": runs,
                "inputs": {record.run_id: record.summary_sha256 for record in records}}
-    write_files(folder, {"report.json": as_json(content), page.name: f"{MARK}\n{text}\n"})
+    write_files(folder, {"report.json": content, page.name: f"{MARK}\n{text}\n"})
     return f"{text}\n\nwrote {page}, report.json"
 
 
@@ -277,8 +263,8 @@ def _runs(rows: list[dict], is_sweep: bool) -> str:
               "tokens/N": f"{row['tokens_per_param']:.3g}",
               "peak rate": f"{row['lr_peak']:g}" if is_sweep and row["lr_peak"] else None,
               "seeds": ", ".join(map(str, row["seeds"])), "loss in BF16 [nats/token]": f"{row['loss_bf16']:.4f}",
-              "as trained": f"{row['loss_as_trained']:.4f}", "tokens/s": _fixed(row["tok_per_s_median"], 0),
-              "speed against BF16": _fixed(row["speed_against_bf16"], 3),
+              "as trained": f"{row['loss_as_trained']:.4f}", "tokens/s": fixed(row["tok_per_s_median"], 0),
+              "speed against BF16": fixed(row["speed_against_bf16"], 3),
               "device": f"{row['n_gpu']} x " * (row["n_gpu"] > 1) + row["device"]} for row in rows]
     return (f"{table(lines)}\n\nLosses: means over the seeds; gaps of single pairs are below. Speed: of the median step."
             + CPU * any(row["device"].startswith("cpu") for row in rows))
@@ -328,7 +314,7 @@ def _predictions(predictions, folder: Path) -> str:
             lacking.append(f"the score of {one.target} (`python scaling/fit.py {folder} --score`)")
         lines += [{"target": one.target, "frozen (UTC)": one.date, "sha256": f"`{one.sha256[:12]}`",
                    "predicted [nats]": f"{one.loss:.4f}", "95 % interval": f"{one.low:.4f} to {one.high:.4f}",
-                   "by": one.headline, "run": run.get("run_id"), "measured [nats]": _fixed(run.get("loss"), 4),
+                   "by": one.headline, "run": run.get("run_id"), "measured [nats]": fixed(run.get("loss"), 4),
                    "error [%]": run and f"{run['error_percent']:+.2f}",
                    "interval": run and ("inside" if run["inside"] else "**outside**")} for run in score["runs"] or [{}]]
     return "\n\n".join([*[table(lines)] * bool(lines), *(f"**Missing:** {one}." for one in lacking),

@@ -95,7 +95,11 @@ def sweep(options: Options, deadline: float) -> int | str:
     check_predicted(chosen, folder)
     if options.slurm:
         return slurm_script(chosen, options)
-    slots = slots_of(options)
+    there, n = torch.cuda.device_count(), options.gpus
+    if there and n * options.jobs > there:
+        raise UserError(f"gpus={n} for each of jobs={options.jobs} is more than the {there} GPUs of this machine")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
+    slots = [names[i * n:(i + 1) * n] for i in range(options.jobs)]     # the GPUs of each job; none on a CPU
     if any(not summary_of(row, folder) for row in chosen):
         check_data(rows, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,15 +162,6 @@ def check_data(rows: list[Row], folder: Path) -> None:
     for other in rows:
         if (summary_of(other, folder) or {}).get("data_sha256", data.train_sha256) != data.train_sha256:
             raise UserError(f"{config.data.dir} holds other tokens than {other.run}, which is done, has seen: put those back")
-
-
-def slots_of(options: Options) -> list[list[str]]:
-    """The GPUs of each job, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
-    there, n = torch.cuda.device_count(), options.gpus
-    if there and n * options.jobs > there:
-        raise UserError(f"gpus={n} for each of jobs={options.jobs} is more than the {there} GPUs of this machine")
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
-    return [names[i * n:(i + 1) * n] for i in range(options.jobs)]
 
 
 def slurm_script(rows: list[Row], options: Options) -> str:
