@@ -89,8 +89,8 @@ def test_the_mistake_of_one_rank_is_raised_by_all(monkeypatch):
     assert [*map(type, errors)] == [ZeroDivisionError] * 2
 
 
-# Data set: a task of each kind, how many answers its questions have, a row of the data set. Of the real questions of ARC some have
-# 3 or 5 answers, and a part is numbered.
+# Data set: a task of each kind, the answers of its questions, a row of the data set. Of the real ones of ARC some have 3 or 5
+# answers, and a part is numbered.
 LAYOUTS = {
     "allenai/ai2_arc": ("arc_easy", (5, 4, 3, 5, 5, 4), lambda stem, choices, label: {
         "id": stem, "question": f"{stem}?", "answerKey": (marks := "ABCDE" if len(stem) % 3 else "12345")[label],
@@ -128,7 +128,7 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     assert scores.keys() == set(names)
     for task, row in scores.items():
         assert [row["acc"], row.get("acc_norm", row["acc"])] == pytest.approx([row["chance"]] * 2, abs=1e-12), task
-        samples = [*map(json.loads, gzip.open(run / "eval" / row["samples"]))]
+        samples = [*map(json.loads, gzip.decompress((run / "eval" / row["samples"]).read_bytes()).splitlines())]
         preferred = {int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples}
         assert len(samples) == row["n"]     # and the model sees something, else this would hold as well
         assert len(preferred) > 1 or task == "winogrande"

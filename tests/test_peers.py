@@ -132,7 +132,7 @@ def loss_of(subject, label, x, y):
         return cross_entropy(subject.model(x), y)
 
 
-# What is compiled, what the optimizer is asked for, how far a parameter moves where every gradient is 3: nanoGPT's stand-in by the
+# What is compiled, what the optimizer is asked for, how far a parameter moves where each gradient is 3: nanoGPT's stand-in by the
 # rate times a norm clipped to 1, nanochat's by 0.1 x 3, not clipped, AdamW by the rate.
 @pytest.mark.parametrize("label, how, asked, moves", [
     ("nanogpt", [{}], (0.1, 6e-4, (0.9, 0.95), "cpu"), 6e-4 / (MATMUL + 1)**0.5),

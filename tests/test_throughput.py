@@ -111,8 +111,8 @@ def test_what_makes_a_row_invalid(changes, why):
 
 def test_a_slow_attention_flatters_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    for kernel, is_fit in (("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", True), ("flash_fwd_kernel", False),
-                           ("flash::FlashAttnFwdSm90", True), ("triton_red_fused_scaled_dot_product_attention_0", True)):
+    for kernel, is_fit in {"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": True, "flash_fwd_kernel": False,
+                           "flash::FlashAttnFwdSm90": True, "triton_red_fused_scaled_dot_product_attention_0": True}.items():
         row = cell_row(replace(TOY, device="cuda"), answer(kernels=[["nvjet", 2.0], [kernel, 1.0]]), None)
         assert row["valid"] is is_fit and row["mfu_bf16"] == pytest.approx(row["tok_per_s"] * 10 / 989.4e12)
         assert row["attention_kernel"] == (None if kernel.startswith("triton") else kernel)
