@@ -1,11 +1,13 @@
 """A tiny opinionated model, its log-likelihoods one token at a time, folders like a finished run's, texts of many kinds."""
 
 import json
+import os
 import queue
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,9 +40,9 @@ def refused(capsys, command, *arguments):
     return said
 
 
-def build(config=TINY, seed=1, compute_dtype=torch.float32):
+def build(config=TINY, seed=1):
     """A model that has opinions: each token of the past moves the logits."""
-    return build_rough(config, seed, compute_dtype).requires_grad_(False).eval()
+    return build_rough(config, seed).requires_grad_(False).eval()
 
 
 def rigged(logits_of):
@@ -92,7 +94,7 @@ def directly(model, context, continuation):
     total, greedy = 0.0, True
     for t in range(len(ids) - len(continuation), len(ids)):
         logits = model(torch.tensor([ids[:t]]))[0, -1].double()
-        total += (logits - logits.logsumexp(0))[ids[t]].item()
+        total += logits.log_softmax(0)[ids[t]].item()
         greedy &= int(logits[:257].argmax()) == ids[t]
     return total, greedy
 
@@ -104,12 +106,8 @@ def expected_pair(model, context, continuation):
 
 def rolled(model, prefix, ids):
     """Sum over disjoint windows of n_ctx tokens, the last one with as much past as fits: the definition, spelled out."""
-    n, total = model.config.n_ctx, 0.0
-    for start in range(0, len(ids), n):
-        piece = ids[start:start + n]
-        past = prefix if start == 0 else ids[max(0, start + len(piece) - n - 1):start]
-        total += directly(model, past, piece)[0]
-    return total
+    n = model.config.n_ctx
+    return sum(directly(model, prefix + ids[:start], ids[start:start + n])[0] for start in range(0, len(ids), n))
 
 
 def words(rng, n):
@@ -117,9 +115,9 @@ def words(rng, n):
 
 
 def build_run(tmp_path, monkeypatch):
-    """A finished run of build()'s weights with its data, its checkpoint at step 1; the working directory is above it."""
+    """A finished run of build()'s weights with its data, its checkpoint at step 1; the working directory is above it. What the
+    harness sets in the environment is undone after the test."""
     monkeypatch.chdir(tmp_path)
-    protect_environment(monkeypatch)
     rng = random.Random(0)
     for source in ("prose", "code"):
         ids = [encode_document(BYTES, words(rng, 80)) for _ in range(250)]
@@ -127,13 +125,8 @@ def build_run(tmp_path, monkeypatch):
     folder = tmp_path / "out" / "tiny"
     write_run(folder, step=1, mixture={"prose": 0.5, "code": 0.5}, **asdict(TINY))
     (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1}))
-    return folder
-
-
-def protect_environment(monkeypatch):
-    """What the harness sets in the environment is undone after the test."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE", "DISABLE_MULTIPROC"):
-        monkeypatch.setenv(name, "0")
+    with mock.patch.dict(os.environ):
+        yield folder
 
 
 def make_task(folder, rows, name="sums", **changes):
@@ -166,29 +159,18 @@ def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir
     return config, gpt
 
 
-LLAMA = {"vocab_size": 420, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
-ROPE = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 5.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
-        "original_max_position_embeddings": 32}
-
-
-def make_llama(folder, *, rope=ROPE, architecture="Llama", dtype=torch.bfloat16, shard_size="50GB", seed=0, **sizes):
+def make_llama(folder, *, architecture="Llama", dtype=torch.bfloat16, shard_size="50GB", **changes):
     """Write a tiny random Llama and a byte-level BPE with begin and end of text, as save_pretrained lays them out."""
     import transformers
-    config = getattr(transformers, f"{architecture}Config")(**{**LLAMA, "rope_parameters": dict(rope), **sizes}, head_dim=16)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 420, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": False,
+             "rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 5.0, "low_freq_factor": 2.0,
+                                 "high_freq_factor": 8.0, "original_max_position_embeddings": 32}}
+    config = getattr(transformers, f"{architecture}Config")(**sizes | changes)
     model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     for name, p in model.named_parameters():
         torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     write_tokenizer(folder, vocab=400, post_processor=BEGINS)
     return folder
-
-
-def read_llama(folder):
-    """transformers' own reading in fp32, its weights moved to aligned memory: a product with one row depends on that."""
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for p in model.parameters():
-        p.data = p.data.clone()
-    return model

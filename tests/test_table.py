@@ -12,8 +12,10 @@ import pytest
 from eval_runs import call, refused
 
 from eval import table
+from tests.scaling_runs import edit
 
 N = 400
+out = pytest.fixture(lambda tmp_path: tmp_path / "out")
 
 
 def digest(*hashes):
@@ -27,40 +29,30 @@ def answers(task, seed, n=N):
              "acc": float((shared if i % 3 else own).random() < 0.5)} for i in range(n)]
 
 
-def documents_of(rows):
-    return digest(*(row["doc_hash"] for row in rows))
-
-
 def mean_row(rows, **more):
     x = np.array([row["acc"] for row in rows])
     return {"acc": x.mean(), "acc_se": x.std(ddof=1) / math.sqrt(len(x)), "n": len(x), "chance": 0.25,
-            "docs_sha256": documents_of(rows), **more}
+            "docs_sha256": digest(*(row["doc_hash"] for row in rows)), **more}
 
 
 def write_log(path, rows):
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
-def write(folder, name="core", summary=None, tasks=None, samples=None, **more):
+def write(folder, name="core", summary=(), tasks=(), samples=(), **more):
     """A record below a run's eval/, its tasks given as rows of samples, whose log lies beside it, or as they stand there."""
     (folder / "eval").mkdir(parents=True, exist_ok=True)
-    tasks = dict(tasks or {})
-    for task, rows in (samples or {}).items():
+    tasks = dict(tasks)
+    for task, rows in dict(samples).items():
         write_log(folder / "eval" / f"{name}_{task}.gz", rows)
         tasks.setdefault(task, mean_row(rows, samples=f"{name}_{task}.gz"))
-    record = {"run": f"out/{folder.name}", "tasks": tasks, "limit": None, "dtype": "bfloat16", "fp8": "off"} | more
-    (folder / "eval" / f"{name}.json").write_text(json.dumps(record))
-    if summary:
-        (folder / "summary.json").write_text(json.dumps(summary))
+    edit(folder / "eval" / f"{name}.json", **{
+        "run": f"out/{folder.name}", "tasks": tasks, "limit": None, "dtype": "bfloat16", "fp8": "off"} | more)
+    edit(folder / "summary.json", **dict(summary))
 
 
 def summary(recipe, pair="p", size=10**8, **more):
     return {"pair_id": pair, "precision": {"recipe": recipe}, "params_total": size, "tokens": 20 * size} | more
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
 
 
 @pytest.fixture
@@ -159,7 +151,7 @@ def test_of_a_group_the_differences_rest_on_all_its_questions(out):
         parts = {f"mmlu_{i}": answers(f"mmlu_{i}", recipe, n=100 + i) for i in range(3)}
         wholes.append(whole := sum(parts.values(), []))
         group = mean_row(whole, subtasks=list(parts), num_fewshot=5) | {
-            "docs_sha256": digest(*map(documents_of, parts.values()))}
+            "docs_sha256": digest(*(mean_row(rows)["docs_sha256"] for rows in parts.values()))}
         within = mean_row(parts["mmlu_1"], subtasks=["mmlu_1"])     # a group within the group
         write(out / recipe, tasks={"mmlu": group, "mmlu_stem": within}, samples=parts, summary=summary(recipe))
     text = page(out)
@@ -179,7 +171,7 @@ def test_limited_scores_and_other_documents_never_share_a_column(out):
     assert [text.split(":")[0] for text in limited] == ["50", "400"]
     assert "| part " not in whole and "| marked " not in whole and "| full " not in limited[0] + limited[1].split("##")[0]
     header = cells(whole, "model")
-    assert len(header) == 4 and all(f"documents {documents_of(rows)[:6]}" in "".join(header) for rows in (full, other))
+    assert len(header) == 4 and all(f"documents {mean_row(rows)['docs_sha256'][:6]}" in "".join(header) for rows in (full, other))
     call(table, out / "part", f"out={out / 'page'}")
     assert [path.name for path in (out / "page").iterdir()] == ["table.md"], "parts of tasks have no figure"
 
