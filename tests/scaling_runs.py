@@ -21,7 +21,7 @@ def surface(N, D):
     return 0.8 + 40.0 * N**-0.35 + 60.0 * D**-0.3
 
 
-def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None, gap=0.0, seed=1337, curve=True,
+def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None, gap=0.0, seed=1337, curve=False,
               per_source=12, **changes):
     """Write one finished run; `loss` (nats/token) is law(C) by default, `gap` is added to it in the FP8 arm.
 
@@ -78,7 +78,7 @@ def write_branches(folder, sizes=(30_000, 60_000, 120_000, 240_000, 480_000), ra
             lineage = {"parent_run": trunk, "parent_step": 80 * ratio, "curve": False} if is_branch else {}
             loss = surface(params, params * ratio) * math.exp(shared[ratio] + 0.3 * noise * rng.normal())
             run = write_run(folder / (trunk + f"_d{ratio}" * is_branch), recipe=recipe, params=params, seed=seed, loss=loss,
-                            tokens=params * ratio, gap=gap * (recipe != "bf16"), **lineage | changes)
+                            tokens=params * ratio, gap=gap * (recipe != "bf16"), **changes | lineage)
             rows.append({"run": run["run_id"], "parent": run["parent_run"], "parent_step": run["parent_step"]})
     edit(folder / "study.json", margin_percent=0.25, declared="2026-11-19T00:00:00Z", runs=rows)
     return folder

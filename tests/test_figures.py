@@ -51,7 +51,7 @@ BUILDERS = {
     "five recipes": lambda folder: study(folder, [{"recipe": recipe, "params": params, "gap": 0.004 * (recipe != "bf16")}
                                                   for recipe, params in itertools.product(ARMS, (38_912, 184_320))]),
     "one size": lambda folder: study(folder, [
-        {"seed": seed, "loss": 2.5 + 0.003 * seed, "recipe": recipe, "gap": -0.002 * (recipe != "bf16"), "curve": False}
+        {"seed": seed, "loss": 2.5 + 0.003 * seed, "recipe": recipe, "gap": -0.002 * (recipe != "bf16")}
         for seed, recipe in itertools.product(range(3), ARMS[:2])]),
     "two ratios": lambda folder: study(folder, [        # off one ray, too few points for L(N, D)
         {"params": N, "tokens": N * ratio} for N, ratio in ((40_000, 10), (40_000, 20), (110_000, 20))], params="nonembed"),
@@ -68,7 +68,8 @@ def ladder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def branches(tmp_path_factory):
-    return study(write_branches(tmp_path_factory.mktemp("branches"), sizes=[*map(int, SIZES)], seeds=(1,), noise=2e-4))
+    folder = tmp_path_factory.mktemp("branches")
+    return study(write_branches(folder, [*map(int, SIZES)], seeds=(1,), noise=2e-4, curve=True))
 
 
 def caption(figure):

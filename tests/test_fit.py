@@ -64,7 +64,7 @@ def test_a_ladder_on_one_ray(tmp_path, capsys):
 
 def test_many_recipes_still_fit_one_screen(tmp_path, capsys, no_figures):
     for recipe in ("bf16", *"abcdefghijk"):
-        write_run(tmp_path / "many" / recipe, recipe=recipe, curve=False, pair_id=recipe)
+        write_run(tmp_path / "many" / recipe, recipe=recipe, pair_id=recipe)
     lines = asked(capsys, cli.main, tmp_path / "many").splitlines()
     assert len(lines) == 40 and "--all" in lines[-5] and lines[-4].startswith("Seed noise: ")    # said of all, so it stays
 
@@ -88,7 +88,7 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     ([(size, 20) for size in LONG], "ray", "bf16: 8 runs of 8", "need ratios at least 2x apart", "CND")])
 def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figures, runs, form, begin, why, bands):
     for i, (size, ratio) in enumerate(runs):
-        write_run(tmp_path / "out" / str(i), params=size, tokens=size * ratio, curve=False)
+        write_run(tmp_path / "out" / str(i), params=size, tokens=size * ratio)
     out, content = fitted(capsys, f"out={tmp_path / 'law'}", tmp_path / "out")
     group = content["groups"]["bf16"]
     assert out.startswith(begin) and "No BF16/FP8 pair among these runs." in out
@@ -99,7 +99,7 @@ def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figures, ru
 
 def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figures):
     """Also where those of one seed were trained from scratch: their noise is their trunk's, they are no trajectories."""
-    for path in (folder := write_branches(tmp_path / "out", curve=False)).glob("*_1_d*/summary.json"):
+    for path in (folder := write_branches(tmp_path / "out")).glob("*_1_d*/summary.json"):
         edit(path, parent_run=None, parent_step=None)
     out = asked(capsys, cli.main, folder, "--all")
     assert out.startswith("bf16: 40 runs of 10 trajectories, N 30k to 480k, 5 to 40 tokens per parameter\n  chinchilla: L = ")
@@ -125,7 +125,7 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figures):
 def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
     for params, losses in ((40_000, (3.0, 3.03, 3.06)), (90_000, (2.5, 2.51)), (200_000, (2.0,))):
         for seed, loss in enumerate(losses):
-            write_run(tmp_path / f"{params}_{seed}", params=params, seed=seed, loss=loss, curve=False)
+            write_run(tmp_path / f"{params}_{seed}", params=params, seed=seed, loss=loss)
     records, _ = read_runs([tmp_path])
     expected = ((2 * np.log([3.0, 3.03, 3.06]).var(ddof=1) + np.log([2.5, 2.51]).var(ddof=1)) / 3) ** 0.5
     assert seed_noise(records) == (pytest.approx(expected, rel=1e-12), 3) and seed_noise(records[:1]) == (None, 0)

@@ -81,7 +81,7 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
 
 def write_sweep(folder, rates=RATES, best=0.0061, **changes):
     for lr in rates:
-        write_run(folder / f"lr{lr:g}", curve=False, **{"loss": known(lr, best), "lr_peak": lr} | changes)
+        write_run(folder / f"lr{lr:g}", **{"loss": known(lr, best), "lr_peak": lr} | changes)
     return folder
 
 

@@ -114,8 +114,8 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
     """Two seeds in BF16, FP8 and BF16 once more; of FP8 too there is a repeat, no pair."""
     for seed, loss in LOSS.items():
         for name, shift, gap in (("bf16", 0, 0), ("null", NULL[seed], 0), ("fp8", 0, GAP[seed]), ("fp8_again", 0, GAP[seed])):
-            write_run(tmp_path / f"{name}_{seed}", loss=loss + shift, gap=gap, seed=seed, curve=False,
-                      recipe="tensorwise" if gap else "bf16", repeat=int(name in ("null", "fp8_again")))
+            write_run(tmp_path / f"{name}_{seed}", loss=loss + shift, gap=gap, seed=seed, recipe="tensorwise" if gap else "bf16",
+                      repeat=int(name in ("null", "fp8_again")))
     runs, _ = read_runs([tmp_path])
     for order in (runs, runs[::-1]):
         found, notes = pairs.pairs(order)
@@ -141,7 +141,7 @@ def test_equal_bits_are_no_null_and_branches_add_no_freedom():
 
 def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
     """Three sizes at 5, 10 and 20 tokens per parameter without the vocabulary, losses from a known law of those."""
-    for path in write_branches(tmp_path, SHAPES, (5, 10, 20), noise=1e-4, curve=False).glob("*/summary.json"):
+    for path in write_branches(tmp_path, SHAPES, (5, 10, 20), noise=1e-4).glob("*/summary.json"):
         N = strict(path)["params_total"]
         edit(path, params_nonembed=N, params_total=SHAPES[N])
     edit(tmp_path / "study.json", params="nonembed")
@@ -275,7 +275,7 @@ def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
     assert own is None and "need ratios at least 2x apart" in reason
     assert pairs.local_surface(np.array([1e6, 2e6]), np.array([2.0, 2.1])) is None         # a loss that rises
     large = (50_000_000, 200_000_000, 800_000_000)      # 6 N D does not fit 64 bits
-    runs, _ = read_runs([write_branches(tmp_path, sizes=large, recipes=("bf16",), curve=False)])
+    runs, _ = read_runs([write_branches(tmp_path, sizes=large, recipes=("bf16",))])
     laws, reason = pairs.surfaces(runs, "loss_bf16")
     own, epoch = laws[50_000_000]
     assert reason is None and (own.name, epoch) == ("own", EPOCH) and own.beta == pytest.approx(0.3, abs=0.05)

@@ -22,7 +22,7 @@ def write_seeds(folder, gaps, recipe="tensorwise", params=38_912, **changes):
     for seed, gap in enumerate(gaps, 1):
         for name, own in (("bf16", 0.0), (recipe, gap)):
             if not (path := folder / f"{name}_{params}_{seed}").exists():
-                write_run(path, recipe=name, loss=BF16[seed - 1], gap=own, seed=seed, curve=False, params=params, **changes)
+                write_run(path, recipe=name, loss=BF16[seed - 1], gap=own, seed=seed, params=params, **changes)
     return folder
 
 
@@ -63,9 +63,9 @@ def test_mean_interval_and_null_are_those_of_the_textbook_and_a_speed_up_is_a_gp
 @pytest.mark.parametrize("cut_off", ["none", "*_tensorwise_1_*", "*_d5"])
 def test_branches_of_one_trunk_count_once_and_the_console_gets_forty_lines(tmp_path, capsys, no_figures, cut_off):
     """Also where they were trained from scratch without their trunk's checkpoint: they share its seed, data and schedule."""
-    write_branches(tmp_path, sizes=(30_000, 60_000, 120_000), curve=False)
+    write_branches(tmp_path, sizes=(30_000, 60_000, 120_000))
     for i in range(12):
-        write_run(tmp_path / f"alone_{i}", params=50_000 + i, recipe="amax", curve=False)
+        write_run(tmp_path / f"alone_{i}", params=50_000 + i, recipe="amax")
     for path in tmp_path.glob(f"{cut_off}/summary.json"):
         edit(path, parent_run=None, parent_step=None)
     output, result = run(capsys, tmp_path)
@@ -109,7 +109,7 @@ def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_
     for ratio, loss, params in ((10, 2.2, 30_000), (20, 2.0, 30_000), (20, 1.9, 60_000)):
         for recipe in ("bf16", "tensorwise"):
             write_run(tmp_path / f"{recipe}_{params}_{ratio}", recipe=recipe, gap=0.01 * (recipe != "bf16"), params=params,
-                      tokens=ratio * params, loss=loss, curve=False)
+                      tokens=ratio * params, loss=loss)
     _, result = run(capsys, tmp_path)
     beta, (one, epoch) = math.log(2.2 / 2.0) / math.log(2), result["sizes"][1]["costs"]
     assert (one["law"], epoch["law"]) == ("own, at this N", "Epoch")
@@ -136,7 +136,7 @@ def damaged(runs, shift=0, **arrays):
 @pytest.mark.parametrize("damage, sentence", [
     (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read"),
     (lambda runs: study(runs, percent=0), "margin"), (lambda runs: study(runs, declared="yesterday"), "margin"),
-    (lambda runs: write_run(runs / "d", seed=9, pair_id="pair38912_778240_1", curve=False), "d are both the BF16 run of pair"),
+    (lambda runs: write_run(runs / "d", seed=9, pair_id="pair38912_778240_1"), "d are both the BF16 run of pair"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(), "val_losses.npz cannot be read"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz cannot be read"),
     (lambda runs: damaged(runs, bf16=np.full(35, 9.9)), "val_losses.npz cannot be read"),
@@ -144,11 +144,11 @@ def damaged(runs, shift=0, **arrays):
     (lambda runs: damaged(runs, n_tokens=np.arange(36) // 12 * 9), "not from one evaluation"),      # a source without a target
     (lambda runs: damaged(runs, bf16=np.full(36, 9.9)), "not from one evaluation"),
     (lambda runs: damaged(runs, shift=5), "same validation sequences in the same order"),
-    (lambda runs: [write_run(runs / name, recipe=name, loss=2.2, seed=9, curve=False, **more) for name, more in (
+    (lambda runs: [write_run(runs / name, recipe=name, loss=2.2, seed=9, **more) for name, more in (
         ("tensorwise", {}), ("bf16", {"per_source": 5}))], "same validation sequences"),
     (lambda runs: write_run(runs / "other", params=50_000, val_sha256="w" * 64), "val_sha256"),
     (lambda runs: [path.unlink() for path in runs.glob("*/summary.json")]
-     + [write_run(runs / "x", status="diverged", curve=False)], "no run is left to compare")])
+     + [write_run(runs / "x", status="diverged")], "no run is left to compare")])
 def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, damage, sentence):
     damage(study(write_seeds(tmp_path, [0.004, 0.010, 0.007])))
     assert sentence in asked(capsys, precision.main, tmp_path, code=2) and not (tmp_path / "law").exists()
@@ -158,7 +158,7 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
     write_seeds(tmp_path, [0.010, 0.012, 0.015], params=40_000)
     write_seeds(tmp_path, [-0.004, -0.006, -0.009], "rowwise", params=40_000)
     write_seeds(tmp_path, [0.004], params=300_000)
-    write_run(tmp_path / "again", loss=BF16[0] + 1e-3, params=40_000, seed=1, repeat=1, curve=False)
+    write_run(tmp_path / "again", loss=BF16[0] + 1e-3, params=40_000, seed=1, repeat=1)
     records, _ = read_runs([tmp_path])
     result = analyse(records, pairs(records)[0], "bf16", Margin(0.25, "study.json", True))
     figure = draw_precision(result)

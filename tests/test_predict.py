@@ -152,7 +152,7 @@ def test_real_ladders_hold_out_sizes(train_set, known):
 @pytest.fixture
 def study(tmp_path):
     """A folder of three BF16 and three FP8 runs, with a study.json that declares a larger one, `big`, in either precision."""
-    folder = write_ladder(tmp_path / "study", (33_000, 74_000, 100_000), curve=False)
+    folder = write_ladder(tmp_path / "study", (33_000, 74_000, 100_000))
     edit(folder / "study.json", held_out=["big"], runs=[GOAL | {"run": name, "recipe": recipe} for name, recipe in (
         ("big", "bf16"), ("seed2", "bf16"), ("big_fp8", "tensorwise"), ("big_row", "rowwise"))])
     return folder
@@ -167,7 +167,7 @@ def freeze(name, study, folder):
 
 
 def write_big(folder, name="big", t_start="2999-01-01T00:00:00Z", **changes):
-    return write_run(folder / name, params=BIG, curve=False, t_start=t_start, **GOAL | changes)
+    return write_run(folder / name, params=BIG, t_start=t_start, **GOAL | changes)
 
 
 def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):

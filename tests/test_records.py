@@ -111,7 +111,7 @@ def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_pat
 
 
 def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path):
-    write_run(tmp_path / "a", curve=False)
+    write_run(tmp_path / "a")
     record = read_record(tmp_path / "a")
     assert [len(values) for values in read_curve(record)] == [0, 0]
     rows = [{"kind": "val" if loss == 9 else "train", "step": tokens // 10, "tokens": tokens, "loss": loss}

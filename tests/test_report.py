@@ -35,7 +35,7 @@ def ordinary(recipe):
 
 
 def write_arm(folder, recipe="bf16", rows=None, **changes):
-    write_run(folder, curve=False, **{
+    write_run(folder, **{
         "recipe": recipe, "loss": 2.6, "gap": GAPS.get(recipe, 0.0), "data_sha256": "d" * 64, "steps": 40, "wall_s": 60.0,
         "mem_peak_gib": 55.5, "device": "NVIDIA H100 80GB HBM3", "tok_per_s_median": SPEED.get(recipe, 1000.0), **changes})
     return write(folder, rows or ordinary(recipe))

@@ -135,12 +135,12 @@ def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys):
 
 def test_measured_speed_counts_on_that_gpu_alone(tmp_path):
     N, flops = 123_587_328, 1e9
-    shared = {"params": N, "device": "NVIDIA H100 80GB HBM3", "flops_per_token": flops, "n_gpu": 2, "curve": False}
+    shared = {"params": N, "device": "NVIDIA H100 80GB HBM3", "flops_per_token": flops, "n_gpu": 2}
     for recipe, speed in (("bf16", 400e3), ("tensorwise", 500e3)):
         write_run(tmp_path / "here" / recipe, recipe=recipe, tok_per_s_median=speed, **shared)
         write_run(tmp_path / "here" / f"{recipe}_null", recipe=recipe, tok_per_s_median=speed / 3, repeat=1, **shared)
-        write_run(tmp_path / "there" / recipe, recipe=recipe, params=N, device="NVIDIA H200", curve=False)      # equal peaks
-        write_run(tmp_path / "there" / f"demo_{recipe}", recipe=recipe, device=shared["device"], curve=False)    # tiny
+        write_run(tmp_path / "there" / recipe, recipe=recipe, params=N, device="NVIDIA H200")      # equal peaks
+        write_run(tmp_path / "there" / f"demo_{recipe}", recipe=recipe, device=shared["device"])    # tiny
     for size in read_sizes(f"runs={tmp_path / 'here'}")[0]:
         assert (size.mfu, size.speedup) == pytest.approx((400e3 * flops / (2 * 989.4e12), 1.25))
     assert {size.mfu for size in read_sizes(f"runs={tmp_path / 'there'}")[0]} == {ASSUMED_MFU}
