@@ -37,7 +37,7 @@ from tests.conftest import ROOT, call_train, process
 from tests.scaling_runs import edit
 from tests.test_fp8 import OPERANDS, quantised
 from tests.test_model import TINY, build_rough, tokens
-from tests.test_tokenizer import HOSTILE
+from tests.test_tokenizer import TEXTS
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 
@@ -52,9 +52,9 @@ def documents():
     rng = random.Random(0)
     lines = [line for path in ("README.md", "model.py") for line in (ROOT / path).read_text().splitlines()]
     blanks = [" ", "  ", "\n", "\t", "\r\n", "\u3000", "", "\n\n\n", " \t\r\x0b\u00a0\u2003 "]
-    kinds = (lines, blanks, HOSTILE[:11], [chr(code) for code in (*range(0xD800), *range(0x1F000, 0x1FB00))])
-    return [*HOSTILE, *("".join(rng.choice(rng.choice(kinds)) + rng.choice(blanks) for _ in range(rng.randrange(60)))
-                        for _ in range(300 - len(HOSTILE)))]
+    kinds = (lines, blanks, TEXTS[:11], [chr(code) for code in (*range(0xD800), *range(0x1F000, 0x1FB00))])
+    return [*TEXTS, *("".join(rng.choice(rng.choice(kinds)) + rng.choice(blanks) for _ in range(rng.randrange(60)))
+                        for _ in range(300 - len(TEXTS)))]
 
 
 def auto_model(folder):
