@@ -158,7 +158,7 @@ def begun(folder: Path) -> dict:
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)      # datatrove writes what a step holds, all tasks, into the log of each
 class Task:
     """An input file to its piece, with `most` tokens or, if it ends before, fewer."""
     file: InputFile
