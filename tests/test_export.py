@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,15 @@ def test_a_full_disk_leaves_nothing_and_a_kill_no_half_folder_and_nothing_needs_
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "hf").exists() and (tmp_path / ".tmp_hf/README.md").is_file()
     exported(tmp_path / "run", tmp_path / "hf")     # what was left is in nobody's way
+
+
+def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp_path):
+    with export.new_folder(tmp_path / "hf") as part:
+        (part / "config.json").touch()
+        second = threading.Thread(target=export.new_folder(tmp_path / "hf").__enter__, daemon=True)
+        second.start()
+        second.join(0.5)
+        assert second.is_alive() and (part / "config.json").exists()
 
 
 def card_of(run, *arguments):
