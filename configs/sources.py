@@ -20,10 +20,10 @@ SOURCES: dict[str, Source] = {
         tokens=100e9),
 
     # 12 of 95 files, grouped by language, Markdown first: reading the first files would never reach Python.
-    "python": Source(**STACK, tokens=8e9, keep={LANGUAGE: ("Python",)}),
+    "python": Source(**STACK, tokens=8e9, keep={LANGUAGE: ("Python",)}, grouped_by=LANGUAGE),
 
     # Which files hold C is written nowhere: the first record of each is asked for.
-    "c": Source(**STACK, tokens=None, keep={LANGUAGE: ("C",)}),
+    "c": Source(**STACK, tokens=None, keep={LANGUAGE: ("C",)}, grouped_by=LANGUAGE),
 
     "arxiv": Source(
         dataset="common-pile/arxiv_papers_filtered", revision="033cf7f53f9b348deec868c1a5a48484f3ee9e52",

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
+from prepare.pipeline import alone
 from runtime import tokenizer as gpt2
 from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, origin_of, read_manifest, seal, sync_folder
 from runtime.cli import UserError, command, grid, run_command, type_problems
@@ -114,16 +115,17 @@ def export(options: Options) -> str:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `target`, an empty one at most, when all in there is on the disk: whole or not there."""
     part = target.with_name(f".tmp_{target.name}")
-    shutil.rmtree(part, ignore_errors=True)     # what a kill left
-    part.mkdir(parents=True)
-    try:
-        yield part
-        for path in (*part.rglob("*"), part):
-            sync_folder(path)
-        os.replace(part, target)
-        sync_folder(target.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with alone(target.parent):      # srun starts as many commands as there are tasks
+        shutil.rmtree(part, ignore_errors=True)     # what a kill left
+        part.mkdir()
+        try:
+            yield part
+            for path in (*part.rglob("*"), part):
+                sync_folder(path)
+            os.replace(part, target)
+            sync_folder(target.parent)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

@@ -158,7 +158,7 @@ def begun(folder: Path) -> dict:
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)      # datatrove writes what a step holds, all tasks, into the log of each
 class Task:
     """An input file to its piece, with `most` tokens or, if it ends before, fewer."""
     file: InputFile
@@ -272,7 +272,9 @@ def _submit(works: list["Work"], job: Job) -> None:
     if job.dry_run:
         slurm.launch_slurm_job = lambda content, *_: print(content) or "DRY_RUN"
     slurm.SlurmPipelineExecutor.launch_merge_stats = int       # no job that merges datatrove's statistics
-    tasks, logs = [task for work in works for task in work.tasks()], Path(job.out, ".slurm").resolve()
+    tasks = [task for work in works for task in work.tasks()]
+    # A folder of its own: the tasks of an earlier command, which read their list there, may not have begun.
+    logs = Path(job.out, ".slurm", f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}").resolve()
     here = Job(**{option.name: getattr(job, option.name) for option in fields(Job)} | {"on": "local", "processes": None})
     finish = partial(_finish, Path.cwd(), [work.source for work in works], here)
     executor = partial(slurm.SlurmPipelineExecutor, time=job.time, partition=job.partition, qos="", mem_per_cpu_gb=4,

@@ -59,8 +59,8 @@ class Source:
     files: str | tuple[str, ...] = ()   # of the Hub: pattern of paths within the repository, or the paths themselves
     local_files: tuple[InputFile, ...] = ()     # of this machine
     column: str = "text"
-    # Column, nested by dots -> values of the rows wanted, by which the rows are grouped: only the files that matter are read.
-    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
+    grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
     tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
     budget: int | None = None       # training tokens to prepare; None: all there are
     may_age: bool = False           # whether shards of an older revision serve as well
@@ -96,11 +96,11 @@ class Source:
         found = sorted(filter(is_wanted, there))
         for path in found:
             _check_format(PurePath(path), HUB_FORMATS, f"files= of {self.dataset}@{self.revision}: {path}")
-        if self.keep:
-            found = _of_group(self, found)
+        if self.grouped_by:
+            found = _of_group(self, found, self.grouped_by, self.keep[self.grouped_by])
         if not found:
-            raise UserError(f"{self.dataset}@{self.revision} has no file {self.files} with {self.keep or 'text'}: correct the "
-                            f"pattern; there are {', '.join([*there][:5]) or 'none'}")
+            raise UserError(f"{self.dataset}@{self.revision} has no file {self.files}{f' with {self.keep}' if self.keep else ''}:"
+                            f" correct the pattern; there are {', '.join([*there][:5]) or 'none'}")
         found.sort(key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
         return [InputFile(path, there[path], self.revision, partial(_read_hub, self, path)) for path in found]
 
@@ -280,13 +280,12 @@ def check(source: Source) -> Iterator[str]:
     yield f"  {first[:100]!r}"
 
 
-def _of_group(source: Source, paths: list[str]) -> list[str]:
+def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, ...]) -> list[str]:
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
-    [(column, wanted)] = source.keep.items()
-
     def first_value(path: str) -> str | None:
         """The column of the first record that has it, by a request for the file's first bytes."""
-        rows = _records(partial(_opened, source, path, HEAD_BYTES), PurePath(path), f"{source.dataset}/{path}", [])
+        rows = _records(partial(_opened, source, path, HEAD_BYTES), PurePath(path), f"{source.dataset}/{path}",
+                        [column.split(".")[0]])
         return next(filter(None, (_nested(row, column) for row, _ in islice(rows, HEAD_LINES))), None)
 
     with ThreadPoolExecutor(8) as pool:

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from tests.conftest import ROOT, process
 from tests.scaling_runs import edit
 from tests.test_fp8 import OPERANDS, quantised
 from tests.test_model import TINY, build_rough, tokens
-from tests.test_tokenizer import HOSTILE
+from tests.test_tokenizer import TEXTS
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 
@@ -52,9 +53,9 @@ def documents():
     rng = random.Random(0)
     lines = [line for path in ("README.md", "model.py") for line in (ROOT / path).read_text().splitlines()]
     blanks = [" ", "  ", "\n", "\t", "\r\n", "\u3000", "", "\n\n\n", " \t\r\x0b\u00a0\u2003 "]
-    kinds = (lines, blanks, HOSTILE[:11], [chr(code) for code in (*range(0xD800), *range(0x1F000, 0x1FB00))])
-    return [*HOSTILE, *("".join(rng.choice(rng.choice(kinds)) + rng.choice(blanks) for _ in range(rng.randrange(60)))
-                        for _ in range(300 - len(HOSTILE)))]
+    kinds = (lines, blanks, TEXTS[:11], [chr(code) for code in (*range(0xD800), *range(0x1F000, 0x1FB00))])
+    return [*TEXTS, *("".join(rng.choice(rng.choice(kinds)) + rng.choice(blanks) for _ in range(rng.randrange(60)))
+                        for _ in range(300 - len(TEXTS)))]
 
 
 def auto_model(folder):
@@ -202,6 +203,15 @@ def test_a_full_disk_leaves_nothing_and_a_kill_no_half_folder_and_nothing_needs_
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "hf").exists() and (tmp_path / ".tmp_hf/README.md").is_file()
     exported(tmp_path / "run", tmp_path / "hf")     # what was left is in nobody's way
+
+
+def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp_path):
+    with export.new_folder(tmp_path / "hf") as part:
+        (part / "config.json").touch()
+        second = threading.Thread(target=export.new_folder(tmp_path / "hf").__enter__, daemon=True)
+        second.start()
+        second.join(0.5)
+        assert second.is_alive() and (part / "config.json").exists()
 
 
 def card_of(run, *arguments):

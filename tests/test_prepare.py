@@ -460,6 +460,7 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     finish(command, tmp_path)
     said, (array, last) = (tmp_path / "stub.log").read_text(), (tmp_path / "stub.arguments").read_text().splitlines()
     assert array.endswith("pieces: 2") and "--dependency=afterany:7" in last, said
+    assert len([*tmp_path.glob("out/.slurm/*/pieces/executor.pik")]) == 3, "what a job reads is no later command's"
     made = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
     assert made == content(tmp_path / "calm"), said
     finish(command, tmp_path)
