@@ -106,6 +106,7 @@ def run_command(main, *arguments) -> int:
 
 def nearest(word: str, choices: list[str]) -> str:
     """How an error sentence goes on: the likely meaning of `word`, or else all the choices.
+
     Among section.key the key decides, then the section: an equal section alone must not bring optim.xyz near to optim.eps."""
     has_sections = any("." in choice for choice in choices)
     names = {choice: (choice.rpartition(".")[2] if has_sections else choice).lower() for choice in (*choices, word)}

@@ -150,6 +150,7 @@ class Guard:
 def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, step: int, reason: str,
              run_dir: Path, is_main: bool) -> str:
     """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the end of an error sentence.
+
     tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It raises
     nothing, so that it cannot hide the fault itself; `problem` in diagnosis.json is what kept it from being complete. Gradients
     are those after clipping, which spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""

@@ -31,6 +31,7 @@ UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its k
 
 class Log:
     """Write one run's rows; only rank 0 has one. Starting it at `resume_step` drops the rows of later steps.
+
     On a full disk rows wait in memory and training goes on; a dashboard that raises is dropped. Raises OSError where a start or
     a rollback, which write the file anew, find no room."""
 
@@ -298,6 +299,7 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
 
 def pair_id(config: Config, began_from: str | None = None) -> str:
     """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are compared where it is equal.
+
     A branch has that of the run as a whole, in whose weights it ends. The run or imported model that the first of them took its
     weights from enters: began_from where `config` does not say it."""
     if config.parent and config.parent[1] == 0:

@@ -201,6 +201,7 @@ def candidates(config: Config, size: int) -> list[int]:
 
 def search(numbers: list[int], first: int, attempt: Callable[[int], tuple[float, float]]) -> int | None:
     """The fastest of `numbers` that fits, the smaller one where two differ by less than GAIN; None where none fits.
+
     Upwards from numbers[first], until one fails or two in a row bring nothing; where not even that one fits, downwards from
     there. attempt(n): tokens/s and GiB. A MachineError of it is raised only where no trial before went well."""
     speeds: dict[int, float] = {}

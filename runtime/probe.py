@@ -43,6 +43,7 @@ Seen = dict[tuple[str, str], torch.Tensor]      # (module, what was measured) ->
 
 class Probe:
     """Measures `model` on request. All ranks call it together; those with a path measure and write.
+
     recipes: of each converted Linear by module name; without any, only blocks are measured."""
 
     def __init__(self, path: Path | None, model: GPT, recipes: dict[str, Recipe], tokens: int):
@@ -52,6 +53,7 @@ class Probe:
 
     def __call__(self, step: int, x: torch.Tensor, y: torch.Tensor, backward_scale: float) -> None:
         """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero or None, and are so again.
+
         backward_scale: what training multiplies its summed loss by, so that gradients are of training's size."""
         multiple = max([32, *(recipe.multiple for recipe in self.recipes.values())])
         n, seen = sequences(x.size(0), x.size(1), self.tokens, multiple), {}
@@ -87,6 +89,7 @@ def sequences(B: int, T: int, tokens: int, multiple: int = 32) -> int:
 @contextmanager
 def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[None]:
     """Within the block, the next forward pass of `model`, and backward pass if there is one, fills `seen`.
+
     Of each Linear the first call alone is measured: a head in chunks is called often, and again to recompute."""
     def linear(layer: str, recipe: Recipe, module: nn.Linear, inputs: tuple, output: torch.Tensor) -> None:
         if (layer, "activation") in seen:
@@ -132,6 +135,7 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
 @torch.no_grad()
 def statistics(x: torch.Tensor, operand: Operand, noise: torch.Tensor | None = None) -> torch.Tensor:
     """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (7,) fp32, on x's device.
+
     noise: of stochastic rounding, (..., n)."""
     x = x.float()
     scale, q = scale_of(x, operand), fake_quantise(x, operand, noise=noise)
@@ -150,6 +154,7 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Largest q k / sqrt(D) that the softmax gets in one sequence, over all heads; qkv (T, (H + 2K) D), result ().
+
     q and k are rounded to BF16 as in training; fp32, even as TF32, multiplies BF16 exactly."""
     T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
     q, k = (part.view(1, T, -1, D) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])

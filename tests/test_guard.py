@@ -105,7 +105,7 @@ def test_the_first_steps_are_no_spike_and_log_mode_follows_a_shift():
     only_noted = filled(replace(SMALL, mode="log"))
     verdicts = [only_noted.judge(64 + i, math.nan if i == 3 else 6.0, 1.0) for i in range(20)]
     assert verdicts == [*[SPIKE] * 3, SKIP, *[SPIKE] * 4, *[OK] * 12], "a row of spikes ends at what is not finite"
-    assert (only_noted.skipped, only_noted.consecutive) == (1, 0)
+    assert (only_noted.skipped, only_noted.consecutive, only_noted.spikes, len(only_noted.accepted)) == (1, 0, [], 16)
     assert filled(steps=7).judge(7, 300.0, 100.0) is OK, "less than half the window is known"
     assert filled(steps=8).judge(8, 300.0, 100.0) is SKIP
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from eval.loss import evaluate
 from runtime import fp8, parallel
-from runtime.checkpoint import latest, load_model, read_manifest, run_on_rank0
+from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
 from runtime.cli import UserError
 from runtime.config import config_from_dict
 from runtime.data import open_data
@@ -122,15 +122,16 @@ def work(folder: Path) -> None:
     """The runs of folder/*.json, then experiments with models; rank 0 writes what it saw."""
     whole, halves = (config_from_dict(json.loads((folder / f"{name}.json").read_text())) for name in ("whole", "halves"))
     world = parallel.start(whole)
-    train.train(whole, world)
-    if world.is_main:       # as a kill after step 3 would leave it
-        shutil.copytree(whole.run_dir, halves.run_dir)
-        back_to(halves, 3)
-    run_on_rank0(world, lambda: None)
-    train.train(halves, world)
+    with mock.patch.object(fp8, "set_position") as placed:
+        train.train(whole, world)
+        if world.is_main:       # as a kill after step 3 would leave it
+            shutil.copytree(whole.run_dir, halves.run_dir)
+            back_to(halves, 3)
+        run_on_rank0(world, lambda: None)
+        train.train(halves, world)
     groups = (dist.group.WORLD, *world.mesh.get_all_groups(), world.checkpoint_group)
     replicas = replace(world, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    seen = {"local_size": world.local_size,
+    seen = {"local_size": world.local_size, "positions": gather([call.args[1] for call in placed.call_args_list], world),
             "timeouts": [group._get_backend(world.device).options._timeout.total_seconds() for group in groups],
             "gathered": [gathered(whole, world, *how) for how in (
                 ("tensorwise", True), ("tensorwise", False), ("tensorwise_gw_hp", True))],
@@ -250,6 +251,8 @@ def test_two_compiled_fp8_ranks_agree_with_eager_ones_and_no_collective_times_ou
 def test_resumed_and_probed_it_is_the_same_bits(ranks):
     """Scales not renewed after the load or an update would show here, and any trace of the probes, which one rank writes."""
     assert record(ranks.whole) == record(ranks.halves)
+    first, second = ([*range(128 * rank, 6 * 512, 2 * 128)] for rank in (0, 1))
+    assert ranks.positions == [first + first[6:], second + second[6:]], "of stochastic rounding: each micro-batch has its own"
     weights = load_model(ranks.halves.run_dir)[0].state_dict()
     linears = [row for row in read_rows(ranks.halves.run_dir / "probe.jsonl") if row["kind"] == "linear"]
     assert [row["step"] for row in linears] == 8 * [4] + 8 * [6] and len({row["layer"] for row in linears}) == 8

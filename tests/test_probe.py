@@ -120,20 +120,23 @@ def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_w
     hidden = model.hidden(x)
     assert row["activation"]["amax"] == (hidden[0] if label == "rowwise" else hidden).abs().max().item()
     assert row["gradient"]["amax"] > 0 and not whole
-@pytest.mark.parametrize("at_once, changes", [(2**24, {}), (100, {"n_head": 4, "n_kv_head": 2}),
-                                              (100, {"n_head": 4, "n_kv_head": 1, "qk_norm": True})])
-def test_block_rows_against_a_naive_computation(changes, at_once, tmp_path, monkeypatch):
+
+
+@pytest.mark.parametrize("at_once, seed, ahead, changes", [
+    (2**24, 4, 1, {}), (100, 30, 1, {"n_head": 4, "n_kv_head": 2}), (100, 12, 0, {"n_head": 4, "n_kv_head": 1, "qk_norm": True})])
+def test_block_rows_against_a_naive_computation(changes, at_once, seed, ahead, tmp_path, monkeypatch):
+    """Each case must show a mask that lets the next token through (ahead 1), or hides the token itself (0)."""
     monkeypatch.setattr(probe, "LOGITS_AT_ONCE", at_once)
-    model, recipes, x, y = build(dtype=torch.float32, seed=4, **changes)
-    rows, blocks, masked = probed(tmp_path, model, recipes, x, y), [], 0
+    model, recipes, x, y = build(dtype=torch.float32, seed=seed, **changes)
+    rows, blocks, shown = probed(tmp_path, model, recipes, x, y), [], 0
     reference_logits(model, x, blocks)
     assert [(row["kind"], row["step"], row["block"]) for row in rows] == [("block", 7, 0), ("block", 7, 1)]
     for row, (logits, swiglu) in zip(rows, blocks, strict=True):        # attention's of the first sequence
-        masked += np.diagonal(logits[0], 1, 1, 2).max() > 1.001 * np.tril(logits[0]).max()      # of the next token
+        shown += np.diagonal(logits[0], ahead, 1, 2).max() > 1.001 * np.tril(logits[0], ahead - 1).max()
         assert row["attention_logit_max"] == pytest.approx(np.tril(logits[0]).max(), rel=1e-4)
         assert row["swiglu_amax"] == pytest.approx(np.abs(swiglu).max(), rel=1e-4)
         assert row["swiglu_rms"] == pytest.approx(np.sqrt(np.square(swiglu).mean()), rel=1e-4)
-    assert masked or changes, "the first case must show whether the mask is there"
+    assert shown
 
 
 def test_few_sequences_a_torn_last_line_and_a_full_disk_and_a_pass_that_fails_leaves_no_hook_and_no_row(tmp_path, capsys):

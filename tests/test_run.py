@@ -80,7 +80,8 @@ def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tin
 
 
 def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(tiny, run, monkeypatch):
-    config = replace(tiny, run="whole", eval=replace(tiny.eval, every=4))
+    config, closed = changed(tiny, "run=whole eval.every=4 profile=4:6"), []
+    monkeypatch.setattr(room.Log, "close", lambda log, close=room.Log.close: closed.append(log) or close(log))
     run(config)
     whole, validated = faults.record(config), [(row["step"], row["loss"]) for row in faults.rows(config, "val")]
     for at, step in (1, 4), (2, 6), (3, 6):     # of the run's three validations; the last is in BF16
@@ -89,9 +90,11 @@ def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(tiny,
             patch.setattr(room, "evaluate", lambda *rest, at=at, calls=calls: None if next(calls) == at else evaluate(*rest))
             assert f"stopped on request at step {step}; saved" in run(config)
         assert faults.rows(config, "event")[-1]["event"] == "stopped" and faults.saved_steps(config)[-1] == step
+        assert traced_steps(config.run_dir) == [4, 5, 6][:step - 3], "of a trace that was cut short, what there is"
         run(config)
         assert [(row["step"], row["loss"]) for row in faults.rows(config, "val")] == validated
         assert faults.record(config) == whole
+    assert len(closed) == 7, "the log, after each start"
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
