@@ -11,10 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import pyarrow
-import pyarrow.parquet
-
-from tests.text_files import PACK
+from tests.text_files import write_rows
 
 URL = re.compile(r"(/api)?/datasets/(?P<repo>[^/]+/[^/]+)"
                  r"(/(?P<what>revision|tree|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?")
@@ -82,10 +79,10 @@ class _Handler(BaseHTTPRequestHandler):
             name, kind = there.relative_to(self.root).as_posix(), "directory" if there.is_dir() else "file"
             entries.append({"type": kind, "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(),
                             "size": self.server.size(f"{self.repo}/{name}")})
+        about = {"id": self.repo, "sha": sha, "tags": [f"license:{license}"] * bool(license)}
         if found["what"] == "tree":
-            return self._json([entry for entry in entries if not path or entry["path"].startswith(path + "/")])
-        return self._json({"id": self.repo, "sha": sha, "tags": [f"license:{license}"] * bool(license),
-                           "siblings": [{"rfilename": entry["path"]} for entry in entries if entry["type"] == "file"]})
+            about = [entry for entry in entries if not path or entry["path"].startswith(path + "/")]
+        return self._send(200, json.dumps(about).encode(), {"Content-Type": "application/json"})
 
     do_HEAD = do_GET
 
@@ -109,9 +106,6 @@ class _Handler(BaseHTTPRequestHandler):
         status, code = ERRORS.get(kind) or (int(kind), "")
         self._send(status, b"", {"X-Error-Code": code} if code else {})
 
-    def _json(self, value):
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
     def _send(self, status: int, data: bytes, headers: dict, kind: str = "", after: int = 0):
         self.send_response(status)
         for key, value in {**headers, "Content-Length": len(data)}.items():
@@ -127,14 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def write_repository(folder: Path, repo: str, files: dict[str, list[dict]], revision: str = "", license: str = "") -> None:
-    """Writes rows as the names say: .parquet, .jsonl, .json, each line-based one also packed; the commit is a hash by default."""
+    """`files`: name -> rows, as write_rows() takes them. The commit is a hash by default."""
     for name, rows in files.items():
-        path = folder / repo / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".parquet"):
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=20)
-        else:
-            path.write_bytes(PACK.get(path.suffix, bytes)("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        write_rows(folder / repo / name, rows)
     revision = revision or hashlib.sha1(repo.encode()).hexdigest()
     for name, content in {".revision": revision, ".license": license, "README.md": repo}.items():
         (folder / repo / name).write_text(content)

@@ -49,13 +49,12 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def config_of(folder, mixture=None, *, steps=6, micro_batch=2, sequences=8, seed=1, max_epochs=50.0, eval_tokens=24,
-              tokenizer="./some/folder", vocab_size=VOCAB):
+def config_of(folder, mixture=None, *, steps=6, seed=1, eval_tokens=24, vocab_size=VOCAB, **data):
+    data = {"tokenizer": "./some/folder", "tokens_per_step": 8 * N_CTX, "micro_batch": 2, "max_epochs": 50.0, **data}
     return Config(
         run="t", steps=steps, seed=seed, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=eval_tokens), out=f"{folder}/../out",
         model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=vocab_size),
-        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, tokenizer=tokenizer,
-                        tokens_per_step=sequences * N_CTX, micro_batch=micro_batch, max_epochs=max_epochs))
+        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, **data))
 
 
 def load(*args, **kwargs):
@@ -208,9 +207,9 @@ def test_a_flipped_bit_or_another_size_of_any_file_is_found_and_named(folder):
                     found += error.__notes__        # by which train.py prints it on this rank, which may be the only one
             assert len(found) == is_shard
             flip_bit(path, at)
-        for other in (content[:-1], content + b"\0\0", None):
+        for other, said in (content[:-1], ""), (content + b"\0\0", ""), (None, "is missing"):
             path.unlink() if other is None else path.write_bytes(other)
-            assert [str(path) in sentence for sentence in damage(path.parent)] == [True]
+            assert [f"{path} {said}" in sentence for sentence in damage(path.parent)] == [True]
             assert not is_shard or f"promises {len(content)} bytes" in refusal(folder)
         path.write_bytes(content)
 
@@ -232,8 +231,8 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_no
 def test_more_than_the_data_allows_or_too_little_is_refused(folder):
     said = refusal(folder, steps=40, max_epochs=1.5)        # 64 sequences of b, which has 7 windows
     assert "512 tokens of b" in said and "has 56 and data.max_epochs=1.5; set it to 9.15," in said and said.count("\n") == 2
-    load(folder, {"b": 1.0}, steps=7, sequences=2, max_epochs=2)
-    assert "set it to 2.29," in refusal(folder, {"b": 1.0}, steps=8, sequences=2, max_epochs=2)
+    load(folder, {"b": 1.0}, steps=7, tokens_per_step=2 * N_CTX, max_epochs=2)
+    assert "set it to 2.29," in refusal(folder, {"b": 1.0}, steps=8, tokens_per_step=2 * N_CTX, max_epochs=2)
     write_numbered(folder / "short", (0,), 0, val_windows=0)
     said = refusal(folder, {"short": 1})
     assert "1 train tokens, too few" in said and "1 val tokens, too few" in said

@@ -5,12 +5,11 @@ import json
 import random
 import unicodedata
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from prepare.decontaminate import found_in, read_grams
 from runtime.cli import UserError
+from tests.text_files import write, write_rows
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -24,8 +23,7 @@ def reference(text: str) -> set[tuple[str, ...]]:
 
 def compare(evaluation: list[str], documents: list[str], folder) -> int:
     """How many of the documents are found, by us and by sets of words alike."""
-    (folder / "eval.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in evaluation))
-    (_, grams), wanted = read_grams([str(folder / "eval.jsonl")]), set().union(*map(reference, evaluation))
+    (_, grams), wanted = read_grams([write(folder / "eval.jsonl", evaluation)]), set().union(*map(reference, evaluation))
     found = [found_in(grams, document) for document in documents]
     assert len(grams) == len(wanted) and found == [not wanted.isdisjoint(reference(document)) for document in documents]
     return sum(found)
@@ -50,17 +48,15 @@ def test_case_punctuation_and_white_space_of_any_script(tmp_path):
 
 TEXTS = [LONG, LONG.replace("one", "uno"), LONG.replace("two", "due")]
 ROWS = [{"q": TEXTS[0], "choices": {"text": [TEXTS[1], "short"], "n": 3}}, {"q": TEXTS[2], "choices": None}]
+LINES = "\n\n".join(map(json.dumps, ROWS))
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "list.json", "nested.json", "lines.json", "rows.parquet", "all.txt", "bom.jsonl"])
-def test_every_string_of_a_file_is_looked_for(tmp_path, name, capsys):
-    path, lines = tmp_path / name, "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
-    if path.suffix == ".parquet":
-        pa.parquet.write_table(pa.Table.from_pylist(ROWS), path)
-    else:
-        content = {"rows.jsonl": lines, "list.json": json.dumps(ROWS), "nested.json": json.dumps({"data": {"rows": ROWS}}),
-                   "lines.json": lines, "all.txt": "\r\n".join(TEXTS), "bom.jsonl": "\ufeff" + lines + "\n"}
-        path.write_text(content[name])
+@pytest.mark.parametrize("name, content", [
+    ("rows.jsonl", LINES), ("lines.json", LINES), ("bom.jsonl", f"\ufeff{LINES}\n"), ("list.json", json.dumps(ROWS)),
+    ("nested.json", json.dumps({"data": {"rows": ROWS}})), ("all.txt", "\r\n".join(TEXTS)), ("rows.parquet", None)])
+def test_every_string_of_a_file_is_looked_for(tmp_path, name, content, capsys):
+    path = tmp_path / name
+    path.write_text(content) if content else write_rows(path, ROWS)
     (tmp_path / "more.txt").write_text(LONG + " fourteen")
     files, grams = read_grams([str(path), str(tmp_path / "more.txt")])
     assert all(found_in(grams, text) for text in [*TEXTS, "so " + LONG[4:] + " fourteen"])

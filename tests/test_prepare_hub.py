@@ -124,15 +124,11 @@ def test_the_mixture_is_what_the_files_hold(hub, calm):
 @pytest.mark.parametrize("kind, times, after", [("drop", 8, 2_000), ("503", 8, 0), ("403", 1, 0), ("short", 3, 3_000)])
 def test_a_network_that_stumbles_costs_time_alone(hub, calm, tmp_path, kind, times, after):
     """huggingface_hub itself asks six times. A 403 without the Hub's own code is no refusal."""
-    for name in "fineweb_edu", "python":
-        folder = hub.folder / SOURCES[name].dataset
-        for path in sorted(folder.rglob("*.parquet" if name == "fineweb_edu" else "*3.json.gz"))[:2]:
-            hub.fault(f"{SOURCES[name].dataset}/{path.relative_to(folder)}", kind, times, after)
-    assert main(words(tmp_path, "fineweb_edu", "python")) == 0
-    for name in "fineweb_edu", "python":
-        made, wanted = content(tmp_path / name), content(calm / name)
-        index, calm_index = (json.loads(files.pop("index.json")) for files in (made, wanted))
-        assert made == wanted and index["duplicates"] == calm_index["duplicates"], "no row was read twice"
+    for name, pattern in ("fineweb_edu", "*.parquet"), ("python", "*3.json.gz"):
+        for path in sorted((hub.folder / SOURCES[name].dataset).rglob(pattern))[:2]:
+            hub.fault(path.relative_to(hub.folder).as_posix(), kind, times, after)
+    assert main(words(tmp_path / "out")) == 0
+    assert content(tmp_path / "out") == content(calm), "no row was read twice"
 
 
 @pytest.mark.parametrize("kind", ["truncate", "corrupt", "503"])

@@ -22,7 +22,7 @@ from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import GPT2_PATTERN, VOCAB_SIZE, byte_letters, load_tokenizer, token_bytes, vocab_bpe
 from tests.conftest import asked, changed, encode_document, tiny_config
-from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
+from tests.text_files import BEGINS, DOCUMENTS, write, write_tokenizer
 
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
 ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
@@ -171,9 +171,8 @@ def config(out, tokenizer, vocab_size):
 def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsys):
     """70,000 ids and more, from the command to the batch."""
     wide, data_dir = write_tokenizer(tmp_path / "wide", spare=70_000), tmp_path / "data"
-    (tmp_path / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
-    call(prepare_data, "local", tmp_path / "a.jsonl", f"tokenizer={wide}", "name=mine", "val_share=0.3", "processes=2",
-         f"out={data_dir}")
+    call(prepare_data, "local", write(tmp_path / "a.jsonl", DOCUMENTS), f"tokenizer={wide}", "name=mine", "val_share=0.3",
+         "processes=2", f"out={data_dir}")
     index, tok = read_index(data_dir / "mine"), load_tokenizer(str(wide))
     raw = json.loads((data_dir / "mine/index.json").read_text())
     assert (raw["dtype"], raw["tokenizer"], raw["tokenizer_sha256"]) == ("uint32", "folder", tok.sha256)

@@ -1,7 +1,6 @@
 """Documents, the files that hold them: material for the tests of the data path."""
 
 import gzip
-import io
 import json
 import lzma
 import random
@@ -22,15 +21,18 @@ def some_documents(n=40, seed=0):
 DOCUMENTS = some_documents()
 
 
-def jsonl(documents, column="text"):
-    return "".join(json.dumps({"id": i, column: d}) + "\n" for i, d in enumerate(documents)).encode()
+def write_rows(path, rows):
+    """As the name says: .parquet, or a line of JSON a row, which may be packed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    else:
+        path.write_bytes(PACK.get(path.suffix, bytes)("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return path
 
 
-def parquet(documents, column="text"):
-    file = io.BytesIO()
-    table = pyarrow.table({"id": list(range(len(documents))), column: documents})
-    pyarrow.parquet.write_table(table, file, row_group_size=7)
-    return file.getvalue()
+def write(path, documents):
+    return write_rows(path, [{"id": i, "text": document} for i, document in enumerate(documents)])
 
 
 # Each text begins with <|begin|>, as Llama's rules have it.
