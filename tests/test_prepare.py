@@ -1,4 +1,4 @@
-"""prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input."""
+"""prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input; its benchmark."""
 
 import json
 import math
@@ -12,6 +12,7 @@ import sys
 import time
 import tracemalloc
 from hashlib import blake2b, sha256
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow
 import pytest
 
+from bench import data as benchmark
 from prepare import harvest, pipeline, sources
 from prepare_data import main
 from runtime import cli, shards
@@ -432,6 +434,64 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     assert made == content(tmp_path / "calm"), said
     finish(command, tmp_path)
     assert len((tmp_path / "stub.arguments").read_text().splitlines()) == 2, "nothing is submitted where all is complete"
+
+
+# ------------------------------------------------------------------------------------------------------- the demo's text
+
+@pytest.mark.parametrize("source", harvest.LICENSES)
+def test_the_installation_has_every_source_in_a_fixed_order(source):
+    first, again = (list(islice(harvest.documents(source), 30)) for _ in range(2))
+    assert len(first) == 30 and first == again and all(isinstance(text, str) for text in first)
+    assert harvest.revision(source).startswith("CPython 3.")
+    if source in ("science", "prose"):
+        assert all(len(text) >= 400 for text in first)
+
+
+def test_harvesting_imports_no_package():
+    code = ("import sys; from prepare import harvest\nnext(harvest.documents('science'))\n"
+            "assert not {'scipy', 'sympy', 'sklearn', 'torch'} & set(sys.modules)")
+    assert process("-c", code).returncode == 0
+
+
+def test_odd_files_are_read_or_left_out(tmp_path):
+    files = {"b/z.py": b"caf\xe9", "a.py": b"x = 1\n", "test/t.py": b"no", "b/test_x.py": b"y", "c.txt": b"no"}
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    assert list(harvest.read_files(tmp_path, "*.py")) == ["x = 1\n", "y", "caf\ufffd"]
+    assert sorted(harvest.read_files(tmp_path, "*.py", mixed=True)) == ["caf\ufffd", "x = 1\n", "y"]
+    assert list(harvest.read_files(None, "*.py")) == []
+
+
+def test_docstrings_come_from_the_syntax_tree():
+    source = ('"""Module."""\nclass A:\n    """Class\n\n    more\n      indented."""\n'
+              '    async def f(self):\n        "f"\n    def g(self): 1\n')
+    assert harvest.docstrings(source) == ["Module.", "Class\n\nmore\n  indented.", "f"]
+    for broken in ["def", "\0", "(" * 5000, "'\\d'", ""]:
+        assert harvest.docstrings(broken) in ([], ["\\d"])
+
+
+# ------------------------------------------------------------------------------------------------------- bench/data.py
+
+def test_a_rehearsal_of_the_benchmark_from_end_to_end(tmp_path, capsys):
+    assert benchmark.main(["mb=1.5", "processes=2", "repeats=1", f"folder={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert not list(tmp_path.iterdir()), "nothing stays behind"
+    texts = list(benchmark.some_text(1.5))
+    assert len(set(texts)) == len(texts) and 0 <= sum(len(text.encode()) for text in texts) - 1.5e6 < len(texts[-1].encode())
+    raw, prepared, ratio = map(float, re.search(
+        r"raw tiktoken ([\d.]+) MB/s in one, prepare_data.py ([\d.]+) MB/s, median ratio ([\d.]+) of 2 x raw", said).groups())
+    assert abs(ratio - prepared / raw / 2) < 0.02 + 0.06 / raw and re.search(r"loader: [1-9]\d*M tokens/s on one core", said)
+
+
+def test_raw_is_tiktokens_own_encoding_of_each_document_once():
+    encoded, encode = [], benchmark.tiktokens_own()
+    benchmark.raw(lambda text, **how: encoded.append((text, how)), ["a", "b"])
+    assert encoded == [("a", {"disallowed_special": ()}), ("b", {"disallowed_special": ()})]
+    text = "Raw text, 1,234 numbers\n\n  and  spaces'll do."
+    assert encode(text).tolist() == load_tokenizer("gpt2").encode(text).tolist()
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
