@@ -1,4 +1,4 @@
-"""prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input; its benchmark."""
+"""prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input; its speed."""
 
 import json
 import math
