@@ -63,7 +63,6 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
         subject.update()
     for (name, p), q in zip(subject.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
-        assert p.grad is None or not p.grad.any()
 
 
 def test_every_recipe_passes_the_verdict(eager, monkeypatch):
@@ -157,7 +156,7 @@ def turns(tmp_path, monkeypatch):
     return run
 
 
-def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(turns, tmp_path):
+def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(turns, tmp_path, monkeypatch):
     def looks(cell):
         rows = read_rows(tmp_path / "rows.jsonl")
         assert [row["label"] for row in rows] == ["bf16", "tensorwise"] and rows[1]["ratio"] is None, "on disk at once"
@@ -173,8 +172,7 @@ def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert len(by["bf16"]["commit"]) == 40 and by["bf16"].items() > {
         "torch": torch.__version__, "command": "the command", "gpu": None, "wall_s": 20}.items()
     assert turns()[0] == [] and [label for label, _ in turns(again=("toy/rowwise",))[0]] == ["bf16", "rowwise", "bf16"]
-    rows = (tmp_path / "rows.jsonl").read_text()
-    (tmp_path / "rows.jsonl").write_text(rows.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
+    monkeypatch.setattr(torch, "__version__", "1.0")
     assert len(turns()[0]) == 5, "rows of another torch do not count"
 
 
