@@ -1,7 +1,6 @@
 """eval/export.py: transformers computes the same logits bit by bit and makes the same tokens; float8 weights; the card; a Llama
 that transformers made comes in bit for bit, learns, goes out again; what is refused, by name."""
 
-import itertools
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,13 +28,13 @@ from eval.export import gpt_config, import_checkpoint
 from eval.sample import load_for_inference
 from runtime.checkpoint import branch, checkpoints, is_weights_only, load_model, read_manifest
 from runtime.cli import UserError
-from runtime.config import CheckpointConfig, EvalConfig, FP8Config, ParallelConfig, read_config
+from runtime.config import FP8Config, read_config
 from runtime.data import open_data
 from runtime.machine import read_rows
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
-from tests.conftest import ROOT, process
+from tests.conftest import ROOT, changed, process
 from tests.scaling_runs import edit
-from tests.test_fp8 import OPERANDS, quantised
+from tests.test_fp8 import OPERANDS, distance, quantised
 from tests.test_model import TINY, build_rough, tokens
 from tests.test_tokenizer import TEXTS
 
@@ -116,11 +114,9 @@ def test_the_tokens_of_300_documents(tmp_path, name):
 def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_several_files(tmp_path, monkeypatch):
     _, earlier = write_run(run := tmp_path / "run", step=3, tied=False, seed=2)
     _, ours = write_run(run, tied=False)
-    one = auto_model(folder := exported(run, tmp_path / "one"))
-    about = json.loads((folder / "config.json").read_text())
-    assert about["dtype"] == "bfloat16" and about["eos_token_id"] == about["bos_token_id"] == 256
+    one = auto_model(exported(run, tmp_path / "one"))
+    assert one.config.eos_token_id == one.config.bos_token_id == 256
     assert one.dtype == torch.bfloat16 and torch.equal(one.lm_head.weight, ours.head.weight.bfloat16())
-    assert torch.equal(one.model.layers[1].self_attn.k_proj.weight, ours.layers[1].attn.qkv.weight[64:128].bfloat16())
     old = load_file(exported(run, tmp_path / "old", "step=3", "dtype=fp32") / "model.safetensors")
     assert torch.equal(old["lm_head.weight"], earlier.head.weight)
     monkeypatch.setattr(export, "FILE_BYTES", 60_000)       # the embedding takes 49,152, gate and up 12,288 each
@@ -130,16 +126,6 @@ def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_sever
     assert [file.name for file in files] == [f"model-{i:05d}-of-00005.safetensors" for i in range(1, 6)]
     assert index["metadata"]["total_size"] == 2 * sum(p.numel() for p in ours.parameters())
     assert all(map(torch.equal, one.state_dict().values(), auto_model(many).state_dict().values()))
-
-
-def near(a, b):
-    """Size of the difference, relative."""
-    return ((a - b).float().norm() / b.float().norm()).item()
-
-
-QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-PARTS = {"attn.qkv": QKV, "attn.out": ["self_attn.o_proj"], "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-         "mlp.down": ["mlp.down_proj"]}
 
 
 @torch.no_grad()
@@ -154,14 +140,12 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatc
     assert len(list(folder.glob("*.safetensors"))) == (2 if recipe == "rowwise" else 1)
     theirs, about = auto_model(folder), json.loads((folder / "config.json").read_text())["quantization_config"]
     assert about["modules_to_not_convert"] == ["lm_head", *kept]
-    assert torch.equal(theirs.lm_head.weight, ours.head.weight.bfloat16())
-    for i, (fused, names) in itertools.product(range(2), PARTS.items()):
-        weight, names = ours.get_submodule(f"layers.{i}.{fused}").weight, [f"model.layers.{i}.{name}" for name in names]
-        parts = [theirs.get_submodule(name).weight for name in names]
-        if names[0] in kept:
-            assert type(parts[0].data) is torch.Tensor and torch.equal(parts[0], weight.bfloat16())
+    for fused, names in export.layout(config.model).items():
+        weight, parts = ours.get_parameter(fused), [theirs.get_parameter(name).data for name, _ in names]
+        if weight.ndim == 1 or "layers." not in fused or names[0][0].removesuffix(".weight") in kept:
+            assert all(type(part) is torch.Tensor for part in parts) and torch.equal(torch.cat(parts), weight.bfloat16())
             continue
-        assert all(type(part.data) is Float8Tensor and part.qdata.dtype is torch.float8_e4m3fn for part in parts)
+        assert all(type(part) is Float8Tensor and part.qdata.dtype is torch.float8_e4m3fn for part in parts)
         values, scale = quantised(weight, OPERANDS[recipe][1], 1)      # of the whole matrix by fp64 arithmetic
         assert torch.equal(torch.cat([part.qdata for part in parts]).float(), (values * scale).float())
         assert torch.equal(torch.cat([part.scale.expand(len(part), 1) for part in parts]),
@@ -171,10 +155,10 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatc
     # powers of two and torchao's inference does not, so that the two round apart. From BF16 both are equally far.
     own, bf16 = (load_for_inference(str(tmp_path / "run"), "cpu", "bfloat16", name).model for name in (recipe, "off"))
     h = torch.randn(3, 24, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = torch.cat([theirs.get_submodule(f"model.layers.0.{name}")(h) for name in QKV], -1)
-    assert near(y, own.layers[0].attn.qkv(h)) < (0.02 if recipe == "tensorwise" else 0.05)
+    y = torch.cat([getattr(theirs.model.layers[0].self_attn, f"{name}_proj")(h) for name in "qkv"], -1)
+    assert distance(y, own.layers[0].attn.qkv(h)) < (0.02 if recipe == "tensorwise" else 0.05)
     x = tokens(config.model, 4, 24)
-    assert 0.5 < near(theirs(x).logits, bf16(x)) / near(own(x), bf16(x)) < 1.5
+    assert 0.5 < distance(theirs(x).logits, bf16(x)) / distance(own(x), bf16(x)) < 1.5
 
 
 @pytest.mark.parametrize("arguments, told", [
@@ -190,12 +174,10 @@ def test_mistakes_get_a_sentence(tmp_path, monkeypatch, capsys, arguments, told)
     assert told in refused(capsys, export, *arguments.split(" ")) and sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_full_disk_leaves_nothing_and_a_kill_no_half_folder_and_nothing_needs_transformers(tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_written_and_a_kill_leave_no_half_folder_and_nothing_needs_transformers(tmp_path, capsys):
     write_run(tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device")))
-        assert export.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 1
-    assert "No space left on device" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "run/config.json/hf")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
     code = ("import os, signal, sys; sys.modules['transformers'] = None\nfrom eval import export\n"
             "export.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"      # all is written, nothing renamed
             "sys.exit(export.main(sys.argv[1:]))")
@@ -223,17 +205,13 @@ def card_of(run, *arguments):
 def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     run, commit, scores = tmp_path / "run", "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9", {"acc": 0.75, "acc_se": 0.0137}
     write_run(run, data_dir=tmp_path / "data", fp8=FP8Config(recipe="tensorwise"))
-    text, _ = card_of(run)      # a run that left nothing else
-    assert "| web    | 75.0% | not known | not known | not known |" in text and "come without a licence" in text
     for source, index in (("web", {"dataset": "HuggingFaceFW/fineweb-edu", "revision": commit, "license": "ODC-By 1.0"}),
                           ("code", {"dataset": "local: a/b.jsonl", "revision": "-", "license": "x, y"})):
-        (tmp_path / "data" / source).mkdir(parents=True)
-        (tmp_path / "data" / source / "index.json").write_text(json.dumps(index))
-    (run / "summary.json").write_text(json.dumps({"steps": 6, "loss_as_trained": 3.2104, "loss_bf16": 3.2011}))
-    (run / "eval").mkdir()
+        edit(tmp_path / "data" / source / "index.json", **index)
+    edit(run / "summary.json", steps=6, loss_as_trained=3.2104, loss_bf16=3.2011)
     record = {"tasks": {"sciq": scores | {"docs_sha256": "x"}}, "limit": None, "fp8": "off", "run": "run", "dtype": "bfloat16"}
     for name, change in (("new", {}), ("part", {"limit": 5}), ("other", {"step": 3}), ("f8", {"fp8": "rowwise"})):
-        (run / "eval" / f"{name}.json").write_text(json.dumps(record | {"step": 6} | change))
+        edit(run / "eval" / f"{name}.json", **record | {"step": 6} | change)
     text, head = card_of(run, "license=apache-2.0")
     assert (head.license, head.library_name, head.pipeline_tag) == ("apache-2.0", "transformers", "text-generation")
     assert head.datasets == ["HuggingFaceFW/fineweb-edu"] and head.tags == ["nanofp8", "fp8"]
@@ -241,7 +219,7 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     assert "trained with nanoFP8 from scratch, 6 of 6 steps of 384 tokens" in text
     assert "Precision of the matmuls: FP8 tensorwise." in text and "3.2104 as trained, 3.2011 in BF16" in text
     assert "The licence above" in text and text.count("75.0 ± 1.4") == 2 and "| run, FP8 inference (rowwise) |" in text
-    (run / "summary.json").write_text(json.dumps({"steps": 12, "loss_bf16": 3.2011}))       # of other weights
+    edit(run / "summary.json", steps=12)        # of other weights
     assert "3.2011" not in (text := card_of(run)[0]) and str(tmp_path) not in text
 
 
@@ -250,36 +228,35 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     ({"origin": {"folder": "Base-1B"}}, "out/base/checkpoints/step_00000000", "from the weights of Base-1B, 6 of 6 steps"),
     ({}, "out/trunk/checkpoints/step_00000004", "from the weights of trunk at step 4, 6 of 6 steps"),
     ({"switched_from": "rowwise"}, None, "Precision of the matmuls: BF16, before the branch point FP8 rowwise.")])
-def test_the_card_says_where_the_weights_come_from(tmp_path, state, start_from, told):
-    write_run(tmp_path / "run", state=state, start_from=start_from)
+def test_the_card_says_where_the_weights_come_from_and_what_is_not_known(tmp_path, state, start_from, told):
+    write_run(tmp_path / "run", data_dir=tmp_path / "data", state=state, start_from=start_from)
     text, head = card_of(tmp_path / "run")
-    assert told in text and head.tags == ["nanofp8", *["fp8"] * ("switched_from" in state)]
+    assert told in text and "come without a licence" in text and head.tags == ["nanofp8", *["fp8"] * ("switched_from" in state)]
+    assert ("| web    | 75.0% | not known | not known | not known |" in text) is ("imported" not in state)
 
 
 # --------------------------------------------------------------------------------------------------------------- import
 
-# Sizes and position encoding as the published files state them.
-LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
+# Sizes and position encoding as the published files state them; of a Llama that says no more all else has its own default.
+SIZES = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 128256}
+LLAMA_31_8B = SIZES | {
+    "attention_bias": False, "hidden_act": "silu", "mlp_bias": False, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256}
+        "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": False}
 OURS_31_8B = replace(LLAMA_8B.model, n_ctx=131072, loss_chunk=None)
-LLAMA_1_7B = {       # what is not said has Llama's own default
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 2048,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
-    "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "vocab_size": 151936}
+QWEN3 = SIZES | {
+    "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "intermediate_size": 12288, "max_position_embeddings": 40960,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "use_sliding_window": False, "vocab_size": 151936}
 
 
 def test_published_configurations_are_read_as_they_are_meant():
     assert gpt_config(LLAMA_31_8B) == OURS_31_8B and OURS_31_8B.params_total == 8_030_261_248
-    seven, qwen = gpt_config(LLAMA_1_7B), gpt_config(QWEN3)
-    assert (seven.rope_theta, seven.rope_factor, seven.kv_heads, seven.norm_eps) == (10_000.0, None, 32, 1e-6) and not seven.tied
-    assert seven.params_total == 6_738_415_616
+    least, qwen = gpt_config(SIZES), gpt_config(QWEN3)
+    assert (least.rope_theta, least.rope_factor, least.kv_heads, least.norm_eps, least.tied) == (1e4, None, 32, 1e-6, False)
     for gone in ({}, {"rope_theta": None, "rope_scaling": None}, {"rope_parameters": None}):     # transformers 5 reads one
         assert gpt_config(export.hf_config(OURS_31_8B, "bfloat16") | gone) == OURS_31_8B
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
@@ -340,30 +317,25 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(made, tmp_path
         with torch.no_grad():
             expected = theirs(x).logits
             assert torch.equal(ours(x), expected) and expected.std() > 0.5, (B, T)
-    config, raw = read_config(run_dir), json.loads((source / "config.json").read_text())
-    assert config.model.vocab_padded == raw["vocab_size"] and config.data.tokenizer == str(run_dir / "tokenizer")
+    assert read_config(run_dir).data.tokenizer == str(run_dir / "tokenizer")
     for file in (run_dir / "tokenizer").iterdir():
         assert file.read_bytes() == (source / file.name).read_bytes()
     manifest = read_manifest(checkpoints(run_dir)[0])
-    assert is_weights_only(manifest)
     facts = manifest["state"]["imported"]
-    assert (facts["folder"], facts["architecture"]) == (source.name, raw["architectures"][0])
+    assert is_weights_only(manifest) and (facts["folder"], facts["architecture"]) == (source.name, theirs.config.architectures[0])
     assert not any(path.is_symlink() for path in run_dir.rglob("*"))
 
 
 source = pytest.fixture(lambda tmp_path: make_llama(tmp_path / "source", shard_size="100KB"))
-
-
-def parts(source):
-    return sorted(source.glob("model-*.safetensors"))
+FIRST, SECOND = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
 
 
 @pytest.mark.parametrize("harm, words", [
     (lambda s: edit(s / "config.json", vocab_size=300), "its tokenizer has 326 ids"),
     (lambda s: (s / "config.json").write_text('{"architectures": ['), "its config.json cannot be read"),
-    (lambda s: [part.rename(part.with_suffix(".bin")) for part in parts(s)], "pickles (.bin, .pth) can run code"),
-    (lambda s: parts(s)[1].unlink(), "the files lack"), (lambda s: os.truncate(parts(s)[0], 5000), "no whole safetensors file"),
-    (lambda s: shutil.copy(parts(s)[1], s / "old.safetensors"), "keep those of one download"),
+    (lambda s: [part.rename(part.with_suffix(".bin")) for part in s.glob("*.safetensors")], "pickles (.bin, .pth) can run code"),
+    (lambda s: (s / SECOND).unlink(), "the files lack"), (lambda s: os.truncate(s / FIRST, 5000), "no whole safetensors file"),
+    (lambda s: shutil.copy(s / SECOND, s / "old.safetensors"), "keep those of one download"),
     (lambda s: (s / "tokenizer.json").unlink(), "has no tokenizer.json")])
 def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(harm, words, source, tmp_path):
     harm(source)
@@ -375,18 +347,15 @@ def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(harm, words, 
 def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     call(export, "--from-hf", source, "out/llama")
-    rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
-    said = [" ".join(rng.choices(words, k=rng.randint(2, 6))) for _ in range(300)]
     Path("chat.jsonl").write_text("".join(
-        json.dumps({"prompt": f"{i}: say {each}\n", "response": f"{each}."}) + "\n" for i, each in enumerate(said)))
+        json.dumps({"prompt": f"{i}: ", "response": f"say {i % 7} {i % 11}."}) + "\n" for i in range(300)))
     call(prepare_data, "local", "chat.jsonl", "name=chat", "instruct=true", "tokenizer=out/llama/tokenizer", "out=data",
          "val_share=0.1", "processes=1")
-    config = replace(
-        LLAMA_8B, run="bf16", steps=8, model=replace(read_config("out/llama").model, n_ctx=32, loss_chunk=48),
-        parallel=ParallelConfig(compile=False, recompute=True), optim=replace(LLAMA_8B.optim, lr=5e-3),
-        start_from="out/llama/checkpoints/step_00000000",
-        data=replace(LLAMA_8B.data, tokenizer="out/llama/tokenizer", tokens_per_step=512, micro_batch=8, max_epochs=9),
-        eval=EvalConfig(every=None, tokens=640), checkpoint=CheckpointConfig(every=None))
+    config = changed(
+        replace(LLAMA_8B, model=replace(read_config("out/llama").model, n_ctx=32, loss_chunk=48)),
+        "steps=8 start_from=out/llama/checkpoints/step_00000000 data.tokenizer=out/llama/tokenizer data.tokens_per_step=512 "
+        "data.micro_batch=8 data.max_epochs=9 optim.lr=5e-3 parallel.shard=none parallel.compile=off eval.every=none "
+        "eval.tokens=640 checkpoint.every=none checkpoint.best=false")
     with pytest.raises(UserError, match="data.tokenizer is out/llama/tokenizer there, "):
         branch(config, "0" * 64, {}, None)
     data, theirs = open_data(config, load_tokenizer("out/llama/tokenizer").sha256), auto_model(source).float()

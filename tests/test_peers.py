@@ -22,28 +22,23 @@ CPU = torch.device("cpu")
 MATMUL = 2 * 128 * 128 + 160 * 128 + 12     # of the stand-ins, two blocks 128 wide, a gate of 12
 
 
-class Linear(nn.Linear):
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
-
-
 class Titan(nn.Module):
-    dtype, asked = torch.float32, None
+    asked = None
 
     def __init__(self, config):
         super().__init__()
         C, L = (config.dim, config.n_layers) if hasattr(config, "dim") else (config.n_embd, config.n_layer)
-        self.embedding, self.output = nn.Embedding(config.vocab_size, C), Linear(C, config.vocab_size, bias=False)
-        self.layers = nn.ModuleDict({str(i): Linear(C, C, bias=False) for i in range(L)})
-        self.gate, self.scale = Linear(12, 1, bias=False), nn.Parameter(torch.zeros(1))
+        self.embedding, self.output = nn.Embedding(config.vocab_size, C), nn.Linear(C, config.vocab_size, bias=False)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(C, C, bias=False) for i in range(L)})
+        self.gate, self.scale = nn.Linear(12, 1, bias=False), nn.Parameter(torch.zeros(1))
 
     def init_weights(self, buffer_device=None):
         for name, p in self.named_parameters():
             nn.init.normal_(p, std=0.0 if "layers" in name or name == "scale" else 0.02)
 
     def forward(self, x):
-        h = self.embedding(x).to(self.dtype)
-        h = h * (1 + self.gate(h[..., :12])) * (1 + self.scale.to(self.dtype))
+        h = self.embedding(x)
+        h = h * (1 + self.gate(h[..., :12])) * (1 + self.scale)
         for layer in self.layers.values():
             h = h + layer(h)
         return self.output(h)
@@ -54,10 +49,11 @@ class Titan(nn.Module):
 
 
 class Chat(Titan):
-    dtype, setup_optimizer = torch.bfloat16, Titan.configure_optimizers
+    setup_optimizer = Titan.configure_optimizers
 
     def forward(self, x, targets):
-        return cross_entropy(super().forward(x), targets)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy(super().forward(x), targets)
 
 
 class Nano(Titan):
@@ -75,7 +71,7 @@ def convert_to_float8_training(module, *, config=None, module_filter_fn=None):
     assert config == "tensorwise"
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear) and module_filter_fn(child, name):
-            child.__class__ = type("Float8Linear", (Linear,), {})
+            child.__class__ = type("Float8Linear", (nn.Linear,), {})
 
 
 def cross_entropy(logits, targets):
@@ -91,7 +87,7 @@ FILES = {
         "nanochat/__init__.py": "", "nanochat/flash_attention.py": "USE_FA3 = False\n",
         "nanochat/fp8.py": f"{HERE}convert_to_float8_training\nclass Float8LinearConfig:\n    from_recipe_name = str\n",
         "nanochat/gpt.py": "import os\nassert os.environ['NANOCHAT_DTYPE'] == 'bfloat16'\n"
-                           f"{CONFIG}GPTConfig\n{HERE}Chat as GPT, Linear\n"},
+                           f"{CONFIG}GPTConfig\n{HERE}Chat as GPT\n"},
     "torchtitan": {f"{LLAMA}args.py": f"{CONFIG}TransformerModelArgs\n", f"{LLAMA}model.py": f"{HERE}Titan as Transformer\n"},
 }
 
@@ -124,14 +120,6 @@ def cell(folder, label, vocab=160):
     return Cell(f"{peer}_toy", label, 2, 16, 96, "cpu", small | {"vocab_size": vocab}, make(peer, folder))
 
 
-def loss_of(subject, label, x, y):
-    """By definition: the mean cross-entropy of the model's logits."""
-    if not label.startswith("torchtitan"):
-        return subject.model(x, y)[1] if label == "nanogpt" else subject.model(x, y)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return cross_entropy(subject.model(x), y)
-
-
 # What is compiled, what the optimizer is asked for, how far a parameter moves where each gradient is 3: nanoGPT's stand-in by the
 # rate times a norm clipped to 1, nanochat's by 0.1 x 3, not clipped, AdamW by the rate.
 @pytest.mark.parametrize("label, how, asked, moves", [
@@ -143,8 +131,10 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked,
     assert compiled == how and subject.vocab == 160
     x, y = torch.randint(0, 160, (2, 2, 16), generator=torch.Generator().manual_seed(1))
     loss, parameters = subject.micro_step(x, y), list(subject.model.parameters())
-    assert loss.shape == () and not loss.requires_grad and loss == loss_of(subject, label, x, y)
-    want = torch.autograd.grad(loss_of(subject, label, x, y) / 3, parameters)       # a step is three micro-batches
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=label != "nanogpt"):
+        mean = cross_entropy(Titan.forward(subject.model, x), y)
+    assert loss.shape == () and not loss.requires_grad and loss == mean
+    want = torch.autograd.grad(mean / 3, parameters)        # a step is three micro-batches
     subject.micro_step(x, y)        # adds up
     torch.testing.assert_close([p.grad for p in parameters], [2 * g for g in want])
     before = nn.utils.parameters_to_vector(parameters).detach()

@@ -115,8 +115,7 @@ def test_what_is_no_partner_and_how_models_are_named(out, pair, monkeypatch):
 @pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "perplexity"])
 def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(tmp_path, metric):
     rng, arms = np.random.default_rng(1), []
-    size, hard = rng.integers(50, 500, N), rng.normal(3, 0.5, N)
-    size = np.ones(N) if metric == "perplexity" else size
+    hard, size = rng.normal(3, 0.5, N), np.ones(N) if metric == "perplexity" else rng.integers(50, 500, N)
 
     def value(nats, size):
         ratio = nats.sum(-1) / size.sum(-1)
