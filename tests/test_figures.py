@@ -68,8 +68,7 @@ def ladder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def branches(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("branches")
-    return study(write_branches(folder, [*map(int, SIZES)], seeds=(1,), noise=2e-4, curve=True))
+    return study(write_branches(tmp_path_factory.mktemp("branches"), [*map(int, SIZES)], seeds=(1,), noise=2e-4, curve=True))
 
 
 def caption(figure):
