@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
-from prepare.pipeline import alone
 from runtime import tokenizer as gpt2
 from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, origin_of, read_manifest, seal, sync_folder
 from runtime.cli import UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, scale_of
+from runtime.machine import alone
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger

@@ -11,7 +11,6 @@ tokens. So the result depends on the order of the documents alone. A document's 
 million, some pair of different texts shares one, and loses one of the two, with odds of 2e-5.
 """
 
-import fcntl
 import json
 import math
 import multiprocessing
@@ -26,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from hashlib import blake2b, sha256
@@ -39,7 +38,7 @@ from prepare.decontaminate import found_in, read_grams
 from prepare.sources import BadFile, InputFile, Source
 from runtime import shards
 from runtime.cli import MachineError, ProgressLine, UserError, grid, si
-from runtime.machine import new_file, read_bytes, write_json
+from runtime.machine import alone, new_file, read_bytes, write_json
 from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import Tokenizer, clean, load_tokenizer
 
@@ -98,22 +97,6 @@ def prepare(sources: Iterable[Source], job: Job) -> None:
             work.tokenise()
             while not work.assemble():      # the pieces fell short, copies dropped
                 work.tokenise()
-
-
-@contextmanager
-def alone(folder: Path, words: str | None = None) -> Iterator[None]:
-    """Holds a lock on `folder`, after whoever has it, or raises UserError(words). Where there are no locks it goes on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
-            except BlockingIOError as error:
-                raise UserError(words) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # ----------------------------------------------------------------------------------------------------------------- tasks

@@ -7,6 +7,7 @@ Rows of metrics.jsonl, in the order in which things happened:
     {"kind": "event", "event": name, "step", ...}           anything else: a resume, a rollback, a failed save
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from runtime.cli import MachineError, memory_error
+from runtime.cli import MachineError, UserError, memory_error
 
 GIB = 2**30
 
@@ -93,6 +94,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, value: dict) -> None:
     """Write strict JSON atomically. Raises ValueError for a NaN in it, which would be a bug of ours."""
     write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def alone(folder: Path, words: str | None = None) -> Iterator[None]:
+    """Holds a lock on `folder`, after whoever has it, or raises UserError(words). Where there are no locks it goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
+            except BlockingIOError as error:
+                raise UserError(words) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def git(folder: Path, *words: str) -> str | None:
