@@ -214,13 +214,18 @@ def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inver
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
 
+def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) @ b (K, N) in `dtype`: on a GPU as the matmul sums it up, on a CPU rounded to a's dtype in between."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
+
+
 @torch.library.custom_op("nanofp8::add_weight_grad", mutates_args=("total",))
 def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
     """total (N, K) fp32 += g' x of BF16; on a GPU the matmul begins with `total`, whose bytes are read and written once."""
     if total.is_cuda:
         torch.addmm(total, g.t(), x, out_dtype=total.dtype, out=total)
     else:
-        total += g.t() @ x      # rounded to BF16 in between
+        total += mm(g.t(), x, total.dtype)
 
 
 add_weight_grad.register_fake(lambda total, g, x: None)
@@ -677,10 +682,8 @@ class KernelMatmul(torch.autograd.Function):
             grad_w = scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, recipe.fast_backward)
         elif total is not None:
             grad_w = add_weight_grad(total, g, kept)        # None
-        elif g.is_cuda and g.dtype != ctx.w_dtype:
-            grad_w = torch.mm(g.t(), kept, out_dtype=ctx.w_dtype)       # as the matmul sums it up
         else:
-            grad_w = (g.t() @ kept).to(ctx.w_dtype)
+            grad_w = mm(g.t(), kept, ctx.w_dtype)
         return grad_x, grad_w, *(None,) * 10
 
 
