@@ -428,7 +428,7 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         weights = dict(from_hf(model, files, lambda name: files[name].get_tensor(name)))
         write_checkpoint(checkpoint, config, weights, {"imported": {
             "folder": source.resolve().name, "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer.sha256}})
-        (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
+        (part / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
     return target / "checkpoints" / name_of(0)
 
 
@@ -444,7 +444,7 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
     except CheckpointException as error:
         raise OSError(f"{path} could not be written ({cause(error)})") from error
     files = {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in sorted(path.iterdir())}
-    seal(path, {"format_version": FORMAT_VERSION, "step": 0, "state": state, "config": config.to_dict(),
+    seal(path, {"format_version": FORMAT_VERSION, "step": 0, "state": state, "config": asdict(config),
                 "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
 
 

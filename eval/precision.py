@@ -59,7 +59,7 @@ def compare(options: Options) -> str:
         arms[recipe] |= {"difference": gap.loss, "difference_se": gap.standard_error,
                          "difference_percent": 100 * gap.loss / reference.loss}
     record = {"run": str(options.run), "step": bf16["step"], "device": str(device), "micro_batch": micro_batch,
-              "n_ctx": data.n_ctx, "sequences": {source: len(data.val(source)) for source in data.sources},
+              "n_ctx": data.n_ctx, "sequences": {source: len(data.val[source]) for source in data.sources},
               "weights": data.weights, "val_sha256": data.val_sha256, "bf16": bf16, "fp8": arms}
     write_json(run_dir / "eval" / "precision.json", json.loads(to_line(record)))      # null for a loss that overflowed
     return table(record)
@@ -72,8 +72,7 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe, step)
     if recipe != "off":
         print("\n".join(fp8.table(inference.layers, recipe, inference.device.type)[-2:]))
-    val_sets = {source: data.val(source) for source in data.sources}
-    val = evaluate(inference.model, val_sets, data.weights, micro_batch, inference.device)
+    val = evaluate(inference.model, data.val, data.weights, micro_batch, inference.device)
     arm = {"loss": val.loss, "loss_se": val.standard_error, "sources": {s: val.source_loss(s) for s in val.sequences},
            "step": inference.step, "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}}
     name = "bf16" if recipe == "off" else recipe
@@ -81,8 +80,8 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     if recipe != "off":
         recipes, seen = fp8.recipes(inference.layers, loss_scale=1.0), {}       # the loss's scale concerns gradients alone
         # The first sequences of all sources in turn: mixed, as training batches are.
-        rounds = range(max(map(len, val_sets.values())))
-        order = [(val, i) for i in rounds for val in val_sets.values() if i < len(val)][:micro_batch]
+        rounds = range(max(map(len, data.val.values())))
+        order = [(val, i) for i in rounds for val in data.val.values() if i < len(val)][:micro_batch]
         x, y = (torch.cat(parts) for parts in zip(*(val.batch(i, i + 1) for val, i in order), strict=True))
         n = probe.sequences(*x.shape, config.probe.tokens)
         with torch.no_grad(), probe.watching(inference.model, recipes, seen):

@@ -99,7 +99,7 @@ class Saver:
         if len(self.failures) >= ATTEMPTS:
             raise MachineError(f"{ATTEMPTS} saves in a row have failed, the last: {self.failures[-1]}")
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
-                    "config": config.to_dict(), "torch": str(torch.__version__), "world_size": self.world.size,
+                    "config": asdict(config), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
         self._name = name_of(step)
         if self._stream:        # copies run on a stream of their own, behind what is queued now

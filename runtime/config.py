@@ -280,9 +280,6 @@ class Config:
                             f"change data.micro_batch or the number of ranks")
         return self.data.tokens_per_step // per_micro
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
     def identity(self) -> dict:
         """What makes two configs the same training run, as flat key -> value: all that the weights depend on."""
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}

@@ -188,8 +188,9 @@ class Data:
     """Built by open_data(). Sources are in alphabetical order, so the order a mixture was typed in changes nothing.
 
     Attributes: sources, their names; weights, each one's share of the mixture as rounded, together 1; planned, each one's
-    sequences in the run, an array; epochs, how often the run sees each one's training tokens; train_sha256, the identity of the
-    training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected from them."""
+    sequences in the run, an array; epochs, how often the run sees each one's training tokens; val, each one's Validation;
+    train_sha256, the identity of the training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the
+    windows selected from them."""
 
     def __init__(self, config: Config, indexes: dict[str, Index]):
         self.config, self.sources = config, sorted(indexes)
@@ -205,13 +206,13 @@ class Data:
         self.planned = whole * self._counts + np.bincount(first, minlength=len(self.sources))
         self._train = [Windows(index, "train", self.n_ctx) for index in self.indexes]
         self._there = np.array([len(windows) for windows in self._train])
-        self._val = {name: Validation(indexes[name], self.n_ctx, config.eval.tokens) for name in self.sources}
+        self.val = {name: Validation(indexes[name], self.n_ctx, config.eval.tokens) for name in self.sources}
         if problems := [problem for s in range(len(self.sources)) for problem in self._problems(s)]:
             raise UserError("\n".join(problems))
         self.weights = {name: count / self._period for name, count in counts.items()}
         self.epochs = dict(zip(self.sources, (self.planned / self._there).tolist(), strict=True))
         self.train_sha256 = self._identity("train")
-        self.val_sha256 = self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()])
+        self.val_sha256 = self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self.val.items()])
         self._hashed: Future = Future()     # verify() ends it
 
     def _plan_order(self, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -226,7 +227,7 @@ class Data:
     def _problems(self, s: int) -> Iterator[str]:
         name, there, planned, limit = self.sources[s], int(self._there[s]), int(self.planned[s]), self.config.data.max_epochs
         folder = Path(self.config.data.dir) / name
-        for split, targets in ("train", there), ("val", self._val[name].tokens):
+        for split, targets in ("train", there), ("val", self.val[name].tokens):
             if not targets:
                 yield (f"{folder} has {self.indexes[s].splits[split].tokens} {split} tokens, too few for one window of "
                        f"model.n_ctx={self.n_ctx} tokens and a target, or prompts alone: prepare more text, or raise val_share=")
@@ -240,14 +241,11 @@ class Data:
                  for name, index in zip(self.sources, self.indexes, strict=True)]
         return sha256(json.dumps([files, *more]).encode()).hexdigest()
 
-    def val(self, source: str) -> Validation:
-        return self._val[source]
-
     def describe(self) -> list[str]:
         """A line per source: its share of the mixture, training tokens there are, planned ones, epochs."""
         return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self._period})  "
                 f"{self._there[s] * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
-                f"= {self.epochs[name]:.2f} epochs; {self._val[name].tokens:,} to validate on"
+                f"= {self.epochs[name]:.2f} epochs; {self.val[name].tokens:,} to validate on"
                 for s, name in enumerate(self.sources)]
 
     def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,6 @@
 """Record a run: a row per step in metrics.jsonl (format: runtime/machine.py), mirrored on the console, W&B and TensorBoard;
 env.json, samples of the GPU, traces of some steps, speed and MFU, the id that a BF16 and an FP8 run share."""
 
-import hashlib
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from torch.profiler import ProfilerAction, profile
 
 from runtime.cli import UserError, duration, si
 from runtime.config import Config
-from runtime.machine import device_name, git, metrics_rows, read_rows, to_line, write_atomically, write_json
+from runtime.machine import device_name, digest, git, metrics_rows, read_rows, to_line, write_atomically, write_json
 
 WARM_UP_STEPS = 3       # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
@@ -61,7 +61,7 @@ class Log:
         """A validation. A step keeps its first row: the last step is validated again where a kill came before summary.json."""
         if row["step"] not in self.validated:
             self._append({"kind": "val", **row})
-            self.validated.add(row["step"])
+            self.validated[row["step"]] = row["loss"]
         by_source = "  ".join(f"{name} {loss:.4f}" for name, loss in row["sources"].items())
         self.say(f"step {row['step']}: validation loss {row['loss']:.4f}   ({by_source})")
 
@@ -98,7 +98,7 @@ class Log:
         self._file.close()
         # Stays open: on NFS each close sends the row to the server while the GPUs wait.
         self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
-        self._unwritten, self.validated = b"", {row["step"] for row in rows if row["kind"] == "val"}
+        self._unwritten, self.validated = b"", {row["step"]: float(row["loss"] or "nan") for row in rows if row["kind"] == "val"}
 
     def _flush(self) -> None:
         try:
@@ -133,7 +133,7 @@ class Wandb:
         begun = json.loads((config.run_dir / "env.json").read_text())["t_start"]    # begun anew under its name it is another run
         self.run = import_module("wandb").init(
             project=os.environ.get("WANDB_PROJECT", "nanofp8"), name=config.run, resume="allow",
-            id=f"{config.run}-{re.sub('[^0-9]', '', begun)}", dir=str(config.run_dir), config=config.to_dict())
+            id=f"{config.run}-{re.sub('[^0-9]', '', begun)}", dir=str(config.run_dir), config=asdict(config))
         self.close = self.run.finish
         self.run.define_metric("*", step_metric="step")     # W&B's own step refuses to go back, ours does
 
@@ -262,12 +262,6 @@ def write_environment(path: Path, device: torch.device, root: Path) -> None:
     write_json(path, environment(device, root) | first)
 
 
-def validation_losses(path: Path) -> dict[int, float]:
-    """Step -> validation loss of a metrics.jsonl, without undone steps and values that were not finite."""
-    return {row["step"]: row["loss"] for row in metrics_rows(read_rows(path))
-            if row["kind"] == "val" and isinstance(row.get("loss"), float)}
-
-
 # Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that fits. NVIDIA data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": (756e12, 1513e12), "H100 NVL": (835e12, 1671e12), "H200 NVL": (836e12, 1671e12),
@@ -308,8 +302,3 @@ def pair_id(config: Config, began_from: str | None = None) -> str:
     if began_from:
         shared["start_from"] = f"{began_from} at step 0"
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]
-
-
-def digest(value) -> str:
-    """SHA-256 of `value` as JSON with sorted keys, in hex."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

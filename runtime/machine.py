@@ -77,6 +77,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def digest(value) -> str:
+    """SHA-256 of `value` as JSON with sorted keys, in hex."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -27,8 +27,8 @@ from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
-from runtime.log import Log, Meter, Profiler, digest, pair_id, peak_flops, throughput, validation_losses, write_environment
-from runtime.machine import device_name, metrics_rows, out_of_memory, read_rows, write_json
+from runtime.log import Log, Meter, Profiler, pair_id, peak_flops, throughput, write_environment
+from runtime.machine import device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
 from runtime.parallel import World, build
 from runtime.probe import Probe
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
@@ -55,7 +55,7 @@ class Run:
     def open(cls, config: Config, world: World) -> Iterator["Run"]:
         """Lock the folder, read the data's index, build the model, resume | branch | initialise; close all of it at the end.
         Raises UserError, MachineError: also for torch's errors of a known cause, no memory or a lost rank."""
-        with (Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout) as watchdog,
+        with (Watchdog(world, config.run_dir, config.parallel.start_timeout) as watchdog,
               ExitStack() as cleanup):      # closes the log however the run ends: an error begins on a line of its own
             try:
                 yield cls(config, world, watchdog, cleanup)
@@ -95,7 +95,7 @@ class Run:
         fp8.refresh_weight_copies(self.model)
         if world.is_main:
             self._open_log(cleanup, restored, damaged)
-        self.saver = Saver(config.run_dir, config.checkpoint, world, validation_losses(config.run_dir / "metrics.jsonl"))
+        self.saver = Saver(config.run_dir, config.checkpoint, world, dict(self.log.validated) if self.log else {})
         # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
         cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
                      and self.saver.wait())
@@ -149,7 +149,7 @@ class Run:
 
     def _open_log(self, cleanup: ExitStack, restored: tuple[Path, dict] | None, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
-        write_json(config.run_dir / "config.json", config.to_dict())        # first: it marks the folder as a run
+        write_json(config.run_dir / "config.json", asdict(config))        # first: it marks the folder as a run
         keep_tokenizer(config.run_dir, config.data.tokenizer)
         self._meter = cleanup.enter_context(closing(Meter(world.device)))
         write_environment(config.run_dir / "env.json", world.device, ROOT)
@@ -182,7 +182,7 @@ class Run:
             self._is_to_validate = False
             val, step = self._evaluate(), self.progress.step
             if val and not math.isfinite(val.loss):
-                x, y = self.data.val(self.data.sources[0]).batch(0, self.config.micro_batch)
+                x, y = self.data.val[self.data.sources[0]].batch(0, self.config.micro_batch)
                 self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
             elif val:
@@ -225,7 +225,7 @@ class Run:
                            **self._meter.read()})
             if n_saturated:
                 self.log.event({"event": "fp8_saturated", "step": step, "tensors": self.scales.saturated()})
-        self.watchdog.first_step_done()
+        self.watchdog.patience = config.parallel.timeout        # compilation and loading are over
         if not self._is_frozen:     # compiled now: a full collection of what stays would take half a second in some step
             gc.collect()
             gc.freeze()
@@ -255,8 +255,7 @@ class Run:
             self.watchdog.at("validating", self.progress.step)
             return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
 
-        val = {source: self.data.val(source) for source in self.data.sources}
-        found = evaluate(self.model, val, self.data.weights, config.micro_batch, world.device, world.rank, world.size,
+        found = evaluate(self.model, self.data.val, self.data.weights, config.micro_batch, world.device, world.rank, world.size,
                          lambda t: parallel.all_concatenate(t, world), any_rank_stops)
         self._is_stopping |= found is None
         return found
@@ -492,7 +491,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
         "sources": {source: {
             "weight": data.weights[source], "epochs": data.epochs[source],
             **{f"loss_{arm}": val.source_loss(source) for arm, val in arms},
-            **{f"bpb_{arm}": bits_per_byte(val.source_loss(source), data.val(source)) for arm, val in arms},
+            **{f"bpb_{arm}": bits_per_byte(val.source_loss(source), data.val[source]) for arm, val in arms},
         } for source in data.sources},
         "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
         "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks,

@@ -6,7 +6,6 @@ drop copies of them) and index.json. The index is written last, so a folder with
 of each of these files and of itself: a flipped bit or an edit is found.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.machine import file_sha256, write_atomically
+from runtime.machine import digest, file_sha256, write_atomically
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
@@ -77,7 +76,7 @@ def read_index(folder: Path) -> Index:
                         f"out={out}` (demo for the demo's sources, local FILE... name={folder.name} for text of your own)")
     try:
         raw = json.loads(path.read_bytes())
-        if raw.pop("sha256") != _index_sha256(raw) or raw.pop("format_version") != FORMAT_VERSION:
+        if raw.pop("sha256") != digest(raw) or raw.pop("format_version") != FORMAT_VERSION:
             raise ValueError(f"it is not what was written as format_version={FORMAT_VERSION}")
         for split in raw["splits"].values():
             split["shards"] = tuple(Shard(folder / Path(shard.pop("file")).name, **shard) for shard in split["shards"])
@@ -118,11 +117,7 @@ def shard_damage(shard: Shard) -> str | None:
 def write_index(folder: Path, index: dict) -> None:
     """Write index.json, the last file of a source. `index`: Index's fields."""
     index = {"format_version": FORMAT_VERSION, **index}
-    write_atomically(folder / "index.json", json.dumps(index | {"sha256": _index_sha256(index)}, indent=1))
-
-
-def _index_sha256(index: dict) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+    write_atomically(folder / "index.json", json.dumps(index | {"sha256": digest(index)}, indent=1))
 
 
 def remove_shards(folder: Path) -> None:

@@ -32,10 +32,10 @@ STALLED = "watchdog"    # begins the cause of a rank that its own watchdog has e
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Watches the ranks of `world`. One place may last `timeout` seconds, before first_step_done() `start_timeout`."""
+    """Watches the ranks of `world`. One place may last `patience` seconds, which the loop lowers after its first step."""
 
-    def __init__(self, world, run_dir: Path, timeout: float, start_timeout: float):
-        self.world, self.run_dir, self.timeout, self.patience = world, Path(run_dir), timeout, start_timeout
+    def __init__(self, world, run_dir: Path, patience: float):
+        self.world, self.run_dir, self.patience = world, Path(run_dir), patience
         self._name = f"rank {world.rank} of {world.size} (host {socket.gethostname()}, pid {os.getpid()})"
         self._place: tuple[int, str, float | None] = (0, "start", None)     # calls of at(), where the loop is, its patience
         self._beat = 0
@@ -53,10 +53,6 @@ class Watchdog(contextlib.AbstractContextManager):
     def at(self, phase: str, step: int, patience: float | None = None) -> None:
         """The loop is now here, for `patience` seconds at most if given. All ranks call it alike: fewer calls are behind."""
         self._place = (self._place[0] + 1, f"step {step}, {phase}", patience)
-
-    def first_step_done(self) -> None:
-        """Compilation and loading are over. May be called every step."""
-        self.patience = self.timeout
 
     def __exit__(self, kind, error, traceback) -> None:
         """Stop watching and publish that this rank has ended by itself."""

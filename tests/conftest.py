@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,7 @@ def write_config(config: Config, path: Path) -> Path:
     """A config file that binds exactly `config`, for runs started as processes."""
     path.write_text(
         "import json\nfrom runtime.config import config_from_dict\n"
-        f"config = config_from_dict(json.loads({json.dumps(json.dumps(config.to_dict()))}))\n")
+        f"config = config_from_dict(json.loads({json.dumps(json.dumps(asdict(config)))}))\n")
     return path
 
 

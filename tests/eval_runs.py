@@ -155,7 +155,7 @@ def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir
     path.mkdir(parents=True)
     write_checkpoint(path, config, {name: p.detach() for name, p in gpt.named_parameters()}, state or {})
     seal(path, read_manifest(path) | {"step": step})
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(asdict(config)))
     return config, gpt
 
 

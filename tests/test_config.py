@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import ClassVar, Literal
 from unittest.mock import Mock
@@ -39,8 +39,8 @@ def test_every_shipped_config_is_what_its_name_says(path):
     config = load_config(path)
     m = config.model
     assert config.run == path.stem and (config.fp8.recipe != "off") == path.stem.endswith("_fp8")
-    bf16 = load_config(path.with_name(path.name.replace("_fp8", "_bf16"))).to_dict()
-    assert {key for key, value in config.to_dict().items() if value != bf16[key]} <= {"run", "fp8"}
+    bf16 = asdict(load_config(path.with_name(path.name.replace("_fp8", "_bf16"))))
+    assert {key for key, value in asdict(config).items() if value != bf16[key]} <= {"run", "fp8"}
     if told := re.search(r"20 x ([\d,]+) (?:parameters )?= .* = ([\d,]+) steps", path.read_text()):
         assert [int(number.replace(",", "")) for number in told.groups()] == [m.params_total, config.total_steps]
     if path.stem.startswith("gpt"):
@@ -145,8 +145,8 @@ def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, told):
 
 def test_config_json_is_read_back_or_refused(tiny, tmp_path):
     config = apply_overrides(tiny, ["data.micro_batch=auto", "checkpoint.at=2"])
-    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert "does not fit this version" in refused(config_from_dict, {**tiny.to_dict(), "optim": {"momentum": 1}})
+    assert config_from_dict(json.loads(json.dumps(asdict(config)))) == config
+    assert "does not fit this version" in refused(config_from_dict, {**asdict(tiny), "optim": {"momentum": 1}})
     assert "has no config.json" in refused(read_config, tmp_path / "nowhere")
     for content, told in (("{ half", "is not JSON"), ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} ")):
         (tmp_path / "config.json").write_text(content)
@@ -222,6 +222,6 @@ def test_no_value_of_any_key_is_a_traceback_and_no_number_but_the_seed_is_negati
     for key in known_keys():
         for value in VALUES:
             with contextlib.suppress(UserError):
-                json.dumps(apply_overrides(tiny, [f"{key}={value}"]).to_dict(), allow_nan=False)        # what every run writes
+                json.dumps(asdict(apply_overrides(tiny, [f"{key}={value}"])), allow_nan=False)        # what every run writes
                 accepted[value].append(key)
     assert accepted["-1"] == ["seed", "out", "data.dir", "data.tokenizer"]

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import threading
+from dataclasses import asdict
 from fractions import Fraction
 
 import numpy as np
@@ -151,12 +152,12 @@ def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
 # ----------------------------------------------------------------------------------------------------------- validation
 
 def test_validation_windows_are_fixed_and_evenly_strided(folder):
-    val = load(folder, eval_tokens=20).val("b")         # 2.5 windows of 8: three
+    val = load(folder, eval_tokens=20).val["b"]         # 2.5 windows of 8: three
     x, y = val.batch(0, len(val))
     assert (len(val), val.tokens, val.n_ctx, val.text_bytes) == (3, 24, N_CTX, 4 * 24)
     assert x[:, 0].tolist() == [2000 + 7 * N_CTX + 1 + N_CTX * window for window in (0, 1, 3)]      # 0, 5/3, 10/3 rounded down
     assert (y == x + 1).all() and torch.equal(val.batch(2, 99)[0], x[2:]) and val.batch(3, 5)[0].shape == (0, N_CTX)
-    assert len(load(folder, eval_tokens=10**9).val("b")) == 5       # all there are
+    assert len(load(folder, eval_tokens=10**9).val["b"]) == 5       # all there are
 
 
 def test_identities_change_with_what_they_name(folder):
@@ -313,7 +314,7 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
 
     config = config_of(tmp_path / "data", {"chat": 1}, eval_tokens=10**6, tokenizer=name, vocab_size=tok.vocab_size)
     data = open_data(config, tok.sha256)
-    val = data.val("chat")
+    val = data.val["chat"]
     for step in range(6):
         batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
         assert all((a.tolist(), b.tolist()) in windows for x, y in batches for a, b in zip(x, y, strict=True))
@@ -323,7 +324,7 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert val.targets.tolist() == (y != -100).sum(1).tolist() and 0 in val.targets and val.tokens == val.targets.sum()
     assert val.text_bytes == round(val.tokens * sum(sizes) / (raw < MASK).sum())
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.run_dir / "config.json").write_text(json.dumps(config.to_dict()))
+    (config.run_dir / "config.json").write_text(json.dumps(asdict(config)))
     ((_, *texts),) = tasks._sources(str(config.run_dir))
     found = tasks._pick(*texts, 999, "seed", lambda text: text)
     assert len(found) == len(sizes) and set(found) <= {p + r for p, r in PAIRS if r.strip()}

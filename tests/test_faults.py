@@ -398,14 +398,14 @@ def test_one_process_a_place_may_last_as_long_as_it_asks_for_and_a_moving_loop_f
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.append(code) or sys.exit())
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, exit: None)
     monkeypatch.setattr(watchdog, "BEAT", 0.02)
-    with Watchdog(ALONE, tmp_path, 0.2, 0.6):
+    with Watchdog(ALONE, tmp_path, 0.6):
         faults.wait_for(lambda: ended, 20)
     assert ended == [1] and not list(tmp_path.iterdir())
     assert "no progress for 0.6 s at start\n" in capfd.readouterr().err, "the first step has more patience"
     (tmp_path / "config.json").touch()
-    with Watchdog(ALONE, tmp_path, 0.2, 0.6) as watch:
+    with Watchdog(ALONE, tmp_path, 0.6) as watch:
         assert watch.explain(RuntimeError("out of memory")) is None, "an error of its own"
-        watch.first_step_done()
+        watch.patience = 0.2
         watch.at("validating", 3, patience=10**6)
         time.sleep(0.6)
         for step in range(40):

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -221,7 +221,7 @@ def ranks(tiny, shared):
     one = changed(whole, "run=one fp8.all_gather=false")                    # by this process
     if not (shared / "seen.json").exists():
         for config in (whole, halves):
-            (shared / f"{config.run}.json").write_text(json.dumps(config.to_dict()))
+            (shared / f"{config.run}.json").write_text(json.dumps(asdict(config)))
         done = process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, shared)
         assert done.returncode == 0, done.stderr[-4000:]
         train.train(one, ALONE)
@@ -273,7 +273,7 @@ def test_ranks_train_what_one_process_trains_and_its_checkpoints_are_plain(ranks
     assert not any(b"torchao" in file.read_bytes() for file in latest(ranks.whole.run_dir).iterdir())
     model, config = load_model(ranks.whole.run_dir)
     data = open_data(config, load_tokenizer("byte").sha256)
-    loss = evaluate(model, {s: data.val(s) for s in data.sources}, data.weights, config.data.micro_batch, torch.device("cpu"))
+    loss = evaluate(model, data.val, data.weights, config.data.micro_batch, torch.device("cpu"))
     told = summary(ranks.whole)
     assert loss.loss == told["loss_bf16"] != told["loss_as_trained"]
 

@@ -6,7 +6,7 @@ import multiprocessing
 import re
 import signal
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
@@ -237,9 +237,9 @@ def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_who
     assert resolve_micro_batch(tiny, ALONE) is tiny
     tiny.run_dir.mkdir(parents=True)
     auto = changed(tiny, "data.micro_batch=auto")
-    write_json(tiny.run_dir / "config.json", changed(tiny, "data.micro_batch=16").to_dict())
+    write_json(tiny.run_dir / "config.json", asdict(changed(tiny, "data.micro_batch=16")))
     assert resolve_micro_batch(auto, ALONE).data.micro_batch == 16
-    write_json(tiny.run_dir / "config.json", changed(tiny, "seed=5").to_dict())
+    write_json(tiny.run_dir / "config.json", asdict(changed(tiny, "seed=5")))
     for words, told in (("", "seed was 5, now 1337"), ("run=b data.dir=/nowhere", "nowhere"),
                         ("run=b steps=100_000", "data.max_epochs")):
         with pytest.raises(UserError, match=told):

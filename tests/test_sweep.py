@@ -216,7 +216,7 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
     shutil.rmtree(tmp_path / trunk.run / "checkpoints")
     checkpoint(branch, tmp_path, 3)
     for start_from, expected in ((f"{tmp_path}/{trunk.run}/checkpoints/step_00000003", branch), (None, alone)):
-        edit(tmp_path / branch.run / "config.json", **replace(tiny, start_from=start_from).to_dict())
+        edit(tmp_path / branch.run / "config.json", **asdict(replace(tiny, start_from=start_from)))
         assert placed(branch, tmp_path) == expected     # it goes on as it was begun
     assert (state_of(branch, tmp_path), tokens_left(branch, tmp_path)) == ("at step 3", (branch.steps - 3) * 512)
     for parent_step, expected in ((branch.parent_step, branch), (None, alone)):
