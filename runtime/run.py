@@ -96,9 +96,6 @@ class Run:
         if world.is_main:
             self._open_log(cleanup, restored, damaged)
         self.saver = Saver(config.run_dir, config.checkpoint, world, dict(self.log.validated) if self.log else {})
-        # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
-        cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
-                     and self.saver.wait())
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         say = self.log.say if self.log else print

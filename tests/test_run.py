@@ -97,6 +97,17 @@ def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(tiny,
     assert len(closed) == 7, "the log, after each start"
 
 
+def test_a_resumed_run_still_knows_its_best_checkpoint(tiny, run):
+    config = changed(tiny, "steps=10 eval.every=2 checkpoint.every=2 checkpoint.keep=1")
+    run(config, "checkpoint.keep=10")
+    faults.back_to(config, 6)
+    path = config.run_dir / "metrics.jsonl"
+    path.write_bytes(b"".join(machine.to_line(row | {"loss": 0.1} if (row["kind"], row["step"]) == ("val", 4) else row)
+                              for row in machine.read_rows(path)))
+    run(config)
+    assert faults.saved_steps(config) == [4, 8, 10]
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
     """A purged scratch disk, a link to one that is not mounted: the rows of days must not be written over."""
     config = replace(tiny, checkpoint=replace(tiny.checkpoint, every=None, rolling=2))
