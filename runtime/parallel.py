@@ -102,8 +102,10 @@ def own_keys(store: dist.Store) -> dist.Store:
 
 
 def finish(world: World, code: int) -> None:
-    """Exit with `code`, one of several processes. The interpreter's own exit is skipped: about one finished gloo job in fifty
-    aborts there ("terminate called without an active exception"), and torchrun would take it for a failure."""
+    """Exit with `code`. With several processes the interpreter's own exit is skipped: about one finished gloo job in
+    fifty aborts there ("terminate called without an active exception"), and torchrun would take it for a failure."""
+    if world.size == 1:
+        sys.exit(code)
     if code == 0:
         with contextlib.suppress(RuntimeError):     # a rank that died here, after all work, has an exit code of its own
             dist.barrier()
