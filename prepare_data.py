@@ -168,4 +168,4 @@ def _check_sources(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -15,7 +15,6 @@ turns, their 10th and 90th percentile, GPU, versions and commits (runtime/speed.
 
 import re
 import shlex
-import sys
 import time
 import timeit
 from collections.abc import Callable
@@ -57,9 +56,9 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     told = shlex.join(["python", "-m", "bench.kernels", *arguments])
-    return command(__doc__, Options, arguments, lambda options: {
+    return command(__doc__, Options)(lambda options: {
         "linears": partial(time_linears, options, device, told), "casts": partial(time_casts, device),
-        "matmuls": partial(time_matmuls, options, device)}[options.what]())
+        "matmuls": partial(time_matmuls, options, device)}[options.what]())(arguments)
 
 
 def milliseconds(call: Callable, device: torch.device) -> float:
@@ -237,4 +236,4 @@ def time_matmuls(options: Options, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

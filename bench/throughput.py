@@ -533,8 +533,8 @@ def run(doc: str, name: str, cls: type, arguments: list[str], groups_for: Callab
         with suppress(ImportError):     # a machine for an hour may lack matplotlib
             draw(rows, figure)
         return f"\n{table(rows)}\n" + f"\n{figure}" * figure.exists()
-    return command(doc, cls, arguments, work)
+    return command(doc, cls)(work)(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,8 +69,8 @@ class ImportOptions:
 
 def main(argv: list[str]) -> int:
     if any(word.startswith(("--from-hf", "--from_hf", "from_hf=")) for word in argv):
-        return command(__doc__, ImportOptions, argv, lambda o: import_checkpoint(o.from_hf, o.run))
-    return command(__doc__, Options, argv, export)
+        return command(__doc__, ImportOptions)(lambda o: import_checkpoint(o.from_hf, o.run))(argv)
+    return command(__doc__, Options)(export)(argv)
 
 
 def export(options: Options) -> str:
@@ -526,4 +525,4 @@ def _some(names: set[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

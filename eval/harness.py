@@ -30,7 +30,6 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -304,7 +303,7 @@ def main(arguments: list[str]) -> int:
     cls, work = Options, lambda options: table(score(options, join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
         cls, work = FetchOptions, lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
-    return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")
+    return command(__doc__, cls, is_shown=os.environ.get("RANK", "0") == "0")(work)(arguments)
 
 
 if __name__ == "__main__":
@@ -313,5 +312,5 @@ if __name__ == "__main__":
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)             # M_MMAP_MAX: nothing from mmap, which goes back to the system when freed
         libc.mallopt(-1, 2**31 - 1)     # M_TRIM_THRESHOLD: nor is the heap's end given back
-    code = run_command(main, sys.argv[1:])
+    code = run_command(main)
     finish(World(0, 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")), code)

@@ -13,7 +13,6 @@ quantisation does to the weights and activations of each Linear on one validatio
 """
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,8 @@ class Options:
     POSITIONAL: ClassVar = ("run",)
 
 
-def compare(options: Options) -> str:
+@command(__doc__, Options)
+def main(options: Options) -> str:
     """Measure BF16 and every recipe, write what was found, return the table."""
     config, device, run_dir = read_config(options.run), pick_device(options.device), Path(options.run)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
@@ -104,9 +104,5 @@ def table(record: dict) -> str:
     return f"\n{grid(losses)}\n\n± is one standard error over the validation sequences."
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, compare)
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

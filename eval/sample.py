@@ -192,8 +192,8 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
         out.write(f"{heading}{tokenizer.decode(row)[skipped:]}\n")
 
 
-def sample(options: Options, out: TextIO) -> None:
-    """Print `options.n` continuations of the prompt to `out`."""
+@command(__doc__, Options)
+def main(options: Options) -> None:
     model, tokenizer, device, layers, _ = load_for_inference(
         options.run, options.device, options.dtype, options.fp8, options.step)
     for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():
@@ -203,15 +203,11 @@ def sample(options: Options, out: TextIO) -> None:
         raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
     steps = stream(model, torch.tensor([ids] * options.n, device=device), options.tokens, options.temperature, options.top_k,
                    torch.Generator(device).manual_seed(options.seed), tokenizer.eot, tokenizer.vocab_size)
-    show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, out)
+    show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, sys.stdout)
     if len(ids) + options.tokens > n_ctx + 1:
         print(f"the context of {n_ctx} tokens allows {n_ctx - len(ids) + 1} new ones, not tokens={options.tokens}",
               file=sys.stderr)
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, lambda options: sample(options, sys.stdout))
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -12,7 +12,6 @@ task's version and the limit, if any. Scores of a step before the end have their
 import gzip
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,16 +295,13 @@ def _kind(row: Row) -> str:
     return OTHER if row.recipe is None else "BF16" if (row.recipe, row.fp8) == ("bf16", "off") else "FP8"
 
 
-def write(options: Options) -> str:
+@command(__doc__, Options)
+def main(options: Options) -> str:
     """Write the files, return the page."""
     rows = read_rows(options.paths)
     page = build(rows)
     return f"{page}\n{write_with(Path(options.out), 'scores', draw(rows), {'table.md': page})}"
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, write)
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

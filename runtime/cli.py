@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 WORDS: dict = {type(None): {"none": None}, bool: {"true": True, "1": True, "false": False, "0": False}}
@@ -65,9 +66,14 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
     return cls(**given)
 
 
-def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) -> int:
-    """A command's exit code: its help, or work(options), which returns what to print or an exit code; 2 with a sentence for the
-    user's mistake, 1 for the machine's. cls: its options, a dataclass. is_shown: whether this process speaks, one of several."""
+def command(doc: str, cls, is_shown: bool = True) -> Callable:
+    """Decorator that makes work(options), which returns what to print or an exit code, a command's main(words) -> exit code: it
+    prints help too, and ends with 2 and a sentence for the user's mistake, 1 for the machine's. cls: its options, a dataclass.
+    is_shown: whether this process speaks, one of several."""
+    return lambda work: partial(_main, doc, cls, work, is_shown)
+
+
+def _main(doc: str, cls, work: Callable, is_shown: bool, arguments: list[str]) -> int:
     is_help, needed = {"-h", "--help"} & set(arguments), any(f.default is MISSING for f in fields(cls))
     if is_help or (needed and not arguments):
         print(help_page(doc, "\n".join(field_lines("", cls).values())))
@@ -90,10 +96,11 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
     return code
 
 
-def run_command(main, *arguments) -> int:
-    """main's exit code; 1 without a traceback where the output is closed early, as by `| head`; 130 where interrupted."""
+def run_command(main, *more) -> int:
+    """The exit code of main(words of the command line, *more); 1 without a traceback where the output is closed early, as by
+    `| head`; 130 where interrupted."""
     try:
-        code = main(*arguments)
+        code = main(sys.argv[1:], *more)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

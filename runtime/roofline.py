@@ -13,7 +13,6 @@ tests/test_plan.py holds them against: to come out near proves little.
 
 import math
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -241,11 +240,8 @@ class Options:
     context: int = 1024             # T, tokens
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, show)
-
-
-def show(options: Options) -> None:
+@command(__doc__, Options)
+def main(options: Options) -> None:
     """Each size under every label, as many tokens a micro-batch as MICRO_BATCH at 1,024."""
     bandwidth, T = GPUS[options.gpu], options.context
     peak, _ = PEAK_FLOPS[options.gpu.upper()]
@@ -263,4 +259,4 @@ def show(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -11,7 +11,6 @@ import io
 import itertools
 import json
 import math
-import sys
 import textwrap
 from collections import namedtuple
 from dataclasses import asdict, dataclass
@@ -390,11 +389,11 @@ class Options:
     POSITIONAL: ClassVar = ("run",)
 
 
-def main(arguments: list[str]) -> int:
+@command(__doc__, Options)
+def main(options: Options) -> str:
     from scaling import dynamics  # here, because it imports this module
-    return command(__doc__, Options, arguments, lambda options: (
-        dynamics.draw_fp8 if options.fp8 else dynamics.draw_run)(Path(options.run), options.out))
+    return (dynamics.draw_fp8 if options.fp8 else dynamics.draw_run)(Path(options.run), options.out)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -13,7 +13,6 @@ nats per token, its counts as they stand, and nothing is converted.
 """
 
 import os
-import sys
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -77,13 +76,10 @@ class Options:
                 raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, _run)
-
-
+@command(__doc__, Options)
 # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
 @np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore")
-def _run(o: Options) -> None:
+def main(o: Options) -> None:
     folder = law_folder(o.paths, o.out)
     if o.paths:
         _fit_runs(o, folder)
@@ -351,4 +347,4 @@ def _intervals(fit) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

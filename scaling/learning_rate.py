@@ -14,7 +14,6 @@ fixed depth -0.5 (2203.03466). Where the batch grows with the model, DeepSeek LL
 
 import itertools
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -49,11 +48,8 @@ class Options:
             raise UserError(f"at={wrong[0]:g} is no number of parameters: give positive ones, such as at=6.49e6,12.8e6")
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, _run)
-
-
-def _run(options: Options) -> int:
+@command(__doc__, Options)
+def main(options: Options) -> int:
     folder = Path(options.runs)
     trials, notes = read_trials(folder)
     found = analyse(trials, options.at)
@@ -187,4 +183,4 @@ def draw(found: dict, name: str) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -9,7 +9,6 @@ what they buy is counted in percentage points of the standard error of the predi
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,11 +55,8 @@ class Options:
             raise UserError(f"gpu={self.gpu}: no FP8 peak of that GPU is known to runtime/log.py; try h100, h200 or b200")
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, lambda options: "\n".join(plan(options)))
-
-
-def plan(options: Options) -> list[str]:
+@command(__doc__, Options)
+def main(options: Options) -> str:
     sizes, notes = read_sizes(options)
     try:
         (law, law_note, done), (gap, gap_note) = read_law(options.law), read_gap(options, sizes)
@@ -79,10 +75,11 @@ def plan(options: Options) -> list[str]:
         rows.append([size.name, si(N), si(D), f"{D / N:.1f}", f"{law.loss(N, D):.4f}", f"{most / N:.1f}",
                      f"{law.loss(N, most) * (1 + gap):.4f}", f"{size.speedup:.3f}",
                      f"{100 * (law.loss(N, D) / law.loss(N, most) - 1):.2f}"])
-    return [f"{options.gpus} x {options.gpu} for {options.hours:g} h: {flops:.3g} FLOPs at the BF16 peak", "",
-            "law: " + law_note, *notes, gap_note, "", "compute-optimal for the budget", grid(optima),
-            f"FP8 equals BF16 at a gap of {100 * (best['BF16'] / best['FP8'] - 1):.2f} %, each at its own best size", "",
-            "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)]
+    return "\n".join([
+        f"{options.gpus} x {options.gpu} for {options.hours:g} h: {flops:.3g} FLOPs at the BF16 peak", "",
+        "law: " + law_note, *notes, gap_note, "", "compute-optimal for the budget", grid(optima),
+        f"FP8 equals BF16 at a gap of {100 * (best['BF16'] / best['FP8'] - 1):.2f} %, each at its own best size", "",
+        "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)])
 
 
 @dataclass(frozen=True)
@@ -246,4 +243,4 @@ def candidates_of(study: str | None, done) -> list[tuple[str, list, float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

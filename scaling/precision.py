@@ -12,7 +12,6 @@ compute under two laws. Intervals are over independent pairs and hold for this v
 import itertools
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -231,11 +230,8 @@ def draw_precision(result: dict):
     return settle(figure)
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, _run)
-
-
-def _run(options: Options) -> None:
+@command(__doc__, Options)
+def main(options: Options) -> None:
     folder = law_folder(options.paths, options.out)
     records, notes = read_runs(options.paths)
     records, left_out = usable(counted_as(records, options.n))
@@ -261,4 +257,4 @@ def _run(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

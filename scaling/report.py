@@ -10,7 +10,6 @@ is named with the command that makes it.
 
 import json
 import math
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -49,9 +48,9 @@ class Options:
             raise UserError("name the runs of one training, as out/a_bf16 out/a_fp8 [out=DIR], or --study out/STUDY alone")
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, lambda options: (
-        report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)))
+@command(__doc__, Options)
+def main(options: Options) -> str:
+    return report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)
 
 
 # ------------------------------------------------------------------------------------------------------- one training
@@ -322,4 +321,4 @@ def _predictions(predictions, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -82,7 +82,7 @@ class Options:
 def main(arguments: list[str], began: float | None = None) -> int:
     """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
     began = time.monotonic() if began is None else began
-    return command(__doc__, Options, arguments, lambda options: sweep(options, began + (options.limit or math.inf)))
+    return command(__doc__, Options)(lambda options: sweep(options, began + (options.limit or math.inf)))(arguments)
 
 
 def sweep(options: Options, deadline: float) -> int | str:
@@ -386,4 +386,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:], BEGAN))
+    raise SystemExit(run_command(main, BEGAN))

@@ -213,7 +213,7 @@ def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\n"), RuntimeError("CPU: can't allocate memory")])
 def test_a_full_memory_needs_no_traceback(capsys, error):
-    assert command("", Options, ["out/x"], Mock(side_effect=error)) == 1
+    assert command("", Options)(Mock(side_effect=error))(["out/x"]) == 1
     assert (said := capsys.readouterr().err).startswith("the memory is full (C") and said.count("\n") == 1
 
 
