@@ -29,10 +29,9 @@ from runtime import tokenizer
 from runtime.cli import command, run_command
 from runtime.config import load_config
 from runtime.data import open_data
-from runtime.machine import device_name
+from runtime.machine import ROOT, device_name
 from runtime.shards import read_index
 
-ROOT = Path(__file__).resolve().parents[1]
 LOADED_TOKENS = 2**25           # of one turn of the loader, at most
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -33,9 +32,8 @@ from runtime import fp8, speed
 from runtime.cli import UserError, command, run_command
 from runtime.config import load_config
 from runtime.log import environment
-from runtime.machine import nvidia_smi, write_atomically
+from runtime.machine import ROOT, nvidia_smi, write_atomically
 
-ROOT = Path(__file__).resolve().parents[1]
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
 

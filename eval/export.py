@@ -37,6 +37,7 @@ from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, scale_of
 from runtime.machine import alone
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
+from scaling.records import listed
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -457,7 +458,8 @@ def _open_weights(source: Path) -> dict:
         except SafetensorError as error:
             raise UserError(f"{path} is no whole safetensors file ({error}): the download is incomplete, repeat it") from error
         if twice := files.keys() & opened.keys():
-            raise UserError(f"{path} and another file of the folder both hold {_some(twice)}: keep those of one download")
+            raise UserError(f"{path} and another file of the folder both hold {listed(sorted(twice), 3)}: keep those of one "
+                            "download")
         files |= dict.fromkeys(opened.keys(), opened)
     if not files:
         raise UserError(f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code")
@@ -507,7 +509,8 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
     there = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     missing, strange = wanted - there, there - wanted - {head}
     if missing or strange:
-        raise UserError(f"of config.json's model the files lack {_some(missing)}; {_some(strange)} has no place in the model")
+        lacking, extra = (listed(sorted(names), 3) or "nothing" for names in (missing, strange))
+        raise UserError(f"of config.json's model the files lack {lacking}; {extra} has no place in the model")
     for ours, parts in parts_of.items():
         whole = torch.empty((sum(shape[0] for _, shape in parts), *parts[0][1][1:]), dtype=torch.float32)
         for (name, shape), place in zip(parts, whole.split([shape[0] for _, shape in parts]), strict=True):
@@ -518,10 +521,6 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
         if ours == "wte.weight" and config.tied and head in there and not torch.equal(read(head).float(), whole):
             raise UserError(f"{head} is not the embedding: set tie_word_embeddings to false in config.json if it shall not be")
         yield ours, whole
-
-
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) or "nothing"
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ from matplotlib.ticker import MaxNLocator
 from eval.harness import RATIOS, hash_of, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
-from runtime.cli import UserError, command, grid, run_command
+from runtime.cli import UserError, command, grid, run_command, si
 from scaling.figures import RC, name_recipe, settle, sheet, write_with
-from scaling.pairs import human
 
 PUBLISHED = Path(__file__).with_name("published.md")
 USUAL = ("bfloat16", "off")     # the dtype and fp8 of a scoring
@@ -229,7 +228,7 @@ def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
         lines.append(["*chance*", "", "", "", *(_value(c, chance(rows, c)) for c in columns)])
     for row in rows:
         precision = name_recipe(row.recipe) if row.recipe else ""
-        lines.append([label(row), *(human(n) if n else "" for n in (row.params, row.tokens)), precision,
+        lines.append([label(row), *(si(n) if n else "" for n in (row.params, row.tokens)), precision,
                       *(_value(c, row.scores[c].value, row.scores[c].se) if c in row.scores else "" for c in columns)])
         base = base_of(row, rows)
         if base and row.scores.keys() & base.scores.keys() & set(columns):

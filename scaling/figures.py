@@ -27,10 +27,10 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from scipy.stats import binned_statistic
 
-from runtime.cli import UserError, command, run_command
+from runtime.cli import UserError, command, run_command, si
 from runtime.machine import write_atomically
 from scaling.laws import on_one_ray
-from scaling.pairs import KIND, human
+from scaling.pairs import KIND
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
@@ -93,7 +93,7 @@ def styles(recipes) -> list[dict]:
 def steps_axis(panel) -> None:
     panel.set_xlabel("step")
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x >= 0 else ""))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: si(x) if x >= 0 else ""))
 
 
 def counts_axis(axis, in_words: bool = True) -> None:
@@ -102,7 +102,7 @@ def counts_axis(axis, in_words: bool = True) -> None:
     decades = math.log10(high / low)
     axis.set_major_locator(MaxNLocator(3) if decades < 0.3 else LogLocator(
         subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: human(x)) if in_words else LogFormatterSciNotation(
+    axis.set_major_formatter(FuncFormatter(lambda x, _: si(x)) if in_words else LogFormatterSciNotation(
         minor_thresholds=(math.inf, math.inf)))
     axis.set_minor_formatter(NullFormatter())
 
@@ -204,7 +204,7 @@ def _draw_losses(panel, groups, axis: str) -> None:
             colour = _shade(style, line.each, among) if line.each else style["color"]
             drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
             if line.each:
-                named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else human(line.each), drawn_line)
+                named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else si(line.each), drawn_line)
         colours = _shade(style, values, among)              # (n, 4)
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,

@@ -27,11 +27,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from runtime.cli import UserError, command, run_command
+from runtime.cli import UserError, command, run_command, si
 from scaling import predict
 from scaling.figures import draw, write_with
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
-from scaling.pairs import KIND, human, pairs
+from scaling.pairs import KIND, pairs
 from scaling.points import read_points
 from scaling.precision import LINES, table
 from scaling.records import check_comparable, counted_as, from_scratch, law_folder, read_curve, read_runs, usable, without_repeats
@@ -326,7 +326,7 @@ def _headline_lines(group) -> list[str]:
     """A group's headlined law with its intervals, what it rests on, and why it is this form."""
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
     what = (f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of {len(set(group.points.cluster))} "
-            f"trajectories, {kind}N {human(N.min())} to {human(N.max())}")
+            f"trajectories, {kind}N {si(N.min())} to {si(N.max())}")
     if group.ray:
         low, high = group.ray
         what += f", {low:.3g} to {high:.3g} tokens per {kind}parameter"

@@ -21,11 +21,12 @@ from runtime import fp8
 from runtime.cli import UserError, command, grid, run_command, si
 from runtime.config import fp8_overrides, load_config, positive
 from runtime.log import peak_flops
+from runtime.machine import ROOT
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
 from scaling.pairs import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats
-from scaling.study import ROOT, expand, load_study
+from scaling.study import expand, load_study
 
 TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
 REACH = 10                      # runs or gaps at sizes more than this factor away from all sizes here are not used

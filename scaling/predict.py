@@ -18,13 +18,12 @@ import numpy as np
 from scipy.special import fdtri
 
 from runtime.cli import UserError, nearest
-from runtime.machine import git
+from runtime.machine import ROOT, git
 from scaling.figures import write_files
 from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law, with_bootstrap
 from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
-ROOT = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 1
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
 FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval

@@ -22,8 +22,8 @@ from model import GPT
 from runtime.cli import UserError, nearest, type_problems
 from runtime.config import Config, FP8Config, fp8_overrides, load_config
 from runtime.log import pair_id
+from runtime.machine import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
 
 

@@ -38,12 +38,12 @@ from runtime.cli import UserError, command, duration, grid, nearest, run_command
 from runtime.config import load_config, positive, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
-from runtime.machine import metrics_rows, read_rows, write_json
+from runtime.machine import ROOT, metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.records import LAW_FOLDER, listed, read_json, read_study
-from scaling.study import ROOT, Row, Study, expand, load_study
+from scaling.study import Row, Study, expand, load_study
 
 CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data
 UNSEEN_S = 5.0      # assumed, for no summary tells: imports and the GPU's context before a run's clock begins, and its end
