@@ -14,6 +14,7 @@ fixed depth -0.5 (2203.03466). Where the batch grows with the model, DeepSeek LL
 
 import itertools
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -59,15 +60,9 @@ def main(options: Options) -> int:
     return 0 if found["base"] else 3
 
 
-@dataclass(frozen=True)
-class Trial:
-    run: str
-    N: int                      # params_nonembed
-    tokens: int
-    lr: float                   # peak learning rate
-    seed: int
-    status: str                 # "ok", "diverged" or "unfinished"
-    loss: float | None = None   # nats per validation token, evaluated in BF16; none unless status is "ok"
+# N: params_nonembed; lr: peak learning rate; status: "ok", "diverged" or "unfinished"; loss: nats per validation token, evaluated
+# in BF16, None unless status is "ok".
+Trial = namedtuple("Trial", "run N tokens lr seed status loss", defaults=(None,))
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:

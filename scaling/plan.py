@@ -9,6 +9,7 @@ what they buy is counted in percentage points of the standard error of the predi
 """
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,14 +84,9 @@ def main(options: Options) -> str:
         "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)])
 
 
-@dataclass(frozen=True)
-class Size:
-    """One of the repository's sizes, with what a token costs there; speeds are of one GPU."""
-    name: str
-    N: int
-    flops_per_token: float
-    mfu: float                  # of the BF16 peak
-    speedup: float              # FP8 tokens per second over BF16's
+# One of the repository's sizes, with what a token costs there on one GPU. mfu: of the BF16 peak; speedup: FP8's tokens per second
+# over BF16's.
+Size = namedtuple("Size", "name N flops_per_token mfu speedup")
 
 
 def read_sizes(options: Options) -> tuple[list[Size], list[str]]:

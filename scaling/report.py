@@ -10,6 +10,7 @@ is named with the command that makes it.
 
 import json
 import math
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -54,11 +55,9 @@ def main(options: Options) -> str:
 
 # ------------------------------------------------------------------------------------------------------- one training
 
-@dataclass(frozen=True)
-class Arm:
-    record: Record
-    label: str                      # its recipe; with its name where several have that recipe
-    history: figures.History                # steps without a target, which are logged as a loss of 0, have NaN
+# A run. label: its recipe, with its name where several have that one; history: NaN is the loss of a step without a target, which
+# is logged as 0.
+Arm = namedtuple("Arm", "record label history")
 
 
 def report_training(paths, out: str | None) -> str:
