@@ -175,9 +175,8 @@ def shapes_of(options: Options) -> list[tuple[int, int]]:
             raise UserError(f"shapes={text!r} is no shape: write inputs x outputs, both multiples of 16, as 2048x11264")
         shapes.add((int(pair[1]), int(pair[2])))
     for path in [] if shapes else (ROOT / "configs").glob("gpt*_bf16.py"):
-        with torch.device("meta"):
-            model = GPT(load_config(path).model)
-        shapes |= {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, Linear)}
+        layers = GPT.on_meta(load_config(path).model).modules()
+        shapes |= {(m.in_features, m.out_features) for m in layers if isinstance(m, Linear)}
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 

@@ -124,8 +124,7 @@ def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config
     own = config.fp8.recipe == recipe
     settings = replace(config.fp8, all_gather=False) if own else FP8Config(recipe=recipe)   # nothing is sharded here
     fp8.check_hardware(settings, device)
-    with torch.device("meta"):
-        fp8.select(GPT(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    fp8.select(GPT.on_meta(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     return settings
 
 

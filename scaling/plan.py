@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from scipy.optimize import minimize_scalar
 
 from model import GPT
@@ -104,8 +103,7 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     both = {N: float(np.median(mfu)) / base[N] for (recipe, N), mfu in found.items() if recipe == options.recipe and N in base}
     sizes = []
     for name, config in configs.items():
-        with torch.device("meta"):
-            model = GPT(config.model)
+        model = GPT.on_meta(config.model)
         counts = model.counts()
         in_fp8 = sum(layer.params for layer in fp8.select(model, config.fp8, options.gpu.upper()) if layer.reason is None)
         most = highest_ratio(config, in_fp8, counts["flops_per_token"], (bf16_peak, fp8_peak))

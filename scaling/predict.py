@@ -203,14 +203,11 @@ def _target(name: str, declared: dict[str, dict]) -> dict:
         raise UserError(f"there is no run {name!r} in a study.json and no configs/{name}.py{nearest(name, there)}")
     goal = declared.get(name)
     if not goal:
-        import torch
-
         from model import GPT
         from runtime.config import load_config
         config = load_config(ROOT / "configs" / f"{name}.py")
-        with torch.device("meta"):
-            goal = GPT(config.model).counts()
-        goal |= {"recipe": config.fp8.label, "tokens": config.total_tokens, "vocab_size": config.model.vocab_size}
+        goal = GPT.on_meta(config.model).counts() | {
+            "recipe": config.fp8.label, "tokens": config.total_tokens, "vocab_size": config.model.vocab_size}
     return {"name": name, **{key: goal[key] for key in ("recipe", *COUNTS)}, "vocab_size": goal.get("vocab_size")}
 
 
