@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -47,14 +47,12 @@ class Options:
     turns: int = 7                  # of FP8 per row, each between two of BF16
     budget: float | None = None     # seconds after which no further row is begun; none = all rows
 
-    POSITIONAL: ClassVar = ("what",)
-
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     told = shlex.join(["python", "-m", "bench.kernels", *arguments])
-    return command(__doc__, Options)(lambda options: {
+    return command(__doc__, Options, "what")(lambda options: {
         "linears": partial(time_linears, options, device, told), "casts": partial(time_casts, device),
         "matmuls": partial(time_matmuls, options, device)}[options.what]())(arguments)
 

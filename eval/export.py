@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -57,21 +57,17 @@ class Options:
     license: str = "other"              # the model's, as the Hub names it (apache-2.0, mit, ..), for the card
     step: int | None = None             # of a checkpoint that was kept; none = the newest
 
-    POSITIONAL: ClassVar = ("run", "folder")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     from_hf: str                        # a folder in Hugging Face's format
     run: str                            # the run to make
 
-    POSITIONAL: ClassVar = ("run",)
-
 
 def main(argv: list[str]) -> int:
     if any(word.startswith(("--from-hf", "--from_hf", "from_hf=")) for word in argv):
-        return command(__doc__, ImportOptions)(lambda o: import_checkpoint(o.from_hf, o.run))(argv)
-    return command(__doc__, Options)(export)(argv)
+        return command(__doc__, ImportOptions, "run")(lambda o: import_checkpoint(o.from_hf, o.run))(argv)
+    return command(__doc__, Options, "run", "folder")(export)(argv)
 
 
 def export(options: Options) -> str:

@@ -16,7 +16,6 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -36,10 +35,8 @@ class Options:
     micro_batch: int | None = None      # sequences per forward pass; none = the run's own
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
 
-    POSITIONAL: ClassVar = ("run",)
 
-
-@command(__doc__, Options)
+@command(__doc__, Options, "run")
 def main(options: Options) -> str:
     """Measure BF16 and every recipe, write what was found, return the table."""
     config, device, run_dir = read_config(options.run), pick_device(options.device), Path(options.run)

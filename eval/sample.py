@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
+from typing import Literal, NamedTuple, TextIO, get_type_hints
 
 import torch
 
@@ -40,8 +40,6 @@ class Options:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained, or float32
     fp8: Recipe = "off"             # the Linears that this recipe converts multiply in FP8, whatever trained the run
     step: int | None = None         # of a checkpoint that was kept; none = the newest
-
-    POSITIONAL: ClassVar = ("run", "prompt")
 
     def __post_init__(self):
         for name, least in (("n", 1), ("tokens", 1), ("top_k", 1), ("temperature", 0)):
@@ -191,7 +189,7 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
         out.write(f"{heading}{tokenizer.decode(row)[skipped:]}\n")
 
 
-@command(__doc__, Options)
+@command(__doc__, Options, "run", "prompt")
 def main(options: Options) -> None:
     model, tokenizer, device, layers, _ = load_for_inference(
         options.run, options.device, options.dtype, options.fp8, options.step)

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -38,8 +38,6 @@ BEYOND = 1e6                    # scores of models that exploded have no place o
 class Options:
     paths: tuple[str, ...]      # runs, or folders of runs
     out: str = "out/table"      # folder that gets the files
-
-    POSITIONAL: ClassVar = ("paths",)
 
 
 class Column(NamedTuple):
@@ -294,7 +292,7 @@ def _kind(row: Row) -> str:
     return OTHER if row.recipe is None else "BF16" if (row.recipe, row.fp8) == ("bf16", "off") else "FP8"
 
 
-@command(__doc__, Options)
+@command(__doc__, Options, "paths")
 def main(options: Options) -> str:
     """Write the files, return the page."""
     rows = read_rows(options.paths)

@@ -15,7 +15,6 @@ import textwrap
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -465,10 +464,8 @@ class Options:
     fp8: bool = False           # what FP8 did inside it
     out: str | None = None      # folder that receives the figures
 
-    POSITIONAL: ClassVar = ("run",)
 
-
-@command(__doc__, Options)
+@command(__doc__, Options, "run")
 def main(options: Options) -> str:
     run, folder = Path(options.run), Path(options.out or Path(options.run) / "figures")
     return draw_fp8(run, folder) if options.fp8 else write_with(folder, "run", draw(read_history(run), run.resolve().name), {})

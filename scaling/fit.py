@@ -25,7 +25,6 @@ import textwrap
 from collections import namedtuple
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -77,8 +76,6 @@ class Options:
     insist: bool = False            # headline L(N, D) even where it does not fit
     all: bool = False               # print everything
 
-    POSITIONAL: ClassVar = ("paths",)
-
     def __post_init__(self):
         if bool(self.points) == bool(self.paths):
             raise UserError("give either run folders such as out/RUN, a folder that holds them, or a table with --points FILE")
@@ -91,7 +88,7 @@ class Options:
                 raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
 
-@command(__doc__, Options)
+@command(__doc__, Options, "paths")
 # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
 @np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore")
 def main(o: Options) -> None:

@@ -17,7 +17,6 @@ import math
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -42,14 +41,12 @@ class Options:
     at: tuple[float, ...] = ()  # non-embedding parameters to give rates for; none = 2, 4 and 8 times the smallest size's
     out: str | None = None      # folder that receives learning_rate.json, .png and .svg; none = law beside the runs
 
-    POSITIONAL: ClassVar = ("runs",)
-
     def __post_init__(self):
         if wrong := [n for n in self.at if not n > 0]:
             raise UserError(f"at={wrong[0]:g} is no number of parameters: give positive ones, such as at=6.49e6,12.8e6")
 
 
-@command(__doc__, Options)
+@command(__doc__, Options, "runs")
 def main(options: Options) -> int:
     folder = Path(options.runs)
     trials, notes = read_trials(folder)

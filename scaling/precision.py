@@ -14,7 +14,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -46,8 +46,6 @@ class Options:
     margin: float | None = None     # per cent of the loss that counts as equivalent (default: the study's; here: after the fact)
     n: Literal["total", "nonembed"] | None = None   # which parameters N counts (default: what study.json says, else total)
     all: bool = False               # print every table
-
-    POSITIONAL: ClassVar = ("paths",)
 
 
 def analyse(records, found, arm: str, margin) -> dict:
@@ -230,7 +228,7 @@ def draw_precision(result: dict):
     return settle(figure)
 
 
-@command(__doc__, Options)
+@command(__doc__, Options, "paths")
 def main(options: Options) -> None:
     folder = law_folder(options.paths, options.out)
     records, notes = read_runs(options.paths)

@@ -14,7 +14,6 @@ from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -41,14 +40,12 @@ class Options:
     study: str | None = None        # a folder of runs in their place
     out: str | None = None          # folder that receives the report; none = law beside the first run
 
-    POSITIONAL: ClassVar = ("runs",)
-
     def __post_init__(self):
         if bool(self.runs) == bool(self.study) or self.study and self.out:
             raise UserError("name the runs of one training, as out/a_bf16 out/a_fp8 [out=DIR], or --study out/STUDY alone")
 
 
-@command(__doc__, Options)
+@command(__doc__, Options, "runs")
 def main(options: Options) -> str:
     return report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)
 

@@ -26,7 +26,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import IO, ClassVar
+from typing import IO
 
 if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
@@ -68,8 +68,6 @@ class Options:
     mfu: float = ASSUMED_MFU    # share of that peak
     start: float = 60.0         # seconds assumed there for imports, compilation, evaluation and saving
 
-    POSITIONAL: ClassVar = ("study",)
-
     def __post_init__(self):
         if problems := positive(self, "gpus", "jobs", "limit", "mfu", "start"):
             raise UserError(problems[0])
@@ -82,7 +80,7 @@ class Options:
 def main(arguments: list[str], began: float | None = None) -> int:
     """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
     began = time.monotonic() if began is None else began
-    return command(__doc__, Options)(lambda options: sweep(options, began + (options.limit or math.inf)))(arguments)
+    return command(__doc__, Options, "study")(lambda options: sweep(options, began + (options.limit or math.inf)))(arguments)
 
 
 def sweep(options: Options, deadline: float) -> int | str:
