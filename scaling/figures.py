@@ -468,7 +468,9 @@ class Options:
 @command(__doc__, Options, "run")
 def main(options: Options) -> str:
     run, folder = Path(options.run), Path(options.out or Path(options.run) / "figures")
-    return draw_fp8(run, folder) if options.fp8 else write_with(folder, "run", draw(read_history(run), run.resolve().name), {})
+    if options.fp8:
+        return draw_fp8(run, folder)
+    return write_with(folder, "run", draw(read_history(run), run.resolve().name), {})
 
 
 if __name__ == "__main__":
