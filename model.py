@@ -219,6 +219,12 @@ class GPT(nn.Module):
             self.register_buffer(table, torch.empty(config.n_ctx, config.head_size // 2), persistent=False)
         self.tie()
 
+    @classmethod
+    def on_meta(cls, config: GPTConfig, compute_dtype: torch.dtype = torch.bfloat16):
+        """A model without memory for its weights: to count them, or until they are placed."""
+        with torch.device("meta"):
+            return cls(config, compute_dtype)
+
     def tie(self):
         """Make embedding and head one Parameter again; moving a model off the meta device splits them."""
         if self.config.tied:

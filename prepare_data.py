@@ -33,7 +33,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
@@ -61,8 +60,6 @@ class Options(Job):
     license: str | None = None
     revision: str | None = None
     files: str | None = None
-
-    POSITIONAL: ClassVar = ("words",)
 
     def __post_init__(self):
         for key, low, high in ("val_share", 1 / HASH_STEPS, 0.5), ("tokens", 1, 2**53), ("processes", 1, 1024):
@@ -142,7 +139,7 @@ def _run(arguments: list[str]) -> int:
         commands = [key for key in KEYS if key not in ("named", "hf")]
         raise UserError(f"there is no command {words[0]!r}{nearest(command, [*commands, *SOURCES])}")
     first = arguments.index(words[0])
-    options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
+    options = read_options(Options, arguments[:first] + arguments[first + 1:], ("words",), KEYS[kind], DEFAULTS.get(kind))
     words, folders = list(options.words), [Path(word) for word in options.words] or [Path(options.out)]
     if kind in ("show", "verify"):
         verify(folders) if kind == "verify" else [show(folder) for folder in folders]
@@ -168,4 +165,4 @@ def _check_sources(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

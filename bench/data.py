@@ -29,10 +29,9 @@ from runtime import tokenizer
 from runtime.cli import command, run_command
 from runtime.config import load_config
 from runtime.data import open_data
-from runtime.machine import device_name
+from runtime.machine import ROOT, device_name
 from runtime.shards import read_index
 
-ROOT = Path(__file__).resolve().parents[1]
 LOADED_TOKENS = 2**25           # of one turn of the loader, at most
 
 
@@ -44,12 +43,8 @@ class Options:
     folder: str = "out"                 # on the disk to be measured; what is written there is removed
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, bench)
-
-
-def bench(options: Options) -> None:
-    """Print all numbers."""
+@command(__doc__, Options)
+def main(options: Options) -> None:
     Path(options.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench_data_", dir=options.folder) as name:
         folder = Path(name)
@@ -126,4 +121,4 @@ def loader(folder: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

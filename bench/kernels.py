@@ -15,15 +15,13 @@ turns, their 10th and 90th percentile, GPU, versions and commits (runtime/speed.
 
 import re
 import shlex
-import sys
 import time
 import timeit
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,9 +32,8 @@ from runtime import fp8, speed
 from runtime.cli import UserError, command, run_command
 from runtime.config import load_config
 from runtime.log import environment
-from runtime.machine import nvidia_smi, write_atomically
+from runtime.machine import ROOT, nvidia_smi, write_atomically
 
-ROOT = Path(__file__).resolve().parents[1]
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -50,16 +47,14 @@ class Options:
     turns: int = 7                  # of FP8 per row, each between two of BF16
     budget: float | None = None     # seconds after which no further row is begun; none = all rows
 
-    POSITIONAL: ClassVar = ("what",)
-
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     told = shlex.join(["python", "-m", "bench.kernels", *arguments])
-    return command(__doc__, Options, arguments, lambda options: {
+    return command(__doc__, Options, "what")(lambda options: {
         "linears": partial(time_linears, options, device, told), "casts": partial(time_casts, device),
-        "matmuls": partial(time_matmuls, options, device)}[options.what]())
+        "matmuls": partial(time_matmuls, options, device)}[options.what]())(arguments)
 
 
 def milliseconds(call: Callable, device: torch.device) -> float:
@@ -178,9 +173,8 @@ def shapes_of(options: Options) -> list[tuple[int, int]]:
             raise UserError(f"shapes={text!r} is no shape: write inputs x outputs, both multiples of 16, as 2048x11264")
         shapes.add((int(pair[1]), int(pair[2])))
     for path in [] if shapes else (ROOT / "configs").glob("gpt*_bf16.py"):
-        with torch.device("meta"):
-            model = GPT(load_config(path).model)
-        shapes |= {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, Linear)}
+        layers = GPT.on_meta(load_config(path).model).modules()
+        shapes |= {(m.in_features, m.out_features) for m in layers if isinstance(m, Linear)}
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape))
 
 
@@ -237,4 +231,4 @@ def time_matmuls(options: Options, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -214,4 +214,4 @@ def _subject(cell: Cell, model: nn.Module, vocab: int, loss_of: Callable, optimi
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

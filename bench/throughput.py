@@ -38,11 +38,10 @@ from runtime import fp8, parallel
 from runtime.cli import UserError, command, grid, nearest, run_command
 from runtime.config import Config, fp8_overrides, load_config
 from runtime.log import environment, peak_flops
-from runtime.machine import GIB, memory_error, nvidia_smi, read_rows, to_line, write_atomically
+from runtime.machine import GIB, ROOT, memory_error, nvidia_smi, read_rows, to_line, write_atomically
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 
-ROOT = Path(__file__).resolve().parents[1]
 SANITY_STEPS = 20
 # Of the config's peak rate, that the 20 updates rise to: at all of it they learn a small batch by heart so fast that FP8's
 # rounding alone is 0.05 to 0.12 nats behind; at a tenth it is 0.01 (2 x 128 and 4 x 256 wide, on a CPU).
@@ -533,8 +532,8 @@ def run(doc: str, name: str, cls: type, arguments: list[str], groups_for: Callab
         with suppress(ImportError):     # a machine for an hour may lack matplotlib
             draw(rows, figure)
         return f"\n{table(rows)}\n" + f"\n{figure}" * figure.exists()
-    return command(doc, cls, arguments, work)
+    return command(doc, cls)(work)(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

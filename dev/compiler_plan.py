@@ -65,8 +65,7 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")      # as parallel.set_torch_flags does
-    with torch.device("meta"):
-        model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
+    model = GPT.on_meta(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
     fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
     fp8.DelayedScales(model)
     fp8.keep_bf16_copies(model)

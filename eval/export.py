@@ -16,13 +16,12 @@ import logging
 import os
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,6 +37,7 @@ from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, scale_of
 from runtime.machine import alone
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
+from scaling.records import listed
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -57,21 +57,17 @@ class Options:
     license: str = "other"              # the model's, as the Hub names it (apache-2.0, mit, ..), for the card
     step: int | None = None             # of a checkpoint that was kept; none = the newest
 
-    POSITIONAL: ClassVar = ("run", "folder")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
     from_hf: str                        # a folder in Hugging Face's format
     run: str                            # the run to make
 
-    POSITIONAL: ClassVar = ("run",)
-
 
 def main(argv: list[str]) -> int:
     if any(word.startswith(("--from-hf", "--from_hf", "from_hf=")) for word in argv):
-        return command(__doc__, ImportOptions, argv, lambda o: import_checkpoint(o.from_hf, o.run))
-    return command(__doc__, Options, argv, export)
+        return command(__doc__, ImportOptions, "run")(lambda o: import_checkpoint(o.from_hf, o.run))(argv)
+    return command(__doc__, Options, "run", "folder")(export)(argv)
 
 
 def export(options: Options) -> str:
@@ -458,7 +454,8 @@ def _open_weights(source: Path) -> dict:
         except SafetensorError as error:
             raise UserError(f"{path} is no whole safetensors file ({error}): the download is incomplete, repeat it") from error
         if twice := files.keys() & opened.keys():
-            raise UserError(f"{path} and another file of the folder both hold {_some(twice)}: keep those of one download")
+            raise UserError(f"{path} and another file of the folder both hold {listed(sorted(twice), 3)}: keep those of one "
+                            "download")
         files |= dict.fromkeys(opened.keys(), opened)
     if not files:
         raise UserError(f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code")
@@ -508,7 +505,8 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
     there = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     missing, strange = wanted - there, there - wanted - {head}
     if missing or strange:
-        raise UserError(f"of config.json's model the files lack {_some(missing)}; {_some(strange)} has no place in the model")
+        lacking, extra = (listed(sorted(names), 3) or "nothing" for names in (missing, strange))
+        raise UserError(f"of config.json's model the files lack {lacking}; {extra} has no place in the model")
     for ours, parts in parts_of.items():
         whole = torch.empty((sum(shape[0] for _, shape in parts), *parts[0][1][1:]), dtype=torch.float32)
         for (name, shape), place in zip(parts, whole.split([shape[0] for _, shape in parts]), strict=True):
@@ -521,9 +519,5 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
         yield ours, whole
 
 
-def _some(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) or "nothing"
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

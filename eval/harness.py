@@ -30,7 +30,6 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -69,8 +68,6 @@ class Options:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained (an FP8 run: plain BF16 matmuls), or float32
     fp8: Recipe = "off"                 # the Linears that this recipe converts multiply in FP8, whatever trained the run
     step: int | None = None             # of a checkpoint that was kept; none = the newest
-
-    POSITIONAL: ClassVar = ("run",)
 
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
@@ -301,10 +298,10 @@ def main(arguments: list[str]) -> int:
     if "--table" in arguments:
         from eval import table as scores_table
         return scores_table.main([word for word in arguments if word != "--table"])
-    cls, work = Options, lambda options: table(score(options, join()))
+    cls, work = (Options, "run"), lambda options: table(score(options, join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
-        cls, work = FetchOptions, lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
-    return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")
+        cls, work = (FetchOptions,), lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
+    return command(__doc__, *cls, is_shown=os.environ.get("RANK", "0") == "0")(work)(arguments)
 
 
 if __name__ == "__main__":
@@ -313,5 +310,5 @@ if __name__ == "__main__":
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)             # M_MMAP_MAX: nothing from mmap, which goes back to the system when freed
         libc.mallopt(-1, 2**31 - 1)     # M_TRIM_THRESHOLD: nor is the heap's end given back
-    code = run_command(main, sys.argv[1:])
+    code = run_command(main)
     finish(World(0, 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")), code)

@@ -13,11 +13,9 @@ quantisation does to the weights and activations of each Linear on one validatio
 """
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -37,10 +35,9 @@ class Options:
     micro_batch: int | None = None      # sequences per forward pass; none = the run's own
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
 
-    POSITIONAL: ClassVar = ("run",)
 
-
-def compare(options: Options) -> str:
+@command(__doc__, Options, "run")
+def main(options: Options) -> str:
     """Measure BF16 and every recipe, write what was found, return the table."""
     config, device, run_dir = read_config(options.run), pick_device(options.device), Path(options.run)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
@@ -103,9 +100,5 @@ def table(record: dict) -> str:
     return f"\n{grid(losses)}\n\n± is one standard error over the validation sequences."
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, compare)
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

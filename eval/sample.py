@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
+from typing import Literal, NamedTuple, TextIO, get_type_hints
 
 import torch
 
@@ -40,8 +40,6 @@ class Options:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained, or float32
     fp8: Recipe = "off"             # the Linears that this recipe converts multiply in FP8, whatever trained the run
     step: int | None = None         # of a checkpoint that was kept; none = the newest
-
-    POSITIONAL: ClassVar = ("run", "prompt")
 
     def __post_init__(self):
         for name, least in (("n", 1), ("tokens", 1), ("top_k", 1), ("temperature", 0)):
@@ -124,8 +122,7 @@ def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config
     own = config.fp8.recipe == recipe
     settings = replace(config.fp8, all_gather=False) if own else FP8Config(recipe=recipe)   # nothing is sharded here
     fp8.check_hardware(settings, device)
-    with torch.device("meta"):
-        fp8.select(GPT(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    fp8.select(GPT.on_meta(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     return settings
 
 
@@ -192,8 +189,8 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
         out.write(f"{heading}{tokenizer.decode(row)[skipped:]}\n")
 
 
-def sample(options: Options, out: TextIO) -> None:
-    """Print `options.n` continuations of the prompt to `out`."""
+@command(__doc__, Options, "run", "prompt")
+def main(options: Options) -> None:
     model, tokenizer, device, layers, _ = load_for_inference(
         options.run, options.device, options.dtype, options.fp8, options.step)
     for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():
@@ -203,15 +200,11 @@ def sample(options: Options, out: TextIO) -> None:
         raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
     steps = stream(model, torch.tensor([ids] * options.n, device=device), options.tokens, options.temperature, options.top_k,
                    torch.Generator(device).manual_seed(options.seed), tokenizer.eot, tokenizer.vocab_size)
-    show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, out)
+    show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, sys.stdout)
     if len(ids) + options.tokens > n_ctx + 1:
         print(f"the context of {n_ctx} tokens allows {n_ctx - len(ids) + 1} new ones, not tokens={options.tokens}",
               file=sys.stderr)
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, lambda options: sample(options, sys.stdout))
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

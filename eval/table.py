@@ -12,11 +12,10 @@ task's version and the limit, if any. Scores of a step before the end have their
 import gzip
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -26,9 +25,8 @@ from matplotlib.ticker import MaxNLocator
 from eval.harness import RATIOS, hash_of, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
-from runtime.cli import UserError, command, grid, run_command
+from runtime.cli import UserError, command, grid, run_command, si
 from scaling.figures import RC, name_recipe, settle, sheet, write_with
-from scaling.pairs import human
 
 PUBLISHED = Path(__file__).with_name("published.md")
 USUAL = ("bfloat16", "off")     # the dtype and fp8 of a scoring
@@ -40,8 +38,6 @@ BEYOND = 1e6                    # scores of models that exploded have no place o
 class Options:
     paths: tuple[str, ...]      # runs, or folders of runs
     out: str = "out/table"      # folder that gets the files
-
-    POSITIONAL: ClassVar = ("paths",)
 
 
 class Column(NamedTuple):
@@ -230,7 +226,7 @@ def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
         lines.append(["*chance*", "", "", "", *(_value(c, chance(rows, c)) for c in columns)])
     for row in rows:
         precision = name_recipe(row.recipe) if row.recipe else ""
-        lines.append([label(row), *(human(n) if n else "" for n in (row.params, row.tokens)), precision,
+        lines.append([label(row), *(si(n) if n else "" for n in (row.params, row.tokens)), precision,
                       *(_value(c, row.scores[c].value, row.scores[c].se) if c in row.scores else "" for c in columns)])
         base = base_of(row, rows)
         if base and row.scores.keys() & base.scores.keys() & set(columns):
@@ -296,16 +292,13 @@ def _kind(row: Row) -> str:
     return OTHER if row.recipe is None else "BF16" if (row.recipe, row.fp8) == ("bf16", "off") else "FP8"
 
 
-def write(options: Options) -> str:
+@command(__doc__, Options, "paths")
+def main(options: Options) -> str:
     """Write the files, return the page."""
     rows = read_rows(options.paths)
     page = build(rows)
     return f"{page}\n{write_with(Path(options.out), 'scores', draw(rows), {'table.md': page})}"
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, write)
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -329,8 +329,7 @@ def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_
     if path is None:
         raise UserError(f"step={step}: {run_dir} has no such checkpoint, but those of steps {', '.join(map(str, there))}")
     manifest = read_manifest(path)
-    with torch.device("meta"):
-        model = GPT(config_from_dict(manifest["config"]).model, compute_dtype)
+    model = GPT.on_meta(config_from_dict(manifest["config"]).model, compute_dtype)
     model.to_empty(device=device)
     model.tie()
     model.init_buffers()

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 WORDS: dict = {type(None): {"none": None}, bool: {"true": True, "1": True, "false": False, "0": False}}
@@ -28,11 +29,12 @@ class MachineError(Exception):
 
 # -------------------------------------------------------------------------------------------------------- command lines
 
-def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaults: dict | None = None):
+def read_options(cls, arguments: list[str], positional: tuple[str, ...] = (), keys: set[str] | None = None,
+                 defaults: dict | None = None):
     """An instance of the dataclass `cls` from `key=value`, `--key=value`, `--key value`, `--flag` and bare words.
 
     A flag is a field of type bool: `--serve` stands for serve=true. Bare words (also files with "=" in their names) fill the
-    fields of cls.POSITIONAL (none = no bare word) in order; one of type tuple[str, ...] takes all that are left, commas and all.
+    fields named `positional` in order; one of type tuple[str, ...] takes all that are left, commas and all.
     keys: the fields that may be given, none = all. defaults: those that differ from the class's own. Raises UserError."""
     hints, given, bare, rest = get_type_hints(cls), {}, [], iter(arguments)
     names = [f.name for f in fields(cls) if keys is None or f.name in keys]
@@ -52,7 +54,7 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
         if not value or (not equals and value.startswith("--")):
             raise UserError(f"--{name} needs a value: write {key}=VALUE")
         given[key] = parse(key, value, hints[key])
-    for key in [key for key in getattr(cls, "POSITIONAL", ()) if key not in given]:
+    for key in [key for key in positional if key not in given]:
         if bare and hints[key] == tuple[str, ...]:
             given[key], bare = tuple(bare), []
         elif bare:
@@ -65,15 +67,20 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
     return cls(**given)
 
 
-def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) -> int:
-    """A command's exit code: its help, or work(options), which returns what to print or an exit code; 2 with a sentence for the
-    user's mistake, 1 for the machine's. cls: its options, a dataclass. is_shown: whether this process speaks, one of several."""
+def command(doc: str, cls, *positional: str, is_shown: bool = True) -> Callable:
+    """Decorator that makes work(options), which returns what to print or an exit code, a command's main(words) -> exit code: it
+    prints help too, and ends with 2 and a sentence for the user's mistake, 1 for the machine's. cls: its options, a dataclass;
+    positional: those that bare words fill. is_shown: whether this process speaks, one of several."""
+    return lambda work: partial(_main, doc, cls, positional, work, is_shown)
+
+
+def _main(doc: str, cls, positional: tuple[str, ...], work: Callable, is_shown: bool, arguments: list[str]) -> int:
     is_help, needed = {"-h", "--help"} & set(arguments), any(f.default is MISSING for f in fields(cls))
     if is_help or (needed and not arguments):
         print(help_page(doc, "\n".join(field_lines("", cls).values())))
         return 0 if is_help else 2
     try:
-        said, code = work(read_options(cls, arguments)), 0
+        said, code = work(read_options(cls, arguments, positional)), 0
     except (UserError, MachineError) as error:
         said, code = str(error), 2 if isinstance(error, UserError) else 1
     except (OSError, MemoryError, RuntimeError) as error:
@@ -90,10 +97,11 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
     return code
 
 
-def run_command(main, *arguments) -> int:
-    """main's exit code; 1 without a traceback where the output is closed early, as by `| head`; 130 where interrupted."""
+def run_command(main, *more) -> int:
+    """The exit code of main(words of the command line, *more); 1 without a traceback where the output is closed early, as by
+    `| head`; 130 where interrupted."""
     try:
-        code = main(*arguments)
+        code = main(sys.argv[1:], *more)
         sys.stdout.flush()
         return code
     except BrokenPipeError:

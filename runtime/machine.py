@@ -23,6 +23,7 @@ from typing import BinaryIO
 from runtime.cli import MachineError, UserError, memory_error
 
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[1]        # of the repository
 
 
 def read_bytes(path: str | Path) -> bytes:

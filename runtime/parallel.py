@@ -150,8 +150,7 @@ class Built:
 def build(config: Config, world: World) -> Built:
     """Build on the meta device, so that no rank ever holds the whole model: swap the Linears, shard, compile, then allocate.
     Raises UserError where the config's fp8 or parallel does not fit this model or machine."""
-    with torch.device("meta"):
-        model = GPT(config.model, COMPUTE_DTYPE)
+    model = GPT.on_meta(config.model, COMPUTE_DTYPE)
     loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
     layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
     if world.size == 1:

@@ -13,15 +13,14 @@ tests/test_plan.py holds them against: to come out near proves little.
 
 import math
 import re
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from model import GPTConfig
 from runtime.cli import command, run_command
 from runtime.config import Config, load_config
 from runtime.log import PEAK_FLOPS, peak_flops
+from runtime.machine import ROOT
 
 MICRO_BATCH = {"125m": 64, "350m": 32, "760m": 16, "1p5b": 16}      # sequences of 1,024 tokens
 TOKENS, TOKENS_PER_STEP = 16_384, 524_288                           # of a micro-batch that nobody chose; of a step
@@ -241,17 +240,14 @@ class Options:
     context: int = 1024             # T, tokens
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, show)
-
-
-def show(options: Options) -> None:
+@command(__doc__, Options)
+def main(options: Options) -> None:
     """Each size under every label, as many tokens a micro-batch as MICRO_BATCH at 1,024."""
     bandwidth, T = GPUS[options.gpu], options.context
     peak, _ = PEAK_FLOPS[options.gpu.upper()]
     print(f"MODELLED step times on {options.gpu.upper()} SXM from published ceilings; nothing here is measured")
     for size in options.sizes:
-        config = load_config(Path(__file__).resolve().parents[1] / f"configs/gpt{size}_bf16.py")
+        config = load_config(ROOT / f"configs/gpt{size}_bf16.py")
         shape, micro_batch = shape_of(replace(config.model, n_ctx=T)), max(1, MICRO_BATCH[size] * 1024 // T)
         print(f"\n{size}, T={T}, micro-batch {micro_batch}, {TOKENS_PER_STEP:,} tokens a step")
         print(f"  {'label':31} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   " + "".join(f"{name:>10}" for name in BUCKETS))
@@ -263,4 +259,4 @@ def show(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -28,13 +28,11 @@ from runtime.config import Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, pair_id, peak_flops, throughput, write_environment
-from runtime.machine import device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
+from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
 from runtime.parallel import World, build
 from runtime.probe import Probe
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass

@@ -1,42 +1,37 @@
-"""Draw loss against compute, tokens and parameters, the paired gap below; hold the plot style of the repository.
-
-Nothing here fits: `draw` takes groups of runs with their laws. It uses matplotlib's objects without pyplot, so no
-window system is asked for, no global state is left behind. As a command it draws one run, whole or still going:
+"""Draw one run, whole, going or cut short; hold the plot style of the repository.
 
     python scaling/figures.py out/RUN [out=DIR]             # its training, from metrics.jsonl; DIR is out/RUN/figures
     python scaling/figures.py --fp8 out/RUN [out=DIR]       # what FP8 did inside it, from probe.jsonl
+
+A training: loss, norm and speed with all that went wrong. It uses matplotlib's objects without pyplot, so no window system is
+asked for, no global state is left behind. Several runs of one training are drawn by scaling/report.py.
 """
 
 import io
 import itertools
 import json
 import math
-import sys
 import textwrap
-from collections import namedtuple
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullFormatter, NullLocator
-from scipy.stats import binned_statistic
+from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullFormatter
 
-from runtime.cli import UserError, command, run_command
-from runtime.machine import write_atomically
-from scaling.laws import on_one_ray
-from scaling.pairs import KIND, human
+from runtime.cli import UserError, command, grid, run_command, si
+from runtime.machine import metrics_rows, read_rows, write_atomically
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
       "font.family": "DejaVu Sans"}
-LARGE = RC | {"font.size": 10.5, "axes.labelsize": 10.5, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}    # of the loss figure
 # Okabe-Ito colours, told apart by colour-blind readers; marker and dash differ too, for grey prints.
 STYLES = (
     {"color": "#0072B2", "shades": "Blues", "marker": "o", "markersize": 5.8, "linestyle": "-", "linewidth": 2.0, "hollow": True},
@@ -48,13 +43,22 @@ STYLES = (
     {"color": "#56B4E9", "shades": "GnBu", "marker": "X", "markersize": 4.0, "linestyle": (0, (2, 4)), "linewidth": 1.0},
 )
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "auto")       # of the first STYLES, in their order
-AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
-EVALUATED = {"loss_bf16": "evaluated in BF16", "loss_as_trained": "evaluated as trained"}
-MANY = 60               # from this many points on, they are drawn small and translucent
-BEYOND = 10             # without a held-out run the laws are drawn to this many times the largest compute
-BINS = 24               # per decade of compute, to smooth training curves
-FEW = 6                 # at most so many lines of one size, or of one ratio, in a panel
-FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"     # Okabe-Ito; BF16 is blue in every figure of this project
+# A shape of its own for each name; any other name gets OTHER.
+MARKS = {"SKIP": ("v", "#E69F00"), "SPIKE": ("^", "#CC79A7"), "ROLLBACK": ("X", ORANGE), "STOP": ("P", "#000000"),
+         "resume": (">", "#009E73"), "save failed": ("s", "#56B4E9"), "bad checkpoint": ("D", "#8B5A00"),
+         "stopped": ("h", "#000000"), "branch": ("<", "#444444")}
+OTHER = ("*", "#444444")
+FIELDS = ("loss", "grad_norm", "lr", "tok_per_s", "gpu_util_pct", "gpu_mem_pct", "step_s", "since_start")
+LABELS = {"loss": "loss\n[nats/token]", "grad_norm": "gradient\nnorm", "lr": "learning\nrate", "tok_per_s": "speed\n[tokens/s]",
+          "gpu_util_pct": "GPU busy\n[%]"}
+OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
+SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
+PROBED = (*SCALES, *SHARES, "error")
+OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
+KINDS = ("qkv", "out", "gate_up", "down", "head")
+WINDOW = 40         # losses are smoothed over a fortieth of the steps
+NOTHING = "{} does not exist, holds no row or has no step to draw yet: give a run's folder, for --fp8 with probe.every=STEPS"
 
 
 # ------------------------------------------------------------------------------------------------ one style for all figures
@@ -94,7 +98,7 @@ def styles(recipes) -> list[dict]:
 def steps_axis(panel) -> None:
     panel.set_xlabel("step")
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x >= 0 else ""))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: si(x) if x >= 0 else ""))
 
 
 def counts_axis(axis, in_words: bool = True) -> None:
@@ -103,7 +107,7 @@ def counts_axis(axis, in_words: bool = True) -> None:
     decades = math.log10(high / low)
     axis.set_major_locator(MaxNLocator(3) if decades < 0.3 else LogLocator(
         subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: human(x)) if in_words else LogFormatterSciNotation(
+    axis.set_major_formatter(FuncFormatter(lambda x, _: si(x)) if in_words else LogFormatterSciNotation(
         minor_thresholds=(math.inf, math.inf)))
     axis.set_minor_formatter(NullFormatter())
 
@@ -142,243 +146,316 @@ def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, 
     return f"wrote {folder}/: {', '.join([*texts, *images])}"
 
 
-# ------------------------------------------------------------------------------------------------------ the page of three panels
-
-@matplotlib.rc_context(LARGE)
-def draw(groups, pairs, loss_key: str) -> Figure:
-    """The figure of fit.Groups: losses with their laws over C, D and N, then the pairs' gaps where there are any."""
-    groups, others = drawn(groups)
-    pairs = [pair for pair in pairs if pair.fp8.recipe in [group.recipe for group in groups]]
-    axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
-    rows = [3.0, 1.0] if pairs else [3.2]
-    handles = _legend(groups)
-    size = (6.6, sum(rows) + 1.55 + 0.19 * math.ceil(len(handles) / 3))
-    figure, panels = sheet(size, len(rows), len(axes), _title(groups, loss_key), _caption(groups, pairs, others), handles, 3,
-                           sharex="col", sharey="row", height_ratios=rows, width_ratios=[1.25, 1, 1][:len(axes)])
-    for axis, column in zip(axes, panels.T, strict=True):
-        _draw_losses(column[0], groups, axis)
-        if pairs:
-            _draw_gaps(column[1], groups, axis, pairs, loss_key)
-        column[-1].set_xlabel(KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis])
-    first, losses = panels[0, 0], np.concatenate([group.loss for group in groups])
-    # Around the points and what is predicted; training curves and wide intervals may leave the panel.
-    far = [one for group in groups for held in group.held_out for one in (held.loss, held.prediction and held.prediction.loss)]
-    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
-    low, high = min([losses.min(), *filter(None, far)]), losses.max()
-    room = max(np.log(high / low), 0.02)
-    first.set_ylim(low * np.exp(-0.08 * room), high * np.exp(0.2 * room))
-    first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
-    first.yaxis.set_major_formatter("{x:g}")
-    first.yaxis.set_minor_locator(NullLocator())
-    for panel, label in zip(panels[:, 0], ("validation loss\n[nats/token]", "gap to\nBF16 [%]"), strict=False):
-        panel.set_ylabel(label)
-    figure.align_ylabels()
-    return settle(figure)
-
-
-def _draw_losses(panel, groups, axis: str) -> None:
-    """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too.
-    Darker colours are larger models; over parameters more tokens per parameter, where points differ in that."""
-    held = [getattr(held, axis) for group in groups for held in group.held_out]
-    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5        # where an extrapolation would be read
-    low = min(group.x[axis].min() for group in groups)
-    high = beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
-    grid, is_by_ratio, named = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups)), {}
-    each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
-    among = np.concatenate([*each, [held.D / held.N if is_by_ratio else held.N for group in groups for held in group.held_out]])
-    panel.set(xscale="log", yscale="log", xlim=(low / 1.6, high))
-    counts_axis(panel.xaxis, in_words=axis != "C")
-    for group, style, values in zip(groups, styles([group.recipe for group in groups]), each, strict=True):
-        is_cloud = len(group.loss) >= MANY
-        wide = style.get("hollow") and not is_cloud         # two laws that coincide must both be seen
-        look = {"linestyle": style["linestyle"], "linewidth": style["linewidth"] if wide else 1.0, "alpha": 0.6 if wide else 1}
-        for record, (tokens, loss) in zip(group.records, group.curves, strict=True) if axis == "C" else ():
-            panel.plot(*smooth(tokens * record.flops_per_token, loss), color=_shade(style, record.N, among), alpha=0.5,
-                       linewidth=0.7, linestyle="-" if wide else style["linestyle"], zorder=1)
-        if forms := group.bands.get(axis):
-            losses = np.array([form.predict(grid) for form in forms])
-            panel.fill_between(grid, losses.min(axis=0), losses.max(axis=0), **FORMS, zorder=1.2)
-        for line in lines_of(group, axis, grid):
-            if line.low is not None:
-                panel.fill_between(line.x, line.low, line.high, zorder=1.1, facecolor=(style["color"], 0.12), lw=0.5,
-                                   edgecolor=(style["color"], 0.4))
-            colour = _shade(style, line.each, among) if line.each else style["color"]
-            drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
-            if line.each:
-                named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else human(line.each), drawn_line)
-        colours = _shade(style, values, among)              # (n, 4)
-        panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
-                      alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
-                      linewidths=1.4 if wide else 0)
-        size = 14 if wide else 8.5
-        for held in group.held_out:     # a star where it ended, hollow at its prediction while it has not; that as a bar
-            x, said, colour = getattr(held, axis), held.prediction, style["color"]
-            if said is not None:
-                panel.errorbar(x, said.loss, yerr=[[said.loss - said.low], [said.high - said.loss]], color=colour, marker="_",
-                               markersize=1.5 * size, capsize=0.35 * size, zorder=4)
-            y, face, edge, width = (said.loss, "white", colour, 1) if held.loss is None else (held.loss, colour, "white", 0.4)
-            panel.plot(x, y, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor=face,
-                       markeredgecolor=edge, markeredgewidth=width)
-    if named:
-        panel.legend(named.values(), named, title="D / N" if is_by_ratio else "N", loc="upper right", fontsize=8, framealpha=0.8,
-                     title_fontsize=8, handlelength=1.2, labelspacing=0.15, borderpad=0.3, edgecolor="none").set_zorder(9)
-
-
-def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
-    """FP8 minus BF16 of each pair in percent, with one standard error of the evaluation."""
-    panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
-    for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
-        at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
-        chosen = [pair for pair in pairs if pair.fp8.run_id in at]
-        gaps = [pair.gap(loss_key.removeprefix("loss_")) for pair in chosen]
-        if chosen:
-            se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for gap, pair in zip(gaps, chosen, strict=True)]
-            panel.errorbar([at[pair.fp8.run_id] for pair in chosen], [gap.percent for gap in gaps], yerr=se, linestyle="none",
-                           color=style["color"], marker=style["marker"], markersize=style["markersize"], capsize=2,
-                           elinewidth=0.9, alpha=0.6 if len(chosen) > 12 else 1)
-
-
-def _shade(style, value, among):
-    """The style's colour for a value (number or array): pale for the smallest of `among`, dark for the largest."""
-    low, high = np.log(min(among)), np.log(max(among))
-    share = (np.log(value) - low) / (high - low) if high > low else 0.6 + 0 * value
-    return matplotlib.colormaps[style["shades"]](0.45 + 0.5 * share)
-
-
-def _legend(groups) -> list:
-    """A group's marker and line, then in grey what is alike in all of them."""
-    handles, grey, held = [], "#666666", [held for group in groups for held in group.held_out]
-    for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
-        hollow = style.get("hollow") and len(group.loss) < MANY
-        look = {key: style[key] for key in ("marker", "markersize", "linestyle", "linewidth", "color")}
-        handles.append(Line2D([], [], **look, label=name_of(group), markeredgewidth=1.4 if hollow else 0,
-                              markerfacecolor="white" if hollow else style["color"]))
-    star = {"color": grey, "markersize": 10, "linestyle": "none"}
-    is_there = any(one.loss is not None for one in held)
-    alike = (
-        (any(len(tokens) for group in groups for tokens, _ in group.curves),
-         Line2D([], [], color=grey, linewidth=0.8, alpha=0.8, label="training loss")),
-        (any(group.lines or is_surface(group) for group in groups), Patch(facecolor=grey, alpha=0.3, label="law, 95 % interval")),
-        (any(group.bands for group in groups), Patch(**FORMS, label="other model forms")),
-        (held, Line2D([], [], marker="*", **star, markerfacecolor=grey if is_there else "white",
-                      label="held-out run" + " to come" * (not is_there))),
-        (any(one.prediction for one in held), Line2D([], [], marker="|", **star, label="its prediction, 95 %")))
-    return handles + [handle for is_drawn, handle in alike if is_drawn]
-
-
-def _title(groups, loss_key: str) -> str:
-    n = ", ".join(dict.fromkeys(str(len(group.loss)) for group in groups))
-    if not groups[0].records:
-        return f"Loss in {name_of(groups[0])} (n = {n} points)"
-    arms = " and ".join(map(name_of, groups)) if len(groups) < 3 else f"{len(groups)} precisions"
-    return f"Validation loss of {arms}, {EVALUATED[loss_key]} (n = {n}{' each' * (len(groups) > 1 and ',' not in n)})"
-
-
-def _caption(groups, pairs, others) -> str:
-    """The first group's law, then what the lines are; law.json has the laws of all with their intervals."""
-    first, axis, parts = groups[0], "C" if "C" in groups[0].x else "N", []
-    if law := first.laws["chinchilla"] if is_surface(first) else first.lines.get(axis):
-        parts.append(f"{name_of(first)}: {law.formula()}.")
-    if any(map(is_surface, groups)):
-        parts.append("Lines: lowest loss for a compute, of one size N, of one ratio D / N.")
-    elif any(map(is_spread, groups)):
-        parts.append("Over D and N, lines join points of one size, of one ratio D / N.")
-    elif "D" in first.x:
-        parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per {KIND[first.convention]}parameter.")
-    parts += ["Gap bars: ± 1 standard error."] * bool(pairs)
-    parts += [f"Not drawn, fewer sizes or no such law: {', '.join(map(name_of, others))}."] * bool(others)
-    return " ".join(parts)
-
-
-def name_of(group) -> str:
-    """The recipe as the reader knows it, or the table's name."""
-    return name_recipe(group.recipe) if group.records else textwrap.shorten(group.recipe, 40, placeholder="…")
-
-
 def name_recipe(recipe: str) -> str:
     """With its number format: BF16, FP8 rowwise, FP4 nvfp4."""
     return "BF16" if recipe == "bf16" else f"FP{4 if recipe.startswith('nvfp4') else 8} {recipe}"
 
 
-# ------------------------------------------------------------------------------------------------------------ lines of the laws
+# ------------------------------------------------------------------------------------------------------- a run's training
 
-# A line of a law, arrays of one shape; `each`: its size or its tokens per parameter, None for one of all points.
-Line = namedtuple("Line", "x loss low high each", defaults=(None, None, None))
-
-
-def is_surface(group) -> bool:
-    """Whether an identified L(N, D) heads the group, so that no single curve over one axis is its law."""
-    return group.headline == "chinchilla"
+def window_of(values) -> int:
+    return max(1, len(values) // WINDOW)
 
 
-def is_spread(group) -> bool:
-    """Whether the group's points lie at several tokens-per-parameter ratios: then loss over N or D alone is no one curve."""
-    return bool(group.ray) and not on_one_ray(group.ray)
+def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
+    """Running mean over so many times window_of values; the window is cut where it would leave the ends."""
+    if not len(values):
+        return values
+    kernel = np.ones(min(times * window_of(values), len(values)))
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
-def drawn(groups) -> tuple[list, list]:
-    """The groups that the figure shows; those that it only names, because their law says nothing beside the others' frontier: of
-    fewer sizes than another, or without an irreducible loss that their points identify where some law has one."""
-    sizes = [len(np.unique(group.x["N"])) for group in groups]
-    shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
-    has_floor = [group for group in shown if group.headline in ("chinchilla", "ray") and group.laws[group.headline].identified]
-    shown = has_floor or shown
-    return shown, [group for group in groups if not any(group is one for one in shown)]
+@dataclass
+class History:
+    """A run's rows as arrays; NaN is what was not finite, or not told."""
+    train: dict[str, np.ndarray]            # "step", "ok", FIELDS -> a value per step that counts
+    val: dict[str, np.ndarray]              # the same of each validation, which has a loss alone
+    undone: list[dict[str, np.ndarray]]     # like train: each stretch that a rollback took back
+    marks: dict[str, list[dict]]            # name -> rows: a verdict that is not OK, an event
 
 
-def lines_of(group, axis: str, grid) -> list[Line]:
-    """The lines of the group over `grid`. Where an identified L(N, D) heads it: its frontier over compute, a line per size over
-    tokens, per ratio over parameters. Else its law over one axis; where its points lie at several ratios, over D or N lines that
-    join the few points of one size or one ratio, means over seeds: the eye takes a cloud of two dimensions for noise."""
-    law, points = group.laws["chinchilla"], group.points
-    if is_surface(group):
-        if axis == "C":
-            return [_line(law, grid, _cheapest(group, grid))]
-        if axis == "N":
-            return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
-        sizes = sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})
-        return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sizes]
-    if axis == "C" or not is_spread(group):
-        return [_line(group.lines[axis], grid, (grid,))] if axis in group.lines else []
-    lines, values = [], points.N if axis == "D" else points.D / points.N
-    for value in _few(values) if len(group.loss) < MANY else ():
-        near = np.abs(np.log(values / value)) < np.log(1.05)
-        x = np.unique(group.x[axis][near])
-        lines.append(Line(x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x]), each=value))
-    return [line for line in lines if len(line.x) > 1]
+def read_history(run: Path) -> History:
+    """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no step."""
+    rows, undone, marks = metrics_rows(read_rows(run / "metrics.jsonl")), [], {}
+    for is_undone, stretch in itertools.groupby(rows, key=lambda row: row["kind"] in ("undone", "undone_val")):
+        if is_undone and (steps := {row["step"]: row for row in stretch if row["kind"] == "undone"}):
+            undone.append(_columns(steps))
+    for row in rows:
+        name = row.get("event" if row["kind"] == "event" else "verdict") or "OK"
+        if row["kind"] in ("event", "train", "undone") and name != "OK":
+            name = "ROLLBACK" if name == "rollback" else name.replace("_", " ")[:14]
+            marks.setdefault(name, []).append(row)      # of a rollback both, the step judged and the event
+    train, val = (_columns({row["step"]: row for row in rows if row["kind"] == kind}) for kind in ("train", "val"))
+    if not len(train["step"]) and not undone:
+        raise UserError(NOTHING.format(run / "metrics.jsonl"))
+    return History(train, val, undone, marks)
 
 
-def _line(law, x, where, each=None) -> Line:
-    with np.errstate(over="ignore"):
-        interval = law.interval_at(*where) if law.identified else None
-    loss, low, high = (law.predict(*where), None, None) if interval is None else interval
-    return Line(x, loss, low, None if high is None else np.minimum(high, 1e9 * loss), each)
+def _columns(rows: dict[int, dict]) -> dict[str, np.ndarray]:
+    ordered = [rows[step] for step in sorted(rows)]
+    return {"step": np.array(sorted(rows), dtype=float),
+            "ok": np.array([row.get("verdict", "OK") == "OK" for row in ordered], dtype=float),
+            **{key: np.array([_number(row.get(key)) for row in ordered], dtype=float) for key in FIELDS}}
 
 
-def _cheapest(group, compute):
-    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are:
-    FLOPs per token go as N^k, k below 1 as the share of the vocabulary and of attention falls with size."""
-    p, points = group.laws["chinchilla"].parameters, group.points
-    k, height = np.polyfit(np.log(points.N), np.log(group.x["C"] / points.D), 1)
-    D_at_1 = compute / np.exp(height)       # tokens of a model of one parameter
-    N = (p["alpha"] * p["A"] * D_at_1 ** p["beta"] / (k * p["beta"] * p["B"])) ** (1 / (p["alpha"] + k * p["beta"]))
-    return N, D_at_1 / N**k
+def _number(value) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
 
 
-def _few(values) -> list[float]:
-    """The medians of values that lie within 5 %, ascending, FEW of them at most."""
-    values = np.sort(values)
-    some = np.split(values, 1 + np.flatnonzero(np.diff(np.log(values)) > np.log(1.05)))
-    return [float(np.median(some[round(i)])) for i in np.linspace(0, len(some) - 1, min(len(some), FEW))]
+@matplotlib.rc_context(RC)
+def draw(history: History, name: str) -> Figure:
+    """The page of one run, called `name`; panels for what the rows hold."""
+    keys = [key for key in LABELS if key != "gpu_util_pct" or np.isfinite(history.train[key]).any()]
+    heights = [2.3 if key == "loss" else 0.85 for key in keys]
+    steps = [int(step) for columns in (history.train, *history.undone) for step in columns["step"]]
+    caption = (f"Line: mean over {window_of(history.train['step'])} OK steps; faint: single steps. Marks: verdicts at their "
+               "value or at the edge, events at the foot; in brackets: how many.")
+    hollow = {"marker": "D", "markersize": 3.4, "markerfacecolor": "white", "linestyle": ""}
+    handles = [Line2D([], [], color=BLUE, linewidth=1.4, label="training"),
+               Line2D([], [], color="#000000", **hollow, label="validation")]
+    if history.undone:
+        handles.append(Line2D([], [], color=GREY, linewidth=1, label="undone"))
+    looks = {}
+    for mark in sorted(history.marks, key=lambda name: ([*MARKS, name].index(name), name)):
+        rows, (shape, color) = history.marks[mark], MARKS.get(mark, OTHER)
+        looks[mark] = {"color": color, "marker": shape, "linestyle": "", "markersize": 5.5, "markeredgecolor": "white",
+                       "markeredgewidth": 0.5, "clip_on": False, "in_layout": False, "zorder": 5}
+        events = sum(row["kind"] == "event" for row in rows)
+        handles.append(Line2D([], [], label=f"{mark} ({max(events, len(rows) - events):,})", **looks[mark]))
+    title = f"Training of {name} (n = 1 run, steps {min(steps):,} to {max(steps):,})"
+    figure, axes = sheet((7.4, sum(heights) + 0.9 + 0.17 * (len(handles) // 5)), len(keys), 1, title, caption, handles, 5,
+                         sharex=True, height_ratios=heights)
+    panels = dict(zip(keys, axes[:, 0], strict=True))
+    for key, panel in panels.items():       # one spike governs no limit: what lies beyond is cut, its mark stands at the edge
+        panel.set_ylabel(LABELS[key])
+        for columns in history.undone:
+            panel.plot(columns["step"], columns[key], color=GREY, linewidth=0.7, alpha=0.8, zorder=1.5)
+        panel.plot(*finite(history.train, key), color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
+        x, y = finite(history.train, key, is_ok=True)
+        panel.plot(x, y if key == "lr" else running_mean(y), color=BLUE, linewidth=1.3, zorder=2.5)
+        if key == "loss" and len(y):
+            low, high = np.quantile(y, (0.002, 0.98))
+            ends = [low, high, running_mean(y)[0], *finite(history.val, "loss")[1]]
+            room = max(0.06 * np.ptp(ends), 0.01 * abs(high), 1e-6)
+            panel.set_ylim(min(ends) - room, max(ends) + room)
+        elif key == "grad_norm" and len(y) and np.quantile(y, 0.002) > 0:
+            panel.set_yscale("log")
+            panel.set_ylim(np.quantile(y, 0.002) / 1.3, 2 * np.quantile(y, 0.98))
+            counts_axis(panel.yaxis)
+        elif key in ("tok_per_s", "lr", "gpu_util_pct"):
+            panel.yaxis.set_major_locator(MaxNLocator(3))
+            panel.margins(y=0.15)
+            panel.set_ylim(bottom=0)
+    panels["tok_per_s"].yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y) if y else "0"))
+    panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    panels["loss"].plot(history.val["step"], history.val["loss"], color="#000000", **hollow, zorder=3)
+    room = max(0.6, 0.01 * np.ptp(steps))
+    panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
+    for mark, look in looks.items():    # verdicts at their loss and norm, events at the foot of the loss with a line through all
+        events, verdicts = ([row for row in history.marks[mark] if (row["kind"] == "event") == is_it] for is_it in (True, False))
+        for key in ("loss", "grad_norm"):
+            low, high = panels[key].get_ylim()
+            values = np.nan_to_num([_number(row.get(key)) for row in verdicts], nan=high)
+            panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
+        panels["loss"].plot([row["step"] for row in events], [panels["loss"].get_ylim()[0]] * len(events), **look)
+        for row, panel in itertools.product(events, panels.values()):
+            panel.axvline(row["step"], color=look["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
+    steps_axis(axes[-1, 0])
+    figure.align_ylabels()
+    return settle(figure)
 
 
-def smooth(x, loss) -> np.ndarray:
-    """Means of x and loss, (2, n), over bins of equal width in log x: even on a log axis, unlike a window of so many steps."""
-    if len(x) == 0:
-        return np.array([x, loss])
-    bins = int(np.clip(np.ceil(BINS * np.log10(x[-1] / x[0])), 4, 80))
-    means = binned_statistic(x, (x, loss), bins=np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)).statistic
-    return means[:, np.isfinite(means[0])]
+def finite(columns: dict, key: str, is_ok: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values where the value is finite; is_ok: and the verdict on the step was OK."""
+    known = np.isfinite(columns[key]) & ((columns["ok"] > 0) | (not is_ok))
+    return columns["step"][known], columns[key][known]
+
+
+# ------------------------------------------------------------------------------------------------------- what FP8 did inside
+
+@dataclass(frozen=True)
+class Probe:
+    """The rows of one probe file as arrays, NaN where no number was written."""
+    recipe: str                                 # of the Linears; several joined by "+"
+    steps: np.ndarray
+    layers: list[str]                           # in order of depth, the head last
+    linear: dict[tuple[str, str], np.ndarray]   # (operand, field of PROBED) -> (layers, steps)
+    last: int                                   # index of the last step that has every layer; of a cut-off file, too
+    blocks: list[int]
+    block: dict[str, np.ndarray]                # field of OUTLIERS -> (blocks, steps)
+
+
+def read_probe(path: Path) -> Probe:
+    """One probe file; of a step that is there twice the last one counts. Raises UserError where it is empty or damaged."""
+    linear, block, recipes = {}, {}, set()
+    for row in read_rows(path):
+        try:
+            if row["kind"] == "block":
+                block[int(row["block"]), int(row["step"])] = [_number(row[key]) for key in OUTLIERS]
+            else:
+                numbers = [row[operand] if operand != "gradient" else row.get(operand) or {} for operand in OPERANDS]
+                linear[row["layer"], int(row["step"])] = [_number(one.get(key)) for one in numbers for key in PROBED]
+                recipes.add(row["recipe"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{path}: {json.dumps(row)[:80]} is no row of a probe ({type(error).__name__}: {error})") from None
+    if not linear and not block:
+        raise UserError(NOTHING.format(path))
+    layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
+    blocks, steps = sorted({one for one, _ in block}), sorted({step for _, step in linear | block})
+    count = [sum((layer, step) in linear for layer in layers) for step in steps]
+    return Probe("+".join(sorted(recipes)), np.array(steps), layers,
+                 _by_step(linear, layers, steps, [*itertools.product(OPERANDS, PROBED)]),
+                 max(i for i, n in enumerate(count) if n == max(count)), blocks, _by_step(block, blocks, steps, OUTLIERS))
+
+
+def _by_step(rows: dict, keys: list, steps: list[int], names) -> dict:
+    """{(key, step): a number for each of names} as name -> array of shape (keys, steps)."""
+    values = np.full((len(names), len(keys), len(steps)), math.nan)
+    for (key, step), numbers in rows.items():
+        values[:, keys.index(key), steps.index(step)] = numbers
+    return dict(zip(names, values, strict=True))
+
+
+def place(layer: str) -> tuple[float, int, str]:
+    """Block index of "layers.0.attn.qkv" (infinite outside the blocks), rank of the kind within the block, kind."""
+    parts = layer.split(".")
+    kind, block = parts[-1], int(parts[1]) if parts[0] == "layers" else math.inf
+    return block, KINDS.index(kind) if kind in KINDS else len(KINDS), kind
+
+
+def kinds_of(layers) -> dict[str, np.ndarray]:
+    kinds = [place(layer)[1:] for layer in layers]
+    return {kind[1]: np.array([i for i, one in enumerate(kinds) if one == kind]) for kind in sorted(set(kinds))}
+
+
+def table(probe: Probe) -> str:
+    """Markdown table of the worst underflow and saturation (any layer, any step) of each kind and operand."""
+    lines = [["Linear", "operand", "worst underflow %", "worst saturated %", f"median error % at step {probe.steps[probe.last]}"]]
+    for (kind, rows), operand in itertools.product(kinds_of(probe.layers).items(), OPERANDS):
+        shares = [np.fmax.reduce(probe.linear[operand, share][rows], axis=None) for share in SHARES]
+        error = quantiles(probe.linear[operand, "error"][rows][:, [probe.last]], 50)[0, 0]
+        lines.append([kind, operand, *("-" if math.isnan(v) else f"{100 * v:.3g}" for v in (*shares, error))])
+    return grid(lines)
+
+
+def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
+    """(percents, columns) over the finite rows of each column; NaN where a column has none."""
+    with warnings.catch_warnings(action="ignore"):
+        return np.nanpercentile(values, percents, axis=0)
+
+
+@matplotlib.rc_context(RC)
+def draw_fp8(run: Path, folder: Path) -> str:
+    """Draw the probes of a run and of its inference (run/eval/probe_*.jsonl); returns the worst losses, what was written."""
+    probe, figures, name = read_probe(run / "probe.jsonl"), {}, run.resolve().name
+    told = [f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"]
+    if probe.layers:
+        inference = {path.stem.removeprefix("probe_"): read_probe(path) for path in sorted(run.glob("eval/probe_*.jsonl"))}
+        figures = {"fp8_scales": draw_scales(probe, inference, name), "fp8_underflow": draw_underflow(probe, name)}
+        told = [table(probe)]
+    if probe.blocks:
+        figures["fp8_outliers"] = draw_outliers(probe, name)
+    return "\n".join([*told, "", *(write_with(folder, *figure, {}) for figure in figures.items())])
+
+
+def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
+    """Scales over depth at the last probed step (top), over training (bottom), one column for each operand."""
+    caption = (f"Top: every Linear at step {probe.steps[probe.last]}, whiskers from its smallest to its largest scale. Bottom: "
+               "median over Linears, bands 10 to 90 % and smallest to largest. A tensor is multiplied by its scale before FP8.")
+    sources = [("", probe), *zip(itertools.cycle("sDo^v<>"), inference.values(), strict=False)]     # marker of inference
+    layers = list(dict.fromkeys(layer for _, source in sources for layer in source.layers))
+    looks = dict(zip(kinds_of(layers), itertools.cycle(STYLES), strict=False))
+    blocks = {place(layer)[0] for layer in layers}
+    end = max(blocks - {math.inf}, default=-1) + 1      # where the head is drawn
+    hollow = {"markersize": 4.4, "markerfacecolor": "none", "markeredgewidth": 0.6, "linestyle": "none"}
+    handles = [Line2D([], [], color=look["color"], marker=look["marker"], markersize=2.4, label=kind)
+               for kind, look in looks.items()]
+    handles += [Line2D([], [], color="#444444", marker=marker, label=f"inference, {recipe}", **hollow)
+                for recipe, (marker, _) in zip(inference, sources[1:], strict=True)]
+    title = f"Scales of FP8 tensors in {name} ({probe.recipe}; n = {len(probe.layers)} Linears, {len(probe.steps)} probed steps)"
+    figure, panels = sheet((7.4, 4.9), 2, 3, title, caption, handles, 8, sharey="col")
+    for operand, top, bottom in zip(OPERANDS, *panels, strict=True):
+        for marker, source in sources:
+            low, middle, high = (_log2(source.linear[operand, key][:, source.last]) for key in SCALES)
+            for kind, rows in kinds_of(source.layers).items():
+                shift = 0.14 * (list(looks).index(kind) - (len(looks) - 1) / 2)     # whiskers beside each other
+                x, colour = [min(place(source.layers[i])[0] + shift, end) for i in rows], looks[kind]["color"]
+                if marker:
+                    top.plot(x, middle[rows], marker=marker, color=colour, **hollow)
+                else:
+                    top.vlines(x, low[rows], high[rows], color=colour, linewidth=0.7, alpha=0.7)
+                    top.plot(x, middle[rows], f"{looks[kind]['marker']}-", color=colour, markersize=2.4, linewidth=0.8)
+        low, middle, high = (_log2(probe.linear[operand, key]) for key in SCALES)
+        for band, alpha in (((quantiles(low, 0)[0], quantiles(high, 100)[0]), 0.13), (quantiles(middle, 10, 90), 0.3)):
+            bottom.fill_between(probe.steps, *band, color="#444444", alpha=alpha, linewidth=0)
+        bottom.plot(probe.steps, quantiles(middle, 50)[0], ".-", color="#000000", markersize=2.5, linewidth=1)
+        steps_axis(bottom)
+        if not np.isfinite(middle).any():
+            top.text(0.5, 0.5, "no scale: these stay in BF16", transform=top.transAxes, ha="center")
+        top.set(title=OPERANDS[operand], xlabel="block", xlim=(-0.6, end - 0.4 + (math.inf in blocks)))
+        ticks = [*range(0, end, max(1, round(end / 5))), *[end] * (math.inf in blocks)]
+        top.set_xticks(ticks, ["head" if tick == end else f"{tick}" for tick in ticks])
+    for panel in panels[:, 0]:
+        panel.set_ylabel("log$_2$ of the scale")
+    return settle(figure)
+
+
+def draw_underflow(probe: Probe, name: str) -> Figure:
+    """Share of values that FP8 loses at either end: heat maps, Linears in order of depth by step."""
+    n, blocks = len(probe.layers), [place(layer)[0] for layer in probe.layers]
+    edges = np.flatnonzero(np.diff(blocks, prepend=-1))         # rows at which a block begins
+    title = f"Values that FP8 loses in {name} ({probe.recipe}; n = {n} Linears, {len(probe.steps)} probed steps)"
+    caption = (f"A row per Linear; within a block from the top: {', '.join(kinds_of(probe.layers))}. Underflow: not zero, "
+               "rounded to zero. Saturated: beyond the largest value. Light grey: none at all, or not measured.")
+    figure, panels = sheet((7.4, 2 * min(max(0.052 * n, 1.3), 3.4) + 1.3), 2, 3, title, caption, sharex=True, sharey=True)
+    for share, line in zip(SHARES, panels, strict=True):
+        values = {operand: 100 * probe.linear[operand, share] for operand in OPERANDS}
+        found = np.concatenate([v[v > 0] for v in values.values()])
+        high = math.ceil(math.log10(max(found, default=1)))
+        low = min(max(math.floor(math.log10(min(found, default=1e-3))), high - 6), high - 1)
+        norm = LogNorm(10.0**low, 10.0**high, clip=True)
+        for panel, (operand, v) in zip(line, values.items(), strict=True):
+            panel.grid(False)
+            panel.pcolormesh(probe.steps, np.arange(n) + 0.5, np.ma.masked_where(~(v > 0), v), cmap="viridis", norm=norm,
+                             shading="nearest", rasterized=True)
+            for edge in edges[1:]:
+                panel.axhline(edge, color="white", linewidth=0.5)
+            panel.set(facecolor="#DDDDDD", title=f"{OPERANDS[operand]}: {share}")
+        figure.colorbar(ScalarMappable(norm, "viridis"), ax=line, label=f"{share} [% of values]", pad=0.01, aspect=30)
+        line[0].set_ylabel("block")
+    shown = edges[::math.ceil(len(edges) / 16)]
+    panels[0, 0].set_yticks([edge + blocks.count(blocks[edge]) / 2 for edge in shown],
+                            ["head" if blocks[edge] == math.inf else f"{blocks[edge]}" for edge in shown])
+    panels[0, 0].set_ylim(n, 0)
+    for panel in panels[1]:
+        steps_axis(panel)
+    return settle(figure)
+
+
+def draw_outliers(probe: Probe, name: str) -> Figure:
+    """Largest attention logit and SwiGLU outliers over training, a line for each block."""
+    title = f"Outliers in {name} (n = {len(probe.blocks)} blocks, {len(probe.steps)} probed steps)"
+    figure, panels = sheet((7.4, 3.1), 1, 2, title, "A line per block. SwiGLU: the product that enters mlp.down.")
+    ratio = probe.block["swiglu_amax"] / np.where(probe.block["swiglu_rms"] > 0, probe.block["swiglu_rms"], math.nan)
+    norm = Normalize(0, (max(probe.blocks) + 1) / 0.82)
+    for panel, values, label in zip(panels[0], (probe.block["attention_logit_max"], ratio), (
+            "largest attention logit", "largest / rms of SwiGLU product"), strict=True):
+        for line, block in zip(values, probe.blocks, strict=True):
+            panel.plot(probe.steps, line, ".-", color=matplotlib.colormaps["viridis"](norm(block)), linewidth=0.9,
+                       markersize=2)
+        smallest, largest = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
+        if smallest > 0 and largest > 20 * smallest:
+            panel.set_yscale("log")
+            counts_axis(panel.yaxis)
+        panel.set_ylabel(label)
+        steps_axis(panel)
+    figure.colorbar(ScalarMappable(norm, "viridis"), ax=panels, label="block", pad=0.01, ticks=MaxNLocator(6, integer=True),
+                    boundaries=np.arange(max(probe.blocks) + 2) - 0.5)
+    return settle(figure)
+
+
+def _log2(values: np.ndarray) -> np.ndarray:
+    return np.log2(np.where(values > 0, values, math.nan))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,14 +464,15 @@ class Options:
     fp8: bool = False           # what FP8 did inside it
     out: str | None = None      # folder that receives the figures
 
-    POSITIONAL: ClassVar = ("run",)
 
-
-def main(arguments: list[str]) -> int:
-    from scaling import dynamics  # here, because it imports this module
-    return command(__doc__, Options, arguments, lambda options: (
-        dynamics.draw_fp8 if options.fp8 else dynamics.draw_run)(Path(options.run), options.out))
+@command(__doc__, Options, "run")
+def main(options: Options) -> str:
+    run, folder = Path(options.run), Path(options.out or Path(options.run) / "figures")
+    if options.fp8:
+        return draw_fp8(run, folder)
+    return write_with(folder, "run", draw(read_history(run), run.resolve().name), {})
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))
+

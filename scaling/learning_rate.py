@@ -14,10 +14,9 @@ fixed depth -0.5 (2203.03466). Where the batch grows with the model, DeepSeek LL
 
 import itertools
 import math
-import sys
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -42,18 +41,13 @@ class Options:
     at: tuple[float, ...] = ()  # non-embedding parameters to give rates for; none = 2, 4 and 8 times the smallest size's
     out: str | None = None      # folder that receives learning_rate.json, .png and .svg; none = law beside the runs
 
-    POSITIONAL: ClassVar = ("runs",)
-
     def __post_init__(self):
         if wrong := [n for n in self.at if not n > 0]:
             raise UserError(f"at={wrong[0]:g} is no number of parameters: give positive ones, such as at=6.49e6,12.8e6")
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, _run)
-
-
-def _run(options: Options) -> int:
+@command(__doc__, Options, "runs")
+def main(options: Options) -> int:
     folder = Path(options.runs)
     trials, notes = read_trials(folder)
     found = analyse(trials, options.at)
@@ -63,15 +57,9 @@ def _run(options: Options) -> int:
     return 0 if found["base"] else 3
 
 
-@dataclass(frozen=True)
-class Trial:
-    run: str
-    N: int                      # params_nonembed
-    tokens: int
-    lr: float                   # peak learning rate
-    seed: int
-    status: str                 # "ok", "diverged" or "unfinished"
-    loss: float | None = None   # nats per validation token, evaluated in BF16; none unless status is "ok"
+# N: params_nonembed; lr: peak learning rate; status: "ok", "diverged" or "unfinished"; loss: nats per validation token, evaluated
+# in BF16, None unless status is "ok".
+Trial = namedtuple("Trial", "run N tokens lr seed status loss", defaults=(None,))
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
@@ -187,4 +175,4 @@ def draw(found: dict, name: str) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -18,8 +18,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.stats import chi2, linregress, norm
 from scipy.stats import t as student
 
-from runtime.cli import UserError
-from runtime.cli import si as human
+from runtime.cli import UserError, si
 from scaling.laws import Points, fit_form
 from scaling.records import Record, check_comparable, listed, read_study
 
@@ -328,14 +327,14 @@ def rank(found, arm: str) -> dict:
         if compared and own.keys() >= set(compared):
             logs[recipe] = [own[cell].log_percent(arm) for cell in compared]
         else:
-            lacking = [f"{human(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
+            lacking = [f"{si(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
             left_out.append({"recipe": recipe, "reason": f"no finished pair at {listed(lacking) or 'what most recipes share'}"})
     for recipe in sorted(logs, key=lambda recipe: (np.mean(logs[recipe]), recipe)):
         difference = estimate(np.subtract(logs[recipe], logs[rows[0]["recipe"]])) if rows else None
         rows.append({"recipe": recipe, "gap": estimate(logs[recipe]), "difference": difference,
                      "ties": difference is None or difference.low is None or difference.low <= 0,
                      "throughput": throughput([cells[recipe][cell] for cell in compared])})
-    where = " and ".join(dict.fromkeys(human(N) for N, *_ in compared))
+    where = " and ".join(dict.fromkeys(si(N) for N, *_ in compared))
     best, reason = _best(rows, f"over {len(compared)} pairs at the largest common budget of {where}")
     return {"best": best, "reason": reason, "recipes": rows, "left_out": left_out}
 

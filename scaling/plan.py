@@ -9,12 +9,11 @@ what they buy is counted in percentage points of the standard error of the predi
 """
 
 import math
-import sys
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from scipy.optimize import minimize_scalar
 
 from model import GPT
@@ -22,11 +21,12 @@ from runtime import fp8
 from runtime.cli import UserError, command, grid, run_command, si
 from runtime.config import fp8_overrides, load_config, positive
 from runtime.log import peak_flops
+from runtime.machine import ROOT
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
 from scaling.pairs import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats
-from scaling.study import ROOT, expand, load_study
+from scaling.study import expand, load_study
 
 TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
 REACH = 10                      # runs or gaps at sizes more than this factor away from all sizes here are not used
@@ -56,11 +56,8 @@ class Options:
             raise UserError(f"gpu={self.gpu}: no FP8 peak of that GPU is known to runtime/log.py; try h100, h200 or b200")
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, lambda options: "\n".join(plan(options)))
-
-
-def plan(options: Options) -> list[str]:
+@command(__doc__, Options)
+def main(options: Options) -> str:
     sizes, notes = read_sizes(options)
     try:
         (law, law_note, done), (gap, gap_note) = read_law(options.law), read_gap(options, sizes)
@@ -79,20 +76,16 @@ def plan(options: Options) -> list[str]:
         rows.append([size.name, si(N), si(D), f"{D / N:.1f}", f"{law.loss(N, D):.4f}", f"{most / N:.1f}",
                      f"{law.loss(N, most) * (1 + gap):.4f}", f"{size.speedup:.3f}",
                      f"{100 * (law.loss(N, D) / law.loss(N, most) - 1):.2f}"])
-    return [f"{options.gpus} x {options.gpu} for {options.hours:g} h: {flops:.3g} FLOPs at the BF16 peak", "",
-            "law: " + law_note, *notes, gap_note, "", "compute-optimal for the budget", grid(optima),
-            f"FP8 equals BF16 at a gap of {100 * (best['BF16'] / best['FP8'] - 1):.2f} %, each at its own best size", "",
-            "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)]
+    return "\n".join([
+        f"{options.gpus} x {options.gpu} for {options.hours:g} h: {flops:.3g} FLOPs at the BF16 peak", "",
+        "law: " + law_note, *notes, gap_note, "", "compute-optimal for the budget", grid(optima),
+        f"FP8 equals BF16 at a gap of {100 * (best['BF16'] / best['FP8'] - 1):.2f} %, each at its own best size", "",
+        "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)])
 
 
-@dataclass(frozen=True)
-class Size:
-    """One of the repository's sizes, with what a token costs there; speeds are of one GPU."""
-    name: str
-    N: int
-    flops_per_token: float
-    mfu: float                  # of the BF16 peak
-    speedup: float              # FP8 tokens per second over BF16's
+# One of the repository's sizes, with what a token costs there on one GPU. mfu: of the BF16 peak; speedup: FP8's tokens per second
+# over BF16's.
+Size = namedtuple("Size", "name N flops_per_token mfu speedup")
 
 
 def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
@@ -110,8 +103,7 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     both = {N: float(np.median(mfu)) / base[N] for (recipe, N), mfu in found.items() if recipe == options.recipe and N in base}
     sizes = []
     for name, config in configs.items():
-        with torch.device("meta"):
-            model = GPT(config.model)
+        model = GPT.on_meta(config.model)
         counts = model.counts()
         in_fp8 = sum(layer.params for layer in fp8.select(model, config.fp8, options.gpu.upper()) if layer.reason is None)
         most = highest_ratio(config, in_fp8, counts["flops_per_token"], (bf16_peak, fp8_peak))
@@ -246,4 +238,4 @@ def candidates_of(study: str | None, done) -> list[tuple[str, list, float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

@@ -12,10 +12,9 @@ compute under two laws. Intervals are over independent pairs and hold for this v
 import itertools
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import matplotlib
 import numpy as np
@@ -47,8 +46,6 @@ class Options:
     margin: float | None = None     # per cent of the loss that counts as equivalent (default: the study's; here: after the fact)
     n: Literal["total", "nonembed"] | None = None   # which parameters N counts (default: what study.json says, else total)
     all: bool = False               # print every table
-
-    POSITIONAL: ClassVar = ("paths",)
 
 
 def analyse(records, found, arm: str, margin) -> dict:
@@ -231,11 +228,8 @@ def draw_precision(result: dict):
     return settle(figure)
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, _run)
-
-
-def _run(options: Options) -> None:
+@command(__doc__, Options, "paths")
+def main(options: Options) -> None:
     folder = law_folder(options.paths, options.out)
     records, notes = read_runs(options.paths)
     records, left_out = usable(counted_as(records, options.n))
@@ -261,4 +255,4 @@ def _run(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

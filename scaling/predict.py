@@ -18,13 +18,12 @@ import numpy as np
 from scipy.special import fdtri
 
 from runtime.cli import UserError, nearest
-from runtime.machine import git
+from runtime.machine import ROOT, git
 from scaling.figures import write_files
 from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law, with_bootstrap
 from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
-ROOT = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 1
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
 FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
@@ -204,14 +203,11 @@ def _target(name: str, declared: dict[str, dict]) -> dict:
         raise UserError(f"there is no run {name!r} in a study.json and no configs/{name}.py{nearest(name, there)}")
     goal = declared.get(name)
     if not goal:
-        import torch
-
         from model import GPT
         from runtime.config import load_config
         config = load_config(ROOT / "configs" / f"{name}.py")
-        with torch.device("meta"):
-            goal = GPT(config.model).counts()
-        goal |= {"recipe": config.fp8.label, "tokens": config.total_tokens, "vocab_size": config.model.vocab_size}
+        goal = GPT.on_meta(config.model).counts() | {
+            "recipe": config.fp8.label, "tokens": config.total_tokens, "vocab_size": config.model.vocab_size}
     return {"name": name, **{key: goal[key] for key in ("recipe", *COUNTS)}, "vocab_size": goal.get("vocab_size")}
 
 

@@ -10,11 +10,10 @@ is named with the command that makes it.
 
 import json
 import math
-import sys
+from collections import namedtuple
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -22,9 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from runtime.cli import UserError, command, run_command, si
-from scaling import learning_rate, precision
-from scaling.dynamics import History, finite, read_history, running_mean, window_of
-from scaling.figures import EVALUATED, RC, STYLES, settle, sheet, steps_axis, styles, write_files, write_with
+from scaling import figures, learning_rate, precision
+from scaling.figures import RC, STYLES, finite, running_mean, settle, sheet, steps_axis, styles, write_files, write_with
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
 from scaling.predict import held_out, load
@@ -42,25 +40,21 @@ class Options:
     study: str | None = None        # a folder of runs in their place
     out: str | None = None          # folder that receives the report; none = law beside the first run
 
-    POSITIONAL: ClassVar = ("runs",)
-
     def __post_init__(self):
         if bool(self.runs) == bool(self.study) or self.study and self.out:
             raise UserError("name the runs of one training, as out/a_bf16 out/a_fp8 [out=DIR], or --study out/STUDY alone")
 
 
-def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, lambda options: (
-        report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)))
+@command(__doc__, Options, "runs")
+def main(options: Options) -> str:
+    return report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)
 
 
 # ------------------------------------------------------------------------------------------------------- one training
 
-@dataclass(frozen=True)
-class Arm:
-    record: Record
-    label: str                      # its recipe; with its name where several have that recipe
-    history: History                # steps without a target, which are logged as a loss of 0, have NaN
+# A run. label: its recipe, with its name where several have that one; history: NaN is the loss of a step without a target, which
+# is logged as 0.
+Arm = namedtuple("Arm", "record label history")
 
 
 def report_training(paths, out: str | None) -> str:
@@ -87,7 +81,7 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
                                 "runs of one training, alike in seed, data and settings")
         name = record.run_id if names.count(record.run_id) == 1 else record.folder
         label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({name})"
-        history, steps = read_history(record.folder), record.summary.get("steps", 0) - (record.parent_step or 0)
+        history, steps = figures.read_history(record.folder), record.summary.get("steps", 0) - (record.parent_step or 0)
         train = history.train
         if not len(train["step"]):
             raise UserError(f"{record.folder / 'metrics.jsonl'} holds no step that counts: restore it, or leave the run out")
@@ -166,7 +160,7 @@ def draw_losses(arms: list[Arm]) -> Figure:
     train, val = ({arm.label: finite(getattr(arm.history, key), "loss") for arm in arms} for key in ("train", "val"))
     panels = {"training loss\n[nats/token]": {label: (x, running_mean(y)) for label, (x, y) in train.items()},
               "validation loss\n[nats/token]": val}
-    first, window = arms[0], window_of(arms[0].history.train["step"])
+    first, window = arms[0], figures.window_of(arms[0].history.train["step"])
     has_base = first.record.recipe == "bf16"
     caption = f"Training: mean over {window} steps. Validation: each run as it was trained."
     if has_base and len(arms) > 1:
@@ -285,7 +279,7 @@ def _laws(path: Path) -> str:
                           "runs": fit["n"], "identified": "yes" if fit["identified"] else f"no: {fit['reason']}"})
     return "\n\n".join([
         table(lines), "\n".join(f"- {recipe}: {group['headline']['reason']}" for recipe, group in law["groups"].items()),
-        f"N: {law['conventions']['N']}. Losses: {EVALUATED[law['conventions']['loss']]}."])
+        f"N: {law['conventions']['N']}. Losses: evaluated {precision.ARMS[law['conventions']['loss'].removeprefix('loss_')]}."])
 
 
 def _found(folder: Path, name: str, is_wanted: bool, shown) -> str:
@@ -322,4 +316,4 @@ def _predictions(predictions, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    raise SystemExit(run_command(main))

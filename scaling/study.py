@@ -16,14 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from model import GPT
 from runtime.cli import UserError, nearest, type_problems
 from runtime.config import Config, FP8Config, fp8_overrides, load_config
 from runtime.log import pair_id
+from runtime.machine import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
 
 
@@ -117,8 +115,7 @@ def expand(study: Study) -> list[Row]:
             raise UserError(f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null= must not be empty")
         if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
             raise UserError(f"{size.config} must be in BF16 and give data.micro_batch as a number: all arms share it")
-        with torch.device("meta"):
-            counts = GPT(base.model).counts()
+        counts = GPT.on_meta(base.model).counts()
         for seed, lr, recipe in itertools.product(size.seeds, size.lr or (None,), size.recipes or study.recipes):
             for repeat in range(2 if recipe == "bf16" and seed in size.null_seeds else 1):
                 rows += _family(study, size, base, counts, seed, recipe, lr, repeat)

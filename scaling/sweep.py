@@ -26,7 +26,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import IO, ClassVar
+from typing import IO
 
 if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
@@ -38,12 +38,12 @@ from runtime.cli import UserError, command, duration, grid, nearest, run_command
 from runtime.config import load_config, positive, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
-from runtime.machine import metrics_rows, read_rows, write_json
+from runtime.machine import ROOT, metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.records import LAW_FOLDER, listed, read_json, read_study
-from scaling.study import ROOT, Row, Study, expand, load_study
+from scaling.study import Row, Study, expand, load_study
 
 CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data
 UNSEEN_S = 5.0      # assumed, for no summary tells: imports and the GPU's context before a run's clock begins, and its end
@@ -68,8 +68,6 @@ class Options:
     mfu: float = ASSUMED_MFU    # share of that peak
     start: float = 60.0         # seconds assumed there for imports, compilation, evaluation and saving
 
-    POSITIONAL: ClassVar = ("study",)
-
     def __post_init__(self):
         if problems := positive(self, "gpus", "jobs", "limit", "mfu", "start"):
             raise UserError(problems[0])
@@ -82,7 +80,7 @@ class Options:
 def main(arguments: list[str], began: float | None = None) -> int:
     """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
     began = time.monotonic() if began is None else began
-    return command(__doc__, Options, arguments, lambda options: sweep(options, began + (options.limit or math.inf)))
+    return command(__doc__, Options, "study")(lambda options: sweep(options, began + (options.limit or math.inf)))(arguments)
 
 
 def sweep(options: Options, deadline: float) -> int | str:
@@ -386,4 +384,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:], BEGAN))
+    raise SystemExit(run_command(main, BEGAN))

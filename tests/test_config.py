@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import ClassVar, Literal
+from typing import Literal
 from unittest.mock import Mock
 
 import pytest
@@ -173,8 +173,6 @@ class Options:
     serve: bool = False
     names: tuple[str, ...] = ()
 
-    POSITIONAL: ClassVar = ("run", "names")
-
 
 @pytest.mark.parametrize("words, expected", [
     (["out/x"], {}), (["run=out/x"], {}),
@@ -185,7 +183,7 @@ def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, 
     monkeypatch.chdir(tmp_path)
     for name in "a=b.txt", "n=2":       # files by these names; the second is a key first
         (tmp_path / name).write_text("")
-    assert read_options(Options, words) == Options(run="out/x", **expected)
+    assert read_options(Options, words, POSITIONAL) == Options(run="out/x", **expected)
 
 
 @pytest.mark.parametrize("words, told", [
@@ -193,13 +191,14 @@ def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, 
     ("x kind=b", "did you mean 'bb'?"), ("x n=1 n=2", "n is given twice"), ("x --n --serve", "--n needs a value"),
     ("x text=", "--text needs a value"), ("x names=y z", "'z' is one word too many"), ("x a=b", "there is no key 'a'")])
 def test_a_mistake_on_a_command_line_gets_a_sentence(words, told):
-    assert told in refused(read_options, Options, words.split())
+    assert told in refused(read_options, Options, words.split(), POSITIONAL)
 
 
 VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "-inf", "1_0", "٣", "9" * 5000, "1e18", "true", "none", "[",
           "[]", "(1,", "{}", "[[1]]", "1,,2", "a:b", "web:1", "web:0", "web:1e999", "../../etc/passwd", "\x00", "a\nb", "\ud800",
           "x" * 10_000, "layers.[0", "tensorwise", "auto", "byte", "10:15", "out/run/checkpoints/step_00000001"]
 KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é"]
+POSITIONAL = "run", "names"     # of Options
 
 
 def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys):
@@ -213,7 +212,7 @@ def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\n"), RuntimeError("CPU: can't allocate memory")])
 def test_a_full_memory_needs_no_traceback(capsys, error):
-    assert command("", Options, ["out/x"], Mock(side_effect=error)) == 1
+    assert command("", Options, *POSITIONAL)(Mock(side_effect=error))(["out/x"]) == 1
     assert (said := capsys.readouterr().err).startswith("the memory is full (C") and said.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""scaling/dynamics.py: the figures of one run show what its rows say, for whole, cut, running and damaged files."""
+"""scaling/figures.py: the figures of one run show what its rows say, for whole, cut, running and damaged files."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from scaling import dynamics, figures
+from scaling import figures
 from tests.conftest import asked
 from tests.scaling_runs import cells, legend
 
@@ -52,7 +52,7 @@ def eventful():
 
 
 def drawn(run):
-    return dynamics.draw(dynamics.read_history(run), run.name)
+    return figures.draw(figures.read_history(run), run.name)
 
 
 def points(panel, shape, color):
@@ -61,9 +61,9 @@ def points(panel, shape, color):
 
 
 def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(tmp_path):
-    history = dynamics.read_history(write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)]))
+    history = figures.read_history(write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)]))
     assert list(history.train["loss"]) == [6.0, 4.0, 8.0]
-    history = dynamics.read_history(write(tmp_path / "two", [
+    history = figures.read_history(write(tmp_path / "two", [
         row(1), row(2, "undone"), event("rollback", 2, to=1), row(2, "undone"), row(3, "undone"), event("rollback", 3, to=1)]))
     assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
 
@@ -78,12 +78,12 @@ def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
                               "save failed (1)"]
     for name, expected in {"SKIP": [(5, 2.8), (9, high), (23, high)], "SPIKE": [(30, high)], "save failed": [(12, low)],
                            "resume": [(10, low), (15, low)], "ROLLBACK": [(24, low), (24, high)]}.items():
-        assert np.array(points(loss, *dynamics.MARKS[name])) == pytest.approx(np.array(sorted(expected))), name
-    assert points(norm, *dynamics.MARKS["SKIP"])[:2] == [(5, norm.get_ylim()[1]), (9, norm.get_ylim()[1])]
+        assert np.array(points(loss, *figures.MARKS[name])) == pytest.approx(np.array(sorted(expected))), name
+    assert points(norm, *figures.MARKS["SKIP"])[:2] == [(5, norm.get_ylim()[1]), (9, norm.get_ylim()[1])]
     for panel in figure.axes:       # each event is a line through all; an undone stretch is grey
         assert sorted(float(line.get_xdata()[0]) for line in panel.get_lines() if line.is_dashed()) == [10, 12, 15, 24]
         assert [list(line.get_xdata()) for line in panel.get_lines()
-                if to_hex(line.get_color()) == dynamics.GREY and len(line.get_xdata()) > 1] == [[21, 22, 23, 24]]
+                if to_hex(line.get_color()) == figures.GREY and len(line.get_xdata()) > 1] == [[21, 22, 23, 24]]
     assert figure.legends[0].get_title().get_text() == "Training of run (n = 1 run, steps 1 to 40)"
 
 
@@ -92,7 +92,7 @@ def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp
     rows[200] |= {"loss": 1000.0, "grad_norm": 1e6, "verdict": "SKIP"}
     loss, norm, *_, busy = drawn(write(tmp_path / "run", rows)).axes
     for panel, value in ((loss, 3.0), (norm, 1.0), (busy, 95.0)):
-        mean = max(panel.get_lines(), key=lambda line: line.get_linewidth() * (line.get_color() == dynamics.BLUE))
+        mean = max(panel.get_lines(), key=lambda line: line.get_linewidth() * (line.get_color() == figures.BLUE))
         assert np.asarray(mean.get_ydata()) == pytest.approx(np.full(399, value))
     assert loss.get_ylim()[1] < 4 and norm.get_ylim()[1] < 4
 
@@ -125,7 +125,7 @@ def operand(name, block, kind, step):
 
 def linear_row(step, block, kind, **changes):
     return {"kind": "linear", "step": step, "layer": f"layers.{block}.{LINEARS[kind]}", "recipe": "tensorwise",
-            **{name: operand(name, block, kind, step) for name in dynamics.OPERANDS}, **changes}
+            **{name: operand(name, block, kind, step) for name in figures.OPERANDS}, **changes}
 
 
 def block_row(step, block, **changes):
@@ -139,7 +139,7 @@ def rows_of(blocks=3):
 
 
 def probe_of(folder, rows):
-    return dynamics.read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
+    return figures.read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
 
 
 def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
@@ -149,11 +149,11 @@ def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
     unscaled["weight"] |= {"scale": None, "error": None}
     path = write(tmp_path, [block_row(200, 5, swiglu_rms=9), *rows, unscaled], "probe.jsonl") / "probe.jsonl"    # one done again
     path.write_text(path.read_text() + '{"kind": "linear", "ste')
-    probe = dynamics.read_probe(path)
+    probe = figures.read_probe(path)
     assert np.isnan(probe.linear["weight", "scale"]).all()
-    assert "no scale: these stay in BF16" in [text.get_text() for text in dynamics.draw_scales(probe, {}, "run").axes[0].texts]
-    assert any(line[-1] == "-" for line in cells(dynamics.table(probe)))
-    logit, ratio = dynamics.draw_outliers(probe, "run").axes[:2]
+    assert "no scale: these stay in BF16" in [text.get_text() for text in figures.draw_scales(probe, {}, "run").axes[0].texts]
+    assert any(line[-1] == "-" for line in cells(figures.table(probe)))
+    logit, ratio = figures.draw_outliers(probe, "run").axes[:2]
     want = [[block_row(step, block)["attention_logit_max"] for step in STEPS] for block in range(12)]
     assert np.allclose([line[:, 1] for line in lines_of(logit)], want)
     shown = np.array([line[:, 1] for line in lines_of(ratio)])
@@ -167,8 +167,8 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
     assert probe.steps[probe.last] == 300
     every = [*itertools.product(range(3), range(4))]
     inference = probe_of(tmp_path / "eval", [linear_row(300, block, kind, gradient=None) for block, kind in every])
-    figure = dynamics.draw_scales(probe, {"rowwise": inference}, "run")
-    for column, name in enumerate(dynamics.OPERANDS):
+    figure = figures.draw_scales(probe, {"rowwise": inference}, "run")
+    for column, name in enumerate(figures.OPERANDS):
         top, bottom = figure.axes[column], figure.axes[3 + column]
         for kind in range(4):
             want = [math.log2(operand(name, block, kind, 300)["scale"]) for block in range(3)]
@@ -183,9 +183,9 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
 
 def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
     head = [linear_row(step, 0, 0, layer="head") for step in STEPS]
-    figure = dynamics.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
+    figure = figures.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
     places = [*itertools.product(range(12), range(4)), (0, 0)]      # the head last
-    for panel, (share, name) in zip(figure.axes, itertools.product(dynamics.SHARES, dynamics.OPERANDS), strict=False):
+    for panel, (share, name) in zip(figure.axes, itertools.product(figures.SHARES, figures.OPERANDS), strict=False):
         want = np.array([[operand(name, *where, step)[share] for step in STEPS] for where in places])
         found = panel.collections[0].get_array().reshape(want.shape)
         assert np.allclose(found.filled(0), 100 * want) and (np.ma.getmaskarray(found) == (want == 0)).all()

@@ -1,4 +1,4 @@
-"""scaling/figures.py: the page of three panels draws the points, the laws and the gaps that it is given."""
+"""scaling/fit.py: its page of three panels draws the points, the laws and the gaps that it is given."""
 
 import itertools
 from dataclasses import replace
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scaling_runs import edit, errorbars, legend, surface, write_branches, write_ladder, write_run
 
-from scaling import figures
-from scaling.figures import STYLES, draw, lines_of, styles, write_with
-from scaling.fit import fit_group, fit_points
+from scaling import figures, fit
+from scaling.figures import STYLES, styles, write_with
+from scaling.fit import draw, fit_group, fit_points, lines_of
 from scaling.laws import Points
 from scaling.pairs import pairs
 from scaling.records import read_runs
@@ -79,7 +79,7 @@ def caption(figure):
 def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, name):
     groups, found, loss_key = BUILDERS[name](tmp_path)
     figure, axes = draw(groups, found, loss_key), [axis for axis in "CDN" if axis in groups[0].x]
-    names = figures.AXES | ({"N": "non-embedding\nparameters N"} if name == "two ratios" else {})
+    names = fit.AXES | ({"N": "non-embedding\nparameters N"} if name == "two ratios" else {})
     assert [panel.get_xlabel() for panel in figure.axes[-len(axes):]] == [names[axis] for axis in axes]
     assert len(figure.axes) == len(axes) * (2 if found else 1) and figure._supxlabel.get_text().count("\n") < 2
     assert f"n = {len(groups[0].loss)}" in figure.legends[0].get_title().get_text()
@@ -188,7 +188,7 @@ def test_the_json_is_written_last(tmp_path, monkeypatch):
 
 def test_smoothing_keeps_a_line():
     x = np.arange(1.0, 2001.0)
-    smooth_x, smooth_y = figures.smooth(x, 3 * x)
+    smooth_x, smooth_y = fit.smooth(x, 3 * x)
     assert np.allclose(smooth_y, 3 * smooth_x) and 40 < len(smooth_x) <= 80 and smooth_x[-1] > 1900
 
 
