@@ -123,9 +123,7 @@ def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader:
 
 
 def children(pid: int) -> list[int]:
-    with suppress(FileNotFoundError):
-        return sorted(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return []
+    return sorted(int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split())
 
 
 def wait_for(condition: Callable, seconds: float = 120):
@@ -219,14 +217,6 @@ def now() -> tuple[int, int]:
     return NOW.run.progress.step + NOW.run.progress.data_offset + 1, NOW.rank
 
 
-def scale_loss(first: float, last: float, factor: float) -> None:
-    """The loss, and with it its gradient, on the data of these steps; nan is a factor."""
-    def scaled(forward, *arguments):
-        is_due = torch.is_grad_enabled() and first <= now()[0] <= last
-        return forward(*arguments) * (factor if is_due else 1)
-    wrap(GPT, "forward", scaled)
-
-
 def before_norm(call: Callable, *at: float) -> None:
     """call() between backward pass and gradient norm; of one step, on one rank, where they are named."""
     def clip_after(clip, *arguments):
@@ -258,10 +248,6 @@ def in_save(step: float, call: Callable) -> None:
     on_change(is_counted, call)
 
 
-def sleep_for_ever() -> None:
-    time.sleep(600)
-
-
 def fill_disk(change: str) -> None:
     if not change.startswith(("remove", "rmdir")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), change.split(" ", 1)[1])
@@ -275,7 +261,9 @@ FAULTS = {
         n <= count < n + many and NOW.rank in (rank or [NOW.rank]) and fill_disk(change))),
     # one rank alone cannot read what a checkpoint holds: EBADF
     "fail_load": lambda rank: rank == NOW.rank and setattr(TensorReader, "read_data", lambda *_: os.read(-1, 1)),
-    "scale_loss": scale_loss,
+    # the loss, and with it its gradient, on the data of these steps; nan is a factor
+    "scale_loss": lambda first, last, factor: wrap(GPT, "forward", lambda forward, *arguments: forward(*arguments) * (
+        factor if torch.is_grad_enabled() and first <= now()[0] <= last else 1)),
     # one element of one gradient, or of one weight from this update on, on one rank is NaN
     "nan_gradient": lambda *at: before_norm(lambda: spoil("grad"), *at),
     "nan_weight": lambda *at: before_norm(lambda: spoil("data"), *at),
@@ -288,7 +276,7 @@ FAULTS = {
     "lose_trunk": lambda step: before_norm(lambda: shutil.rmtree(NOW.run.config.start_from), step, 0),
     "slow_steps": lambda seconds: before_norm(lambda: time.sleep(seconds)),
     # one rank reads the data of a step for ever, or fails there
-    "hang_in_data": lambda *at: in_data(lambda *now: sleep_for_ever() if now == at else now[0]),
+    "hang_in_data": lambda *at: in_data(lambda *now: time.sleep(600) if now == at else now[0]),
     "fail_in_data": lambda *at: in_data(lambda *now: {}["a damaged shard"] if now == at else now[0]),
     # from this step on the data of `by` steps later: what a rollback should amount to
     "move_data": lambda first, by: in_data(lambda step, _: step + by if step >= first else step),

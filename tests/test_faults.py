@@ -138,19 +138,6 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
     assert record(finish(config, ranks=2)) == whole[2]
 
 
-def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole):
-    config = replace(base, run="signalled")
-    run = faults.Run(config, ranks=2, faults=["slow_steps:0.1"])
-    run.wait_until(3)
-    os.kill(run.pids[1], signal.SIGUSR1)
-    assert run.wait() == [0, 0], run.output
-    assert "stopped on request at step" in run.output
-    assert saved_steps(config)[-1] == faults.last_step(config) < STEPS - 4
-    run = ended([1, -signal.SIGKILL], config, ranks=2, faults=[f"signal_in_step:{STEPS - 3}:1:9"])
-    assert "rank 1" in next(line for line in run.output.splitlines() if line.startswith("train.py: "))
-    assert record(finish(config, ranks=2)) == whole[2]
-
-
 def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
     run = faults.Run(replace(base, run="stuck"), ranks=2, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"])
     run.wait_until(4)
@@ -353,6 +340,8 @@ JOBS = {        # name -> what happens in step 5 of two ranks, of which rank 0 h
              "train.py: rank 1 .*ended first, at step 5, reading a micro-batch .failed: KeyError: 'a damaged shard'"),
     "fail_unseen": (["fail_in_data:5:1", "hang_in_data:5:0"], 2, [1, 1], "rank 0: .*; rank 1 .*ended first, .*damaged"),
     "stop_keeper": ([STOP.format(0)], 2, [KILLED, 1], "rank 1: no progress .*; the store on host 127.0.0.1 does not answer"),
+    "kill": (["signal_in_step:5:1:9"], 20, [1, KILLED], "train.py: rank 1 .*no heartbeat for 3 s: dead or stopped"),
+    "request": ([f"signal_in_step:5:1:{signal.SIGUSR1:d}"], 20, [0, 0], "stopped on request at step [56]; saved"),
     "suspend": (["slow_steps:0.1"], 4, [0, 0], "done. validation loss")}
 
 
@@ -379,13 +368,13 @@ def jobs(tmp_path_factory, data_dir):
 def test_the_rank_to_blame_is_named_with_exit_code_1_and_a_job_suspended_as_a_whole_goes_on(jobs, name):
     run, (_, _, codes, told) = jobs[name], JOBS[name]
     assert run.wait() == codes and re.search(told, run.output), run.output
-    assert f"pid {run.pids[1]})" in run.output or name in ("stop_keeper", "suspend")
-    assert (run.config.run_dir / "stacks").exists() is (name not in ("fail", "suspend"))
+    assert f"pid {run.pids[1]})" in run.output or name in ("stop_keeper", "request", "suspend")
+    assert (run.config.run_dir / "stacks").exists() is (name not in ("fail", "kill", "request", "suspend"))
 
 
 def test_stacks_and_the_last_collectives_are_written(jobs):
     run = jobs["stuck"]
-    for rank, where in enumerate(("train.py", "sleep_for_ever")):
+    for rank, where in enumerate(("train.py", "in next_batch")):
         assert where in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text() and where in run.output, "on stderr too"
     entries = json.loads((run.config.run_dir / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
     assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
