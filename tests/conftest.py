@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,12 +70,6 @@ def data_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def own_data(data_dir, tmp_path) -> Path:
-    """A copy of the data, which a test may damage or move."""
-    return shutil.copytree(data_dir, tmp_path / "data")
-
-
-@pytest.fixture
 def tiny(data_dir, tmp_path) -> Config:
     return tiny_config(data_dir, tmp_path / "out")
 
@@ -108,11 +101,6 @@ def no_figures(monkeypatch):
     monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
 
 
-def encode_document(tokenizer, text: str) -> np.ndarray:
-    """The ids of one document as a shard holds it: the prefix, then the text."""
-    return np.concatenate([np.array(tokenizer.prefix, tokenizer.dtype), tokenizer.encode(text)])
-
-
 def changed(config: Config, words: str) -> Config:
     """The config with settings as they stand on a command line."""
     return apply_overrides(config, words.split())
@@ -120,9 +108,7 @@ def changed(config: Config, words: str) -> Config:
 
 def write_config(config: Config, path: Path) -> Path:
     """A config file that binds exactly `config`, for runs started as processes."""
-    path.write_text(
-        "import json\nfrom runtime.config import config_from_dict\n"
-        f"config = config_from_dict(json.loads({json.dumps(json.dumps(config.to_dict()))}))\n")
+    path.write_text(f"from runtime.config import config_from_dict\nconfig = config_from_dict({config.to_dict()})\n")
     return path
 
 

@@ -20,7 +20,7 @@ from runtime.checkpoint import name_of, read_manifest, seal
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import asked, encode_document, write_shards
+from tests.conftest import ALONE, asked, write_shards
 from tests.test_model import build_rough
 from tests.text_files import BEGINS, write_tokenizer
 
@@ -64,7 +64,7 @@ def greedy_text(model, prompt, n_new):
 
 
 def build_lm(model, micro_batch=4, tokenizer=BYTES):
-    return CheckpointLM(model, tokenizer, micro_batch, CPU, World(0, 0, 1, CPU))
+    return CheckpointLM(model, tokenizer, micro_batch, CPU, ALONE)
 
 
 def on_two_ranks(monkeypatch, module, work):
@@ -120,7 +120,7 @@ def build_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)
     for source in ("prose", "code"):
-        ids = [encode_document(BYTES, words(rng, 80)) for _ in range(250)]
+        ids = [np.array([256, *words(rng, 80).encode()], "<u2") for _ in range(250)]
         write_shards(tmp_path / "data" / source, {"train": [], "val": [np.concatenate(ids[:125]), np.concatenate(ids[125:])]})
     folder = tmp_path / "out" / "tiny"
     write_run(folder, step=1, mixture={"prose": 0.5, "code": 0.5}, **asdict(TINY))

@@ -10,7 +10,6 @@ import errno
 import faulthandler
 import gc
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -40,7 +39,6 @@ from tests.changes import on_change
 from tests.conftest import ROOT, write_config
 
 HANG_S = 300        # a run that is silent so long on a loaded machine hangs; its stacks are in its log
-COUNT = itertools.count(1)
 FORKS = multiprocessing.get_context("forkserver")       # imports what follows once: that takes longer than a test's runs do
 FORKS.set_forkserver_preload(["tests.faults", "runtime.watchdog", "torch._dynamo", "torch._inductor.codegen.triton",
                               "torchao.float8.float8_linear_utils"])
@@ -52,19 +50,18 @@ class Run:
     the one process is the genuine torchrun, and two ranks, which import everything themselves, are its own processes."""
 
     def __init__(self, config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, restarts: int | None = None):
-        self.config, self.log = config, Path(config.out).with_name("logs") / f"{next(COUNT):03d}_{config.run}.log"
-        self.log.parent.mkdir(exist_ok=True)
+        logs = Path(config.out).with_name("logs")
+        logs.mkdir(exist_ok=True)
+        self.config, self.log, self.processes = config, logs / f"{len(os.listdir(logs)):03d}_{config.run}.log", []
         command, argv = main, [*faults, str(write_config(config, self.log.with_suffix(".py"))), *overrides]
         if restarts is not None:
             command, argv = torchrun, [f"--max-restarts={restarts}", *TORCHRUN, *argv]
         env = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
-        self.processes, self.pids = [], []
         for rank in range(ranks):
             place = env | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-            process = FORKS.Process(target=start_rank, args=(command, argv, place, self.log, *self.pids[:1]))
-            process.start()
-            self.processes.append(process)
-            self.pids.append(process.pid)
+            leader = self.processes[0].pid if rank else 0
+            self.processes.append(FORKS.Process(target=start_rank, args=(command, argv, place, self.log, leader)))
+            self.processes[-1].start()
 
     @property
     def output(self) -> str:
@@ -83,7 +80,7 @@ class Run:
 
     def wait_until(self, condition, timeout: float = HANG_S) -> None:
         """Return as soon as condition() holds; fails where the run ends before. Of a number: as soon as that step is done."""
-        holds = condition if callable(condition) else lambda: last_step(self.config) >= condition
+        holds = condition if callable(condition) else lambda: len(rows(self.config)) >= condition
         wait_for(lambda: holds() or not self.is_running(), timeout)
         assert holds(), f"ended before: {self.output[-4000:]}"
 
@@ -92,7 +89,8 @@ class Run:
 
     def signal(self, number: int) -> None:
         """To all ranks, unless they are gone; those of torchrun lead groups of their own."""
-        for group in (self.pids[0], *children(self.pids[0])):
+        first = self.processes[0].pid
+        for group in (first, *children(first)):
             with suppress(ProcessLookupError):
                 os.killpg(group, number)
 
@@ -104,14 +102,13 @@ class Run:
             process.join(60)
 
 
-def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader: int = 0) -> None:
+def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader: int) -> None:
     """Become one rank, or torchrun, in a process just forked, in the process group of `leader` (0: its own)."""
     gc.freeze()     # what was imported stays shared with the other runs
     os.setpgid(0, 0)
     with suppress(OSError):     # the leader may have told of a mistake already and ended
-        if leader:
-            wait_for(lambda: os.getpgid(leader) == leader)
-            os.setpgid(0, leader)
+        wait_for(lambda: not leader or os.getpgid(leader) == leader)
+        os.setpgid(0, leader)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -163,10 +160,6 @@ def summary(config: Config) -> dict:
 def rows(config: Config, kind: str = "train") -> list[dict]:
     """Rows of metrics.jsonl; a line that is being written is left out."""
     return [row for row in read_rows(config.run_dir / "metrics.jsonl") if row["kind"] == kind]
-
-
-def last_step(config: Config) -> int:
-    return max((row["step"] for row in rows(config)), default=0)
 
 
 def saved_steps(config: Config) -> list[int]:

@@ -128,13 +128,14 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
     config = replace(base, run="torchrun")
     run = faults.Run(config, faults=["signal_in_step:5:1:9", "slow_steps:0.05"], restarts=1)
     run.wait_until(lambda: "resuming" in run.output)
-    run.wait_until(faults.last_step(config) + 3)
-    ranks = faults.children(run.pids[0])
-    os.kill(run.pids[0], signal.SIGTERM)
+    run.wait_until(len(rows(config)) + 3)
+    launcher = run.processes[0].pid
+    ranks = faults.children(launcher)
+    os.kill(launcher, signal.SIGTERM)
     run.wait()      # its own exit code is no word on the ranks': any signal counts as a failure
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
     assert "stopped on request at step" in run.output
-    assert saved_steps(config)[-1] == faults.last_step(config) < STEPS
+    assert saved_steps(config)[-1] == len(rows(config)) < STEPS
     assert record(finish(config, ranks=2)) == whole[2]
 
 
@@ -163,11 +164,12 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     assert [summary(each)["n_gpu"] for each in (config, calm)] == [2, 1]
 
 
-def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, own_data):
+def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, data_dir, tmp_path):
     assert "cannot be shared by 2 ranks" in refused([2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
     orphan = replace(base, run="orphan", start_from=f"{base.out}/none/checkpoints/step_00000004")       # which rank 0 looks for
     assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
-    config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(own_data), mixture={"web": 1.0}))
+    own_data = shutil.copytree(data_dir, tmp_path / "data")
+    config = changed(base, f"run=spoilt_data data.dir={own_data} data.mixture=web:1")
     data = open_data(config, load_tokenizer("byte").sha256)
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
     shard = own_data / "web/train_00000.bin"
@@ -368,7 +370,7 @@ def jobs(tmp_path_factory, data_dir):
 def test_the_rank_to_blame_is_named_with_exit_code_1_and_a_job_suspended_as_a_whole_goes_on(jobs, name):
     run, (_, _, codes, told) = jobs[name], JOBS[name]
     assert run.wait() == codes and re.search(told, run.output), run.output
-    assert f"pid {run.pids[1]})" in run.output or name in ("stop_keeper", "request", "suspend")
+    assert f"pid {run.processes[1].pid})" in run.output or name in ("stop_keeper", "request", "suspend")
     assert (run.config.run_dir / "stacks").exists() is (name not in ("fail", "kill", "request", "suspend"))
 
 

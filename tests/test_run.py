@@ -60,9 +60,9 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, run):
     assert weights @ (nats / targets) == pytest.approx(b["loss_bf16"], rel=1e-12)
 
 
-def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tiny, own_data, tmp_path, run):
+def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tiny, data_dir, tmp_path, run):
     """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
-    config = replace(tiny, data=replace(tiny.data, dir=str(own_data)))
+    config = changed(tiny, f"data.dir={shutil.copytree(data_dir, tmp_path / 'data')}")
     run(config)
     before = {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
     assert "nothing to do" in run(config)
@@ -70,7 +70,7 @@ def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tin
     assert before == {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
     faults.back_to(config, 3)
     assert "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in run(config, "optim.lr=1e-3", "steps=8", code=2)
-    shutil.move(own_data, tmp_path / "moved")      # where it lies and how it is dealt out may change
+    shutil.move(tmp_path / "data", tmp_path / "moved")      # where it lies and how it is dealt out may change
     moved = ["data.dir=" + str(tmp_path / "moved"), "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
     run(config, *moved)
     (config.run_dir / "summary.json").unlink()
@@ -119,11 +119,12 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
 
 
 def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(
-        tiny, own_data, run, monkeypatch):
+        tiny, data_dir, tmp_path, run, monkeypatch):
     """Damage is looked for in the background; a checkpoint that is due before all is hashed waits for it."""
     is_due, look, verified = threading.Event(), shards.shard_damage, Data.verified
     monkeypatch.setattr(shards, "shard_damage", lambda shard: look(shard) if is_due.wait(60) else None)
     monkeypatch.setattr(Data, "verified", lambda data: is_due.set() or verified(data))
+    own_data = shutil.copytree(data_dir, tmp_path / "data")
     spoilt = changed(tiny, f"run=spoilt data.dir={own_data} checkpoint.every=1")
     faults.flip_bit(own_data / "code/val_00000.bin", 1552)      # the lowest bit of a token
     assert "code/val_00000.bin is damaged" in run(spoilt, "steps=2", code=2)
