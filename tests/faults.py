@@ -27,7 +27,6 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.run import main as torchrun
-from torch.distributed.tensor import DTensor
 
 import train
 from model import GPT
@@ -35,6 +34,7 @@ from runtime.checkpoint import TensorReader
 from runtime.config import Config
 from runtime.data import Data
 from runtime.machine import read_rows
+from runtime.optim import local
 from tests.changes import on_change
 from tests.conftest import ROOT, write_config
 
@@ -42,7 +42,6 @@ HANG_S = 300        # a run that is silent so long on a loaded machine hangs; it
 FORKS = multiprocessing.get_context("forkserver")       # imports what follows once: that takes longer than a test's runs do
 FORKS.set_forkserver_preload(["tests.faults", "runtime.watchdog", "torch._dynamo", "torch._inductor.codegen.triton",
                               "torchao.float8.float8_linear_utils"])
-TORCHRUN = ["--standalone", "--nproc_per_node=2", "--monitor-interval=0.1", "-m", "tests.faults"]
 
 
 class Run:
@@ -55,7 +54,8 @@ class Run:
         self.config, self.log, self.processes = config, logs / f"{len(os.listdir(logs)):03d}_{config.run}.log", []
         command, argv = main, [*faults, str(write_config(config, self.log.with_suffix(".py"))), *overrides]
         if restarts is not None:
-            command, argv = torchrun, [f"--max-restarts={restarts}", *TORCHRUN, *argv]
+            command, argv = torchrun, [f"--max-restarts={restarts}", "--standalone", "--nproc_per_node=2",
+                                       "--monitor-interval=0.1", "-m", "tests.faults", *argv]
         env = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
         for rank in range(ranks):
             place = env | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
@@ -89,8 +89,7 @@ class Run:
 
     def signal(self, number: int) -> None:
         """To all ranks, unless they are gone; those of torchrun lead groups of their own."""
-        first = self.processes[0].pid
-        for group in (first, *children(first)):
+        for group in (self.processes[0].pid, *children(self.processes[0].pid)):
             with suppress(ProcessLookupError):
                 os.killpg(group, number)
 
@@ -109,9 +108,8 @@ def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader:
     with suppress(OSError):     # the leader may have told of a mistake already and ended
         wait_for(lambda: not leader or os.getpgid(leader) == leader)
         os.setpgid(0, leader)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(1, 2)
     os.chdir(ROOT)
     os.environ.update({key: str(value) for key, value in env.items()})
     torch.set_num_threads(1)
@@ -226,19 +224,15 @@ def in_data(change: Callable) -> None:
 
 def spoil(kind: str) -> None:
     """One element on this rank of a weight ("data") or its gradient ("grad") becomes NaN."""
-    tensor = getattr(list(NOW.run.model.parameters())[-1], kind)
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = local(getattr(list(NOW.run.model.parameters())[-1], kind))
     getattr(tensor, "_tensor", tensor).view(-1)[0] = float("nan")       # _tensor: of a weight that is gathered as float8
 
 
 def in_save(step: float, call: Callable) -> None:
     """call(count, change) before each change on disk from the first that names the step to the last before a later one's."""
-    at = [0]
-
-    def is_counted(path: str) -> bool:
-        at[0] = max(at[0], *map(int, re.findall(r"/checkpoints.*step_(\d{8})", path)), 0)
-        return "/checkpoints" in path and at[0] == step
-    on_change(is_counted, call)
+    seen = [0]      # steps that were named
+    on_change(lambda path: "/checkpoints" in path and (
+        seen.extend(map(int, re.findall(r"/checkpoints.*step_(\d{8})", path))) or max(seen) == step), call)
 
 
 def fill_disk(change: str) -> None:

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import train
-from runtime import config as room
 from runtime.cli import UserError, command, read_options
-from runtime.config import apply_overrides, config_from_dict, known_keys, load_config, read_config
+from runtime.config import apply_overrides, config_from_dict, help_text, known_keys, load_config, read_config
 from runtime.log import digest, pair_id
 from runtime.run import lineage
 from tests.conftest import ROOT, write_config
@@ -115,7 +114,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, told):
 
 def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
     free = ["data.dir=x", "data.micro_batch=auto", "data.max_epochs=3", "model.loss_chunk=64", "run=b", "out=c", "eval.every=2",
-            "parallel.recompute=true"]
+            "parallel.recompute=true", "probe.every=2"]
     assert apply_overrides(tiny, free).identity() == tiny.identity() and apply_overrides(tiny, free).accumulation(4) == 4
     for how, held in ("current", None), ("delayed", "delayed"):     # a key that came later
         kernels = apply_overrides(tiny, ["fp8.recipe=tensorwise", "fp8.kernels=true", f"fp8.scaling={how}"])
@@ -157,10 +156,10 @@ def test_config_json_is_read_back_or_refused(tiny, tmp_path):
 
 
 def test_help_tells_every_key(capsys):
-    lines = [line for line in room.help_text().splitlines() if line[:3].strip()]        # those that go on are indented further
+    lines = [line for line in help_text().splitlines() if line[:3].strip()]        # those that go on are indented further
     assert [line.split(":")[0].strip() for line in lines] == known_keys() and all("  # " in line for line in lines)
     assert [train.main(line) for line in (["--help"], ["configs/demo_s_bf16.py", "steps=1", "-h"], [])] == [0, 0, 2]
-    assert capsys.readouterr().out.count(room.help_text()) == 3
+    assert capsys.readouterr().out.count(help_text()) == 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,20 +179,19 @@ class Options:
     (["out/x"], {}), (["run=out/x"], {}),
     (["n=2", "out/x"], {"n": 2}), (["--n", "2", "out/x", "--top-k=none", "--serve"], {"n": 2, "top_k": None, "serve": True}),
     (["out/x", "a,b", "c d = 3", "serve=0"], {"names": ("a,b", "c d = 3")}), (["out/x", "names=a,b"], {"names": ("a", "b")}),
-    (["out/x", "a=b.txt"], {"names": ("a=b.txt",)}), (["out/x", "text=n=3\nk=v", "kind=bb"], {"text": "n=3\nk=v", "kind": "bb"})])
-def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, expected):
+    (["out/x", "a=b.txt"], {"names": ("a=b.txt",)}), (["out/x", "text=n=3\nk=v", "kind=bb"], {"text": "n=3\nk=v", "kind": "bb"}),
+    *[(words.split(), told) for words, told in (
+        ("n=2", "run is missing"), ("x n=two", "n='two'"), ("x topk=3", "did you mean 'top_k'?"), ("x --qq", "there are: n, run"),
+        ("x kind=b", "did you mean 'bb'?"), ("x n=1 n=2", "n is given twice"), ("x --n --serve", "--n needs a value"),
+        ("x text=", "--text needs a value"), ("x names=y z", "'z' is one word too many"), ("x a=b", "there is no key 'a'"))]])
+def test_a_command_line_is_read_in_every_spelling_and_a_mistake_gets_a_sentence(tmp_path, monkeypatch, words, expected):
     monkeypatch.chdir(tmp_path)
     for name in "a=b.txt", "n=2":       # files by these names; the second is a key first
         (tmp_path / name).write_text("")
-    assert read_options(Options, words) == Options(run="out/x", **expected)
-
-
-@pytest.mark.parametrize("words, told", [
-    ("n=2", "run is missing"), ("x n=two", "n='two'"), ("x topk=3", "did you mean 'top_k'?"), ("x --qq", "there are: n, run"),
-    ("x kind=b", "did you mean 'bb'?"), ("x n=1 n=2", "n is given twice"), ("x --n --serve", "--n needs a value"),
-    ("x text=", "--text needs a value"), ("x names=y z", "'z' is one word too many"), ("x a=b", "there is no key 'a'")])
-def test_a_mistake_on_a_command_line_gets_a_sentence(words, told):
-    assert told in refused(read_options, Options, words.split())
+    if isinstance(expected, str):
+        assert expected in refused(read_options, Options, words)
+    else:
+        assert read_options(Options, words) == Options(run="out/x", **expected)
 
 
 VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "-inf", "1_0", "٣", "9" * 5000, "1e18", "true", "none", "[",
@@ -211,9 +209,8 @@ def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys):
         assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "__pycache__"}, line
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\n"), RuntimeError("CPU: can't allocate memory")])
-def test_a_full_memory_needs_no_traceback(capsys, error):
-    assert command("", Options, ["out/x"], Mock(side_effect=error)) == 1
+def test_a_full_memory_needs_no_traceback(capsys):
+    assert command("", Options, ["out/x"], Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory\n"))) == 1
     assert (said := capsys.readouterr().err).startswith("the memory is full (C") and said.count("\n") == 1
 
 

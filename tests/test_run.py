@@ -30,8 +30,6 @@ from runtime.cli import MachineError
 from runtime.config import FP8Config
 from runtime.data import Data, open_data
 from runtime.log import pair_id
-from runtime.machine import check_device, out_of_memory
-from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 from tests import faults
@@ -136,7 +134,7 @@ def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_th
         assert not tiny.run_dir.exists()
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / ".config.json.tmp").write_text("{")     # as a kill before config.json leaves it
-    assert not is_finished(tiny)
+    assert not room.is_finished(tiny)
     (tiny.run_dir / "thesis.tex").touch()
     assert "holds no run" in run(tiny, code=2)
 
@@ -227,7 +225,7 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, 
 
 
 def hold(run_dir, is_held):
-    with lock_folder(run_dir):
+    with room.lock_folder(run_dir):
         if os.fork():
             is_held.set()
         time.sleep(60)
@@ -238,7 +236,7 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(ti
     start that was refused removed it."""
     is_held = faults.FORKS.Event()
     first = faults.FORKS.Process(target=hold, args=(tiny.run_dir, is_held))
-    with lock_folder(tiny.run_dir):
+    with room.lock_folder(tiny.run_dir):
         first.start()
         time.sleep(0.5)
     assert is_held.wait(60)
@@ -247,11 +245,11 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(ti
         assert f"process {first.pid} on host" in run(tiny, code=2)
     assert not list(tiny.run_dir.glob("*.json*")), "it has written nothing"
     first.kill()        # a run that is about to end is waited for
-    with lock_folder(tiny.run_dir):
+    with room.lock_folder(tiny.run_dir):
         pass
     assert not tiny.run_dir.exists(), "nothing was written in it"
     monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with lock_folder(tiny.run_dir):
+    with room.lock_folder(tiny.run_dir):
         assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 
@@ -274,14 +272,14 @@ def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, is_usable, vi
     monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_usable)
     with pytest.raises(MachineError, match="shows 1 NVIDIA GPU.*fits the driver") if is_refused else contextlib.nullcontext():
-        check_device()
+        machine.check_device()
 
 
 @pytest.mark.parametrize("is_memory, call", [
     (True, lambda: torch.empty(2**50)), (True, lambda: np.empty(2**46)), (True, lambda: bytearray(2**60)),
     (True, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))),
-    (True, Mock(side_effect=RuntimeError("std::bad_alloc"))), (True, Mock(side_effect=OSError(12, "Cannot allocate memory"))),
-    (True, Mock(side_effect=RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))),
+    (True, Mock(side_effect=OSError(12, "Cannot allocate memory"))), *[(True, Mock(side_effect=RuntimeError(text))) for text in (
+        "std::bad_alloc", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "CPU: can't allocate memory")],
     (False, lambda: torch.empty(2, 3) @ torch.empty(2, 3)), (False, lambda: {}["memory"])])
 def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, call):
     with pytest.raises(ValueError) as caught:
@@ -289,7 +287,7 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, cal
             call()
         except Exception as error:
             raise ValueError("backend='inductor' raised:") from error
-    said = out_of_memory(caught.value, tiny, ALONE)
+    said = machine.out_of_memory(caught.value, tiny, ALONE)
     assert (said is not None) == is_memory
     assert said is None or all(part in said for part in ("rank 0 (cpu)", "data.micro_batch (now 4", "parallel.recompute", "GPUs"))
 
