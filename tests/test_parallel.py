@@ -31,7 +31,7 @@ from runtime.data import open_data
 from runtime.machine import read_rows
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ALONE, ROOT, changed, process, write_config
+from tests.conftest import ALONE, ROOT, changed, process, tiny_config, write_config
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import tokens
 
@@ -209,21 +209,17 @@ def descent(config, world, words) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------------------------- what they must have seen
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture
-def ranks(tiny, shared):
-    whole = changed(tiny, f"run=whole out={shared}/out fp8.recipe=tensorwise fp8.all_gather=true parallel.start_timeout=777")
+def ranks(data_dir, tmp_path_factory):
+    shared = tmp_path_factory.mktemp("ranks")
+    whole = changed(tiny_config(data_dir, shared / "out"),
+                    "run=whole fp8.recipe=tensorwise fp8.all_gather=true parallel.start_timeout=777")
     halves = changed(whole, "run=halves probe.every=2 probe.tokens=64")     # resumed after step 3
     one = changed(whole, "run=one fp8.all_gather=false")                    # by this process
-    if not (shared / "seen.json").exists():
-        for config in (whole, halves):
-            (shared / f"{config.run}.json").write_text(json.dumps(config.to_dict()))
-        done = process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, shared)
-        assert done.returncode == 0, done.stderr[-4000:]
-        train.train(one, ALONE)
+    for config in (whole, halves):
+        (shared / f"{config.run}.json").write_text(json.dumps(config.to_dict()))
+    done = process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, shared)
+    assert done.returncode == 0, done.stderr[-4000:]
+    train.train(one, ALONE)
     return SimpleNamespace(whole=whole, halves=halves, one=one, **json.loads((shared / "seen.json").read_text()))
 
 
