@@ -136,8 +136,7 @@ def work(folder: Path) -> None:
                 ("tensorwise", True), ("tensorwise", False), ("tensorwise_gw_hp", True))],
             "kernels": [descent(whole, world, f"fp8.head=true fp8.kernels={kernels} parallel.recompute={recompute}")
                         for kernels, recompute in ((False, False), (True, False), (True, True))],
-            "unsharded": [equals_unsharded(whole, world), equals_unsharded(whole, world, reshard=False),
-                          equals_unsharded(whole, replicas)],
+            "unsharded": [equals_unsharded(whole, *how) for how in ((world,), (world, False), (replicas,))],
             "compiled": [descent(whole, world, f"model.n_layer=1 parallel.compile={compiled}") for compiled in (False, True)],
             "graphs": counters["stats"]["unique_graphs"],
             "same": {}}

@@ -190,17 +190,24 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, run):
     assert summary(branch)["pair_id"] == pair_id(replace(branch, start_from=tuned.start_from)) != pair_id(branch)
 
 
+def watched_steps(monkeypatch):
+    """[number of the step that train.py is in, from its first micro-batch to its log line, else None]."""
+    at, beat = [None], Watchdog.at
+
+    def noted(self, what, step, *args, **kwargs):
+        at[0] = step if what.startswith("reading") else None if what == "after the step" else at[0]
+        return beat(self, what, step, *args, **kwargs)
+    monkeypatch.setattr(Watchdog, "at", noted)
+    return at
+
+
 READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__",
          "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
 
 def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, monkeypatch):
-    """Reads by Python's calls, and by what torch calls beneath its functions, from a step's first micro-batch to its log line."""
-    seen, frozen, at, beat = [], [], [None], Watchdog.at
-
-    def noted(self, what, step, *args, **kwargs):
-        at[0] = step if what.startswith("reading") else None if what == "after the step" else at[0]
-        return beat(self, what, step, *args, **kwargs)
+    """Reads by Python's calls, and by what torch calls beneath its functions."""
+    seen, frozen, at = [], [], watched_steps(monkeypatch)
 
     def called(self, func, types, args=(), kwargs=None):
         name = func._schema.name if hasattr(func, "_schema") else getattr(func, "__name__", "")
@@ -210,7 +217,6 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, 
 
     Functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": called})
     Operators = type("Operators", (TorchDispatchMode,), {"__torch_dispatch__": called})
-    monkeypatch.setattr(Watchdog, "at", noted)
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(seen)))
     with Functions(), Operators():
         run(tiny)
