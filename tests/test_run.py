@@ -97,7 +97,7 @@ def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(tiny,
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
     """A purged scratch disk, a link to one that is not mounted: the rows of days must not be written over."""
-    config = replace(tiny, checkpoint=replace(tiny.checkpoint, every=None, rolling=2))
+    config = changed(tiny, "checkpoint.every=none checkpoint.rolling=2")
     run(config)
     assert faults.saved_steps(config) == [4, 6]
     before = (config.run_dir / "metrics.jsonl").read_bytes()
@@ -160,17 +160,16 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, before, after,
     assert [row["loss"] for row in faults.rows(switched)] == losses
 
 
-def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, run):
+def test_a_run_trains_on_another_ones_weights_alone(tiny, run):
     """With other data, schedule, context and number of steps; the first loss is the parent's on the new run's first tokens."""
     parent = changed(tiny, "run=pretrained fp8.recipe=tensorwise")
     tuned = changed(tiny, f"run=tuned steps=5 start_from={parent.run_dir} model.n_ctx=16 data.mixture=code:1 optim.lr=1e-3 "
                     "optim.schedule=wsd optim.decay_share=0.2")
     assert "pretrained has none: train that run first" in run(tuned, code=2)
     assert not tuned.run_dir.exists() and run(parent)
-    last = parent.run_dir / "checkpoints/step_00000006"
-    last.rename(tmp_path / last.name)
+    faults.back_to(parent, 3)
     assert "step_00000003 as the last of its checkpoints" in run(tuned, code=2)
-    (tmp_path / last.name).rename(last)
+    run(parent)
     assert "alone; start_from=out/pretrained takes its weights" in run(
         tuned, f"start_from={parent.run_dir}/checkpoints/step_00000003", code=2)
     assert f"on from {parent.run_dir}/checkpoints/step_00000006" in run(tuned)
