@@ -6,8 +6,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-
 
 def on_change(is_counted: Callable[[str], bool], call: Callable[[int, str], None]) -> None:
     """call(count, "what path") before each change on disk whose path is_counted. Python announces them all, whoever makes
@@ -20,17 +18,13 @@ def on_change(is_counted: Callable[[str], bool], call: Callable[[int, str], None
                 call(next(count), f"{what} {path}")
 
     def hook(event: str, arguments: tuple) -> None:
-        if event == "open" and not isinstance(arguments[0], int) and arguments[2] & WRITING:
+        if event == "open" and not isinstance(arguments[0], int) and arguments[2] & (os.O_ACCMODE | os.O_CREAT | os.O_TRUNC):
             note("open", os.fsdecode(arguments[0]))
         elif event in ("os.mkdir", "os.remove", "os.rmdir"):
-            folder = arguments[-1]      # which the path is relative to
-            note(event[3:], os.path.join(of_descriptor(folder) if folder >= 0 else "", os.fsdecode(arguments[0])))
+            folder = os.readlink(f"/proc/self/fd/{arguments[-1]}") if arguments[-1] >= 0 else ""   # the path is relative to it
+            note(event[3:], os.path.join(folder, os.fsdecode(arguments[0])))
         elif event == "os.rename":
             note("rename", f"{arguments[0]} -> {arguments[1]}")
 
     sys.addaudithook(hook)
-    os.fsync = lambda file: note("fsync", of_descriptor(file if isinstance(file, int) else file.fileno())) or fsync(file)
-
-
-def of_descriptor(number: int) -> str:
-    return os.readlink(f"/proc/self/fd/{number}")
+    os.fsync = lambda number: note("fsync", os.readlink(f"/proc/self/fd/{number}")) or fsync(number)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from runtime.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = World(0, 0, 1, torch.device("cpu"))
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
 
 
 def write_shards(folder: Path, splits: dict[str, list[np.ndarray]], bytes_per_token: float = 1, **changes) -> None:
@@ -71,34 +71,23 @@ def data_dir(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def own_data(data_dir, tmp_path) -> Path:
-    """A copy of the data, which a test may damage or move."""
-    return shutil.copytree(data_dir, tmp_path / "data")
-
-
-@pytest.fixture
-def tiny(data_dir, tmp_path) -> Config:
-    return tiny_config(data_dir, tmp_path / "out")
-
-
 def tiny_config(data_dir: Path, out: Path) -> Config:
     """Six steps of a model with 2 blocks on two sources, eager."""
     config = Config(
-        run="tiny", steps=6, out=str(out), optim=OptimConfig(lr=1e-2, warmup_share=0.2),
-        model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
+        run="tiny", steps=6, out=str(out), model=TINY, optim=OptimConfig(lr=1e-2, warmup_share=0.2),
         data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=512,
                         micro_batch=4))
     return changed(config, "parallel.compile=off checkpoint.every=3 eval.every=none eval.tokens=320 log.every=1")
 
 
+tiny = pytest.fixture(lambda data_dir, tmp_path: tiny_config(data_dir, tmp_path / "out"))
+
+
 @pytest.fixture
 def emulated_scaled_mm(monkeypatch):
     """torchao's Linears as on a GPU, all but the multiplication: torch's own float8 matmul is slow on some CPUs."""
-    def multiply(a, b, scale_a, scale_b, out_dtype=None, use_fast_accum=False, **_):
-        return scaled_mm(a, scale_a, b, scale_b, out_dtype or torch.bfloat16, use_fast_accum)
-
-    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, scale_a, scale_b, out_dtype=None, use_fast_accum=False, **_: scaled_mm(
+        a, scale_a, b, scale_b, out_dtype or torch.bfloat16, use_fast_accum))
 
 
 @pytest.fixture
@@ -109,11 +98,6 @@ def no_figures(monkeypatch):
     monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
 
 
-def encode_document(tokenizer, text: str) -> np.ndarray:
-    """The ids of one document as a shard holds it: the prefix, then the text."""
-    return np.concatenate([np.array(tokenizer.prefix, tokenizer.dtype), tokenizer.encode(text)])
-
-
 def changed(config: Config, words: str) -> Config:
     """The config with settings as they stand on a command line."""
     return apply_overrides(config, words.split())
@@ -121,9 +105,7 @@ def changed(config: Config, words: str) -> Config:
 
 def write_config(config: Config, path: Path) -> Path:
     """A config file that binds exactly `config`, for runs started as processes."""
-    path.write_text(
-        "import json\nfrom runtime.config import config_from_dict\n"
-        f"config = config_from_dict(json.loads({json.dumps(json.dumps(asdict(config)))}))\n")
+    path.write_text(f"from runtime.config import config_from_dict\nconfig = config_from_dict({asdict(config)})\n")
     return path
 
 

@@ -20,11 +20,10 @@ from runtime.checkpoint import name_of, read_manifest, seal
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import asked, encode_document, write_shards
+from tests.conftest import ALONE, TINY, asked, write_shards
 from tests.test_model import build_rough
 from tests.text_files import BEGINS, write_tokenizer
 
-TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
 BYTES, CPU = load_tokenizer("byte"), torch.device("cpu")
 
 
@@ -64,7 +63,7 @@ def greedy_text(model, prompt, n_new):
 
 
 def build_lm(model, micro_batch=4, tokenizer=BYTES):
-    return CheckpointLM(model, tokenizer, micro_batch, CPU, World(0, 0, 1, CPU))
+    return CheckpointLM(model, tokenizer, micro_batch, CPU, ALONE)
 
 
 def on_two_ranks(monkeypatch, module, work):
@@ -120,25 +119,13 @@ def build_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)
     for source in ("prose", "code"):
-        ids = [encode_document(BYTES, words(rng, 80)) for _ in range(250)]
+        ids = [np.array([256, *words(rng, 80).encode()], "<u2") for _ in range(250)]
         write_shards(tmp_path / "data" / source, {"train": [], "val": [np.concatenate(ids[:125]), np.concatenate(ids[125:])]})
     folder = tmp_path / "out" / "tiny"
     write_run(folder, step=1, mixture={"prose": 0.5, "code": 0.5}, **asdict(TINY))
     (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1}))
     with mock.patch.dict(os.environ):
         yield folder
-
-
-def make_task(folder, rows, name="sums", **changes):
-    """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other keys of its YAML."""
-    folder.mkdir(exist_ok=True)
-    (data := folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / f"{name}.yaml").write_text(json.dumps({       # JSON is YAML
-        "task": name, "dataset_path": "json", "output_type": "multiple_choice", "validation_split": "validation",
-        "dataset_kwargs": {"data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache")},
-        "doc_to_text": "q", "doc_to_choice": "answers", "doc_to_target": "gold", "metadata": {"version": 1.0},
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]} | changes))
-    return folder
 
 
 def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", start_from=None, state=None, seed=1,

@@ -10,7 +10,6 @@ import errno
 import faulthandler
 import gc
 import hashlib
-import itertools
 import json
 import multiprocessing
 import os
@@ -28,7 +27,6 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.run import main as torchrun
-from torch.distributed.tensor import DTensor
 
 import train
 from model import GPT
@@ -36,15 +34,14 @@ from runtime.checkpoint import TensorReader
 from runtime.config import Config
 from runtime.data import Data
 from runtime.machine import read_rows
+from runtime.optim import local
 from tests.changes import on_change
 from tests.conftest import ROOT, write_config
 
 HANG_S = 300        # a run that is silent so long on a loaded machine hangs; its stacks are in its log
-COUNT = itertools.count(1)
 FORKS = multiprocessing.get_context("forkserver")       # imports what follows once: that takes longer than a test's runs do
 FORKS.set_forkserver_preload(["tests.faults", "runtime.watchdog", "torch._dynamo", "torch._inductor.codegen.triton",
                               "torchao.float8.float8_linear_utils"])
-TORCHRUN = ["--standalone", "--nproc_per_node=2", "--monitor-interval=0.1", "-m", "tests.faults"]
 
 
 class Run:
@@ -52,19 +49,19 @@ class Run:
     the one process is the genuine torchrun, and two ranks, which import everything themselves, are its own processes."""
 
     def __init__(self, config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, restarts: int | None = None):
-        self.config, self.log = config, Path(config.out).with_name("logs") / f"{next(COUNT):03d}_{config.run}.log"
-        self.log.parent.mkdir(exist_ok=True)
+        logs = Path(config.out).with_name("logs")
+        logs.mkdir(exist_ok=True)
+        self.config, self.log, self.processes = config, logs / f"{len(os.listdir(logs)):03d}_{config.run}.log", []
         command, argv = main, [*faults, str(write_config(config, self.log.with_suffix(".py"))), *overrides]
         if restarts is not None:
-            command, argv = torchrun, [f"--max-restarts={restarts}", *TORCHRUN, *argv]
+            command, argv = torchrun, [f"--max-restarts={restarts}", "--standalone", "--nproc_per_node=2",
+                                       "--monitor-interval=0.1", "-m", "tests.faults", *argv]
         env = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
-        self.processes, self.pids = [], []
         for rank in range(ranks):
             place = env | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-            process = FORKS.Process(target=start_rank, args=(command, argv, place, self.log, *self.pids[:1]))
-            process.start()
-            self.processes.append(process)
-            self.pids.append(process.pid)
+            leader = self.processes[0].pid if rank else 0
+            self.processes.append(FORKS.Process(target=start_rank, args=(command, argv, place, self.log, leader)))
+            self.processes[-1].start()
 
     @property
     def output(self) -> str:
@@ -83,7 +80,7 @@ class Run:
 
     def wait_until(self, condition, timeout: float = HANG_S) -> None:
         """Return as soon as condition() holds; fails where the run ends before. Of a number: as soon as that step is done."""
-        holds = condition if callable(condition) else lambda: last_step(self.config) >= condition
+        holds = condition if callable(condition) else lambda: len(rows(self.config)) >= condition
         wait_for(lambda: holds() or not self.is_running(), timeout)
         assert holds(), f"ended before: {self.output[-4000:]}"
 
@@ -92,7 +89,7 @@ class Run:
 
     def signal(self, number: int) -> None:
         """To all ranks, unless they are gone; those of torchrun lead groups of their own."""
-        for group in (self.pids[0], *children(self.pids[0])):
+        for group in (self.processes[0].pid, *children(self.processes[0].pid)):
             with suppress(ProcessLookupError):
                 os.killpg(group, number)
 
@@ -104,17 +101,15 @@ class Run:
             process.join(60)
 
 
-def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader: int = 0) -> None:
+def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader: int) -> None:
     """Become one rank, or torchrun, in a process just forked, in the process group of `leader` (0: its own)."""
     gc.freeze()     # what was imported stays shared with the other runs
     os.setpgid(0, 0)
     with suppress(OSError):     # the leader may have told of a mistake already and ended
-        if leader:
-            wait_for(lambda: os.getpgid(leader) == leader)
-            os.setpgid(0, leader)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+        wait_for(lambda: not leader or os.getpgid(leader) == leader)
+        os.setpgid(0, leader)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    os.dup2(1, 2)
     os.chdir(ROOT)
     os.environ.update({key: str(value) for key, value in env.items()})
     torch.set_num_threads(1)
@@ -123,9 +118,7 @@ def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader:
 
 
 def children(pid: int) -> list[int]:
-    with suppress(FileNotFoundError):
-        return sorted(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return []
+    return sorted(int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split())
 
 
 def wait_for(condition: Callable, seconds: float = 120):
@@ -165,10 +158,6 @@ def summary(config: Config) -> dict:
 def rows(config: Config, kind: str = "train") -> list[dict]:
     """Rows of metrics.jsonl; a line that is being written is left out."""
     return [row for row in read_rows(config.run_dir / "metrics.jsonl") if row["kind"] == kind]
-
-
-def last_step(config: Config) -> int:
-    return max((row["step"] for row in rows(config)), default=0)
 
 
 def saved_steps(config: Config) -> list[int]:
@@ -219,14 +208,6 @@ def now() -> tuple[int, int]:
     return NOW.run.progress.step + NOW.run.progress.data_offset + 1, NOW.rank
 
 
-def scale_loss(first: float, last: float, factor: float) -> None:
-    """The loss, and with it its gradient, on the data of these steps; nan is a factor."""
-    def scaled(forward, *arguments):
-        is_due = torch.is_grad_enabled() and first <= now()[0] <= last
-        return forward(*arguments) * (factor if is_due else 1)
-    wrap(GPT, "forward", scaled)
-
-
 def before_norm(call: Callable, *at: float) -> None:
     """call() between backward pass and gradient norm; of one step, on one rank, where they are named."""
     def clip_after(clip, *arguments):
@@ -243,23 +224,15 @@ def in_data(change: Callable) -> None:
 
 def spoil(kind: str) -> None:
     """One element on this rank of a weight ("data") or its gradient ("grad") becomes NaN."""
-    tensor = getattr(list(NOW.run.model.parameters())[-1], kind)
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = local(getattr(list(NOW.run.model.parameters())[-1], kind))
     getattr(tensor, "_tensor", tensor).view(-1)[0] = float("nan")       # _tensor: of a weight that is gathered as float8
 
 
 def in_save(step: float, call: Callable) -> None:
     """call(count, change) before each change on disk from the first that names the step to the last before a later one's."""
-    at = [0]
-
-    def is_counted(path: str) -> bool:
-        at[0] = max(at[0], *map(int, re.findall(r"/checkpoints.*step_(\d{8})", path)), 0)
-        return "/checkpoints" in path and at[0] == step
-    on_change(is_counted, call)
-
-
-def sleep_for_ever() -> None:
-    time.sleep(600)
+    seen = [0]      # steps that were named
+    on_change(lambda path: "/checkpoints" in path and (
+        seen.extend(map(int, re.findall(r"/checkpoints.*step_(\d{8})", path))) or max(seen) == step), call)
 
 
 def fill_disk(change: str) -> None:
@@ -275,7 +248,9 @@ FAULTS = {
         n <= count < n + many and NOW.rank in (rank or [NOW.rank]) and fill_disk(change))),
     # one rank alone cannot read what a checkpoint holds: EBADF
     "fail_load": lambda rank: rank == NOW.rank and setattr(TensorReader, "read_data", lambda *_: os.read(-1, 1)),
-    "scale_loss": scale_loss,
+    # the loss, and with it its gradient, on the data of these steps; nan is a factor
+    "scale_loss": lambda first, last, factor: wrap(GPT, "forward", lambda forward, *arguments: forward(*arguments) * (
+        factor if torch.is_grad_enabled() and first <= now()[0] <= last else 1)),
     # one element of one gradient, or of one weight from this update on, on one rank is NaN
     "nan_gradient": lambda *at: before_norm(lambda: spoil("grad"), *at),
     "nan_weight": lambda *at: before_norm(lambda: spoil("data"), *at),
@@ -288,7 +263,7 @@ FAULTS = {
     "lose_trunk": lambda step: before_norm(lambda: shutil.rmtree(NOW.run.config.start_from), step, 0),
     "slow_steps": lambda seconds: before_norm(lambda: time.sleep(seconds)),
     # one rank reads the data of a step for ever, or fails there
-    "hang_in_data": lambda *at: in_data(lambda *now: sleep_for_ever() if now == at else now[0]),
+    "hang_in_data": lambda *at: in_data(lambda *now: time.sleep(600) if now == at else now[0]),
     "fail_in_data": lambda *at: in_data(lambda *now: {}["a damaged shard"] if now == at else now[0]),
     # from this step on the data of `by` steps later: what a rollback should amount to
     "move_data": lambda first, by: in_data(lambda step, _: step + by if step >= first else step),

@@ -15,7 +15,7 @@ import pytest
 from runtime.config import Config
 from tests import faults, test_prepare
 from tests.conftest import changed
-from tests.faults import leftovers, record, saved_steps
+from tests.faults import leftovers, record, rows, saved_steps
 from tests.test_faults import EVERY, base, finish
 from tests.test_prepare import big
 
@@ -46,7 +46,7 @@ def test_kills_at_any_moment(base, recipe, ranks, kills, changes):
         assert run.is_running() or killed > kills / 2, "where a run is done so soon, make the runs longer"
         run.kill()
         assert not before or saved_steps(config)[-1] >= before[-1], "a checkpoint was lost"
-        assert faults.last_step(config) - (saved_steps(config) or [0])[-1] <= 2 * EVERY, "the save under way and since"
+        assert len(rows(config)) - (saved_steps(config) or [0])[-1] <= 2 * EVERY, "the save under way and since"
     is_as_calm(config, ranks)
 
 
@@ -81,8 +81,8 @@ def test_kills_under_one_torchrun(base):
     rng, run = random.Random(0), faults.Run(config, restarts=6)
     for kill in range(6):
         run.wait_until(lambda kill=kill: run.output.count("resuming ") + run.output.count("starting at ") > kill)
-        run.wait_until(faults.last_step(config) + rng.randrange(1, 12))
-        os.kill(rng.choice(faults.children(run.pids[0])), signal.SIGKILL)
+        run.wait_until(len(rows(config)) + rng.randrange(1, 12))
+        os.kill(rng.choice(faults.children(run.processes[0].pid)), signal.SIGKILL)
         run.wait_until(lambda kill=kill: run.output.count("resuming ") > kill)
     assert run.wait(600) == [0], run.output
     is_as_calm(config, 2)

@@ -15,19 +15,16 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from runtime import watchdog
 from runtime.checkpoint import checkpoints, load_model, read_manifest, seal
 from runtime.config import Config, FP8Config
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
-from runtime.watchdog import Watchdog
 from tests import faults
 from tests.conftest import ALONE, changed, tiny_config, write_shards
 from tests.faults import flip_bit, leftovers, record, rows, saved_steps, summary
@@ -91,9 +88,8 @@ def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_el
 def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_it(base, whole):
     """No space left, from every stage of a save in turn on to its end; then files that may not grow, as on a full disk."""
     config = replace(base, run="no_space")
-    steps, stages = range(4, STEPS - 4, 4), cycle((1, 4, 7, 10, 12))      # each second save
-    ended([-signal.SIGKILL], config, faults=[
-        *(f"fail_in_save:{step}:{n}:99" for step, n in zip(steps, stages, strict=False)), f"signal_in_step:{STEPS - 3}:0:9"])
+    each_second = [f"fail_in_save:{step}:{n}:99" for step, n in ((4, 1), (8, 4), (12, 7), (16, 10))]
+    ended([-signal.SIGKILL], config, faults=[*each_second, f"signal_in_step:{STEPS - 3}:0:9"])
     failed = [row for row in rows(config, "event") if row["event"] == "save_failed"]
     assert len(failed) >= 3 and all("No space left" in row["reason"] and "GiB are free" in row["reason"] for row in failed)
     first = saved_steps(config)
@@ -128,31 +124,19 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
     config = replace(base, run="torchrun")
     run = faults.Run(config, faults=["signal_in_step:5:1:9", "slow_steps:0.05"], restarts=1)
     run.wait_until(lambda: "resuming" in run.output)
-    run.wait_until(faults.last_step(config) + 3)
-    ranks = faults.children(run.pids[0])
-    os.kill(run.pids[0], signal.SIGTERM)
+    run.wait_until(len(rows(config)) + 3)
+    launcher = run.processes[0].pid
+    ranks = faults.children(launcher)
+    os.kill(launcher, signal.SIGTERM)
     run.wait()      # its own exit code is no word on the ranks': any signal counts as a failure
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
     assert "stopped on request at step" in run.output
-    assert saved_steps(config)[-1] == faults.last_step(config) < STEPS
-    assert record(finish(config, ranks=2)) == whole[2]
-
-
-def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole):
-    config = replace(base, run="signalled")
-    run = faults.Run(config, ranks=2, faults=["slow_steps:0.1"])
-    run.wait_until(3)
-    os.kill(run.pids[1], signal.SIGUSR1)
-    assert run.wait() == [0, 0], run.output
-    assert "stopped on request at step" in run.output
-    assert saved_steps(config)[-1] == faults.last_step(config) < STEPS - 4
-    run = ended([1, -signal.SIGKILL], config, ranks=2, faults=[f"signal_in_step:{STEPS - 3}:1:9"])
-    assert "rank 1" in next(line for line in run.output.splitlines() if line.startswith("train.py: "))
+    assert saved_steps(config)[-1] == len(rows(config)) < STEPS
     assert record(finish(config, ranks=2)) == whole[2]
 
 
 def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
-    run = faults.Run(replace(base, run="stuck"), ranks=2, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"])
+    run = faults.Run(replace(base, run="second"), ranks=2, faults=[STOP.format(1)])
     run.wait_until(4)
     rank = run.processes[0]
     for number, seconds in (signal.SIGUSR1, 0.1), (signal.SIGUSR1, 1.5), (signal.SIGTERM, 0.5):
@@ -176,11 +160,12 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     assert [summary(each)["n_gpu"] for each in (config, calm)] == [2, 1]
 
 
-def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, own_data):
+def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, data_dir, tmp_path):
     assert "cannot be shared by 2 ranks" in refused([2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
     orphan = replace(base, run="orphan", start_from=f"{base.out}/none/checkpoints/step_00000004")       # which rank 0 looks for
     assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
-    config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(own_data), mixture={"web": 1.0}))
+    own_data = shutil.copytree(data_dir, tmp_path / "data")
+    config = changed(base, f"run=spoilt_data data.dir={own_data} data.mixture=web:1")
     data = open_data(config, load_tokenizer("byte").sha256)
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
     shard = own_data / "web/train_00000.bin"
@@ -199,55 +184,46 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
     return [(row["step"], row["to"]) for row in rows(config, "event") if row["event"] == "rollback"]
 
 
-@pytest.mark.parametrize("ranks, spoilt", [(1, "scale_loss:5:5:inf"), (2, "nan_gradient:5:1")])
-def test_a_step_that_is_not_finite_leaves_no_trace_in_the_weights(base, ranks, spoilt):
-    without = finish(replace(base, run=f"without{ranks}", steps=8), faults=["omit_update:5"], ranks=ranks)
-    config = finish(replace(without, run=f"spoilt{ranks}"), faults=[spoilt], ranks=ranks)
-    assert skipped(config) == [5]
-    assert faults.digest(config) == faults.digest(without)
-    assert faults.trajectory(config)[5:] == faults.trajectory(without)[5:]
-
-
-@pytest.mark.parametrize("fault, bad, to, killed_at, ranks, changes", [
+@pytest.mark.parametrize("fault, due, back, killed_at, ranks, changes", [
+    ("scale_loss:5:5:inf", "omit_update:5", [], None, 1, "steps=8"),
+    ("nan_gradient:5:1", "omit_update:5", [], None, 2, "steps=8"),
     # The NaN comes right before a save, and a kill soon after it: the rollback goes to the checkpoint before.
-    ("nan_weight:8:0", 11, 4, 11, 1, "guard.skips=3 eval.every=6"),
+    ("nan_weight:8:0", "move_data:5:7", [(11, 4)], 11, 1, "guard.skips=3 eval.every=6"),
     # Validated after step 8, where it was saved too. On two ranks the validation has left weights gathered: those of the
     # checkpoint must be gathered anew.
-    ("nan_weight:8:0", 8, 4, None, 2, "parallel.reshard=false"),
+    ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.reshard=false"),
     # A tenfold loss that lasts. Killed after the rollback, before a save has noted that the data moved on.
-    ("scale_loss:22:24:10", 24, 20, 26, 1, "steps=28 guard.window=16 guard.skips=3 eval.every=none")],
-    ids=["poisoned_checkpoint", "nan_validation", "spike"])
-def test_a_rollback_ends_in_the_bits_of_a_run_given_later_data(request, base, fault, bad, to, killed_at, ranks, changes):
-    """A run under `fault` goes from step `bad` back to step `to`, and ends as one that, from there on, was given the data
-    from behind that step in the first place. With killed_at it is killed over that step's data and goes on."""
+    ("scale_loss:22:24:10", "move_data:21:4", [(24, 20)], 26, 1, "steps=28 guard.window=16 guard.skips=3 eval.every=none")],
+    ids=["loss", "gradient", "poisoned_checkpoint", "nan_validation", "spike"])
+def test_a_skip_leaves_no_trace_and_a_rollback_ends_as_a_run_given_later_data(
+        request, base, fault, due, back, killed_at, ranks, changes):
+    """A run under `fault` ends in the bits of one that at once does what is due: without the update of step 5, or, where it goes
+    `back` from a step to another, with the data from behind the first. With killed_at it is killed over that data and goes on."""
     config = changed(base, f"run={request.node.callspec.id} checkpoint.every=4 {changes}")
     if killed_at:
         ended([-signal.SIGKILL], config, faults=[fault, f"signal_in_step:{killed_at}:0:9"])
     lasts = not killed_at or fault.startswith("scale_loss")
     finish(config, faults=[fault] * lasts, ranks=ranks)
-    assert rollbacks(config) == [(bad, to)]
-    told = finish(replace(config, run=f"{config.run}_told"), faults=[f"move_data:{to + 1}:{bad - to}"], ranks=ranks)
-    assert not skipped(told)
+    told = finish(replace(config, run=f"{config.run}_told"), faults=[due], ranks=ranks)
+    assert (rollbacks(config), skipped(config), skipped(told)) == (back, [] if back else [5], [])
     assert faults.digest(config) == faults.digest(told)
-    assert faults.trajectory(config) == faults.trajectory(told)
+    assert faults.trajectory(config)[0 if back else 5:] == faults.trajectory(told)[0 if back else 5:]
 
 
 def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(base, tmp_path):
     """At a learning rate of nothing each step's loss can be told from its data alone, of which each has other targets."""
     rng = np.random.default_rng(0)
-    masked = [rng.integers(97, 123, tokens, "<u4") | (rng.random(tokens) < 0.5) << np.uint32(31) for tokens in (9000, 900)]
-    write_shards(tmp_path / "chat", {split: [ids] for split, ids in zip(("train", "val"), masked, strict=True)}, is_masked=True)
+    masked = {split: [rng.integers(97, 123, tokens, "<u4") | (rng.random(tokens) < 0.5) << np.uint32(31)]
+              for split, tokens in (("train", 9000), ("val", 900))}
+    write_shards(tmp_path / "chat", masked, is_masked=True)
     config = changed(base, "run=masked steps=14 fp8.recipe=off optim.lr=1e-12 guard.skips=3 checkpoint.every=4 "
                      f"data.dir={tmp_path} data.mixture=chat:1")
     finish(config, faults=["nan_weight:9:0"], ranks=2)
     assert rollbacks(config) == [(12, 8)]
-    data = open_data(config, load_tokenizer("byte").sha256)
-    model, _ = load_model(config.run_dir)
-    due, targets = [], []
-    for step in [*range(8), *range(12, 18)]:
-        x, y = (torch.cat(t) for t in zip(*(data.batch(step, micro, 0, 1) for micro in range(2)), strict=True))
-        targets.append(int((y >= 0).sum()))
-        due.append(float(model(x, y).sum()) / targets[-1])
+    data = open_data(changed(config, "data.micro_batch=8"), load_tokenizer("byte").sha256)      # a whole step at once
+    model, batches = load_model(config.run_dir)[0], [data.batch(step, 0, 0, 1) for step in [*range(8), *range(12, 18)]]
+    targets = [int((y >= 0).sum()) for _, y in batches]
+    due = [float(model(x, y).sum()) / n for (x, y), n in zip(batches, targets, strict=True)]
     assert len(set(targets[8:])) > 3 and targets[8:] != [data.targets(step) for step in range(8, 14)]
     assert [row["loss"] for row in rows(config)] == pytest.approx(due, rel=1e-3)
 
@@ -353,25 +329,24 @@ JOBS = {        # name -> what happens in step 5 of two ranks, of which rank 0 h
              "train.py: rank 1 .*ended first, at step 5, reading a micro-batch .failed: KeyError: 'a damaged shard'"),
     "fail_unseen": (["fail_in_data:5:1", "hang_in_data:5:0"], 2, [1, 1], "rank 0: .*; rank 1 .*ended first, .*damaged"),
     "stop_keeper": ([STOP.format(0)], 2, [KILLED, 1], "rank 1: no progress .*; the store on host 127.0.0.1 does not answer"),
+    "kill": (["signal_in_step:5:1:9"], 20, [1, KILLED], "train.py: rank 1 .*no heartbeat for 3 s: dead or stopped"),
+    "request": ([f"signal_in_step:5:1:{signal.SIGUSR1:d}"], 20, [0, 0], r"stopped on request at step \d; saved"),
     "suspend": (["slow_steps:0.1"], 4, [0, 0], "done. validation loss")}
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory, data_dir):
+def jobs(base):
     """Two ranks of train.py for each, all at once, since most of their time is spent waiting."""
-    tiny = tiny_config(data_dir, tmp_path_factory.mktemp("jobs") / "out")
-    runs = {name: faults.Run(replace(tiny, run=name, steps=12), f"parallel.timeout={timeout}", "data.micro_batch=2", ranks=2,
-                             faults=what) for name, (what, timeout, _, _) in JOBS.items()}
-    try:
-        runs["suspend"].wait_until(2)
-        for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
-            runs["suspend"].signal(number)
-            time.sleep(seconds)
-        faults.wait_for(lambda: all(sum(process.exitcode is None for process in run.processes) == name.startswith("stop")
-                                    for name, run in runs.items()))
-    finally:
-        for run in runs.values():
-            run.kill()
+    runs = {name: faults.Run(replace(base, run=name, steps=12), f"parallel.timeout={timeout}", ranks=2, faults=what)
+            for name, (what, timeout, _, _) in JOBS.items()}
+    runs["suspend"].wait_until(2)
+    for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
+        runs["suspend"].signal(number)
+        time.sleep(seconds)
+    faults.wait_for(lambda: all(sum(process.exitcode is None for process in run.processes) == name.startswith("stop")
+                                for name, run in runs.items()))
+    for run in runs.values():
+        run.kill()
     return runs
 
 
@@ -379,16 +354,13 @@ def jobs(tmp_path_factory, data_dir):
 def test_the_rank_to_blame_is_named_with_exit_code_1_and_a_job_suspended_as_a_whole_goes_on(jobs, name):
     run, (_, _, codes, told) = jobs[name], JOBS[name]
     assert run.wait() == codes and re.search(told, run.output), run.output
-    assert f"pid {run.pids[1]})" in run.output or name in ("stop_keeper", "suspend")
-    assert (run.config.run_dir / "stacks").exists() is (name not in ("fail", "suspend"))
-
-
-def test_stacks_and_the_last_collectives_are_written(jobs):
-    run = jobs["stuck"]
-    for rank, where in enumerate(("train.py", "sleep_for_ever")):
-        assert where in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text() and where in run.output, "on stderr too"
-    entries = json.loads((run.config.run_dir / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
-    assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
+    assert f"pid {run.processes[1].pid})" in run.output or name in ("stop_keeper", "request", "suspend")
+    assert (run.config.run_dir / "stacks").exists() is (name not in ("fail", "kill", "request", "suspend"))
+    if name == "stuck":
+        for rank, where in enumerate(("train.py", "in next_batch")):
+            assert where in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text() and where in run.output, "on stderr too"
+        entries = json.loads((run.config.run_dir / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
+        assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")     # of the exit, in its thread
@@ -398,12 +370,12 @@ def test_one_process_a_place_may_last_as_long_as_it_asks_for_and_a_moving_loop_f
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.append(code) or sys.exit())
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, exit: None)
     monkeypatch.setattr(watchdog, "BEAT", 0.02)
-    with Watchdog(ALONE, tmp_path, 0.6):
+    with watchdog.Watchdog(ALONE, tmp_path, 0.6):
         faults.wait_for(lambda: ended, 20)
     assert ended == [1] and not list(tmp_path.iterdir())
     assert "no progress for 0.6 s at start\n" in capfd.readouterr().err, "the first step has more patience"
     (tmp_path / "config.json").touch()
-    with Watchdog(ALONE, tmp_path, 0.6) as watch:
+    with watchdog.Watchdog(ALONE, tmp_path, 0.6) as watch:
         assert watch.explain(RuntimeError("out of memory")) is None, "an error of its own"
         watch.patience = 0.2
         watch.at("validating", 3, patience=10**6)

@@ -16,7 +16,7 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from eval_runs import TINY, build, build_lm, build_run, call, expected_pair, make_llama, make_task, refused, request, rolled
+from eval_runs import TINY, build, build_lm, build_run, call, expected_pair, make_llama, refused, request, rolled
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,6 +36,18 @@ public = pytest.fixture(lambda tmp_path_factory: make_llama(tmp_path_factory.mkt
 
 def record_of(run, name):
     return json.loads((run / "eval" / f"{name}.json").read_text())
+
+
+def make_task(folder, rows, name="sums", **changes):
+    """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other keys of its YAML."""
+    folder.mkdir(exist_ok=True)
+    (data := folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{name}.yaml").write_text(json.dumps({       # JSON is YAML
+        "task": name, "dataset_path": "json", "output_type": "multiple_choice", "validation_split": "validation",
+        "dataset_kwargs": {"data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache")},
+        "doc_to_text": "q", "doc_to_choice": "answers", "doc_to_target": "gold", "metadata": {"version": 1.0},
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]} | changes))
+    return folder
 
 
 def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):

@@ -18,7 +18,6 @@ from eval.lm import CheckpointLM
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from model import GPTConfig
 from runtime.parallel import World
-from tests.conftest import encode_document
 
 # ------------------------------------------------------------------------------------------------------------ losses
 
@@ -134,7 +133,7 @@ def test_rolling_loglikelihood_is_the_direct_sum_and_minus_the_training_loss():
     texts = [text[:n] for n in (1, 32, 33, 65, 150)]
     got = build_lm(model).loglikelihood_rolling([*map(request, texts)])
     assert got == pytest.approx([rolled(model, [256], list(text.encode())) for text in texts], rel=1e-5)
-    ids = torch.from_numpy(encode_document(BYTES, text).astype(np.int64))[None]
+    ids = torch.tensor([[256, *text.encode()]])
     loss = wide(ids[:, :-1], ids[:, 1:]).item()        # over the padded vocabulary of 384
     assert build_lm(wide).loglikelihood_rolling([request(text)])[0] == pytest.approx(-loss, rel=1e-5)
 

@@ -42,10 +42,6 @@ def open_log(config, resume=0):
     return log.Log(config, resume)
 
 
-def read(config, key):
-    return [r[key] for r in read_rows(config.run_dir / "metrics.jsonl")]
-
-
 def go_back(one, to):
     one.roll_back(to, {"event": "rollback", "step": 6, "to": to})
 
@@ -84,7 +80,7 @@ def test_rows_are_strict_json_and_a_rollback_relabels_what_it_undid(tiny):
                     {"kind": "event", "event": "rollback", "step": 6, "to": 2}, {"kind": "train", **row(3), "since_start": 2}]
     with pytest.raises(ValueError, match="Out of range float"):
         write_json(one.path, {"loss": float("nan")})
-    assert read(tiny, "step") == [5, 6, 3] and len(list(tiny.run_dir.iterdir())) == 1, "the old file stays"
+    assert [r["step"] for r in read_rows(one.path)] == [5, 6, 3] and len(list(tiny.run_dir.iterdir())) == 1, "the old file stays"
     one = rolled_back(replace(tiny, run="again"))
     one.validation(val(6, loss=2.5))
     assert one.validated == open_log(one.config, 6).validated == {2: 1.5, 4: 1.5, 6: 2.5}
@@ -95,12 +91,24 @@ def test_rows_are_strict_json_and_a_rollback_relabels_what_it_undid(tiny):
 AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val event train train"
 
 
-def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order_and_what_directly_follows(tiny):
+def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order_and_what_directly_follows_but_no_damaged_ones(tiny):
     """At 4 those from before the rollback: it will happen again."""
-    rolled_back(tiny).close()
-    for step, n_kept in (6, 12), (5, 11), (4, 6), (3, 4), (2, 3), (0, 0):
+    (one := rolled_back(tiny)).close()
+    lines = one.path.read_bytes().splitlines(True)
+    for n, line in enumerate(lines):        # cut by a kill in the middle of a row, before its line end, after it
+        for part in line[:9], line[:-1], line:
+            one.path.write_bytes(b"".join(lines[:n]) + part)
+            open_log(tiny, resume=6).close()
+            whole = lines[:n + (part != line[:9])]
+            n_train = max((i for i, line in enumerate(whole, 1) if b'"train"' in line), default=0)
+            assert (kept := one.path.read_bytes().splitlines(True)) == whole[:len(kept)] and n_train <= len(kept)
+    for step, n_kept in (6, 12), (5, 11), (4, 6), (3, 4), (2, 3):
         assert (2 in open_log(tiny, step).validated) == (step >= 2)
-        assert read(tiny, "kind") == AFTER_A_ROLLBACK.split()[:n_kept]
+        assert [r["kind"] for r in read_rows(one.path)] == AFTER_A_ROLLBACK.split()[:n_kept]
+    one.path.write_bytes(b'[1]\nnull\n{"kind": "train"}\n'.join(lines[:2]) + b'{"step": 2}\n\xff\x00\n{\n')
+    open_log(tiny, resume=2).close()
+    assert one.path.read_bytes().splitlines(True) == lines[:2]
+    assert not open_log(tiny).validated and not one.path.read_bytes()
     one, failed = open_log(tiny), {"event": "save_failed", "step": 1}
     one.step(row(1))
     one.event(failed)
@@ -114,22 +122,6 @@ def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order_and_what_directly_
     for resume, n_kept in ((9, 7), (2, 5), (1, 3)):     # 9: the rows of later steps were lost
         open_log(tiny, resume).close()
         assert read_rows(one.path) == rows[:n_kept] and rows[2]["loss"] == 1.5
-
-
-def test_rows_that_a_kill_cut_short_and_damaged_ones_are_left_out(tiny):
-    rolled_back(tiny).close()
-    path = tiny.run_dir / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(True)
-    for n, line in enumerate(lines):        # cut in the middle of a row, before its line end, after it
-        for part in line[:9], line[:-1], line:
-            path.write_bytes(b"".join(lines[:n]) + part)
-            open_log(tiny, resume=6).close()
-            whole = lines[:n + (part != line[:9])]
-            n_train = max((i for i, line in enumerate(whole, 1) if b'"train"' in line), default=0)
-            assert (kept := path.read_bytes().splitlines(True)) == whole[:len(kept)] and n_train <= len(kept)
-    path.write_bytes(b'[1]\nnull\n{"kind": "train"}\n'.join(lines[:2]) + b'{"step": 2}\n\xff\x00\n{\n')
-    open_log(tiny, resume=2).close()
-    assert path.read_bytes().splitlines(True) == lines[:2]
 
 
 def test_kill_9_at_any_change_on_disk_leaves_the_file_before_or_after_a_rollback(tiny):
@@ -166,7 +158,7 @@ def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, sp
     for each in one, twin:
         go_back(each, 6)
         each.step(row(7))
-    assert one.path.read_bytes() == twin.path.read_bytes() and read(tiny, "step")[-1] == 7
+    assert one.path.read_bytes() == twin.path.read_bytes() and read_rows(one.path)[-1]["step"] == 7
     assert capsys.readouterr().out.count("rows wait for room") == 1
     with largest_file(one.path.stat().st_size):
         one.step(row(8))
@@ -226,29 +218,26 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
     assert [s for s, k, _ in shown if k == "val/loss"] == [2, 4]
 
 
-def test_env_json_leaks_no_secret_and_keeps_the_first_start(tmp_path, monkeypatch):
+def test_env_json_leaks_no_secret_and_keeps_the_first_start_and_changes_whatever_a_file_holds(tmp_path, monkeypatch):
+    def shell(commands, **options):
+        subprocess.run(commands, shell=True, cwd=tmp_path, check=True, **options)
+
     allowed = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "+dynamo", "SLURM_JOB_ID": "17"}
     forbidden = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_AUTH", "NCCL_MY_key", "TORCH_PASSWORD", "XNCCL_DEBUG", "SLURM_JOB_NAME"]
     for name, value in (allowed | dict.fromkeys(forbidden, "secret-of-mine")).items():
         monkeypatch.setenv(name, value)
+    assert log.environment(torch.device("cpu"), tmp_path)["git_commit"] is None
+    (tmp_path / "a.txt").write_bytes(b"plain\n\n\n")
+    shell("git init -q && git add . && git -c user.name=n -c user.email=e commit -qm first")
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9\n\n\n")
     path = tmp_path / "env.json"
     path.write_text('{"t_start": "2026-01-01T00:00:00Z", "torch": "1.0"}')
     log.write_environment(path, torch.device("cpu"), tmp_path)
     env = json.loads(path.read_text())
-    assert env["t_start"] == "2026-01-01T00:00:00Z" and env["torch"] == torch.__version__ and env["git_commit"] is None
+    assert env["t_start"] == "2026-01-01T00:00:00Z" and env["torch"] == torch.__version__
     assert allowed.items() <= env["variables"].items() and "secret-of-mine" not in path.read_text()
-
-
-def test_env_json_holds_uncommitted_changes_from_which_they_can_be_made_again_whatever_a_file_holds(tmp_path):
-    def shell(commands, **options):
-        subprocess.run(commands, shell=True, cwd=tmp_path, check=True, **options)
-
-    (tmp_path / "a.txt").write_bytes(b"plain\n\n\n")
-    shell("git init -q && git add . && git -c user.name=n -c user.email=e commit -qm first")
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9\n\n\n")
-    told = log.environment(torch.device("cpu"), tmp_path)
-    shell("git checkout -q . && git apply -", input=f"{told['git_diff']}\n".encode())
-    assert told["git_dirty"] and (tmp_path / "a.txt").read_text() == "caf\ufffd\n\n\n", "Latin-1, which JSON cannot hold"
+    shell("git checkout -q . && git apply -", input=f"{env['git_diff']}\n".encode())
+    assert env["git_dirty"] and (tmp_path / "a.txt").read_text() == "caf\ufffd\n\n\n", "Latin-1, which JSON cannot hold"
 
 
 def test_throughput_by_hand():

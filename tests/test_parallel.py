@@ -1,7 +1,6 @@
 """Recomputation, refusals and restarts in one process; sharding, weights gathered as float8, our kernels
 and compilation on two gloo ranks, in one start of torchrun; slurm.sh against stubs of srun and scontrol."""
 
-import contextlib
 import json
 import os
 import re
@@ -32,7 +31,7 @@ from runtime.data import open_data
 from runtime.machine import read_rows
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ALONE, ROOT, changed, process, write_config
+from tests.conftest import ALONE, ROOT, changed, process, tiny_config, write_config
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import tokens
 
@@ -137,8 +136,7 @@ def work(folder: Path) -> None:
                 ("tensorwise", True), ("tensorwise", False), ("tensorwise_gw_hp", True))],
             "kernels": [descent(whole, world, f"fp8.head=true fp8.kernels={kernels} parallel.recompute={recompute}")
                         for kernels, recompute in ((False, False), (True, False), (True, True))],
-            "unsharded": [equals_unsharded(whole, world), equals_unsharded(whole, world, reshard=False),
-                          equals_unsharded(whole, replicas)],
+            "unsharded": [equals_unsharded(whole, *how) for how in ((world,), (world, False), (replicas,))],
             "compiled": [descent(whole, world, f"model.n_layer=1 parallel.compile={compiled}") for compiled in (False, True)],
             "graphs": counters["stats"]["unique_graphs"],
             "same": {}}
@@ -166,7 +164,7 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
         with torch.no_grad(), mock.patch.object(dist, name, counted):
             losses.append(model(x, y).tolist())
             seen["sent"].append(sum(sizes))
-            with contextlib.suppress(KeyError), fp8.in_bf16(model):
+            with pytest.raises(KeyError), fp8.in_bf16(model):
                 losses.append(model(x, y).tolist())
                 raise KeyError
             losses.append(model(x, y).tolist())
@@ -210,21 +208,17 @@ def descent(config, world, words) -> list[tuple[float, float]]:
 # ------------------------------------------------------------------------------------------------- what they must have seen
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture
-def ranks(tiny, shared):
-    whole = changed(tiny, f"run=whole out={shared}/out fp8.recipe=tensorwise fp8.all_gather=true parallel.start_timeout=777")
+def ranks(data_dir, tmp_path_factory):
+    shared = tmp_path_factory.mktemp("ranks")
+    whole = changed(tiny_config(data_dir, shared / "out"),
+                    "run=whole fp8.recipe=tensorwise fp8.all_gather=true parallel.start_timeout=777")
     halves = changed(whole, "run=halves probe.every=2 probe.tokens=64")     # resumed after step 3
     one = changed(whole, "run=one fp8.all_gather=false")                    # by this process
-    if not (shared / "seen.json").exists():
-        for config in (whole, halves):
-            (shared / f"{config.run}.json").write_text(json.dumps(asdict(config)))
-        done = process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, shared)
-        assert done.returncode == 0, done.stderr[-4000:]
-        train.train(one, ALONE)
+    for config in (whole, halves):
+        (shared / f"{config.run}.json").write_text(json.dumps(asdict(config)))
+    done = process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, shared)
+    assert done.returncode == 0, done.stderr[-4000:]
+    train.train(one, ALONE)
     return SimpleNamespace(whole=whole, halves=halves, one=one, **json.loads((shared / "seen.json").read_text()))
 
 

@@ -30,8 +30,6 @@ from runtime.cli import MachineError
 from runtime.config import FP8Config
 from runtime.data import Data, open_data
 from runtime.log import pair_id
-from runtime.machine import check_device, out_of_memory
-from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 from tests import faults
@@ -60,9 +58,9 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, run):
     assert weights @ (nats / targets) == pytest.approx(b["loss_bf16"], rel=1e-12)
 
 
-def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tiny, own_data, tmp_path, run):
+def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tiny, data_dir, tmp_path, run):
     """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
-    config = replace(tiny, data=replace(tiny.data, dir=str(own_data)))
+    config = changed(tiny, f"data.dir={shutil.copytree(data_dir, tmp_path / 'data')}")
     run(config)
     before = {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
     assert "nothing to do" in run(config)
@@ -70,7 +68,7 @@ def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tin
     assert before == {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
     faults.back_to(config, 3)
     assert "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in run(config, "optim.lr=1e-3", "steps=8", code=2)
-    shutil.move(own_data, tmp_path / "moved")      # where it lies and how it is dealt out may change
+    shutil.move(tmp_path / "data", tmp_path / "moved")      # where it lies and how it is dealt out may change
     moved = ["data.dir=" + str(tmp_path / "moved"), "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
     run(config, *moved)
     (config.run_dir / "summary.json").unlink()
@@ -110,7 +108,7 @@ def test_a_resumed_run_still_knows_its_best_checkpoint(tiny, run):
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
     """A purged scratch disk, a link to one that is not mounted: the rows of days must not be written over."""
-    config = replace(tiny, checkpoint=replace(tiny.checkpoint, every=None, rolling=2))
+    config = changed(tiny, "checkpoint.every=none checkpoint.rolling=2")
     run(config)
     assert faults.saved_steps(config) == [4, 6]
     before = (config.run_dir / "metrics.jsonl").read_bytes()
@@ -130,11 +128,12 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
 
 
 def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(
-        tiny, own_data, run, monkeypatch):
+        tiny, data_dir, tmp_path, run, monkeypatch):
     """Damage is looked for in the background; a checkpoint that is due before all is hashed waits for it."""
     is_due, look, verified = threading.Event(), shards.shard_damage, Data.verified
     monkeypatch.setattr(shards, "shard_damage", lambda shard: look(shard) if is_due.wait(60) else None)
     monkeypatch.setattr(Data, "verified", lambda data: is_due.set() or verified(data))
+    own_data = shutil.copytree(data_dir, tmp_path / "data")
     spoilt = changed(tiny, f"run=spoilt data.dir={own_data} checkpoint.every=1")
     faults.flip_bit(own_data / "code/val_00000.bin", 1552)      # the lowest bit of a token
     assert "code/val_00000.bin is damaged" in run(spoilt, "steps=2", code=2)
@@ -146,7 +145,7 @@ def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_th
         assert not tiny.run_dir.exists()
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / ".config.json.tmp").write_text("{")     # as a kill before config.json leaves it
-    assert not is_finished(tiny)
+    assert not room.is_finished(tiny)
     (tiny.run_dir / "thesis.tex").touch()
     assert "holds no run" in run(tiny, code=2)
 
@@ -172,17 +171,16 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, before, after,
     assert [row["loss"] for row in faults.rows(switched)] == losses
 
 
-def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, run):
+def test_a_run_trains_on_another_ones_weights_alone(tiny, run):
     """With other data, schedule, context and number of steps; the first loss is the parent's on the new run's first tokens."""
     parent = changed(tiny, "run=pretrained fp8.recipe=tensorwise")
     tuned = changed(tiny, f"run=tuned steps=5 start_from={parent.run_dir} model.n_ctx=16 data.mixture=code:1 optim.lr=1e-3 "
                     "optim.schedule=wsd optim.decay_share=0.2")
     assert "pretrained has none: train that run first" in run(tuned, code=2)
     assert not tuned.run_dir.exists() and run(parent)
-    last = parent.run_dir / "checkpoints/step_00000006"
-    last.rename(tmp_path / last.name)
+    faults.back_to(parent, 3)
     assert "step_00000003 as the last of its checkpoints" in run(tuned, code=2)
-    (tmp_path / last.name).rename(last)
+    run(parent)
     assert "alone; start_from=out/pretrained takes its weights" in run(
         tuned, f"start_from={parent.run_dir}/checkpoints/step_00000003", code=2)
     assert f"on from {parent.run_dir}/checkpoints/step_00000006" in run(tuned)
@@ -237,7 +235,7 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, 
 
 
 def hold(run_dir, is_held):
-    with lock_folder(run_dir):
+    with room.lock_folder(run_dir):
         if os.fork():
             is_held.set()
         time.sleep(60)
@@ -248,7 +246,7 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(ti
     start that was refused removed it."""
     is_held = faults.FORKS.Event()
     first = faults.FORKS.Process(target=hold, args=(tiny.run_dir, is_held))
-    with lock_folder(tiny.run_dir):
+    with room.lock_folder(tiny.run_dir):
         first.start()
         time.sleep(0.5)
     assert is_held.wait(60)
@@ -257,11 +255,11 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(ti
         assert f"process {first.pid} on host" in run(tiny, code=2)
     assert not list(tiny.run_dir.glob("*.json*")), "it has written nothing"
     first.kill()        # a run that is about to end is waited for
-    with lock_folder(tiny.run_dir):
+    with room.lock_folder(tiny.run_dir):
         pass
     assert not tiny.run_dir.exists(), "nothing was written in it"
     monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with lock_folder(tiny.run_dir):
+    with room.lock_folder(tiny.run_dir):
         assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 
@@ -284,14 +282,14 @@ def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, is_usable, vi
     monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_usable)
     with pytest.raises(MachineError, match="shows 1 NVIDIA GPU.*fits the driver") if is_refused else contextlib.nullcontext():
-        check_device()
+        machine.check_device()
 
 
 @pytest.mark.parametrize("is_memory, call", [
     (True, lambda: torch.empty(2**50)), (True, lambda: np.empty(2**46)), (True, lambda: bytearray(2**60)),
     (True, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))),
-    (True, Mock(side_effect=RuntimeError("std::bad_alloc"))), (True, Mock(side_effect=OSError(12, "Cannot allocate memory"))),
-    (True, Mock(side_effect=RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))),
+    (True, Mock(side_effect=OSError(12, "Cannot allocate memory"))), *[(True, Mock(side_effect=RuntimeError(text))) for text in (
+        "std::bad_alloc", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "CPU: can't allocate memory")],
     (False, lambda: torch.empty(2, 3) @ torch.empty(2, 3)), (False, lambda: {}["memory"])])
 def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, call):
     with pytest.raises(ValueError) as caught:
@@ -299,7 +297,7 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, cal
             call()
         except Exception as error:
             raise ValueError("backend='inductor' raised:") from error
-    said = out_of_memory(caught.value, tiny, ALONE)
+    said = machine.out_of_memory(caught.value, tiny, ALONE)
     assert (said is not None) == is_memory
     assert said is None or all(part in said for part in ("rank 0 (cpu)", "data.micro_batch (now 4", "parallel.recompute", "GPUs"))
 
