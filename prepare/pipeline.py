@@ -141,47 +141,40 @@ def begun(folder: Path) -> dict:
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
 
 
-@dataclass(frozen=True, repr=False)      # datatrove writes what a step holds, all tasks, into the log of each
-class Task:
-    """An input file to its piece, with `most` tokens or, if it ends before, fewer."""
-    file: InputFile
-    stem: Path
-    tokenizer: str
-    most: float
-
-    def __call__(self, tick: Callable[[], object] = int) -> None:
-        """`tick` is called about once a second."""
-        if read_piece(self.stem).serves(self.most):
-            return
-        piece = Piece(self.stem, [self.file.name, self.file.bytes, self.file.stamp])
-        tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.stem.parent), time.monotonic()
-        self.stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
-        try:
-            with new_file(self.stem.with_suffix(".bin")) as ids, new_file(self.stem.with_suffix(".docs")) as table:
-                for read, piece.share in self.file.read():
-                    texts = [clean(text) for text in read]
-                    raw, row = [text.encode() for text in texts], [0, 0, 0]
-                    if texts[-1] and not texts[-1].isspace():
-                        digest = blake2b(BORDER.join(raw), digest_size=8).digest()
-                        row = [int.from_bytes(digest, "little"), 0, len(raw[-1])]
-                        if not (len(grams) and found_in(grams, " ".join(texts))):
-                            for part in _ids(tokenizer, texts):
-                                ids.write(part)
-                                row[1] += len(part)
-                    table.write(np.array(tuple(row), DOCUMENT))
-                    piece.documents += 1
-                    piece.tokens += row[1]
-                    piece.bytes += row[2]
-                    if piece.tokens >= self.most:
-                        break
-                    if time.monotonic() - told > TELL_S:
-                        told = time.monotonic()
-                        piece.save()
-                        tick()
-            piece.share, piece.end = 1.0, "whole" if piece.tokens < self.most else "enough"
-        except BadFile as error:
-            piece = Piece(self.stem, piece.input, share=1.0, end="failed", reason=str(error))
-        piece.save()
+def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int) -> None:
+    """A task: an input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a
+    second."""
+    if read_piece(stem).serves(most):
+        return
+    piece = Piece(stem, [file.name, file.bytes, file.stamp])
+    tokenizer, grams, told = cached_tokenizer(tokenizer_name), _cached_grams(stem.parent), time.monotonic()
+    stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
+    try:
+        with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
+            for read, piece.share in file.read():
+                texts = [clean(text) for text in read]
+                raw, row = [text.encode() for text in texts], [0, 0, 0]
+                if texts[-1] and not texts[-1].isspace():
+                    digest = blake2b(BORDER.join(raw), digest_size=8).digest()
+                    row = [int.from_bytes(digest, "little"), 0, len(raw[-1])]
+                    if not (len(grams) and found_in(grams, " ".join(texts))):
+                        for part in _ids(tokenizer, texts):
+                            ids.write(part)
+                            row[1] += len(part)
+                table.write(np.array(tuple(row), DOCUMENT))
+                piece.documents += 1
+                piece.tokens += row[1]
+                piece.bytes += row[2]
+                if piece.tokens >= most:
+                    break
+                if time.monotonic() - told > TELL_S:
+                    told = time.monotonic()
+                    piece.save()
+                    tick()
+        piece.share, piece.end = 1.0, "whole" if piece.tokens < most else "enough"
+    except BadFile as error:
+        piece = Piece(stem, piece.input, share=1.0, end="failed", reason=str(error))
+    piece.save()
 
 
 def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -200,7 +193,7 @@ _cached_grams = cache(lambda parts: np.load(parts / "grams.npy"))
 
 # ------------------------------------------------------------------------------------------------------------- executors
 
-def run_here(tasks: list[Task], processes: int, tick: Callable[[], None]) -> None:
+def run_here(tasks: list[Callable], processes: int, tick: Callable[[], None]) -> None:
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
     mostly, and leaves workers behind that write on when it is killed itself. `tick` is called once a second."""
     if (workers := min(processes, len(tasks))) <= 1:
@@ -232,19 +225,19 @@ def _begin_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _run_one(tasks: list[Task], data, rank: int, world_size: int) -> None:
-    """A step of datatrove's."""
-    tasks[rank]()
+def _step(tasks: list[Callable]) -> Callable:
+    """A step of datatrove's, which writes the repr of a step into the log of each task: a function's holds no list of all."""
+    return lambda data, rank, world_size: tasks[rank]()
 
 
-def _run_on_ray(tasks: list[Task], workers: int, parts: Path) -> None:
+def _run_on_ray(tasks: list[Callable], workers: int, parts: Path) -> None:
     try:
         import ray
         from datatrove.executor.ray import RayPipelineExecutor
     except ImportError as error:
         raise UserError("on=ray needs the package ray: pip install ray") from error
     ray.init(ignore_reinit_error=True)
-    RayPipelineExecutor([partial(_run_one, tasks)], tasks=len(tasks), workers=workers, skip_completed=False,
+    RayPipelineExecutor([_step(tasks)], tasks=len(tasks), workers=workers, skip_completed=False,
                         logging_dir=str(parts / "ray")).run()
 
 
@@ -259,23 +252,23 @@ def _submit(works: list["Work"], job: Job) -> None:
     # A folder of its own: the tasks of an earlier command, which read their list there, may not have begun.
     logs = Path(job.out, ".slurm", f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}").resolve()
     here = Job(**{option.name: getattr(job, option.name) for option in fields(Job)} | {"on": "local", "processes": None})
-    finish = partial(_finish, Path.cwd(), [work.source for work in works], here)
+    sources, folder = [work.source for work in works], Path.cwd()       # which the job's paths are relative to
+
+    def finish() -> None:
+        """The job behind the array, which finds all tasks done."""
+        os.chdir(folder)
+        prepare(sources, here)
+
     executor = partial(slurm.SlurmPipelineExecutor, time=job.time, partition=job.partition, qos="", mem_per_cpu_gb=4,
                        skip_completed=False,
                        env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH")
-    array = executor([partial(_run_one, tasks)], len(tasks), job_name="prepare_pieces", logging_dir=str(logs / "pieces"),
+    array = executor([_step(tasks)], len(tasks), job_name="prepare_pieces", logging_dir=str(logs / "pieces"),
                      workers=job.workers) if tasks else None
     try:
-        executor([finish], 1, job_name="prepare_shards", logging_dir=str(logs / "shards"), depends=array,
+        executor([_step([finish])], 1, job_name="prepare_shards", logging_dir=str(logs / "shards"), depends=array,
                  run_on_dependency_fail=True).run()
     except subprocess.CalledProcessError as error:      # it has said why
         raise UserError(f"sbatch refused the job (partition={job.partition} time={job.time}): correct that") from error
-
-
-def _finish(folder: Path, sources: list[Source], job: Job, data, rank: int, world_size: int) -> None:
-    """The step of the Slurm job behind the array, which finds all tasks done. `folder`: what the job's paths are relative to."""
-    os.chdir(folder)
-    prepare(sources, job)
 
 
 # ------------------------------------------------------------------------------------------------------------ one source
@@ -326,7 +319,7 @@ class Work:
                 piece.stem.with_suffix(".json").unlink(missing_ok=True)
         return True
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[Callable]:
         """Those that lack of the first input files that hold `target` tokens, which is known of the finished ones, and guessed by
         their mean, by the source's size or by the file's."""
         pieces, found, held = read_pieces(self.parts), [], 0.0
@@ -340,7 +333,7 @@ class Work:
             if piece.serves(self.target):
                 held += piece.tokens
             else:
-                found.append(Task(file, piece.stem.resolve(), tokenizer, self.target))
+                found.append(partial(make_piece, file, piece.stem.resolve(), tokenizer, self.target))
                 held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
         return found
 
