@@ -29,6 +29,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from hashlib import blake2b, sha256
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -53,8 +55,8 @@ DOCUMENT = np.dtype([("hash", "<u8"), ("tokens", "<u4"), ("bytes", "<u4")])
 HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
 SORTED_AT_ONCE = 8_000_000      # documents: memory stays below 0.5 GB and 16 bytes a document
 BLOCK = 1 << 24                 # bytes of a piece in memory at once
-COPY = 1                        # fate of a document, 0 for a first; COPY + 1 + i: the first is in the i-th of the earlier sources
-LEFT_OUT, TRAIN, VAL = 0, 1, 2  # where it goes
+# Where a document goes, or why it is left out. COPY + 1 + i: the first is in the i-th of the earlier sources.
+TRAIN, VAL, EMPTY, CONTAMINATED, COPY = range(5)
 HOMES = {"train": TRAIN, "val": VAL}
 COUNTS = ("documents", "text_bytes", "tokens")      # of a split
 
@@ -113,7 +115,7 @@ class Piece:
     share: float = 0.0          # of the input file that was read
     end: str = ""               # "whole": read to its end; "enough": until there were tokens enough; "failed"; "": not yet
     reason: str = ""            # why it failed
-    homes: np.ndarray | None = None     # uint8 (documents in use,): TRAIN, VAL or LEFT_OUT; None before Work._lay_out()
+    homes: np.ndarray | None = None     # uint16 (documents in use,): where each goes; None before Work._lay_out()
 
     def save(self) -> None:
         write_json(self.stem.with_suffix(".json"), {**vars(self), "stem": self.stem.name})
@@ -402,100 +404,93 @@ class Work:
         """Sets the `homes` of the pieces, which stand in the source's order, up to the one that reaches the budget.
 
         Returns the splits, {split: {documents, text_bytes, tokens}}, and what else index.json says of them: duplicates {source of
-        the first copy: documents}, empty, contaminated, is_whole, False where the budget was reached."""
-        earlier = self._earlier()
-        totals, met = np.zeros((3, 3)), np.zeros(COPY + 1 + len(earlier), np.int64)     # COUNTS by home; documents by fate
-        dropped, is_whole = np.zeros(2, np.int64), True
-        for piece, fate in zip(pieces, _find_fates(pieces, list(earlier.values())), strict=True):
-            table = piece.table()
-            home = np.where(table["hash"] % np.uint64(HASH_STEPS) < self.val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
-            home[(fate > 0) | (table["tokens"] == 0)] = LEFT_OUT
-            if self.source.budget is not None:
-                train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
-                end = int(np.searchsorted(train, self.source.budget - totals[2, TRAIN])) + 1   # with the one that reaches it
-                is_whole = end > len(table)
-                table, fate, home = table[:end], fate[:end], home[:end]
-            totals += [np.bincount(home, weights, 3) for weights in (None, table["bytes"], table["tokens"])]
-            is_text = table["tokens"] > 0
-            met += np.bincount(fate[is_text], minlength=len(met))
-            dropped += np.bincount(table["bytes"][~is_text] > 0, minlength=2)
-            piece.homes = home
-            if not is_whole:
-                break
-        splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
-        duplicates = {key: int(n) for key, n in zip([self.source.name, *earlier], met[COPY:], strict=True) if n}
-        empty, contaminated = dropped.tolist()
-        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
-
-    def _earlier(self) -> dict[str, np.ndarray]:
-        """The sorted document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
-        Raises UserError where one has lost them."""
-        found = {}
+        the first copy: documents}, empty, contaminated, is_whole, False where the budget was reached. Raises UserError where a
+        finished source has lost its hashes."""
+        earlier = {}        # sorted hashes of the finished sources in the folder: no document comes twice, so none in both splits
         for folder in sorted(path.parent for path in self.folder.parent.glob("*/index.json")):
             index, hashes = read_index(folder), folder / "hashes.npy"
             if index.tokenizer_sha256 == self.tokenizer.sha256:        # the same text by another is no copy
                 if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
-                found[folder.name] = np.load(hashes, mmap_mode="r")
-        return found
+                earlier[folder.name] = np.load(hashes, mmap_mode="r")
+        totals, is_whole = np.zeros((3, COPY + 1 + len(earlier))), True     # COUNTS by home
+        for piece, home in zip(pieces, _find_copies(pieces, list(earlier.values())), strict=True):
+            table = piece.table()
+            home[(home == TRAIN) & (table["hash"] % np.uint64(HASH_STEPS) < self.val_per_10k)] = VAL
+            home[table["tokens"] == 0] = CONTAMINATED
+            home[(table["tokens"] == 0) & (table["bytes"] == 0)] = EMPTY
+            if self.source.budget is not None:
+                train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
+                end = int(np.searchsorted(train, self.source.budget - totals[2, TRAIN])) + 1   # with the one that reaches it
+                is_whole = end > len(table)
+                table, home = table[:end], home[:end]
+            totals += [np.bincount(home, weights, totals.shape[1]) for weights in (None, table["bytes"], table["tokens"])]
+            piece.homes = home
+            if not is_whole:
+                break
+        splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
+        documents = totals[0].astype(int).tolist()
+        duplicates = {key: n for key, n in zip([self.source.name, *earlier], documents[COPY:], strict=True) if n}
+        return splits, {"duplicates": duplicates, "empty": documents[EMPTY], "contaminated": documents[CONTAMINATED],
+                        "is_whole": is_whole}
 
 
-def _find_fates(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
-    """uint16 (documents,) of each piece; any for those that were left out before. By ranges of hashes, of which each holds about
-    SORTED_AT_ONCE."""
+def _find_copies(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
+    """uint16 (documents,) of each piece: TRAIN for a first document, COPY or more for others. By ranges of hashes, of which each
+    holds about SORTED_AT_ONCE."""
     hashes = np.concatenate([np.empty(0, np.uint64), *(piece.table()["hash"].copy() for piece in pieces)])
-    fates, count = np.zeros(len(hashes), np.uint16), -(-len(hashes) // SORTED_AT_ONCE)
+    homes, count = np.full(len(hashes), TRAIN, np.uint16), -(-len(hashes) // SORTED_AT_ONCE)
     for i in range(count):
         low, high = np.uint64(2**64 * i // count), np.uint64(2**64 * (i + 1) // count - 1)
         places = np.flatnonzero((hashes >= low) & (hashes <= high))
         places = places[np.argsort(hashes[places], kind="stable")]       # of equal ones the first document stays first
         some = hashes[places]
-        fates[places[1:][some[1:] == some[:-1]]] = COPY
+        homes[places[1:][some[1:] == some[:-1]]] = COPY
         for number, those in enumerate(earlier, COPY + 1):      # no two of them share a document
             # Not by np.isin, which sorts both: 3 GB where an earlier source has 100M documents.
             there = np.array(those[np.searchsorted(those, low):np.searchsorted(those, high, "right")])
             if len(there):
-                fates[places[there[np.minimum(np.searchsorted(there, some), len(there) - 1)] == some]] = number
-    return np.split(fates, np.cumsum([piece.documents for piece in pieces]))[:-1]
+                homes[places[there[np.minimum(np.searchsorted(there, some), len(there) - 1)] == some]] = number
+    return np.split(homes, np.cumsum([piece.documents for piece in pieces]))[:-1]
 
 
 def write_shards(folder: Path, pieces: list[Piece], splits: dict, dtype: str) -> dict:
     """Write hashes.npy and the shards, in place of what was there; returns `splits` and `hashes_sha256` of index.json."""
     remove_shards(folder)
-    hashes = np.concatenate([piece.table()["hash"][:len(piece.homes)][piece.homes != LEFT_OUT] for piece in pieces])
+    hashes = np.concatenate([piece.table()["hash"][:len(piece.homes)][piece.homes <= VAL] for piece in pieces])
     hashes.sort()
     with new_file(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
         file.write(hashes)
     size, made = np.dtype(DTYPES[dtype]).itemsize, {}
     for split, counts in splits.items():
-        stream, rest, found = _bytes_of(pieces, HOMES[split], size), b"", []
-        for begin in range(0, counts["tokens"], shards.SHARD_TOKENS):
-            tokens = min(shards.SHARD_TOKENS, counts["tokens"] - begin)
-            path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", sha256(), size * tokens
+        found = []
+        for number, blocks in groupby(_blocks(pieces, HOMES[split], size * shards.SHARD_TOKENS, size), itemgetter(0)):
+            path, digest = folder / f"{split}_{number:05d}.bin", sha256()
             with new_file(path) as file:
-                while lacking:
-                    rest = rest or next(stream)
-                    data, rest = rest[:lacking], rest[lacking:]
-                    lacking -= len(data)
+                for _, data in blocks:
                     file.write(data)
                     digest.update(data)
-            found.append({"file": path.name, "tokens": tokens, "sha256": digest.hexdigest()})
+                found.append({"file": path.name, "tokens": file.tell() // size, "sha256": digest.hexdigest()})
         made[split] = {**counts, "shards": found}
     return {"hashes_sha256": file_sha256(folder / "hashes.npy"), "splits": made}
 
 
-def _bytes_of(pieces: list[Piece], number: int, size: int) -> Iterator[bytes]:
-    """The tokens, each of `size` bytes, of the documents whose home is `number`, BLOCK bytes at most at a time."""
+def _blocks(pieces: list[Piece], home: int, shard_bytes: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Shard's number and tokens, each of `size` bytes, of the documents of that home, BLOCK bytes at most at a time."""
+    at = 0      # bytes so far
     for piece in pieces:
         borders = np.append(0, np.cumsum(piece.table()["tokens"], dtype=np.int64)) * size       # of the documents in the piece
-        runs = borders[np.flatnonzero(np.diff(piece.homes == number, prepend=False, append=False))].reshape(-1, 2)   # neighbours
+        runs = borders[np.flatnonzero(np.diff(piece.homes == home, prepend=False, append=False))].reshape(-1, 2)   # neighbours
         with open(f"{piece.stem}.bin", "rb") as file:
             if os.fstat(file.fileno()).st_size != borders[-1]:
                 raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")
             for first, last in runs.tolist():
                 file.seek(first)
-                yield from (file.read(min(BLOCK, last - at)) for at in range(first, last, BLOCK))
+                while left := last - file.tell():
+                    data = file.read(min(BLOCK, left, shard_bytes - at % shard_bytes))
+                    yield at // shard_bytes, data
+                    at += len(data)
 
 
 # ----------------------------------------------------------------------------------------------------- what a folder holds
@@ -506,14 +501,19 @@ def show(folder: Path) -> None:
     for path in _sources(folder):
         name = path.resolve().name
         try:
-            lines = _progress(path)
             if (path / "index.json").exists():
                 index = read_index(path)
-                lines = _story(index)
                 rows += [[name, split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.text_bytes / s.tokens:.2f}",
                           f"{s.tokens * np.dtype(index.dtype).itemsize / 1e9:.3f}"] for split, s in index.splits.items()]
+                lines = [*_story(index)]
+            else:
+                pieces = read_pieces(path / "parts")
+                count = sum(piece.end in ("whole", "enough") for piece in pieces)
+                lines = [f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {len(pieces):,} input files "
+                         f"{count} are read; the same command goes on with it",
+                         *(f"failed: {piece.input[0]} ({piece.reason})" for piece in pieces if piece.reason)]
         except UserError as error:
-            lines = iter([f"damaged: {error}"])
+            lines = [f"damaged: {error}"]
         told += [f"{name}: {line}" for line in lines]
     print(grid(rows), *told, sep="\n")
 
@@ -549,11 +549,3 @@ def _story(index: Index) -> Iterator[str]:
            f", empty {index.empty:,}, contaminated {index.contaminated:,}")
     yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
     yield from (f"skipped: {entry['file']} ({entry['reason']})" for entry in index.skipped)
-
-
-def _progress(folder: Path) -> Iterator[str]:
-    """What is known of a source while it is being made, or after it was cut off."""
-    pieces = read_pieces(folder / "parts")
-    yield (f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {len(pieces):,} input files "
-           f"{sum(piece.end in ('whole', 'enough') for piece in pieces)} are read; the same command goes on with it")
-    yield from (f"failed: {piece.input[0]} ({piece.reason})" for piece in pieces if piece.reason)
