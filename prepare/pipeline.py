@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -40,7 +39,7 @@ from prepare.decontaminate import found_in, read_grams
 from prepare.sources import BadFile, InputFile, Source
 from runtime import shards
 from runtime.cli import MachineError, ProgressLine, UserError, grid, si
-from runtime.machine import alone, new_file, read_bytes, write_json
+from runtime.machine import alone, end_with_parent, new_file, read_bytes, write_json
 from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import Tokenizer, clean, load_tokenizer
 
@@ -144,8 +143,7 @@ def begun(folder: Path) -> dict:
 
 
 def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int) -> None:
-    """A task: an input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a
-    second."""
+    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a second."""
     if read_piece(stem).serves(most):
         return
     piece = Piece(stem, [file.name, file.bytes, file.stamp])
@@ -220,11 +218,7 @@ def run_here(tasks: list[Callable], processes: int, tick: Callable[[], None]) ->
 
 def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the parent's to answer
-
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
 def _step(tasks: list[Callable]) -> Callable:
