@@ -356,10 +356,9 @@ class Work:
         Raises MachineError: a file needed could not be read."""
         source, budget, name = self.source, self.source.budget, self.source.name
         with alone(self.folder.parent):      # no other source's shards meanwhile: copies are dropped across sources
-            found = read_pieces(self.parts)
-            failed = [piece for piece in found if piece.end == "failed"]
-            if self.job.skip_bad:
-                found = [piece for piece in found if piece.end != "failed"]
+            every = read_pieces(self.parts)
+            failed = [piece for piece in every if piece.end == "failed"]
+            found = [piece for piece in every if piece.end != "failed" or not self.job.skip_bad]
             # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
             end = next((i for i, piece in enumerate(found) if piece.end != "whole"), len(found))
             pieces = found[:end] + [piece for piece in found[end:end + 1] if piece.end == "enough"]

@@ -1,6 +1,5 @@
 """Where documents come from: files of this machine, data sets of the Hugging Face Hub."""
 
-import codecs
 import gzip
 import hashlib
 import io
@@ -84,12 +83,12 @@ class Source:
             return list(self.local_files)
         from fsspec.utils import glob_translate
         from huggingface_hub import HfApi
-        is_pattern, api = isinstance(self.files, str), HfApi()
+        is_pattern = isinstance(self.files, str)
         is_wanted = re.compile(glob_translate(self.files)).fullmatch if is_pattern else set(self.files).__contains__
 
         def ask() -> dict[str, int]:
-            api.dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
-            entries = api.list_repo_tree(self.dataset, recursive=True, revision=self.revision, repo_type="dataset")
+            HfApi().dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
+            entries = HfApi().list_repo_tree(self.dataset, recursive=True, revision=self.revision, repo_type="dataset")
             return {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
 
         there = _ask(ask, self)
@@ -119,7 +118,7 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
         _check_format(path, (".jsonl",) if columns == PAIR else LOCAL_FORMATS, str(path))
         # Files of one name in several folders need their folders to be told apart.
         known_as, stat, where = path.name if alike[path.name] == 1 else str(path), path.stat(), str(path.absolute())
-        read = partial(read_file, partial(open, where, "rb"), where, columns)
+        read = partial(read_file, partial(open, where, "rb"), where, columns, {}, True)
         files.append(InputFile(known_as, stat.st_size, stat.st_mtime_ns, read))
     stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
     return Source(name=name, dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
@@ -139,12 +138,11 @@ def _check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- readers
 
-def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict | None = None,
-              is_strict: bool = True) -> Iterator[tuple[tuple[str, ...], float]]:
+def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict,
+              is_strict: bool) -> Iterator[tuple[tuple[str, ...], float]]:
     """InputFile.read of the file `where`, whose name says its format: the texts of the columns of each row, a null as an empty
     one. keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one
     alone."""
-    keep = keep or {}
     needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
     for row, (found, share) in enumerate(_records(opened, where, needed), 1):
         if not all(_nested(found, name) in values for name, values in keep.items()):
@@ -174,7 +172,7 @@ def _records(opened: Callable, where: str, columns: list[str]) -> Iterator[tuple
                 rows = _parquet_rows(file, columns)
             else:
                 stream = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 18)
-                if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):     # its byte order marks
                     raise UserError(f"{where} is UTF-16: save it as UTF-8")
                 rows = _stretches(stream, columns[0]) if is_txt else _json_rows(stream, where)
             for row in rows:
@@ -296,7 +294,7 @@ def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, 
 def _read_hub(source: Source, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
     """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the rows that were read."""
     read = partial(read_file, partial(_opened, source, path, BLOCK), f"{source.dataset}/{path}", (source.column,), source.keep,
-                   is_strict=False)
+                   False)
     rows = 0
     try:
         for found in read():
