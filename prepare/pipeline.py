@@ -22,8 +22,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cache, partial
@@ -40,7 +39,7 @@ from prepare.sources import BadFile, InputFile, Source
 from runtime import shards
 from runtime.cli import MachineError, ProgressLine, UserError, grid, si
 from runtime.machine import alone, end_with_parent, new_file, read_bytes, write_json
-from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
+from runtime.shards import LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import Tokenizer, clean, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,7 +207,7 @@ def run_here(tasks: list[Callable], processes: int, tick: Callable[[], None]) ->
                 for future in done:
                     future.result()
                 tick()
-        except BrokenProcessPool as error:
+        except BrokenExecutor as error:
             raise MachineError("a process was killed, mostly for want of memory: fewer processes= need less; what was prepared "
                                "stays, and the same command goes on") from error
         finally:
@@ -377,8 +376,7 @@ class Work:
                                 f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, "
                                 f"files {[piece.reason for piece in failed]}: give more documents, or another val_share=")
             print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
-            # A mark for context needs room beside the id.
-            dtype = "uint32" if source.is_masked or self.tokenizer.dtype == DTYPES["uint32"] else "uint16"
+            dtype = np.dtype("<u4" if source.is_masked else self.tokenizer.dtype).name      # a context's mark lies beside the id
             write_index(self.folder, {
                 "dtype": dtype, "source": name, **self.identity, "vocab_size": self.tokenizer.vocab_size,
                 "license": source.license, **layout, "files": [piece.input[0] for piece in pieces],
@@ -422,10 +420,9 @@ class Work:
             if not is_whole:
                 break
         splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
-        documents = totals[0].astype(int).tolist()
-        duplicates = {key: n for key, n in zip([self.source.name, *earlier], documents[COPY:], strict=True) if n}
-        return splits, {"duplicates": duplicates, "empty": documents[EMPTY], "contaminated": documents[CONTAMINATED],
-                        "is_whole": is_whole}
+        empty, contaminated, *copies = map(int, totals[0, EMPTY:])
+        duplicates = {key: n for key, n in zip([self.source.name, *earlier], copies, strict=True) if n}
+        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
 
 
 def _find_copies(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
@@ -455,7 +452,7 @@ def write_shards(folder: Path, pieces: list[Piece], splits: dict, dtype: str) ->
     with new_file(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
         file.write(hashes)
-    size, made = np.dtype(DTYPES[dtype]).itemsize, {}
+    size, made = np.dtype(dtype).itemsize, {}
     for split, counts in splits.items():
         found = []
         for number, blocks in groupby(_blocks(pieces, HOMES[split], size * shards.SHARD_TOKENS, size), itemgetter(0)):

@@ -223,9 +223,7 @@ if "FAULT" in os.environ:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     on_change(lambda path: folder in path, fault)
 if "ELSEWHERE" in os.environ:
-    def run_here(tasks, *_):
-        assert not tasks, "left for this process"
-    pipeline.run_here = run_here
+    pipeline.run_here = lambda tasks, *_: sys.exit(9) if tasks else None
 if __name__ == '__main__':
     sys.exit(prepare_data.main(sys.argv[1:]))
 """
