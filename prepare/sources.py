@@ -263,16 +263,16 @@ def any_dataset(dataset: str, column: str, revision: str | None, files: str | No
     return replace(source, files=tuple(sorted(paths)))
 
 
-def check(source: Source) -> Iterator[str]:
-    """Lines about a source: data set, revision, licence, size, first record. Raises UserError where it is not as named,
-    OSError where the Hub cannot be asked."""
-    yield f"{source.name}: {source.dataset}@{source.revision}, {source.license}"
+def check(source: Source) -> None:
+    """Prints a source's data set, revision, licence, size, first record. Raises UserError where it is not as named, OSError
+    where the Hub cannot be asked."""
+    print(f"{source.name}: {source.dataset}@{source.revision}, {source.license}", flush=True)
     files = source.list_files()
-    yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
+    print(f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB", flush=True)
     texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
     if (first := next(filter(None, texts), None)) is None:
         raise UserError(f"{source.name}: no row of {source.dataset} has {source.keep or 'any text'}: correct configs/sources.py")
-    yield f"  {first[:100]!r}"
+    print(f"  {first[:100]!r}", flush=True)
 
 
 def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, ...]) -> list[str]:
