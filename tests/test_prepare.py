@@ -389,12 +389,10 @@ def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
     monkeypatch.setattr(pipeline, "BLOCK", 1_000_000)
     rng = random.Random(0)
-    with open(tmp_path / "a.jsonl", "w") as file:
-        for _ in range(400):
-            file.write(json.dumps({"text": rng.randbytes(50_000).hex()}) + "\n")        # 40 MB
+    file = write(tmp_path / "a.jsonl", [rng.randbytes(50_000).hex() for _ in range(400)])        # 40 MB
     tracemalloc.start()
     try:
-        assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
+        assert local(file, out=tmp_path) == 0
         assert tracemalloc.get_traced_memory()[1] < 6e6, "a block of 1 MB, of a source of 40 MB, 80 on disk"
     finally:
         tracemalloc.stop()
