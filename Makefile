@@ -22,6 +22,7 @@ gpu: setup                  ## the tests that need a GPU, or two: recipes agains
 	$(PY) -m pytest -q -m gpu tests/test_gpu.py
 
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; five to fifteen minutes on two cores
+	$(PY) -m pip install --quiet ray==2.60.0 || echo "soak: there is no ray for this platform: its test is skipped"
 	$(PY) -m pytest -q tests/soak.py
 
 lint: setup                 ## style, then types of model.py, train.py and runtime/

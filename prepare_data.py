@@ -156,8 +156,7 @@ def _check_sources(names: list[str]) -> int:
     code = 0
     for name in names:
         try:
-            for line in check(_named(name)):
-                print(line, flush=True)
+            check(_named(name))
         except (UserError, MachineError, OSError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             code = 2 if isinstance(error, UserError) else max(code, 1)

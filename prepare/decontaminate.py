@@ -50,19 +50,18 @@ def read_grams(paths: Iterable[str]) -> tuple[list[dict], np.ndarray]:
     return files, np.unique(np.concatenate(found))
 
 
-def _values(path: Path) -> Iterator:
+def _values(path: Path) -> Iterable:
     """The texts of a file, in whatever lists and tables it has them."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
-        yield from (batch.to_pylist() for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000))
-        return
+        return (batch.to_pylist() for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000))
     text = path.read_text("utf-8-sig", errors="replace")
     try:
-        yield text if path.suffix == ".txt" else json.loads(text)
+        return [text if path.suffix == ".txt" else json.loads(text)]
     except json.JSONDecodeError as error:       # many a .json holds a row a line, as .jsonl does
         if error.msg != "Extra data":
             raise
-        yield from map(json.loads, filter(str.strip, text.split("\n")))
+        return map(json.loads, filter(str.strip, text.split("\n")))
 
 
 def _strings(value) -> Iterator[str]:

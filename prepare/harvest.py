@@ -8,7 +8,6 @@ revision().
 
 import ast
 import importlib.metadata
-import inspect
 import platform
 import sysconfig
 import warnings
@@ -107,6 +106,6 @@ def docstrings(source: str) -> list[str]:
             tree = ast.parse(source)
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-        return [inspect.cleandoc(text) for node in nodes if (text := ast.get_docstring(node, clean=False))]
+        return [text for node in nodes if (text := ast.get_docstring(node))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []

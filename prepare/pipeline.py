@@ -20,15 +20,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from hashlib import blake2b, sha256
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -38,8 +38,8 @@ from prepare.decontaminate import found_in, read_grams
 from prepare.sources import BadFile, InputFile, Source
 from runtime import shards
 from runtime.cli import MachineError, ProgressLine, UserError, grid, si
-from runtime.machine import alone, new_file, read_bytes, write_json
-from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
+from runtime.machine import alone, end_with_parent, new_file, read_bytes, write_json
+from runtime.shards import LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import Tokenizer, clean, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,8 +53,8 @@ DOCUMENT = np.dtype([("hash", "<u8"), ("tokens", "<u4"), ("bytes", "<u4")])
 HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
 SORTED_AT_ONCE = 8_000_000      # documents: memory stays below 0.5 GB and 16 bytes a document
 BLOCK = 1 << 24                 # bytes of a piece in memory at once
-COPY = 1                        # fate of a document, 0 for a first; COPY + 1 + i: the first is in the i-th of the earlier sources
-LEFT_OUT, TRAIN, VAL = 0, 1, 2  # where it goes
+# Where a document goes, or why it is left out. COPY + 1 + i: the first is in the i-th of the earlier sources.
+TRAIN, VAL, EMPTY, CONTAMINATED, COPY = range(5)
 HOMES = {"train": TRAIN, "val": VAL}
 COUNTS = ("documents", "text_bytes", "tokens")      # of a split
 
@@ -113,7 +113,7 @@ class Piece:
     share: float = 0.0          # of the input file that was read
     end: str = ""               # "whole": read to its end; "enough": until there were tokens enough; "failed"; "": not yet
     reason: str = ""            # why it failed
-    homes: np.ndarray | None = None     # uint8 (documents in use,): TRAIN, VAL or LEFT_OUT; None before Work._lay_out()
+    homes: np.ndarray | None = None     # uint16 (documents in use,): where each goes; None before Work._lay_out()
 
     def save(self) -> None:
         write_json(self.stem.with_suffix(".json"), {**vars(self), "stem": self.stem.name})
@@ -141,47 +141,39 @@ def begun(folder: Path) -> dict:
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
 
 
-@dataclass(frozen=True, repr=False)      # datatrove writes what a step holds, all tasks, into the log of each
-class Task:
-    """An input file to its piece, with `most` tokens or, if it ends before, fewer."""
-    file: InputFile
-    stem: Path
-    tokenizer: str
-    most: float
-
-    def __call__(self, tick: Callable[[], object] = int) -> None:
-        """`tick` is called about once a second."""
-        if read_piece(self.stem).serves(self.most):
-            return
-        piece = Piece(self.stem, [self.file.name, self.file.bytes, self.file.stamp])
-        tokenizer, grams, told = cached_tokenizer(self.tokenizer), _cached_grams(self.stem.parent), time.monotonic()
-        self.stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
-        try:
-            with new_file(self.stem.with_suffix(".bin")) as ids, new_file(self.stem.with_suffix(".docs")) as table:
-                for read, piece.share in self.file.read():
-                    texts = [clean(text) for text in read]
-                    raw, row = [text.encode() for text in texts], [0, 0, 0]
-                    if texts[-1] and not texts[-1].isspace():
-                        digest = blake2b(BORDER.join(raw), digest_size=8).digest()
-                        row = [int.from_bytes(digest, "little"), 0, len(raw[-1])]
-                        if not (len(grams) and found_in(grams, " ".join(texts))):
-                            for part in _ids(tokenizer, texts):
-                                ids.write(part)
-                                row[1] += len(part)
-                    table.write(np.array(tuple(row), DOCUMENT))
-                    piece.documents += 1
-                    piece.tokens += row[1]
-                    piece.bytes += row[2]
-                    if piece.tokens >= self.most:
-                        break
-                    if time.monotonic() - told > TELL_S:
-                        told = time.monotonic()
-                        piece.save()
-                        tick()
-            piece.share, piece.end = 1.0, "whole" if piece.tokens < self.most else "enough"
-        except BadFile as error:
-            piece = Piece(self.stem, piece.input, share=1.0, end="failed", reason=str(error))
-        piece.save()
+def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int) -> None:
+    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a second."""
+    if read_piece(stem).serves(most):
+        return
+    piece = Piece(stem, [file.name, file.bytes, file.stamp])
+    tokenizer, grams, told = cached_tokenizer(tokenizer_name), _cached_grams(stem.parent), time.monotonic()
+    stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
+    try:
+        with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
+            for read, piece.share in file.read():
+                texts = [clean(text) for text in read]
+                raw, row = [text.encode() for text in texts], [0, 0, 0]
+                if texts[-1] and not texts[-1].isspace():
+                    digest = blake2b(BORDER.join(raw), digest_size=8).digest()
+                    row = [int.from_bytes(digest, "little"), 0, len(raw[-1])]
+                    if not (len(grams) and found_in(grams, " ".join(texts))):
+                        for part in _ids(tokenizer, texts):
+                            ids.write(part)
+                            row[1] += len(part)
+                table.write(np.array(tuple(row), DOCUMENT))
+                piece.documents += 1
+                piece.tokens += row[1]
+                piece.bytes += row[2]
+                if piece.tokens >= most:
+                    break
+                if time.monotonic() - told > TELL_S:
+                    told = time.monotonic()
+                    piece.save()
+                    tick()
+        piece.share, piece.end = 1.0, "whole" if piece.tokens < most else "enough"
+    except BadFile as error:
+        piece = Piece(stem, piece.input, share=1.0, end="failed", reason=str(error))
+    piece.save()
 
 
 def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -200,7 +192,7 @@ _cached_grams = cache(lambda parts: np.load(parts / "grams.npy"))
 
 # ------------------------------------------------------------------------------------------------------------- executors
 
-def run_here(tasks: list[Task], processes: int, tick: Callable[[], None]) -> None:
+def run_here(tasks: list[Callable], processes: int, tick: Callable[[], None]) -> None:
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
     mostly, and leaves workers behind that write on when it is killed itself. `tick` is called once a second."""
     if (workers := min(processes, len(tasks))) <= 1:
@@ -215,7 +207,7 @@ def run_here(tasks: list[Task], processes: int, tick: Callable[[], None]) -> Non
                 for future in done:
                     future.result()
                 tick()
-        except BrokenProcessPool as error:
+        except BrokenExecutor as error:
             raise MachineError("a process was killed, mostly for want of memory: fewer processes= need less; what was prepared "
                                "stays, and the same command goes on") from error
         finally:
@@ -225,26 +217,22 @@ def run_here(tasks: list[Task], processes: int, tick: Callable[[], None]) -> Non
 
 def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the parent's to answer
-
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _run_one(tasks: list[Task], data, rank: int, world_size: int) -> None:
-    """A step of datatrove's."""
-    tasks[rank]()
+def _step(tasks: list[Callable]) -> Callable:
+    """A step of datatrove's, which writes the repr of a step into the log of each task: a function's holds no list of all."""
+    return lambda data, rank, world_size: tasks[rank]()
 
 
-def _run_on_ray(tasks: list[Task], workers: int, parts: Path) -> None:
+def _run_on_ray(tasks: list[Callable], workers: int, parts: Path) -> None:
     try:
         import ray
         from datatrove.executor.ray import RayPipelineExecutor
     except ImportError as error:
         raise UserError("on=ray needs the package ray: pip install ray") from error
     ray.init(ignore_reinit_error=True)
-    RayPipelineExecutor([partial(_run_one, tasks)], tasks=len(tasks), workers=workers, skip_completed=False,
+    RayPipelineExecutor([_step(tasks)], tasks=len(tasks), workers=workers, skip_completed=False,
                         logging_dir=str(parts / "ray")).run()
 
 
@@ -259,23 +247,23 @@ def _submit(works: list["Work"], job: Job) -> None:
     # A folder of its own: the tasks of an earlier command, which read their list there, may not have begun.
     logs = Path(job.out, ".slurm", f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}").resolve()
     here = Job(**{option.name: getattr(job, option.name) for option in fields(Job)} | {"on": "local", "processes": None})
-    finish = partial(_finish, Path.cwd(), [work.source for work in works], here)
+    sources, folder = [work.source for work in works], Path.cwd()       # which the job's paths are relative to
+
+    def finish() -> None:
+        """The job behind the array, which finds all tasks done."""
+        os.chdir(folder)
+        prepare(sources, here)
+
     executor = partial(slurm.SlurmPipelineExecutor, time=job.time, partition=job.partition, qos="", mem_per_cpu_gb=4,
                        skip_completed=False,
                        env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH")
-    array = executor([partial(_run_one, tasks)], len(tasks), job_name="prepare_pieces", logging_dir=str(logs / "pieces"),
+    array = executor([_step(tasks)], len(tasks), job_name="prepare_pieces", logging_dir=str(logs / "pieces"),
                      workers=job.workers) if tasks else None
     try:
-        executor([finish], 1, job_name="prepare_shards", logging_dir=str(logs / "shards"), depends=array,
+        executor([_step([finish])], 1, job_name="prepare_shards", logging_dir=str(logs / "shards"), depends=array,
                  run_on_dependency_fail=True).run()
     except subprocess.CalledProcessError as error:      # it has said why
         raise UserError(f"sbatch refused the job (partition={job.partition} time={job.time}): correct that") from error
-
-
-def _finish(folder: Path, sources: list[Source], job: Job, data, rank: int, world_size: int) -> None:
-    """The step of the Slurm job behind the array, which finds all tasks done. `folder`: what the job's paths are relative to."""
-    os.chdir(folder)
-    prepare(sources, job)
 
 
 # ------------------------------------------------------------------------------------------------------------ one source
@@ -326,7 +314,7 @@ class Work:
                 piece.stem.with_suffix(".json").unlink(missing_ok=True)
         return True
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[Callable]:
         """Those that lack of the first input files that hold `target` tokens, which is known of the finished ones, and guessed by
         their mean, by the source's size or by the file's."""
         pieces, found, held = read_pieces(self.parts), [], 0.0
@@ -340,7 +328,7 @@ class Work:
             if piece.serves(self.target):
                 held += piece.tokens
             else:
-                found.append(Task(file, piece.stem.resolve(), tokenizer, self.target))
+                found.append(partial(make_piece, file, piece.stem.resolve(), tokenizer, self.target))
                 held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
         return found
 
@@ -367,10 +355,9 @@ class Work:
         Raises MachineError: a file needed could not be read."""
         source, budget, name = self.source, self.source.budget, self.source.name
         with alone(self.folder.parent):      # no other source's shards meanwhile: copies are dropped across sources
-            found = read_pieces(self.parts)
-            failed = [piece for piece in found if piece.end == "failed"]
-            if self.job.skip_bad:
-                found = [piece for piece in found if piece.end != "failed"]
+            every = read_pieces(self.parts)
+            failed = [piece for piece in every if piece.end == "failed"]
+            found = [piece for piece in every if piece.end != "failed" or not self.job.skip_bad]
             # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
             end = next((i for i, piece in enumerate(found) if piece.end != "whole"), len(found))
             pieces = found[:end] + [piece for piece in found[end:end + 1] if piece.end == "enough"]
@@ -389,8 +376,7 @@ class Work:
                                 f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, "
                                 f"files {[piece.reason for piece in failed]}: give more documents, or another val_share=")
             print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
-            # A mark for context needs room beside the id.
-            dtype = "uint32" if source.is_masked or self.tokenizer.dtype == DTYPES["uint32"] else "uint16"
+            dtype = np.dtype("<u4" if source.is_masked else self.tokenizer.dtype).name      # a context's mark lies beside the id
             write_index(self.folder, {
                 "dtype": dtype, "source": name, **self.identity, "vocab_size": self.tokenizer.vocab_size,
                 "license": source.license, **layout, "files": [piece.input[0] for piece in pieces],
@@ -409,100 +395,92 @@ class Work:
         """Sets the `homes` of the pieces, which stand in the source's order, up to the one that reaches the budget.
 
         Returns the splits, {split: {documents, text_bytes, tokens}}, and what else index.json says of them: duplicates {source of
-        the first copy: documents}, empty, contaminated, is_whole, False where the budget was reached."""
-        earlier = self._earlier()
-        totals, met = np.zeros((3, 3)), np.zeros(COPY + 1 + len(earlier), np.int64)     # COUNTS by home; documents by fate
-        dropped, is_whole = np.zeros(2, np.int64), True
-        for piece, fate in zip(pieces, _find_fates(pieces, list(earlier.values())), strict=True):
-            table = piece.table()
-            home = np.where(table["hash"] % np.uint64(HASH_STEPS) < self.val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
-            home[(fate > 0) | (table["tokens"] == 0)] = LEFT_OUT
-            if self.source.budget is not None:
-                train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
-                end = int(np.searchsorted(train, self.source.budget - totals[2, TRAIN])) + 1   # with the one that reaches it
-                is_whole = end > len(table)
-                table, fate, home = table[:end], fate[:end], home[:end]
-            totals += [np.bincount(home, weights, 3) for weights in (None, table["bytes"], table["tokens"])]
-            is_text = table["tokens"] > 0
-            met += np.bincount(fate[is_text], minlength=len(met))
-            dropped += np.bincount(table["bytes"][~is_text] > 0, minlength=2)
-            piece.homes = home
-            if not is_whole:
-                break
-        splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
-        duplicates = {key: int(n) for key, n in zip([self.source.name, *earlier], met[COPY:], strict=True) if n}
-        empty, contaminated = dropped.tolist()
-        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
-
-    def _earlier(self) -> dict[str, np.ndarray]:
-        """The sorted document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
-        Raises UserError where one has lost them."""
-        found = {}
+        the first copy: documents}, empty, contaminated, is_whole, False where the budget was reached. Raises UserError where a
+        finished source has lost its hashes."""
+        earlier = {}        # sorted hashes of the finished sources in the folder: no document comes twice, so none in both splits
         for folder in sorted(path.parent for path in self.folder.parent.glob("*/index.json")):
             index, hashes = read_index(folder), folder / "hashes.npy"
             if index.tokenizer_sha256 == self.tokenizer.sha256:        # the same text by another is no copy
                 if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
-                found[folder.name] = np.load(hashes, mmap_mode="r")
-        return found
+                earlier[folder.name] = np.load(hashes, mmap_mode="r")
+        totals, is_whole = np.zeros((3, COPY + 1 + len(earlier))), True     # COUNTS by home
+        for piece, home in zip(pieces, _find_copies(pieces, list(earlier.values())), strict=True):
+            table = piece.table()
+            home[(home == TRAIN) & (table["hash"] % np.uint64(HASH_STEPS) < self.val_per_10k)] = VAL
+            home[table["tokens"] == 0] = CONTAMINATED
+            home[(table["tokens"] == 0) & (table["bytes"] == 0)] = EMPTY
+            if self.source.budget is not None:
+                train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
+                end = int(np.searchsorted(train, self.source.budget - totals[2, TRAIN])) + 1   # with the one that reaches it
+                is_whole = end > len(table)
+                table, home = table[:end], home[:end]
+            totals += [np.bincount(home, weights, totals.shape[1]) for weights in (None, table["bytes"], table["tokens"])]
+            piece.homes = home
+            if not is_whole:
+                break
+        splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
+        empty, contaminated, *copies = map(int, totals[0, EMPTY:])
+        duplicates = {key: n for key, n in zip([self.source.name, *earlier], copies, strict=True) if n}
+        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
 
 
-def _find_fates(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
-    """uint16 (documents,) of each piece; any for those that were left out before. By ranges of hashes, of which each holds about
-    SORTED_AT_ONCE."""
+def _find_copies(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
+    """uint16 (documents,) of each piece: TRAIN for a first document, COPY or more for others. By ranges of hashes, of which each
+    holds about SORTED_AT_ONCE."""
     hashes = np.concatenate([np.empty(0, np.uint64), *(piece.table()["hash"].copy() for piece in pieces)])
-    fates, count = np.zeros(len(hashes), np.uint16), -(-len(hashes) // SORTED_AT_ONCE)
+    homes, count = np.full(len(hashes), TRAIN, np.uint16), -(-len(hashes) // SORTED_AT_ONCE)
     for i in range(count):
         low, high = np.uint64(2**64 * i // count), np.uint64(2**64 * (i + 1) // count - 1)
         places = np.flatnonzero((hashes >= low) & (hashes <= high))
         places = places[np.argsort(hashes[places], kind="stable")]       # of equal ones the first document stays first
         some = hashes[places]
-        fates[places[1:][some[1:] == some[:-1]]] = COPY
+        homes[places[1:][some[1:] == some[:-1]]] = COPY
         for number, those in enumerate(earlier, COPY + 1):      # no two of them share a document
             # Not by np.isin, which sorts both: 3 GB where an earlier source has 100M documents.
             there = np.array(those[np.searchsorted(those, low):np.searchsorted(those, high, "right")])
             if len(there):
-                fates[places[there[np.minimum(np.searchsorted(there, some), len(there) - 1)] == some]] = number
-    return np.split(fates, np.cumsum([piece.documents for piece in pieces]))[:-1]
+                homes[places[there[np.minimum(np.searchsorted(there, some), len(there) - 1)] == some]] = number
+    return np.split(homes, np.cumsum([piece.documents for piece in pieces]))[:-1]
 
 
 def write_shards(folder: Path, pieces: list[Piece], splits: dict, dtype: str) -> dict:
     """Write hashes.npy and the shards, in place of what was there; returns `splits` and `hashes_sha256` of index.json."""
     remove_shards(folder)
-    hashes = np.concatenate([piece.table()["hash"][:len(piece.homes)][piece.homes != LEFT_OUT] for piece in pieces])
+    hashes = np.concatenate([piece.table()["hash"][:len(piece.homes)][piece.homes <= VAL] for piece in pieces])
     hashes.sort()
     with new_file(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
         file.write(hashes)
-    size, made = np.dtype(DTYPES[dtype]).itemsize, {}
+    size, made = np.dtype(dtype).itemsize, {}
     for split, counts in splits.items():
-        stream, rest, found = _bytes_of(pieces, HOMES[split], size), b"", []
-        for begin in range(0, counts["tokens"], shards.SHARD_TOKENS):
-            tokens = min(shards.SHARD_TOKENS, counts["tokens"] - begin)
-            path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", sha256(), size * tokens
+        found = []
+        for number, blocks in groupby(_blocks(pieces, HOMES[split], size * shards.SHARD_TOKENS, size), itemgetter(0)):
+            path, digest = folder / f"{split}_{number:05d}.bin", sha256()
             with new_file(path) as file:
-                while lacking:
-                    rest = rest or next(stream)
-                    data, rest = rest[:lacking], rest[lacking:]
-                    lacking -= len(data)
+                for _, data in blocks:
                     file.write(data)
                     digest.update(data)
-            found.append({"file": path.name, "tokens": tokens, "sha256": digest.hexdigest()})
+                found.append({"file": path.name, "tokens": file.tell() // size, "sha256": digest.hexdigest()})
         made[split] = {**counts, "shards": found}
     return {"hashes_sha256": file_sha256(folder / "hashes.npy"), "splits": made}
 
 
-def _bytes_of(pieces: list[Piece], number: int, size: int) -> Iterator[bytes]:
-    """The tokens, each of `size` bytes, of the documents whose home is `number`, BLOCK bytes at most at a time."""
+def _blocks(pieces: list[Piece], home: int, shard_bytes: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """Shard's number and tokens, each of `size` bytes, of the documents of that home, BLOCK bytes at most at a time."""
+    at = 0      # bytes so far
     for piece in pieces:
         borders = np.append(0, np.cumsum(piece.table()["tokens"], dtype=np.int64)) * size       # of the documents in the piece
-        runs = borders[np.flatnonzero(np.diff(piece.homes == number, prepend=False, append=False))].reshape(-1, 2)   # neighbours
+        runs = borders[np.flatnonzero(np.diff(piece.homes == home, prepend=False, append=False))].reshape(-1, 2)   # neighbours
         with open(f"{piece.stem}.bin", "rb") as file:
             if os.fstat(file.fileno()).st_size != borders[-1]:
                 raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")
             for first, last in runs.tolist():
                 file.seek(first)
-                yield from (file.read(min(BLOCK, last - at)) for at in range(first, last, BLOCK))
+                while left := last - file.tell():
+                    data = file.read(min(BLOCK, left, shard_bytes - at % shard_bytes))
+                    yield at // shard_bytes, data
+                    at += len(data)
 
 
 # ----------------------------------------------------------------------------------------------------- what a folder holds
@@ -513,14 +491,19 @@ def show(folder: Path) -> None:
     for path in _sources(folder):
         name = path.resolve().name
         try:
-            lines = _progress(path)
             if (path / "index.json").exists():
                 index = read_index(path)
-                lines = _story(index)
                 rows += [[name, split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.text_bytes / s.tokens:.2f}",
                           f"{s.tokens * np.dtype(index.dtype).itemsize / 1e9:.3f}"] for split, s in index.splits.items()]
+                lines = [*_story(index)]
+            else:
+                pieces = read_pieces(path / "parts")
+                count = sum(piece.end in ("whole", "enough") for piece in pieces)
+                lines = [f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {len(pieces):,} input files "
+                         f"{count} are read; the same command goes on with it",
+                         *(f"failed: {piece.input[0]} ({piece.reason})" for piece in pieces if piece.reason)]
         except UserError as error:
-            lines = iter([f"damaged: {error}"])
+            lines = [f"damaged: {error}"]
         told += [f"{name}: {line}" for line in lines]
     print(grid(rows), *told, sep="\n")
 
@@ -556,11 +539,3 @@ def _story(index: Index) -> Iterator[str]:
            f", empty {index.empty:,}, contaminated {index.contaminated:,}")
     yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
     yield from (f"skipped: {entry['file']} ({entry['reason']})" for entry in index.skipped)
-
-
-def _progress(folder: Path) -> Iterator[str]:
-    """What is known of a source while it is being made, or after it was cut off."""
-    pieces = read_pieces(folder / "parts")
-    yield (f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {len(pieces):,} input files "
-           f"{sum(piece.end in ('whole', 'enough') for piece in pieces)} are read; the same command goes on with it")
-    yield from (f"failed: {piece.input[0]} ({piece.reason})" for piece in pieces if piece.reason)

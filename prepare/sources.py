@@ -1,6 +1,5 @@
 """Where documents come from: files of this machine, data sets of the Hugging Face Hub."""
 
-import codecs
 import gzip
 import hashlib
 import io
@@ -84,12 +83,12 @@ class Source:
             return list(self.local_files)
         from fsspec.utils import glob_translate
         from huggingface_hub import HfApi
-        is_pattern, api = isinstance(self.files, str), HfApi()
+        is_pattern = isinstance(self.files, str)
         is_wanted = re.compile(glob_translate(self.files)).fullmatch if is_pattern else set(self.files).__contains__
 
         def ask() -> dict[str, int]:
-            api.dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
-            entries = api.list_repo_tree(self.dataset, recursive=True, revision=self.revision, repo_type="dataset")
+            HfApi().dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
+            entries = HfApi().list_repo_tree(self.dataset, recursive=True, revision=self.revision, repo_type="dataset")
             return {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
 
         there = _ask(ask, self)
@@ -118,8 +117,8 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
             raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
         _check_format(path, (".jsonl",) if columns == PAIR else LOCAL_FORMATS, str(path))
         # Files of one name in several folders need their folders to be told apart.
-        known_as, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
-        read = partial(read_file, partial(open, path.absolute(), "rb"), path, str(path.absolute()), columns)
+        known_as, stat, where = path.name if alike[path.name] == 1 else str(path), path.stat(), str(path.absolute())
+        read = partial(read_file, partial(open, where, "rb"), where, columns, {}, True)
         files.append(InputFile(known_as, stat.st_size, stat.st_mtime_ns, read))
     stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
     return Source(name=name, dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
@@ -139,15 +138,13 @@ def _check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- readers
 
-def read_file(opened: Callable, path: PurePath, where: str, columns: tuple[str, ...], keep: dict | None = None,
-              is_strict: bool = True) -> Iterator[tuple[tuple[str, ...], float]]:
-    """InputFile.read of a file in the format that `path` says: the texts of the columns of each row, a null as an empty one.
-
-    keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one alone.
-    Its errors call the file `where`."""
-    keep = keep or {}
+def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict,
+              is_strict: bool) -> Iterator[tuple[tuple[str, ...], float]]:
+    """InputFile.read of the file `where`, whose name says its format: the texts of the columns of each row, a null as an empty
+    one. keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one
+    alone."""
     needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
-    for row, (found, share) in enumerate(_records(opened, path, where, needed), 1):
+    for row, (found, share) in enumerate(_records(opened, where, needed), 1):
         if not all(_nested(found, name) in values for name, values in keep.items()):
             continue
         for column in columns:
@@ -159,34 +156,32 @@ def read_file(opened: Callable, path: PurePath, where: str, columns: tuple[str, 
         yield tuple(found.get(column) or "" for column in columns), share
 
 
-def _records(opened: Callable, path: PurePath, where: str, columns: list[str]) -> Iterator[tuple[dict, float]]:
+def _records(opened: Callable, where: str, columns: list[str]) -> Iterator[tuple[dict, float]]:
     """The rows of a file, each with the share of the file that was read. Raises BadFile and UserError."""
     import pyarrow
+    packing, is_txt = PurePath(where).suffix, _format(PurePath(where)) == ".txt"
     try:
         with opened() as file:
-            size = max(1, file.seek(0, os.SEEK_END))
+            size, stream = max(1, file.seek(0, os.SEEK_END)), file
             file.seek(0)
-            for row in _rows(file, path, where, columns):
+            if packing in (".gz", ".xz"):
+                stream = (gzip if packing == ".gz" else lzma).open(file)
+            elif packing == ".zst":     # by pyarrow: the reader of `zstandard` takes a file cut short for a whole one
+                stream = pyarrow.CompressedInputStream(file, "zstd")
+            if packing == ".parquet":
+                rows = _parquet_rows(file, columns)
+            else:
+                stream = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 18)
+                if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):     # its byte order marks
+                    raise UserError(f"{where} is UTF-16: save it as UTF-8")
+                rows = _stretches(stream, columns[0]) if is_txt else _json_rows(stream, where)
+            for row in rows:
                 yield row, file.tell() / size
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         # Of the disk or the network; pyarrow and gzip have OSErrors for content.
         is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
         raise BadFile(f"{where} {'cannot be read' if is_unread else 'is damaged or was cut short'} ({_brief(error)}): fetch it "
                       f"again") from error
-
-
-def _rows(file: io.BufferedIOBase, path: PurePath, where: str, columns: list[str]) -> Iterator[dict]:
-    if path.suffix == ".parquet":
-        return _parquet_rows(file, columns)
-    if path.suffix in (".gz", ".xz"):
-        file = (gzip if path.suffix == ".gz" else lzma).open(file)
-    elif path.suffix == ".zst":     # by pyarrow: the reader of `zstandard` takes a file cut short for a whole one
-        import pyarrow
-        file = pyarrow.CompressedInputStream(file, "zstd")
-    stream = file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 18)
-    if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise UserError(f"{where} is UTF-16: save it as UTF-8")
-    return _stretches(stream, columns[0]) if _format(path) == ".txt" else _json_rows(stream, where)
 
 
 def _json_rows(lines: Iterable[bytes], where: str) -> Iterator[dict]:
@@ -268,24 +263,23 @@ def any_dataset(dataset: str, column: str, revision: str | None, files: str | No
     return replace(source, files=tuple(sorted(paths)))
 
 
-def check(source: Source) -> Iterator[str]:
-    """Lines about a source: data set, revision, licence, size, first record. Raises UserError where it is not as named,
-    OSError where the Hub cannot be asked."""
-    yield f"{source.name}: {source.dataset}@{source.revision}, {source.license}"
+def check(source: Source) -> None:
+    """Prints a source's data set, revision, licence, size, first record. Raises UserError where it is not as named, OSError
+    where the Hub cannot be asked."""
+    print(f"{source.name}: {source.dataset}@{source.revision}, {source.license}", flush=True)
     files = source.list_files()
-    yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
+    print(f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB", flush=True)
     texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
     if (first := next(filter(None, texts), None)) is None:
         raise UserError(f"{source.name}: no row of {source.dataset} has {source.keep or 'any text'}: correct configs/sources.py")
-    yield f"  {first[:100]!r}"
+    print(f"  {first[:100]!r}", flush=True)
 
 
 def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, ...]) -> list[str]:
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
     def first_value(path: str) -> str | None:
         """The column of the first record that has it, by a request for the file's first bytes."""
-        rows = _records(partial(_opened, source, path, HEAD_BYTES), PurePath(path), f"{source.dataset}/{path}",
-                        [column.split(".")[0]])
+        rows = _records(partial(_opened, source, path, HEAD_BYTES), f"{source.dataset}/{path}", [column.split(".")[0]])
         return next(filter(None, (_nested(row, column) for row, _ in islice(rows, HEAD_LINES))), None)
 
     with ThreadPoolExecutor(8) as pool:
@@ -299,8 +293,8 @@ def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, 
 
 def _read_hub(source: Source, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
     """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the rows that were read."""
-    read = partial(read_file, partial(_opened, source, path, BLOCK), PurePath(path), f"{source.dataset}/{path}", (source.column,),
-                   source.keep, is_strict=False)
+    read = partial(read_file, partial(_opened, source, path, BLOCK), f"{source.dataset}/{path}", (source.column,), source.keep,
+                   False)
     rows = 0
     try:
         for found in read():

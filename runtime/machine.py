@@ -10,10 +10,12 @@ Rows of metrics.jsonl, in the order in which things happened:
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import platform
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -116,6 +118,13 @@ def alone(folder: Path, words: str | None = None) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def end_with_parent() -> None:
+    """Ends this process of a multiprocessing pool as soon as its parent has ended, even by SIGKILL."""
+    parent = multiprocessing.parent_process()
+    assert parent
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def git(folder: Path, *words: str) -> str | None:

@@ -8,9 +8,7 @@ tried for with the model whole on one GPU.
 
 import math
 import multiprocessing
-import os
 import resource
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +26,7 @@ from runtime.cli import MachineError, UserError
 from runtime.config import Config, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
-from runtime.machine import GIB, memory_error
+from runtime.machine import GIB, end_with_parent, memory_error
 from runtime.parallel import World, build
 from runtime.roofline import highest_ratio, modelled_ratio
 from runtime.run import is_finished
@@ -239,9 +237,7 @@ def try_one(config: Config, device: torch.device) -> tuple[float, float]:
 
 
 def _try(config: Config, device: torch.device) -> tuple[float, float]:
-    parent = multiprocessing.parent_process()
-    assert parent
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()      # ends with it, even by SIGKILL
+    end_with_parent()
     with suppress(OSError):     # not Linux
         Path("/proc/self/oom_score_adj").write_text("1000")     # the first process that the kernel kills for memory
     try:

@@ -13,8 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from tests.text_files import write_rows
 
-URL = re.compile(r"(/api)?/datasets/(?P<repo>[^/]+/[^/]+)"
-                 r"(/(?P<what>revision|tree|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?")
+URL = re.compile(r"(/api)?/datasets/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?")
 ERRORS = {"gated": (401, "GatedRepo"), "forbidden": (403, "GatedRepo"), "moved": (404, "RepoNotFound"),
           "revision": (404, "RevisionNotFound"), "entry": (404, "EntryNotFound")}
 
