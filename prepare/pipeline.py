@@ -38,11 +38,10 @@ from prepare.decontaminate import found_in, read_grams
 from prepare.sources import BadFile, InputFile, Source
 from runtime import shards
 from runtime.cli import MachineError, ProgressLine, UserError, grid, si
-from runtime.machine import alone, end_with_parent, new_file, read_bytes, write_json
+from runtime.machine import ROOT, alone, end_with_parent, new_file, read_bytes, write_json
 from runtime.shards import LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import Tokenizer, clean, load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 BORDER = b"\0"                  # between prompt and response where the two are hashed as one
 TELL_S = 1.0                    # between two words of a task about its progress
 TOKENS_A_BYTE = 0.4             # a guess where nobody says how many tokens a file has
@@ -473,12 +472,11 @@ def _blocks(pieces: list[Piece], home: int, shard_bytes: int, size: int) -> Iter
         borders = np.append(0, np.cumsum(piece.table()["tokens"], dtype=np.int64)) * size       # of the documents in the piece
         runs = borders[np.flatnonzero(np.diff(piece.homes == home, prepend=False, append=False))].reshape(-1, 2)   # neighbours
         with open(f"{piece.stem}.bin", "rb") as file:
-            if os.fstat(file.fileno()).st_size != borders[-1]:
-                raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")
             for first, last in runs.tolist():
                 file.seek(first)
                 while left := last - file.tell():
-                    data = file.read(min(BLOCK, left, shard_bytes - at % shard_bytes))
+                    if not (data := file.read(min(BLOCK, left, shard_bytes - at % shard_bytes))):
+                        raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")
                     yield at // shard_bytes, data
                     at += len(data)
 
