@@ -320,40 +320,44 @@ class Piece(torch.nn.Module):
         self.norm = RMSNorm(64, 1e-5)
         torch.nn.init.ones_(self.norm.weight)
         _, w, _ = operands("random")
-        self.linears = torch.nn.ModuleList(linear(w, label) for label in ("cscale", "rowwise_with_gw_hp", "mxfp8"))
-        self.kernels, self.head = linear(w[:64], "tensorwise+kernels"), linear(4 * w, "tensorwise+kernels")
+        self.linears = torch.nn.ModuleList(linear(w, label) for label in (
+            "cscale", "rowwise_with_gw_hp", "mxfp8", "tensorwise+kernels+delayed"))
+        self.kernels, (self.head,) = linear(w[:64], "tensorwise+kernels"), linear(4 * w, "tensorwise+kernels+delayed")
+        self.head.has_bound = True      # convert() tells a head by its name
+        self.scales = fp8.DelayedScales(self)
 
     def forward(self, x):
-        x, head = self.norm(x), self.head[0]
-        ys = [holder(x) for holder in self.linears]
-        if type(head) is not Linear:
-            ys.append(fp8.KernelMatmul.apply(self.kernels(x), head.weight, *head.copies(), head.recipe, *[None] * 5,
-                                             torch.arange(len(x))))
-        return ys
+        x = self.norm(x)
+        return *(holder(x) for holder in self.linears), fp8._token_losses(self, self.kernels(x), torch.arange(len(x)))
 
 
-def test_compiled_equals_eager_also_when_the_weights_have_changed():
+def test_compiled_equals_eager_also_when_weights_and_delayed_scales_have_changed_without_compiling_anew():
     """One graph, forward and backward. Fused kernels keep fp32 where eager ones round to BF16 in between, and a value at the
     edge of a float8 step then falls to the other side: with those roundings kept, both must agree closely."""
     eager, compiled, (x, _, g) = Piece(), Piece(), operands("opposed")
-    compiled.compile(dynamic=False, fullgraph=True)
-    for factor in (1.0, -1.5):
+    parallel.compile_model(compiled, is_whole=True)
+    for factor, loss_scale, stance in ((1.0, 1 / 128, "default"), (-1.5, 1 / 100, "fail_on_recompile")):
         results = []
-        with inductor.patch(emulate_precision_casts=True):      # not monkeypatch, whose undoing hides the switch for good
-            for model in (eager, compiled):
-                with torch.no_grad():
-                    model.kernels[0].weight.mul_(factor)
-                fp8.refresh_weight_copies(model)
-                model.zero_grad()
-                leaf = x.clone().requires_grad_()
+        for model in (eager, compiled):
+            with torch.no_grad():
+                model.kernels[0].weight.mul_(factor)
+            fp8.refresh_weight_copies(model)
+            model.zero_grad()
+            model.scales.begin(loss_scale)
+            leaf = x.clone().requires_grad_()
+            # Not monkeypatch, whose undoing hides the switch for good.
+            with inductor.patch(emulate_precision_casts=True), torch.compiler.set_stance(stance):
                 ys = model(leaf)
-                torch.autograd.backward(ys, [g, g, g, torch.full((len(x),), 1 / 48)])
-                results.append([*ys, leaf.grad, *(p.grad for p in model.parameters())])
+                torch.autograd.backward(ys, [g, g, g, g, torch.full((len(x),), 1 / 48)])
+            results.append([model.scales.end(loss_scale), *ys, leaf.grad, *(p.grad for p in model.parameters())])
         distances = list(map(distance, *results))       # 1e-7 where both sum in the same order
         most = 2e-3 if torch.__version__ >= "2.13" else 4e-3        # before, Inductor adds a norm's gradients in another order
         assert all(d < most for d in distances[:-2]) and all(d < 1e-2 for d in distances[-2:]), distances
+        seen, due = compiled.scales.state(), eager.scales.state()
+        assert seen.keys() == due.keys() == {"linears.3.0.x", "linears.3.0.g", "head.x"}, "the head's gradient has a bound"
+        assert all(seen[name] == pytest.approx(due[name], rel=most) and due[name][0] > 0 for name in due)
     with fp8.in_bf16(compiled), torch.no_grad():
-        for y in compiled(x):
+        for y in compiled(x)[:-1]:
             assert torch.equal(y, eager.norm(x) @ operands("random")[1].bfloat16().T), "in_bf16 must leave the compiled graph"
 
 
