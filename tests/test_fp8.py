@@ -363,16 +363,13 @@ def test_compiled_equals_eager_also_when_weights_and_delayed_scales_have_changed
 
 @pytest.mark.parametrize("recipe, chosen, is_set", [
     ("rowwise", ["rowwise"], True), ("auto", ["tensorwise", "rowwise_with_gw_hp"], True), ("auto", ["tensorwise"], False)])
-def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(tiny, recipe, chosen, is_set):
+def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(tiny, monkeypatch, recipe, chosen, is_set):
     """Otherwise a compiled rowwise Linear after an RMSNorm turns NaN (pytorch#150859)."""
     config = replace(tiny, fp8=FP8Config(recipe=recipe), parallel=replace(tiny.parallel, compile=True))
-    precision = torch.get_float32_matmul_precision()
-    try:
-        with inductor.patch(emulate_precision_casts=False):
-            lines = parallel.set_torch_flags(config, parallel.World(0, 0, 1, torch.device("cuda", 0)), chosen)
-            assert inductor.emulate_precision_casts is is_set is any("emulate_precision_casts" in line for line in lines)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    with inductor.patch(emulate_precision_casts=False):
+        lines = parallel.set_torch_flags(config, parallel.World(0, 0, 1, torch.device("cuda", 0)), chosen)
+        assert inductor.emulate_precision_casts is is_set is any("emulate_precision_casts" in line for line in lines)
 
 
 # ------------------------------------------------------------------------------------------------------------- selection
