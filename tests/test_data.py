@@ -166,7 +166,7 @@ def test_identities_change_with_what_they_name(folder):
         assert getattr(load(folder), f"{split}_sha256") != getattr(one, f"{split}_sha256")
 
 
-# --------------------------------------------------------------------------------------------------- stream and damage
+# ---------------------------------------------------------------------------------------------- stream, damage, refusals
 
 def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     source, window = load(folder).locate(np.arange(8 * 6))
@@ -221,8 +221,6 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_no
         with pytest.raises(KeyError):       # it does not pass as sound
             ends()
 
-
-# -------------------------------------------------------------------------------------------------------------- refusals
 
 def test_more_than_the_data_allows_or_too_little_is_refused(folder):
     said = refusal(folder, "steps=40 data.max_epochs=1.5")        # 64 sequences of b, which has 7 windows

@@ -192,7 +192,7 @@ def test_they_compile_for_an_h100(source, format, is_loss, launched):
     assert re.findall(r"tt\.addptr .* : !tt\.ptr<\w+>, (i\d+)", binary.asm["ttir"]) == ["i64"] * 3
 
 
-# ---------------------------------------------------------------------------------------------- operators and one Linear
+# ------------------------------------------------------------------------- operators, one Linear, the head, whole models
 
 def without_copies(model):
     """The same model, in which weights are quantised at each use, as under FSDP2."""
@@ -257,8 +257,6 @@ def test_one_byte_a_value_is_kept_for_the_backward_pass(label, nbytes, emulated_
     assert 0 <= sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own) - nbytes * x.numel() <= 16
 
 
-# ------------------------------------------------------------------------------------------------------------ the head
-
 def head_loss(h, w, targets, factors, recipe=RECIPES["tensorwise"]):
     h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
     losses = fp8.KernelMatmul.apply(h, w, None, None, None, recipe, *[None] * 5, targets)
@@ -299,8 +297,6 @@ def test_the_loss_and_its_gradients_against_fp64(recipe, masked, matmuls, monkey
         losses, *grads = head_loss(h, w, targets, factors, r)
         assert not any(grad.isfinite().all() for grad in grads) and (where == 2 or not losses.isfinite().all())
 
-
-# --------------------------------------------------------------------------------------------------------- whole models
 
 def step(model, x, y):
     """Loss a token and gradients of one step, from none."""

@@ -37,19 +37,14 @@ def merged(parts, ranks):
 
 
 @pytest.fixture(scope="module")
-def gpt2():
-    return load_tokenizer("gpt2")
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_ids_are_the_official_ones(gpt2):
+def test_ids_are_the_official_ones():
     """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against."""
-    letters, extra = {}, 0      # as the paper's code defines them: printable bytes stay, the rest follow U+00FF
-    for byte in range(256):
+    gpt2, letters, extra = load_tokenizer("gpt2"), {}, 0
+    for byte in range(256):     # letters as the paper's code defines them: printable bytes stay, the rest follow U+00FF
         if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD):
             letters[byte] = chr(byte)
         else:
@@ -84,11 +79,12 @@ def test_text_returns_unchanged(folder, name, frame):
             tok.decode(bad)
 
 
-def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cut(gpt2, monkeypatch):
+def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cut(monkeypatch):
     """tiktoken 0.14 fails at a million blanks before a word. All but the last are one piece, the last is the word's where it is a
     space."""
-    own = tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, special_tokens={"<|endoftext|>": 50256},
-                            mergeable_ranks={token: rank for rank, token in enumerate(token_bytes())})
+    gpt2, own = load_tokenizer("gpt2"), tiktoken.Encoding(
+        "gpt2", pat_str=r50k_pat_str, special_tokens={"<|endoftext|>": 50256},
+        mergeable_ranks={token: rank for rank, token in enumerate(token_bytes())})
 
     def hold(texts):
         for text in texts:
