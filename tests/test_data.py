@@ -290,7 +290,7 @@ def test_shards_of_a_vocabulary_beyond_16_bits(tmp_path, capsys):
     assert wide not in text and "is_masked" not in text, "no machine's path, and no mask where there is none"
     ids = np.concatenate([np.fromfile(shard.path, "<u4") for shard in index.shards])
     found = [piece.tolist() for piece in np.split(ids, (ids == tok.eot).nonzero()[0][1:])]
-    assert sorted(found) == sorted(conftest.encode_document(tok, document).tolist() for document in DOCUMENTS)
+    assert sorted(found) == sorted([*tok.prefix, *tok.encode(document)] for document in DOCUMENTS)
     made, moved, other = (config_of(tmp_path / "data", f"data.mixture=mine:1 data.tokenizer={name} model.vocab_size={size}")
                           for name, size in ((wide, tok.vocab_size + 8), ("/else/where", tok.vocab_size + 8), ("gpt2", 50257)))
     x, y = open_data(made, tok.sha256).batch(0, 0, 0, 1)
