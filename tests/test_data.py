@@ -1,5 +1,5 @@
-"""Tests of runtime/data.py and runtime/shards.py: the order of tokens, batches, validation, damage, index.json; prompts
-and responses, from prepare_data.py to evaluation."""
+"""Tests of runtime/data.py and runtime/shards.py: the order of tokens, batches, validation, damage, index.json; ids of 32 bits,
+prompts and responses, from prepare_data.py to evaluation."""
 
 import contextlib
 import itertools
@@ -15,18 +15,16 @@ import pytest
 import torch
 
 from eval import tasks
-from model import GPTConfig
 from prepare_data import main
 from runtime import shards
 from runtime.cli import UserError
-from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data, permute, schedule, shares
 from runtime.shards import damage, read_index, remove_shards
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
 from tests.faults import flip_bit
 from tests.test_prepare import local, split_of
-from tests.text_files import some_documents, write_tokenizer
+from tests.text_files import DOCUMENTS, some_documents, write, write_tokenizer
 
 SHA, N_CTX, VOCAB, MASK = "0123abcd", 8, 60_000, np.uint32(2**31)
 OURS = {"tokenizer": "folder", "tokenizer_sha256": SHA, "vocab_size": VOCAB}
@@ -50,16 +48,14 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def config_of(folder, mixture=None, *, steps=6, seed=1, eval_tokens=24, vocab_size=VOCAB, **data):
-    data = {"tokenizer": "./some/folder", "tokens_per_step": 8 * N_CTX, "micro_batch": 2, "max_epochs": 50.0, **data}
-    return Config(
-        run="t", steps=steps, seed=seed, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=eval_tokens), out=f"{folder}/../out",
-        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=vocab_size),
-        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, **data))
+def config_of(folder, words=""):
+    return conftest.changed(conftest.tiny_config(folder, folder.parent / "out"), "data.mixture=a:0.5,b:0.2,c:0.3 seed=1 "
+                            f"data.tokenizer=./some/folder data.tokens_per_step={8 * N_CTX} data.micro_batch=2 eval.tokens=24 "
+                            f"data.max_epochs=50 model.vocab_size={VOCAB} model.n_ctx={N_CTX} {words}")
 
 
-def load(*args, **kwargs):
-    return open_data(config_of(*args, **kwargs), SHA)
+def load(folder, words="", sha256=SHA):
+    return open_data(config_of(folder, words), sha256)
 
 
 def refusal(*args, **kwargs):
@@ -116,25 +112,25 @@ def test_ranks_share_a_step_whatever_their_number(folder):
         alone = firsts(data.batch(step, micro, 0, 1) for micro in range(4))
         for size in (2, 4):
             assert firsts(data.batch(step, micro, rank, size) for micro in range(4 // size) for rank in range(size)) == alone
-    assert read(load(folder, micro_batch=4), 6) == read(data, 6) != read(load(folder, seed=2), 6)
-    assert read(load(folder, {"c": 1, "b": 1, "a": 1}), 6) == read(load(folder, {"a": 2, "b": 2, "c": 2}), 6)
+    assert read(load(folder, "data.micro_batch=4"), 6) == read(data, 6) != read(load(folder, "seed=2"), 6)
+    assert read(load(folder, "data.mixture=c:1,b:1,a:1"), 6) == read(load(folder, "data.mixture=a:2,b:2,c:2"), 6)
     with pytest.raises(AssertionError):
         data.batch(0, 4, 0, 1)      # a fifth micro-batch would belong to the next step
 
 
-@pytest.mark.parametrize("mixture", [{"a": 0.5, "b": 0.2, "c": 0.3}, {"a": 0.501, "b": 0.2, "c": 0.299}])
-def test_a_run_resumes_at_any_step_and_reads_on_past_its_plan_as_a_longer_run_does(folder, mixture):
+@pytest.mark.parametrize("words", ["", "data.mixture=a:0.501,b:0.2,c:0.299"])
+def test_a_run_resumes_at_any_step_and_reads_on_past_its_plan_as_a_longer_run_does(folder, words):
     """A rollback moves the data on. The second mixture's period is longer than the short run. A run that was begun by an older
     version goes on with the same tokens, too: as printed by commit 4385f5b."""
     assert read(load(folder), 1) == [1096, 3080, 1185, 2024, 1201, 3008, 1152, 2008]
-    assert read(load(folder, seed=7), 1000, 999) == [1008, 2000, 1032, 3208, 1080, 2016, 3040, 1104]
-    short, whole = load(folder, mixture, steps=2), read(load(folder, mixture, steps=40), 40)
+    assert read(load(folder, "seed=7"), 1000, 999) == [1008, 2000, 1032, 3208, 1080, 2016, 3040, 1104]
+    short, whole = load(folder, f"{words} steps=2"), read(load(folder, f"{words} steps=40"), 40)
     assert all(read(short, 40, step) == whole[8 * step:] for step in (0, 1, 2, 7, 39)) and short.planned.sum() == 2 * 8
-    assert np.array_equal(load(folder, mixture, steps=2).locate(np.arange(17)), short.locate(np.arange(17)))
+    assert np.array_equal(load(folder, f"{words} steps=2").locate(np.arange(17)), short.locate(np.arange(17)))
 
 
 def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
-    data = load(folder, steps=60)
+    data = load(folder, "steps=60")
     found = np.array(read(data, 60))
     assert data.weights == {"a": 0.5, "b": 0.2, "c": 0.3}
     assert np.bincount(found // 1000 - 1).tolist() == data.planned.tolist()
@@ -152,18 +148,18 @@ def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
 # ----------------------------------------------------------------------------------------------------------- validation
 
 def test_validation_windows_are_fixed_and_evenly_strided(folder):
-    val = load(folder, eval_tokens=20).val["b"]         # 2.5 windows of 8: three
+    val = load(folder, "eval.tokens=20").val["b"]         # 2.5 windows of 8: three
     x, y = val.batch(0, len(val))
     assert (len(val), val.tokens, val.n_ctx, val.text_bytes) == (3, 24, N_CTX, 4 * 24)
     assert x[:, 0].tolist() == [2000 + 7 * N_CTX + 1 + N_CTX * window for window in (0, 1, 3)]      # 0, 5/3, 10/3 rounded down
     assert (y == x + 1).all() and torch.equal(val.batch(2, 99)[0], x[2:]) and val.batch(3, 5)[0].shape == (0, N_CTX)
-    assert len(load(folder, eval_tokens=10**9).val["b"]) == 5       # all there are
+    assert len(load(folder, f"eval.tokens={10**9}").val["b"]) == 5       # all there are
 
 
 def test_identities_change_with_what_they_name(folder):
-    one, other = load(folder), load(folder, seed=7, eval_tokens=8)
+    one, other = load(folder), load(folder, "seed=7 eval.tokens=8")
     assert one.train_sha256 == other.train_sha256 and one.val_sha256 != other.val_sha256
-    assert one.val_sha256 == load(folder, seed=7).val_sha256
+    assert one.val_sha256 == load(folder, "seed=7").val_sha256
     for split in "train", "val":
         splits = json.loads((folder / "a/index.json").read_text())["splits"]
         splits[split]["shards"][0]["sha256"] = "other"
@@ -171,7 +167,7 @@ def test_identities_change_with_what_they_name(folder):
         assert getattr(load(folder), f"{split}_sha256") != getattr(one, f"{split}_sha256")
 
 
-# --------------------------------------------------------------------------------------------------- stream and damage
+# ---------------------------------------------------------------------------------------------- stream, damage, refusals
 
 def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     source, window = load(folder).locate(np.arange(8 * 6))
@@ -227,18 +223,20 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_no
             ends()
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
-
 def test_more_than_the_data_allows_or_too_little_is_refused(folder):
-    said = refusal(folder, steps=40, max_epochs=1.5)        # 64 sequences of b, which has 7 windows
+    said = refusal(folder, "steps=40 data.max_epochs=1.5")        # 64 sequences of b, which has 7 windows
     assert "512 tokens of b" in said and "has 56 and data.max_epochs=1.5; set it to 9.15," in said and said.count("\n") == 2
-    load(folder, {"b": 1.0}, steps=7, tokens_per_step=2 * N_CTX, max_epochs=2)
-    assert "set it to 2.29," in refusal(folder, {"b": 1.0}, steps=8, tokens_per_step=2 * N_CTX, max_epochs=2)
+    load(folder, "steps=7" + (words := f" data.mixture=b:1 data.tokens_per_step={2 * N_CTX} data.max_epochs=2"))
+    assert "set it to 2.29," in refusal(folder, "steps=8" + words)
     write_numbered(folder / "short", (0,), 0, val_windows=0)
-    said = refusal(folder, {"short": 1})
+    said = refusal(folder, "data.mixture=short:1")
     assert "1 train tokens, too few" in said and "1 val tokens, too few" in said
-    assert re.search(r"there is no .*/ghost/index.json \(.* holds a, b, c, short\)", refusal(folder, {"a": 1, "ghost": 1}))
-    conftest.write_index(folder / "b", tokenizer="gpt2")        # of other rules or sizes: test_tokenizer.py
+    assert re.search(r"there is no .*/ghost/index.json \(.* holds a, b, c, short\)", refusal(folder, "data.mixture=a:1,ghost:1"))
+    said = refusal(folder, sha256="4567")
+    assert re.search(r"made with tokenizer=folder \(0123abcd.* another tokenizer \(4567.*: set data.tokenizer to", said)
+    said = refusal(folder, "model.vocab_size=300")
+    assert f"holds ids below {VOCAB}, but model.vocab_size=300: set model.vocab_size={VOCAB}" in said
+    conftest.write_index(folder / "b", tokenizer="gpt2")
     assert "tokenizer=gpt2 (0123abcd...), but data.tokenizer=./some/folder" in refusal(folder)
 
 
@@ -283,7 +281,25 @@ def test_only_shards_hashes_and_index_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == foreign
 
 
-# ----------------------------------------------------------------------------------------------- prompts and responses
+# ------------------------------------------------------------------------------------ from prepare_data.py to the batch
+
+def test_shards_of_a_vocabulary_beyond_16_bits(tmp_path, capsys):
+    wide = str(write_tokenizer(tmp_path / "wide", spare=70_000))
+    assert local(write(tmp_path / "a.jsonl", DOCUMENTS), out=tmp_path / "data", tokenizer=wide) == 0
+    tok, index, text = load_tokenizer(wide), read_index(tmp_path / "data/mine"), (tmp_path / "data/mine/index.json").read_text()
+    assert (json.loads(text)["dtype"], index.tokenizer, index.tokenizer_sha256) == ("uint32", "folder", tok.sha256)
+    assert wide not in text and "is_masked" not in text, "no machine's path, and no mask where there is none"
+    ids = np.concatenate([np.fromfile(shard.path, "<u4") for shard in index.shards])
+    found = [piece.tolist() for piece in np.split(ids, (ids == tok.eot).nonzero()[0][1:])]
+    assert sorted(found) == sorted([*tok.prefix, *tok.encode(document)] for document in DOCUMENTS)
+    made, moved, other = (config_of(tmp_path / "data", f"data.mixture=mine:1 data.tokenizer={name} model.vocab_size={size}")
+                          for name, size in ((wide, tok.vocab_size + 8), ("/else/where", tok.vocab_size + 8), ("gpt2", 50257)))
+    x, y = open_data(made, tok.sha256).batch(0, 0, 0, 1)
+    assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
+    told = conftest.asked(capsys, main, "--show", tmp_path / "data")
+    assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in told
+    assert made.identity() == moved.identity() != other.identity(), "the shards say which it is"
+
 
 PAIRS = list(zip(some_documents(60, 3), some_documents(60, 4), strict=True))
 # The same two texts parted elsewhere are another pair; an empty prompt is one too; rows without a response are none.
@@ -312,7 +328,8 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
         windows += [(ids[at:at + N_CTX], targets[at + 1:at + N_CTX + 1]) for at in range(0, len(ids) - N_CTX, N_CTX)]
     assert "the responses and the ends of documents" in conftest.asked(capsys, main, "--show", tmp_path / "data")
 
-    config = config_of(tmp_path / "data", {"chat": 1}, eval_tokens=10**6, tokenizer=name, vocab_size=tok.vocab_size)
+    config = config_of(tmp_path / "data", f"data.mixture=chat:1 eval.tokens={10**6} data.tokenizer={name} "
+                       f"model.vocab_size={tok.vocab_size}")
     data = open_data(config, tok.sha256)
     val = data.val["chat"]
     for step in range(6):
@@ -333,4 +350,4 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
         read(open_data(config, tok.sha256), 6)
     only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
-    assert "prompts has 101 val tokens" in refusal(tmp_path, {"prompts": 1})
+    assert "prompts has 101 val tokens" in refusal(tmp_path, "data.mixture=prompts:1")

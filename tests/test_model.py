@@ -1,6 +1,6 @@
 """model.py: forward pass and gradients against a second implementation in numpy; initial weights, dtypes, counts and refusals
-against closed forms. That transformers computes the same bits, and the same texts from a cache: tests/test_export.py; several
-tokens behind a cache that texts share: tests/test_lm.py."""
+against closed forms. That transformers computes the same bits, with Llama 3's RoPE too, and the same texts from a cache:
+tests/test_export.py; several tokens behind a cache that texts share: tests/test_lm.py."""
 
 import math
 from dataclasses import replace
@@ -19,9 +19,7 @@ VARIANTS = {
     "gqa": replace(TINY, n_kv_head=2),
     "one_kv_head": replace(TINY, n_kv_head=1),
     "qk_norm": replace(TINY, qk_norm=True),
-    "llama3_rope": replace(TINY, rope_theta=500.0, rope_factor=8.0, rope_original_ctx=16),
-    "everything": replace(TINY, tied=False, n_kv_head=2, qk_norm=True, rope_theta=300.0, rope_factor=4.0,
-                          rope_original_ctx=16, norm_eps=1e-3),
+    "everything": replace(TINY, tied=False, n_kv_head=2, qk_norm=True, rope_theta=300.0, norm_eps=1e-3),
 }
 
 
@@ -52,7 +50,7 @@ def reference_logits(model, x, seen=None):
     c = model.config
     w = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
     (B, T), H, K, D = x.shape, c.n_head, c.n_kv_head or c.n_head, c.n_embd // c.n_head
-    h, frequencies = w["wte.weight"][x.numpy()], reference_frequencies(c)                       # (B, T, C)
+    h, frequencies = w["wte.weight"][x.numpy()], c.rope_theta ** (-np.arange(0, D, 2) / D)      # (B, T, C), (D / 2,)
     for i in range(c.n_layer):
         block = {n.removeprefix(f"layers.{i}."): v for n, v in w.items() if n.startswith(f"layers.{i}.")}
         heads = rms(h, block["norm1.weight"], c.norm_eps) @ block["attn.qkv.weight"].T
@@ -84,23 +82,6 @@ def turn(x, frequencies):
     first, second = np.split(x, 2, axis=-1)
     turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(x.shape[-2]), frequencies))
     return np.concatenate((turned.real, turned.imag), axis=-1)
-
-
-def reference_frequencies(c):
-    """Llama 3.1's rule pair by pair, as published: by wavelength, three cases."""
-    D = c.n_embd // c.n_head
-    out = []
-    for i in range(D // 2):
-        frequency = c.rope_theta ** (-2 * i / D)
-        if c.rope_factor is not None:
-            wavelength = 2 * math.pi / frequency
-            if wavelength > c.rope_original_ctx / c.rope_low_freq:
-                frequency /= c.rope_factor
-            elif wavelength >= c.rope_original_ctx / c.rope_high_freq:
-                smooth = (c.rope_original_ctx / wavelength - c.rope_low_freq) / (c.rope_high_freq - c.rope_low_freq)
-                frequency = (1 - smooth) * frequency / c.rope_factor + smooth * frequency
-        out.append(frequency)
-    return np.array(out)
 
 
 def cross_entropy64(logits, y):

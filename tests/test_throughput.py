@@ -18,7 +18,7 @@ from runtime.cli import UserError
 from runtime.config import load_config
 from runtime.machine import nvidia_smi, read_bytes, read_rows
 from runtime.optim import build_optimizer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, asked
 from tests.faults import children, wait_for
 
 TOY = Cell("toy", "bf16", 4, 32, 512, "cpu", {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257})
@@ -105,13 +105,19 @@ def test_what_makes_a_row_invalid(changes, why):
     assert "its BF16 is invalid" in compared(cell_row(TENSORWISE, answer(), broken), broken, base)["invalid_because"]
 
 
-def test_a_slow_attention_flatters_fp8(monkeypatch):
+def test_a_slow_attention_or_a_drift_on_a_gpu_is_no_evidence_and_speed_is_per_flop(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     for kernel, is_fit in {"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": True, "flash_fwd_kernel": False,
                            "flash::FlashAttnFwdSm90": True, "triton_red_fused_scaled_dot_product_attention_0": True}.items():
         row = cell_row(replace(TOY, device="cuda"), answer(kernels=[["nvjet", 2.0], [kernel, 1.0]]), None)
         assert row["valid"] is is_fit and row["mfu_bf16"] == pytest.approx(row["tok_per_s"] * 10 / 989.4e12)
         assert row["attention_kernel"] == (None if kernel.startswith("triton") else kernel)
+    before, after = (cell_row(TOY, answer(speed), None) for speed in (1000, 1040))
+    row = cell_row(TENSORWISE, answer(1530), before)
+    cpu, gpu, half = (compared(row | changes, before, after) for changes in (
+        {"device": "cpu"}, {"device": "cuda"}, {"tflops": row["tflops"] / 2}))      # a peer's model with half the FLOPs a token
+    assert (cpu["ratio"], half["ratio"]) == pytest.approx((1.5, 0.75)) and cpu["valid"], "a CPU may drift"
+    assert not gpu["valid"] and "drifted by +4.0%" in gpu["invalid_because"]
 
 
 def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp_path, monkeypatch):
@@ -122,15 +128,6 @@ def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp
         steps = []
         found = nvidia_smi(*throughput.CLOCKS.values(), work=lambda steps=steps: steps.append(time.sleep(0.01)))
         assert list(map(throughput._number, found)) == told and len(steps) > 5
-
-
-def test_a_drift_is_no_evidence_on_a_gpu_and_speed_is_per_flop():
-    before, after = (cell_row(TOY, answer(speed), None) for speed in (1000, 1040))
-    row = cell_row(TENSORWISE, answer(1530), before)
-    cpu, gpu, half = (compared(row | changes, before, after) for changes in (
-        {"device": "cpu"}, {"device": "cuda"}, {"tflops": row["tflops"] / 2}))      # a peer's model with half the FLOPs a token
-    assert (cpu["ratio"], half["ratio"]) == pytest.approx((1.5, 0.75)) and cpu["valid"], "a CPU may drift"
-    assert not gpu["valid"] and "drifted by +4.0%" in gpu["invalid_because"]
 
 
 @pytest.fixture
@@ -266,9 +263,8 @@ def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, cap
             (["--table"], 0, "## NVIDIA H100"), ([], 2, "needs a CUDA GPU"), (["suite=a100"], 2, "suite"),
             (["cells=125m/tensorwize"], 2, "did you mean '125m/tensorwise'"), (["budgets=3"], 2, "budget"),
             (["cells=125m/rowwise"], 2, "needs a CUDA GPU")):
-        assert throughput.main([f"out={old}", *words]) == code
-        out, err = capsys.readouterr()
-        assert told in (err if code == 2 else out) and err.count("\n") == (code == 2)
-    assert (tmp_path / "old.png").exists() and throughput.main(["--table", "out=absent.jsonl"]) == 2
-    assert throughput.main(["suite=toy", "budget=0", f"out={tmp_path / 'none.jsonl'}"]) == 0
-    assert "2 cells are left, none fits: give budget=417 or more" in capsys.readouterr().out
+        said = asked(capsys, throughput.main, f"out={old}", *words, code=code)
+        assert told in said and (code < 2 or said.count("\n") == 1)
+    assert (tmp_path / "old.png").exists() and asked(capsys, throughput.main, "--table", "out=absent.jsonl", code=2)
+    said = asked(capsys, throughput.main, "suite=toy", "budget=0", f"out={tmp_path / 'none.jsonl'}")
+    assert "2 cells are left, none fits: give budget=417 or more" in said
