@@ -6,6 +6,7 @@ Flipped bits, full disks, SIGTERM, two runs of one folder, other numbers of rank
 
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import replace
@@ -13,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 from runtime.config import Config
+from runtime.machine import ROOT
 from tests import faults, test_prepare
-from tests.conftest import changed
+from tests.conftest import changed, process
 from tests.faults import leftovers, record, rows, saved_steps
 from tests.test_faults import EVERY, base, finish
 from tests.test_prepare import big
@@ -28,8 +30,8 @@ def is_as_calm(config: Config, ranks: int) -> None:
 @pytest.mark.parametrize("recipe, ranks, kills, changes", [
     ("tensorwise", 1, 10, ""), ("tensorwise", 2, 10, ""), ("tensorwise", 4, 4, "parallel.replicate=2 parallel.shard=2"),
     ("off", 1, 3, "parallel.recompute=true"), ("tensorwise_gw_hp", 1, 3, ""), ("rowwise", 1, 3, ""), ("amax", 1, 3, ""),
-    ("rowwise_with_gw_hp", 1, 3, "parallel.recompute=true"), ("cscale", 1, 3, ""), ("mxfp8", 1, 3, ""), ("off", 2, 3, ""),
-    ("tensorwise_gw_hp", 2, 3, "parallel.recompute=true"), ("rowwise", 2, 3, ""),
+    ("rowwise_with_gw_hp", 1, 3, "parallel.recompute=true"), ("cscale", 1, 3, ""), ("mxfp8", 1, 3, ""), ("nvfp4", 1, 3, ""),
+    ("off", 2, 3, ""), ("tensorwise_gw_hp", 2, 3, "parallel.recompute=true"), ("rowwise", 2, 3, ""),
     ("tensorwise", 2, 3, "run=gathered fp8.all_gather=true")])
 def test_kills_at_any_moment(base, recipe, ranks, kills, changes):
     """Every second one in the middle of a save, the others wherever the run is."""
@@ -111,3 +113,14 @@ def test_ray_makes_the_same_shards(big, tmp_path):
     pytest.importorskip("ray")
     test_prepare.finish(big.command(tmp_path, 2, "on=ray"), ELSEWHERE="1")
     assert test_prepare.content(tmp_path) == big.calm
+
+
+def test_the_compilers_plan_of_an_h100_is_what_docs_speed_says():
+    """Matmuls, attention, other kernels, what is kept, in kB a token: dev/compiler_plan.py reaches into torch's private parts."""
+    pytest.importorskip("triton")
+    plan = process("-m", "dev.compiler_plan", "configs/gpt125m_bf16.py", "data.micro_batch=64", "model.n_ctx=1024")
+    kinds = re.findall(r"  (?:\w+, )?([a-z]+).* ([\d.]+) kB per token", plan.stdout)
+    columns = "matmul", "attention", "written called", "kept"
+    found = [sum(float(kb) for kind, kb in kinds if kind in column) for column in columns]
+    row = re.search(r"\| 125M, BF16 \| (.*) \| \d+ \|", (ROOT / "docs/speed.md").read_text())[1]
+    assert [f"{value:,.0f}" for value in found] == row.split(" | "), plan.stdout + plan.stderr
