@@ -580,6 +580,8 @@ def test_raw_is_tiktokens_own_encoding_of_each_document_once():
     (["local", "../a.jsonl", "name=mine", "out=../a.jsonl"], "a.jsonl/mine: Not a directory"),
     (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
     (["local", "../a.jsonl", "name=mine", "on=slurm"], "needs partition="),
+    (["hf:nobody", "tokens=1e6"], "must look like hf:OWNER/NAME"),
+    (["fineweb_edu", "arxiv", "name=mine"], "name=mine can name one source, not 2"),
 ])
 def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
     write(tmp_path / "a.jsonl", DOCUMENTS)
