@@ -1,206 +1,221 @@
-"""scaling/fit.py: its page of three panels draws the points, the laws and the gaps that it is given."""
+"""scaling/figures.py: the figures of one run show what its rows say, for whole, cut, running and damaged files."""
 
 import itertools
-from dataclasses import replace
-from types import SimpleNamespace
+import json
+import math
+import re
 
+import matplotlib
 import numpy as np
 import pytest
-from scaling_runs import edit, errorbars, legend, surface, write_branches, write_ladder, write_run
+from matplotlib.colors import to_hex
 
-from scaling import figures, fit
-from scaling.figures import STYLES, styles, write_with
-from scaling.fit import draw, fit_group, fit_points, lines_of
-from scaling.laws import Points
-from scaling.pairs import pairs
-from scaling.records import read_runs
-from tests.test_laws import law
+from scaling import figures
+from tests.conftest import asked
+from tests.scaling_runs import cells, legend
 
-SIZES, RATIOS = (53e6, 124e6, 257e6, 360e6), (5, 10, 20, 40)
-LARGE = (1.54e9, 30.8e9)
+LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+STEPS = (100, 200, 300)
+ZERO = {"amax": 0, "scale_min": 1, "scale": 1, "scale_max": 1, "underflow": 0, "saturated": 0, "error": 0}
 
 
-def held_out(gap=0.0, is_there=False, width=0.02):
-    N, D = LARGE
-    loss = surface(N, D) + gap
-    prediction = SimpleNamespace(loss=loss, low=(1 - width) * loss, high=(1 + width) * loss)
-    return (SimpleNamespace(N=N, D=D, C=6.6 * N * D, loss=1.004 * loss if is_there else None, prediction=prediction),)
+def write(folder, rows, name="metrics.jsonl"):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
 
 
-def study(folder, runs=(), **declared):
-    """(groups, pairs, loss_key) of the runs under a folder, here after writing `runs`: what fit.py hands to draw."""
-    for i, run in enumerate(runs):
-        write_run(folder / str(i), **run)
-    edit(folder / "study.json", **declared)
-    records, _ = read_runs([folder])
-    recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
-    groups = [fit_group([r for r in records if r.recipe == recipe], "loss_bf16", resamples=0) for recipe in recipes]
-    return groups, pairs(records)[0], "loss_bf16"
+def lines_of(panel):
+    return [line.get_xydata() for line in panel.get_lines()]
 
 
-def table(N, D, loss, name="points.csv", axes="NDC"):
-    """What fit.py hands to draw for a table of points."""
-    return [fit_points(Points(N, D, 6 * N * D, loss, np.arange(len(N))), name, axes, resamples=0)], [], "loss_bf16"
+def row(step, kind="train", **changes):
+    return {"kind": kind, "step": step, "tokens": step * 512, "loss": 2 + 4 / step, "lr": 1e-3, "tok_per_s": 5000.0 + step,
+            "grad_norm": 1.0 + 0.1 * (step % 3), "step_s": 0.1, "since_start": step, "verdict": "OK", **changes}
 
 
-ARMS = ("bf16", "tensorwise", "tensorwise+kernels+delayed+head", "rowwise_with_gw_hp+first_bf16=2+skip=attn.out", "cscale")
-RAY, FEW = np.geomspace(5e7, 2e9, 9), np.geomspace(1e7, 1e9, 5)
-NOISE = np.random.default_rng(0).normal(size=240)
-CLOUD = 10 ** np.random.default_rng(1).uniform([[7.5], [9]], [[10], [11.5]], (2, 240))
-BUILDERS = {
-    "five recipes": lambda folder: study(folder, [{"recipe": recipe, "params": params, "gap": 0.004 * (recipe != "bf16")}
-                                                  for recipe, params in itertools.product(ARMS, (38_912, 184_320))]),
-    "one size": lambda folder: study(folder, [
-        {"seed": seed, "loss": 2.5 + 0.003 * seed, "recipe": recipe, "gap": -0.002 * (recipe != "bf16")}
-        for seed, recipe in itertools.product(range(3), ARMS[:2])]),
-    "two ratios": lambda folder: study(folder, [        # off one ray, too few points for L(N, D)
-        {"params": N, "tokens": N * ratio} for N, ratio in ((40_000, 10), (40_000, 20), (110_000, 20))], params="nonembed"),
-    "long ray": lambda _: table(RAY, 20 * RAY, 1.7 + 20 * (120 * RAY**2) ** -0.07 * (1 + 1e-3 * NOISE[:9]),
-                                "a_table_of_published_losses_with_a_name_that_is_far_too_long_for_one_line_of_a_title.csv"),
-    "cloud": lambda _: table(*CLOUD, law(*CLOUD) * np.exp(0.01 * NOISE)),
-    "sizes alone": lambda _: table(FEW, FEW, 2 + 300 * FEW**-0.35, axes="N")}
+def event(name, step, **more):
+    return {"kind": "event", "event": name, "step": step, **more}
 
 
-@pytest.fixture(scope="module")
-def ladder(tmp_path_factory):
-    return study(write_ladder(tmp_path_factory.mktemp("ladder")))
+def eventful():
+    """Steps 1 to 40: a skip, a NaN, a spike that was noted, two resumes, a failed save, 21 to 24 undone and done again."""
+    odd = {5: {"verdict": "SKIP", "grad_norm": 50.0}, 9: {"verdict": "SKIP", "loss": None, "grad_norm": None},
+           30: {"verdict": "SPIKE", "loss": 60.0}}
+    rows = [row(step, **odd.get(step, {})) for step in range(1, 41)]
+    undone = [row(step, "undone", loss=float(step), verdict=verdict) for step, verdict in enumerate(
+        ("OK", "OK", "SKIP", "ROLLBACK"), 21)]
+    after = {10: [event("resume", 10)], 12: [event("save_failed", 12)], 15: [event("resume", 15)],
+             20: [*undone, {"kind": "undone_val", "step": 24, "loss": 3.3}, event("rollback", 24, to=20)]}
+    val = {step: [{"kind": "val", "step": step, "tokens": 1, "loss": 2.5 + 4 / step, "sources": {}}] for step in (10, 20, 30, 40)}
+    return [one for r in rows for one in (r, *val.get(r["step"], ()), *after.get(r["step"], ()))]
 
 
-@pytest.fixture(scope="module")
-def branches(tmp_path_factory):
-    return study(write_branches(tmp_path_factory.mktemp("branches"), [*map(int, SIZES)], seeds=(1,), noise=2e-4, curve=True))
+def drawn(run):
+    return figures.draw(figures.read_history(run), run.name)
 
 
-def caption(figure):
-    return figure._supxlabel.get_text().replace("\n", " ")
+def points(panel, shape, color):
+    return sorted((float(x), float(y)) for line in panel.get_lines() for x, y in line.get_xydata()
+                  if line.get_marker() == shape and to_hex(line.get_color()) == to_hex(color))
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, name):
-    groups, found, loss_key = BUILDERS[name](tmp_path)
-    figure, axes = draw(groups, found, loss_key), [axis for axis in "CDN" if axis in groups[0].x]
-    names = fit.AXES | ({"N": "non-embedding\nparameters N"} if name == "two ratios" else {})
-    assert [panel.get_xlabel() for panel in figure.axes[-len(axes):]] == [names[axis] for axis in axes]
-    assert len(figure.axes) == len(axes) * (2 if found else 1) and figure._supxlabel.get_text().count("\n") < 2
-    assert f"n = {len(groups[0].loss)}" in figure.legends[0].get_title().get_text()
-    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
-    for panel in figure.axes[-len(axes):]:
-        ends = [label.get_window_extent().intervalx for label in panel.get_xticklabels() if label.get_text()]
-        assert ends and all(left[1] < right[0] for left, right in itertools.pairwise(ends)), "ticks can be read"
-    for panel, axis in zip(figure.axes, axes, strict=False):
-        for group in groups:
-            points = np.column_stack([group.x[axis], group.loss])
-            (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
-            assert (points > (left, low)).all() and (points < (right, high)).all()
-            offsets = [np.asarray(marks.get_offsets()) for marks in panel.collections]
-            assert any(found.shape == points.shape and np.allclose(found, points) for found in offsets)
-        assert name != "cloud" or panel.collections[-1].get_sizes().max() < 12       # hundreds of points stay readable
-    assert name != "long ray" or [line.form for line in groups[0].lines.values()] == ["ray"] * 3
+def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(tmp_path):
+    history = figures.read_history(write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)]))
+    assert list(history.train["loss"]) == [6.0, 4.0, 8.0]
+    history = figures.read_history(write(tmp_path / "two", [
+        row(1), row(2, "undone"), event("rollback", 2, to=1), row(2, "undone"), row(3, "undone"), event("rollback", 3, to=1)]))
+    assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
 
 
-def test_pairs_laws_and_words_of_a_surface(branches):
-    groups, found, _ = branches
-    figure = draw(*branches)
-    assert figure.axes[0].get_ylabel() == "validation loss\n[nats/token]"
-    assert caption(figure).startswith(f"BF16: {groups[0].laws['chinchilla'].formula()}.")
-    assert legend(figure) == ["BF16", "FP8 tensorwise", "training loss", "law, 95 % interval"]
-    wanted = [(pair.fp8.params_total, pair.in_bf16.percent, 100 * pair.in_bf16.se / pair.bf16.loss_bf16) for pair in found]
-    assert np.allclose(sorted(errorbars(figure.axes[5])), sorted((N, gap, gap - se, gap + se) for N, gap, se in wanted))
-    for panel, axis, names in zip(figure.axes[1:], "DN", ("53M 124M 257M 360M", "5 10 20 40"), strict=False):
-        key = panel.get_legend()
-        assert [text.get_text() for text in key.get_texts()] == names.split()
-        for handle, line in zip(key.get_lines(), lines_of(groups[0], axis, np.array([5e8])), strict=True):
-            like = next(one for one in panel.lines if one.get_color() == handle.get_color() and len(one.get_xdata()) == 240)
-            x, y = like.get_xydata().T
-            assert np.exp(np.interp(np.log(line.x[0]), np.log(x), np.log(y))) == pytest.approx(line.loss[0], rel=1e-3)
+def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
+    figure = drawn(write(tmp_path / "run", eventful()))
+    (loss, norm), (low, high) = figure.axes[:2], figure.axes[0].get_ylim()
+    assert points(loss, "D", "#000000") == [(10, 2.9), (20, 2.7), (30, 2.5 + 4 / 30), (40, 2.6)]      # validation
+    singles = next(line.get_xydata() for line in loss.get_lines() if line.get_alpha() == 0.35).tolist()
+    assert singles == [[s, 60.0 if s == 30 else 2 + 4 / s] for s in range(1, 41) if s != 9]
+    assert legend(figure) == ["training", "validation", "undone", "SKIP (3)", "SPIKE (1)", "ROLLBACK (1)", "resume (2)",
+                              "save failed (1)"]
+    for name, expected in {"SKIP": [(5, 2.8), (9, high), (23, high)], "SPIKE": [(30, high)], "save failed": [(12, low)],
+                           "resume": [(10, low), (15, low)], "ROLLBACK": [(24, low), (24, high)]}.items():
+        assert np.array(points(loss, *figures.MARKS[name])) == pytest.approx(np.array(sorted(expected))), name
+    assert points(norm, *figures.MARKS["SKIP"])[:2] == [(5, norm.get_ylim()[1]), (9, norm.get_ylim()[1])]
+    for panel in figure.axes:       # each event is a line through all; an undone stretch is grey
+        assert sorted(float(line.get_xdata()[0]) for line in panel.get_lines() if line.is_dashed()) == [10, 12, 15, 24]
+        assert [list(line.get_xdata()) for line in panel.get_lines()
+                if to_hex(line.get_color()) == figures.GREY and len(line.get_xdata()) > 1] == [[21, 22, 23, 24]]
+    assert figure.legends[0].get_title().get_text() == "Training of run (n = 1 run, steps 1 to 40)"
 
 
-def test_lines_of_a_surface_are_the_law(branches):
-    group = branches[0][0]
-    law, grid = group.laws["chinchilla"], np.geomspace(1e17, 1e21, 50)
-    (line,) = lines_of(group, "C", grid)
-    assert (line.low < line.loss).all() and (line.loss < line.high).all()
-    # The lowest loss of 2,000 sizes at each compute, counted in the runs' own FLOPs, which hold attention.
-    sizes, index = np.unique(group.x["N"], return_index=True)
-    N = np.geomspace(*SIZES[::3], 2000)
-    per_token = np.exp(np.interp(np.log(N), np.log(sizes), np.log(group.x["C"] / group.x["D"])[index]))
-    losses = law.predict(N[:, None] + 0 * grid, grid / per_token[:, None])
-    inside = np.isin(losses.argmin(axis=0), range(100, 1900))
-    assert inside.sum() > 5 and np.allclose(line.loss[inside], losses.min(axis=0)[inside], rtol=2e-4)
-    grid = np.geomspace(1e8, 1e10, 20)
-    by_size, by_ratio = lines_of(replace(group, held_out=held_out()), "D", grid), lines_of(group, "N", grid)
-    assert np.allclose([line.each for line in by_size + by_ratio], [*SIZES, LARGE[0], *RATIOS])
-    assert all(np.allclose(line.loss, law.predict(np.full(20, line.each), grid)) for line in by_size)
-    assert all(np.allclose(line.loss, law.predict(grid, line.each * grid)) for line in by_ratio)
+def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp_path):
+    rows = [row(step, loss=3.0, grad_norm=1.0, gpu_util_pct=95.0) for step in range(1, 401)]
+    rows[200] |= {"loss": 1000.0, "grad_norm": 1e6, "verdict": "SKIP"}
+    loss, norm, *_, busy = drawn(write(tmp_path / "run", rows)).axes
+    for panel, value in ((loss, 3.0), (norm, 1.0), (busy, 95.0)):
+        mean = max(panel.get_lines(), key=lambda line: line.get_linewidth() * (line.get_color() == figures.BLUE))
+        assert np.asarray(mean.get_ydata()) == pytest.approx(np.full(399, value))
+    assert loss.get_ylim()[1] < 4 and norm.get_ylim()[1] < 4
 
 
-def test_bands_hold_the_law_and_the_forms(ladder):
-    group, figure = ladder[0][0], draw(*ladder)
-    assert "All at 20 tokens per parameter" in caption(figure)
-    bands = [band for band in figure.axes[0].collections if len(band.get_paths()[0].vertices) > 100]
-    for is_hatched, ends in ((True, lambda x: np.sort([form.predict(x) for form in group.bands["C"]], axis=0)),
-                             (False, lambda x: group.lines["C"].interval_at(x)[1:])):
-        band, _ = (band for band in bands if bool(band.get_hatch()) == is_hatched)      # of BF16, of FP8
-        x, y = band.get_paths()[0].vertices.T
-        low, *_, high = ends(x)
-        assert (np.isclose(y, low) | np.isclose(y, high)).all()
+def test_odd_runs_are_drawn(tmp_path):
+    for i, rows in enumerate((
+            [row(1)], [row(s, "undone") for s in (1, 2)] + [event("rollback", 2, to=0)],
+            [row(s, loss=None, grad_norm=None, verdict="SKIP") for s in (1, 2, 3)],
+            [row(s, loss=2.0, grad_norm=0.0, lr=0.0, tok_per_s=0.0) for s in (1, 2, 3)],
+            eventful() + [event(f"odd {i} $x_$ \\frac$", 20) for i in range(12)])):
+        assert drawn(write(tmp_path / f"a $\\run$ {i}", rows)).axes
 
 
-@pytest.mark.parametrize("is_there, width", [(False, 0.02), (True, 0.7)])
-def test_the_held_out_run_is_a_star_with_its_frozen_prediction(branches, is_there, width):
-    groups, _, loss_key = branches
-    held = [held_out(gap, is_there, width) for gap in (0.0, 0.002)]
-    figure = draw([replace(group, held_out=one) for group, one in zip(groups, held, strict=True)], [], loss_key)
-    assert legend(figure)[-2:] == ["held-out run" if is_there else "held-out run to come", "its prediction, 95 %"]
-    for panel, axis in zip(figure.axes, "CDN", strict=True):
-        stars = [line for line in panel.lines if line.get_marker() == "*"]
-        assert [star.get_markerfacecolor() == "white" for star in stars] == [not is_there] * 2
-        low, high = panel.get_ylim()
-        assert np.log(high / low) < 1.1         # a wide interval leaves the panel instead of squeezing the data
-        for star, bar, (one,) in zip(stars, errorbars(panel), held, strict=True):
-            (x, y), = star.get_xydata()
-            assert np.allclose([x, y], [getattr(one, axis), one.loss or one.prediction.loss]) and low < y < high
-            assert np.allclose(bar[2:], (one.prediction.low, one.prediction.high))
+def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(tmp_path, capsys):
+    run, before, images = write(tmp_path / "run", eventful()), dict(matplotlib.rcParams), set()
+    (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:-30])
+    for out in (tmp_path / "one", tmp_path / "two"):
+        assert asked(capsys, figures.main, run, f"out={out}") == f"wrote {out}/: run.png, run.svg\n"
+        images.add((out / "run.png").read_bytes())
+    assert len(images) == 1 and dict(matplotlib.rcParams) == before
 
 
-def test_a_recipe_of_fewer_sizes_is_named_not_drawn(ladder, tmp_path):
-    groups, found, loss_key = ladder
-    small, *_ = study(tmp_path, [{"recipe": "rowwise", "params": 38_912, "gap": 0.004}])
-    figure = draw([*groups, *small], found, loss_key)
-    assert "Not drawn, fewer sizes or no such law: FP8 rowwise" in caption(figure) and "FP8 rowwise" not in legend(figure)
+def operand(name, block, kind, step):
+    """A known function: scales are powers of two that fall with depth, underflow grows with the step."""
+    base = {"weight": 12, "activation": 6, "gradient": 20}[name] + kind - 0.25 * block + 2 * step / 300
+    share = {"weight": 1e-5, "activation": 1e-4, "gradient": 1e-2}[name] * (1 + block) * step / 300
+    return {"amax": 448 / 2**base, "scale_min": 2**(base - 2), "scale": 2.0**base, "scale_max": 2**(base + 2),
+            "underflow": share, "saturated": 1e-6 * kind * share, "error": 0.02 + 0.001 * kind}
 
 
-def test_a_recipe_has_one_style_in_every_figure_told_apart_without_colour_too():
-    assert len({style["marker"] for style in STYLES}) == len({str(style["linestyle"]) for style in STYLES}) == len(STYLES)
-    for names in (["tensorwise", "own", "bf16"], ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]):
-        looks = dict(zip(names, styles(names), strict=True))
-        assert looks["bf16"]["color"] == "#0072B2" and looks["tensorwise"] is STYLES[1]
-        assert len({(style["color"], style["marker"]) for style in looks.values()}) == len(names)
+def linear_row(step, block, kind, **changes):
+    return {"kind": "linear", "step": step, "layer": f"layers.{block}.{LINEARS[kind]}", "recipe": "tensorwise",
+            **{name: operand(name, block, kind, step) for name in figures.OPERANDS}, **changes}
 
 
-def test_the_json_is_written_last(tmp_path, monkeypatch):
-    """Whoever finds law.json finds all of it, old or new."""
-    written = []
-    monkeypatch.setattr(figures, "write_atomically", lambda path, content: written.append(path.name))
-    write_with(tmp_path, "figure", figures.Figure(), {"law.json": "{}"})
-    assert written == ["figure.png", "figure.svg", "law.json"]
+def block_row(step, block, **changes):
+    return {"kind": "block", "step": step, "block": block, "attention_logit_max": 5 + 20 * block * step / 300,
+            "swiglu_amax": 8.0 + 2.0**(block * step / 300), "swiglu_rms": 0.5, **changes}
 
 
-def test_smoothing_keeps_a_line():
-    x = np.arange(1.0, 2001.0)
-    smooth_x, smooth_y = fit.smooth(x, 3 * x)
-    assert np.allclose(smooth_y, 3 * smooth_x) and 40 < len(smooth_x) <= 80 and smooth_x[-1] > 1900
+def rows_of(blocks=3):
+    return [row for step in STEPS for block in range(blocks) for row in [
+        *(linear_row(step, block, kind) for kind in range(4)), block_row(step, block)]]
 
 
-def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
-    """Two sizes at two ratios, two seeds each; then of many sizes some."""
-    N, ratio, seed = (a.ravel() for a in np.meshgrid([1e6, 4e6], [5.0, 20.0], [0.0, 0.1]))
-    (group,), *_ = table(N, N * ratio, 3 - np.log10(N * ratio) / 10 + seed)
-    by_size, by_ratio = lines_of(group, "D", None), lines_of(group, "N", None)
-    assert [(line.each, *line.x) for line in by_size] == [(1e6, 5e6, 20e6), (4e6, 20e6, 80e6)]
-    assert [(line.each, *line.x) for line in by_ratio] == [(5, 1e6, 4e6), (20, 1e6, 4e6)]
-    assert all(np.allclose(line.loss, 3.05 - np.log10(line.x) / 10) for line in by_size)
-    assert all(np.allclose(line.loss, 3.05 - np.log10(line.each * line.x) / 10) for line in by_ratio)
-    N = np.repeat(sizes := np.geomspace(1e6, 1e9, 9), 2)
-    (group,), *_ = table(N, N * np.tile([5.0, 20.0], 9), 2 + N / 1e9)
-    assert [line.each for line in lines_of(group, "D", None)] == pytest.approx(sizes[[0, 2, 3, 5, 6, 8]])
+def probe_of(folder, rows):
+    return figures.read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
+
+
+def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
+    rows = [block_row(step, block) for step in STEPS for block in range(12)]
+    rows[13]["swiglu_amax"] = None      # of step 200, block 1
+    unscaled = linear_row(300, 0, 0)
+    unscaled["weight"] |= {"scale": None, "error": None}
+    path = write(tmp_path, [block_row(200, 5, swiglu_rms=9), *rows, unscaled], "probe.jsonl") / "probe.jsonl"    # one done again
+    path.write_text(path.read_text() + '{"kind": "linear", "ste')
+    probe = figures.read_probe(path)
+    assert np.isnan(probe.linear["weight", "scale"]).all()
+    assert "no scale: these stay in BF16" in [text.get_text() for text in figures.draw_scales(probe, {}, "run").axes[0].texts]
+    assert any(line[-1] == "-" for line in cells(figures.table(probe)))
+    logit, ratio = figures.draw_outliers(probe, "run").axes[:2]
+    want = [[block_row(step, block)["attention_logit_max"] for step in STEPS] for block in range(12)]
+    assert np.allclose([line[:, 1] for line in lines_of(logit)], want)
+    shown = np.array([line[:, 1] for line in lines_of(ratio)])
+    assert np.isnan(shown[1]).tolist() == [False, True, False] and math.isclose(shown[5][2], (8 + 2.0**5) / 0.5)
+
+
+def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
+    """The last of a repeated step counts; the top shows the last step that has every layer, also of a cut-off file."""
+    wrong = linear_row(300, 1, 2) | {"weight": {**operand("weight", 1, 2, 300), "scale": 1.0}}
+    probe = probe_of(tmp_path, [wrong, *rows_of()[::-1], *(linear_row(400, block, 0) for block in range(3))])
+    assert probe.steps[probe.last] == 300
+    every = [*itertools.product(range(3), range(4))]
+    inference = probe_of(tmp_path / "eval", [linear_row(300, block, kind, gradient=None) for block, kind in every])
+    figure = figures.draw_scales(probe, {"rowwise": inference}, "run")
+    for column, name in enumerate(figures.OPERANDS):
+        top, bottom = figure.axes[column], figure.axes[3 + column]
+        for kind in range(4):
+            want = [math.log2(operand(name, block, kind, 300)["scale"]) for block in range(3)]
+            found = [line for line in lines_of(top) if np.allclose(line[:, 1], want)]
+            assert len(found) == (1 if name == "gradient" else 2)       # training, and inference where it has the operand
+            assert np.allclose(np.round(found[0][:, 0]), [0, 1, 2])
+        whiskers = np.concatenate([segment for group in top.collections for segment in group.get_segments()])
+        assert np.allclose(sorted(whiskers[1::2, 1] - whiskers[::2, 1]), 4)     # two octaves either way
+        medians = [np.median([math.log2(operand(name, *where, step)["scale"]) for where in every]) for step in STEPS]
+        assert any(np.allclose(line[:3], np.column_stack([STEPS, medians])) for line in lines_of(bottom))
+
+
+def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
+    head = [linear_row(step, 0, 0, layer="head") for step in STEPS]
+    figure = figures.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
+    places = [*itertools.product(range(12), range(4)), (0, 0)]      # the head last
+    for panel, (share, name) in zip(figure.axes, itertools.product(figures.SHARES, figures.OPERANDS), strict=False):
+        want = np.array([[operand(name, *where, step)[share] for step in STEPS] for where in places])
+        found = panel.collections[0].get_array().reshape(want.shape)
+        assert np.allclose(found.filled(0), 100 * want) and (np.ma.getmaskarray(found) == (want == 0)).all()
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [*map(str, range(12)), "head"]
+
+
+@pytest.mark.parametrize("rows, figures_of, told", [
+    # 1e-2 * 3 blocks; 1e-6 * 3 of that; 2 % + 3 * 0.1 %
+    (rows_of(), "outliers scales underflow", r"\| down +\| gradient +\| 3 +\| 9e-06 +\| 2.3 +\|"),
+    ([block_row(step, 0) for step in STEPS], "outliers", "has probed no FP8 Linear"),
+    ([linear_row(1, 0, 0, layer="head", weight=ZERO, activation=ZERO, gradient=None)], "scales underflow", "")])
+def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path, capsys, rows, figures_of, told):
+    run = write(tmp_path / "run", rows, "probe.jsonl")
+    if linears := [row for row in rows if row["kind"] == "linear"]:
+        write(run, linears, "eval/probe_rowwise.jsonl")
+    assert re.search(told, asked(capsys, figures.main, "--fp8", run))
+    assert sorted(path.name for path in (run / "figures").iterdir()) == [
+        f"fp8_{name}.{form}" for name in figures_of.split() for form in ("png", "svg")]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("{0}/nowhere", "nowhere/metrics.jsonl does not exist"), ("--fp8 {0}/step", "no row of a probe"),
+    ("--fp8 {0}/weight", "no row of a probe"), ("--fp8 {0}/run", "probe.jsonl does not exist"),
+    ("--fp8 {0}/none", "holds no row"), ("{0}/none", "has no step to draw yet"),
+    ("{0}/run out={0}/run/metrics.jsonl", "cannot be written")])
+def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
+    write(tmp_path / "run", [row(1)])
+    write(tmp_path / "none", [event("resume", 3)])
+    (tmp_path / "none/probe.jsonl").touch()
+    for key, value in (("step", None), ("weight", 3)):      # rows of other code
+        write(tmp_path / key, [linear_row(100, 0, 0), linear_row(100, 0, 0) | {key: value}], "probe.jsonl")
+    assert words in asked(capsys, figures.main, *arguments.format(tmp_path).split(), code=2)
+    assert not [*tmp_path.rglob("*.png")]

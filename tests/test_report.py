@@ -15,8 +15,8 @@ from scaling.pairs import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
 from tests.conftest import asked, changed
-from tests.test_dynamics import event, write
-from tests.test_dynamics import row as step_row
+from tests.test_figures import event, write
+from tests.test_figures import row as step_row
 
 GAPS = {"bf16": 0.0, "tensorwise": 0.01, "rowwise": -0.004}
 SPEED = {"bf16": 1000.0, "tensorwise": 1300.0, "rowwise": 1150.0}
