@@ -56,14 +56,15 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
     return {name: count // common for name, count in counts.items()}
 
 
-def schedule(counts: list[int], length: int) -> np.ndarray:
-    """(length,) uint16: the source of each sequence, such that every prefix holds its share of each to within one.
+def schedule(counts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each sequence, (length,) uint16, such that every prefix holds its share of each to within one, and which of
+    its source's it is, (length,) int64. A longer schedule begins as a shorter one.
 
     Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
     x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
     may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that."""
     n, period, c = len(counts), sum(counts), max(1, 2 * len(counts) - 2)
-    table = np.empty(length, np.uint16)
+    table, ordinal = np.empty(length, np.uint16), np.empty(length, np.int64)
     common = math.lcm(*counts)
     # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots times c common / P.
     release = [-(-period // (c * a)) for a in counts]
@@ -71,11 +72,11 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
     drawn = [0] * n
     for k in range(length):
         s = min((s for s in range(n) if release[s] <= k + 1), key=deadline.__getitem__)
-        table[k] = s
+        table[k], ordinal[k] = s, drawn[s]
         drawn[s] += 1
         release[s] = -(-period * (1 + c * drawn[s]) // (c * counts[s]))
         deadline[s] += c * (common // counts[s])
-    return table
+    return table, ordinal
 
 
 def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
@@ -200,7 +201,7 @@ class Data:
         counts = shares({name: config.data.mixture[name] for name in self.sources})
         self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
         self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
-        self._order = lru_cache(maxsize=2)(self._plan_order)
+        self._order = lru_cache(maxsize=2)(lambda length: schedule(list(counts.values()), min(self._period, length)))
         whole, rest = divmod(self.n_sequences, self._period)
         first = self._order(self.n_sequences)[0][:rest]
         self.planned = whole * self._counts + np.bincount(first, minlength=len(self.sources))
@@ -214,15 +215,6 @@ class Data:
         self.train_sha256 = self._identity("train")
         self.val_sha256 = self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self.val.items()])
         self._hashed: Future = Future()     # verify() ends it
-
-    def _plan_order(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each of the first `length` sequences of the mixture's period, and which of its source's each is: a
-        longer order begins as a shorter one."""
-        table = schedule(self._counts.tolist(), min(self._period, length))
-        ordinal = np.empty(len(table), np.int64)
-        for s in range(len(self.sources)):
-            ordinal[table == s] = np.arange((table == s).sum())
-        return table, ordinal
 
     def _problems(self, s: int) -> Iterator[str]:
         name, there, planned, limit = self.sources[s], int(self._there[s]), int(self.planned[s]), self.config.data.max_epochs

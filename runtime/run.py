@@ -181,7 +181,7 @@ class Run:
                 self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
             elif val:
-                self.saver.validated(step, val.loss)
+                self.saver.losses[step] = val.loss
                 if self.log:
                     self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
                                          "sources": {name: val.source_loss(name) for name in val.sequences}})
@@ -217,7 +217,7 @@ class Run:
             self.log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
                            "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
                            "verdict": verdict.value, **({} if verdict is Verdict.OK else {"reason": self.guard.reason}),
-                           **self._meter.read()})
+                           **self._meter.latest})
             if n_saturated:
                 self.log.event({"event": "fp8_saturated", "step": step, "tensors": self.scales.saturated()})
         self.watchdog.patience = config.parallel.timeout        # compilation and loading are over
