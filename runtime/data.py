@@ -8,7 +8,6 @@ window. A resume needs only the step number.
 A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
 """
 
-import json
 import math
 import threading
 from collections import deque
@@ -16,7 +15,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from itertools import islice, product
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import torch
 from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config
+from runtime.machine import digest
 from runtime.shards import LOSS_MASK_BIT, Index, read_index
 from runtime.tokenizer import tokenizer_kind
 
@@ -85,8 +85,7 @@ def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    digest = blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest()
-    round_keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+    round_keys = np.frombuffer(blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest(), "<u8").astype(np.uint64)
     value, outside = position.astype(np.uint64), np.ones(len(position), bool)
     while outside.any():
         left, right = value[outside] >> half, value[outside] & mask
@@ -231,7 +230,7 @@ class Data:
     def _identity(self, split: str, *more) -> str:
         files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
                  for name, index in zip(self.sources, self.indexes, strict=True)]
-        return sha256(json.dumps([files, *more]).encode()).hexdigest()
+        return digest([files, *more])
 
     def describe(self) -> list[str]:
         """A line per source: its share of the mixture, training tokens there are, planned ones, epochs."""
