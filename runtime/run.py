@@ -71,10 +71,9 @@ class Run:
         self.progress, self.guard = Progress(), Guard(config.guard)
         self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         fp8.check_hardware(config.fp8, world.device)
-        self.is_finished = is_finished(config)
-        if not self.is_finished:
+        if not is_finished(config):
             run_on_rank0(world, lambda: cleanup.enter_context(lock_folder(config.run_dir)))
-            self.is_finished = is_finished(config)      # while this start waited for the lock
+        self.is_finished = is_finished(config)      # perhaps since this start waited for the lock
         if self.is_finished:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
