@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from model import GPT
@@ -78,10 +78,10 @@ def step_of(path: Path) -> int:
 
 class Saver:
     """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses`: validation losses
-    known so far, by step."""
+    known so far, by step, to add each new one to: the best checkpoint among those that have one is kept."""
 
     def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: dict[int, float]):
-        self.dir, self.policy, self.world, self._losses = Path(run_dir) / "checkpoints", policy, world, losses
+        self.dir, self.policy, self.world, self.losses = Path(run_dir) / "checkpoints", policy, world, losses
         self.failures: list[str] = []       # a sentence on each save that failed since the last good one
         self._name = ""     # of the checkpoint being saved
         self._pending: Future | None = None
@@ -120,14 +120,10 @@ class Saver:
         if self._copied:
             torch.cuda.current_stream(self.world.device).wait_event(self._copied)
 
-    def validated(self, step: int, loss: float) -> None:
-        """Note the validation loss after `step`: the best checkpoint among those that have one is kept."""
-        self._losses[step] = loss
-
     def roll_back(self, step: int) -> None:
         """Delete the checkpoints of later steps, so that no resume continues from one, and forget their losses."""
         self.wait()
-        self._losses = {s: loss for s, loss in self._losses.items() if s <= step}
+        self.losses = {s: loss for s, loss in self.losses.items() if s <= step}
         # Newest first: a kill in between leaves the fewest of those that are to go.
         run_on_rank0(self.world, lambda: [_remove(path) for path in reversed(checkpoints(self.dir.parent))
                                           if step_of(path) > step])
@@ -161,7 +157,7 @@ class Saver:
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
         if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             there = {step_of(path): path for path in checkpoints(self.dir.parent)}
-            for step in there.keys() - kept(list(there), self.policy, dict(self._losses)):
+            for step in there.keys() - kept(list(there), self.policy, dict(self.losses)):
                 with suppress(OSError):     # the save itself is good; the next one tries again
                     _remove(there[step])
 
@@ -343,10 +339,7 @@ class TensorReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            return _Unpickler(file).load()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -430,8 +430,7 @@ def read_config(run_dir: str | Path) -> Config:
 
 
 def known_keys() -> list[str]:
-    return [f"{section}.{f.name}".lstrip(".") for section, cls in SECTIONS.items() for f in fields(cls)
-            if f.name not in SECTIONS]
+    return [f"{section}.{f.name}".lstrip(".") for section, cls in SECTIONS.items() for f in fields(cls) if f.name not in SECTIONS]
 
 
 def help_text() -> str:

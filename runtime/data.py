@@ -8,7 +8,6 @@ window. A resume needs only the step number.
 A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
 """
 
-import json
 import math
 import threading
 from collections import deque
@@ -16,7 +15,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from itertools import islice, product
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import torch
 from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config
+from runtime.machine import digest
 from runtime.shards import LOSS_MASK_BIT, Index, read_index
 from runtime.tokenizer import tokenizer_kind
 
@@ -56,14 +56,15 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
     return {name: count // common for name, count in counts.items()}
 
 
-def schedule(counts: list[int], length: int) -> np.ndarray:
-    """(length,) uint16: the source of each sequence, such that every prefix holds its share of each to within one.
+def schedule(counts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each sequence, (length,) uint16, such that every prefix holds its share of each to within one, and which of
+    its source's it is, (length,) int64. A longer schedule begins as a shorter one.
 
     Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
     x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
     may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that."""
     n, period, c = len(counts), sum(counts), max(1, 2 * len(counts) - 2)
-    table = np.empty(length, np.uint16)
+    table, ordinal = np.empty(length, np.uint16), np.empty(length, np.int64)
     common = math.lcm(*counts)
     # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots times c common / P.
     release = [-(-period // (c * a)) for a in counts]
@@ -71,11 +72,11 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
     drawn = [0] * n
     for k in range(length):
         s = min((s for s in range(n) if release[s] <= k + 1), key=deadline.__getitem__)
-        table[k] = s
+        table[k], ordinal[k] = s, drawn[s]
         drawn[s] += 1
         release[s] = -(-period * (1 + c * drawn[s]) // (c * counts[s]))
         deadline[s] += c * (common // counts[s])
-    return table
+    return table, ordinal
 
 
 def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
@@ -84,8 +85,7 @@ def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    digest = blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest()
-    round_keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+    round_keys = np.frombuffer(blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest(), "<u8").astype(np.uint64)
     value, outside = position.astype(np.uint64), np.ones(len(position), bool)
     while outside.any():
         left, right = value[outside] >> half, value[outside] & mask
@@ -200,7 +200,7 @@ class Data:
         counts = shares({name: config.data.mixture[name] for name in self.sources})
         self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
         self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
-        self._order = lru_cache(maxsize=2)(self._plan_order)
+        self._order = lru_cache(maxsize=2)(lambda length: schedule(list(counts.values()), min(self._period, length)))
         whole, rest = divmod(self.n_sequences, self._period)
         first = self._order(self.n_sequences)[0][:rest]
         self.planned = whole * self._counts + np.bincount(first, minlength=len(self.sources))
@@ -214,15 +214,6 @@ class Data:
         self.train_sha256 = self._identity("train")
         self.val_sha256 = self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self.val.items()])
         self._hashed: Future = Future()     # verify() ends it
-
-    def _plan_order(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each of the first `length` sequences of the mixture's period, and which of its source's each is: a
-        longer order begins as a shorter one."""
-        table = schedule(self._counts.tolist(), min(self._period, length))
-        ordinal = np.empty(len(table), np.int64)
-        for s in range(len(self.sources)):
-            ordinal[table == s] = np.arange((table == s).sum())
-        return table, ordinal
 
     def _problems(self, s: int) -> Iterator[str]:
         name, there, planned, limit = self.sources[s], int(self._there[s]), int(self.planned[s]), self.config.data.max_epochs
@@ -239,7 +230,7 @@ class Data:
     def _identity(self, split: str, *more) -> str:
         files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
                  for name, index in zip(self.sources, self.indexes, strict=True)]
-        return sha256(json.dumps([files, *more]).encode()).hexdigest()
+        return digest([files, *more])
 
     def describe(self) -> list[str]:
         """A line per source: its share of the mixture, training tokens there are, planned ones, epochs."""

@@ -171,18 +171,15 @@ def check_mirrors(config: Config) -> None:
 
 class Meter:
     """Sample memory, utilisation and power of this process's GPU once a second by NVML (pip install nvidia-ml-py), in a thread,
-    so that a slow driver delays no step."""
+    so that a slow driver delays no step. `latest`: gpu_mem_pct and gpu_util_pct in percent, gpu_power_w in watts, each where the
+    GPU tells it."""
 
     def __init__(self, device: torch.device, period: float = 1.0):
-        self._latest: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
         self._is_closed = threading.Event()
         self.close = self._is_closed.set
         if device.type == "cuda":
             threading.Thread(target=self._sample, args=(device, period), name="meter", daemon=True).start()
-
-    def read(self) -> dict[str, float]:
-        """The latest sample: gpu_mem_pct and gpu_util_pct in percent, gpu_power_w in watts, each where the GPU tells it."""
-        return dict(self._latest)
 
     def _sample(self, device: torch.device, period: float) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
@@ -194,7 +191,7 @@ class Meter:
             for name, read in reads.items():
                 with suppress(Exception):       # no package, a container without NVML, a GPU or a moment that does not tell it
                     sample[name] = read()
-            self._latest = sample
+            self.latest = sample
 
 
 class Profiler:

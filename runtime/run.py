@@ -71,10 +71,9 @@ class Run:
         self.progress, self.guard = Progress(), Guard(config.guard)
         self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         fp8.check_hardware(config.fp8, world.device)
-        self.is_finished = is_finished(config)
-        if not self.is_finished:
+        if not is_finished(config):
             run_on_rank0(world, lambda: cleanup.enter_context(lock_folder(config.run_dir)))
-            self.is_finished = is_finished(config)      # while this start waited for the lock
+        self.is_finished = is_finished(config)      # perhaps since this start waited for the lock
         if self.is_finished:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
@@ -181,7 +180,7 @@ class Run:
                 self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
             elif val:
-                self.saver.validated(step, val.loss)
+                self.saver.losses[step] = val.loss
                 if self.log:
                     self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
                                          "sources": {name: val.source_loss(name) for name in val.sequences}})
@@ -217,7 +216,7 @@ class Run:
             self.log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
                            "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
                            "verdict": verdict.value, **({} if verdict is Verdict.OK else {"reason": self.guard.reason}),
-                           **self._meter.read()})
+                           **self._meter.latest})
             if n_saturated:
                 self.log.event({"event": "fp8_saturated", "step": step, "tensors": self.scales.saturated()})
         self.watchdog.patience = config.parallel.timeout        # compilation and loading are over

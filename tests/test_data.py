@@ -93,7 +93,7 @@ def test_permute_is_a_permutation_that_spreads(n):
 def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture):
     counts = shares(mixture)
     period, n, total = sum(counts.values()), 20_000, sum(map(Fraction, mixture.values()))
-    table = schedule(list(counts.values()), min(period, n))
+    table, _ = schedule(list(counts.values()), min(period, n))
     table = np.resize(table, n) if len(table) == period else table
     for s, name in enumerate(mixture):
         share, rounded, so_far = Fraction(mixture[name]) / total, Fraction(counts[name], period), np.cumsum(table == s)

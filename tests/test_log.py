@@ -258,9 +258,9 @@ def test_the_meter_reads_what_the_gpu_supports_and_a_driver_that_hangs_delays_no
                        ("get_device_properties", lambda gpu: SimpleNamespace(total_memory=80 * 2**30)), ("power_draw", refuse)):
         monkeypatch.setattr(torch.cuda, name, read)
     meter = log.Meter(torch.device("cuda"), period=0.01)
-    assert meter.read() == {}
+    assert meter.latest == {}
     hanging.set()
-    assert wait_for(meter.read) == {"gpu_mem_pct": 75.0, "gpu_util_pct": 97.0}
+    assert wait_for(lambda: meter.latest) == {"gpu_mem_pct": 75.0, "gpu_util_pct": 97.0}
     meter.close()
 
 
