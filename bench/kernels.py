@@ -66,11 +66,8 @@ def milliseconds(call: Callable, device: torch.device) -> float:
 
 def in_turns(a: Callable, b: Callable, turns: int, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
     """Milliseconds of A and B in the turns A B A B .. A: (turns + 1), (turns)."""
-    a_ms, b_ms = [milliseconds(a, device)], []
-    for _ in range(turns):
-        b_ms.append(milliseconds(b, device))
-        a_ms.append(milliseconds(a, device))
-    return np.array(a_ms), np.array(b_ms)
+    ms = np.array([milliseconds(call, device) for call in (a, *(b, a) * turns)])
+    return ms[::2], ms[1::2]
 
 
 def ratios(a: np.ndarray, b: np.ndarray) -> np.ndarray:
