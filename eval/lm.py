@@ -113,19 +113,12 @@ class CheckpointLM(TemplateLM):
         (past, groups), device = batch, self._device
         first = {row: len(inputs[row]) - max(len(scored) for scored, _ in windows[row])     # place of the first scored state
                  for group in groups for row in group}
-        kept, base, n = [], {}, 0       # scored states (.., C); base[whose] + place is where one lies among all that are kept
-
-        def keep(whose, h, start: int, begin: int, end: int) -> None:      # h (T, C), from place `start` on
-            nonlocal n
-            kept.append(h[begin - start:end - start].clone())       # a view would keep all of h in memory
-            base[whose] = n - begin
-            n += end - begin
-
-        cache = KVCache() if past else None
+        kept, cache = {}, KVCache() if past else None       # of a group or a row: place of the first kept state, states (.., C)
         if past:
             x = torch.tensor([inputs[group[0]][:past] for group in groups], device=device)
             for g, h in enumerate(self.model.hidden(x, cache)):
-                keep(("group", g), h, 0, min(past, *(first[row] for row in groups[g])), past)
+                begin = min(past, *(first[row] for row in groups[g]))
+                kept["group", g] = begin, h[begin:].clone()         # a view would keep all of h in memory
         rest = [(row, g) for g, group in enumerate(groups) for row in group if len(inputs[row]) > past]
         for chunk in chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
             rows = [rest[i][0] for i in chunk]
@@ -134,7 +127,11 @@ class CheckpointLM(TemplateLM):
                 x[i, :len(inputs[row]) - past] = torch.tensor(inputs[row][past:])
             own = cache.rows(torch.tensor([rest[i][1] for i in chunk], device=device)) if past else None
             for row, h in zip(rows, self.model.hidden(x.to(device), own), strict=True):
-                keep(row, h, past, max(first[row], past), len(inputs[row]))
+                begin = max(first[row], past)
+                kept[row] = begin, h[begin - past:len(inputs[row]) - past].clone()
+        base, n = {}, 0         # base[key] + place is where a state lies among all that are kept
+        for key, (begin, h) in kept.items():
+            base[key], n = n - begin, n + len(h)
         places, targets, sizes, whose = [], [], [], []
         for g, group in enumerate(groups):
             for row in group:
@@ -145,7 +142,7 @@ class CheckpointLM(TemplateLM):
                     targets += scored
                     sizes.append(len(scored))
                     whose.append(i)
-        losses, same = self._head(torch.cat(kept), torch.tensor(places), torch.tensor(targets))
+        losses, same = self._head(torch.cat([h for _, h in kept.values()]), torch.tensor(places), torch.tensor(targets))
         return [(i, -float(loss.sum()), bool(flags.all()))
                 for i, loss, flags in zip(whose, losses.split(sizes), same.split(sizes), strict=True)]
 
