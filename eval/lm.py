@@ -87,15 +87,14 @@ class CheckpointLM(TemplateLM):
         inputs, windows = list(rows), list(rows.values())
         batch_list = plan(inputs, self.budget)
         totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
-        for answers in self._shared_out(batch_list, lambda batch: self._score_batch(batch, inputs, windows),
-                                        [sum(map(len, groups)) for _, groups in batch_list]):
-            for i, total, greedy in answers:
-                totals[i] += total
-                is_greedy[i] &= greedy
+        for i, total, greedy in self._shared_out(batch_list, lambda batch: self._score_batch(batch, inputs, windows),
+                                                 [sum(map(len, groups)) for _, groups in batch_list]):
+            totals[i] += total
+            is_greedy[i] &= greedy
         return list(zip(totals, is_greedy, strict=True))
 
     def _shared_out(self, batch_list: list, work: Callable, sizes: list[int]) -> list:
-        """work(batch) of every batch, in order, each done by one rank: what a batch holds does not depend on their number."""
+        """What work(batch) lists for each batch, in order, each done by one rank: no batch depends on the number of ranks."""
         world, own = self.world, {}
         mine = range(world.rank, len(batch_list), world.size)
         total, progress = sum(sizes[i] for i in mine), ProgressLine("scored", "sequences", world.is_main)
@@ -105,7 +104,7 @@ class CheckpointLM(TemplateLM):
             progress.show(lambda: ((so_far := sum(sizes[j] for j in own)), so_far / total))
         progress.clear()
         done = {i: answer for answers in gather(own, world) for i, answer in answers.items()}
-        return [done[i] for i in range(len(batch_list))]
+        return [answer for i in range(len(batch_list)) for answer in done[i]]
 
     @torch.no_grad()        # see eval/sample.py's stream()
     def _score_batch(self, batch: Batch, inputs: list[tuple[int, ...]], windows: list) -> list[tuple[int, float, bool]]:
@@ -184,8 +183,7 @@ class CheckpointLM(TemplateLM):
         batch_list = []
         for length, alike in groupby(sorted(jobs, key=lambda job: -len(job[0])), key=lambda job: len(job[0])):
             batch_list += batched(alike, max(1, min(self.micro_batch, self.budget // length)))      # the cache knows no padding
-        answers = sum(self._shared_out(batch_list, self._answer, list(map(len, batch_list))), [])
-        return [text for _, text in sorted(answers)]
+        return [text for _, text in sorted(self._shared_out(batch_list, self._answer, list(map(len, batch_list))))]
 
     def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[tuple[int, str]]:
         """(request, text) of each job: prompt, new tokens at most, stop strings, request."""
