@@ -92,7 +92,7 @@ def export(options: Options) -> str:
         about = hf_config(config.model, dtype) | write_tokenizer(tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
         tensors, metadata = to_hf(config.model, weights), {}
         if chosen:
-            tensors, metadata, about["quantization_config"] = store_float8(config.model, weights, chosen, recipe)
+            tensors, metadata, about["quantization_config"] = store_float8(config.model, tensors, weights, chosen, recipe)
         split = split_state_dict_into_shards_factory(tensors, get_storage_size=lambda t: t.nbytes, max_shard_size=FILE_BYTES,
                                                      filename_pattern="model{suffix}.safetensors")
         for file, names in split.filename_to_tensors.items():
@@ -203,10 +203,10 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
 # embedding, stays BF16. Source: torchao 0.18, Float8Tensor with its layout in safetensors files; transformers reads it from
 # quantization_config.
 
-def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], chosen: list[str],
+def store_float8(config: GPTConfig, tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], chosen: list[str],
                  recipe: str) -> tuple[dict[str, torch.Tensor], dict[str, str], dict]:
-    """Our tensors, the chosen ones in fp32, which leave `weights` one by one -> what lies in the files, the files' metadata, and
-    the part of config.json by which transformers finds torchao."""
+    """to_hf()'s `tensors` of our `weights`, the chosen ones in fp32, which leave both dicts one by one -> what lies in the files,
+    the files' metadata, and the part of config.json by which transformers finds torchao."""
     logging.disable(logging.WARNING)        # torchao's of extensions for other hardware, of a deprecated call of its own
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -216,7 +216,7 @@ def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], chosen: li
     is_row = RECIPES[recipe].weight.scaling == "row"
     settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow() if is_row else PerTensor())
     activations = QuantizeTensorToFloat8Kwargs(FLOAT8, settings.granularity[0])
-    tensors, kept = to_hf(config, weights), ["lm_head"]
+    kept = ["lm_head"]
     for ours, parts in layout(config).items():
         if ours in chosen:
             weight, rows = weights.pop(ours), [shape[0] for _, shape in parts]
