@@ -18,7 +18,6 @@ import shlex
 import time
 import timeit
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -67,11 +66,8 @@ def milliseconds(call: Callable, device: torch.device) -> float:
 
 def in_turns(a: Callable, b: Callable, turns: int, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
     """Milliseconds of A and B in the turns A B A B .. A: (turns + 1), (turns)."""
-    a_ms, b_ms = [milliseconds(a, device)], []
-    for _ in range(turns):
-        b_ms.append(milliseconds(b, device))
-        a_ms.append(milliseconds(a, device))
-    return np.array(a_ms), np.array(b_ms)
+    ms = np.array([milliseconds(call, device) for call in (a, *(b, a) * turns)])
+    return ms[::2], ms[1::2]
 
 
 def ratios(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -89,8 +85,7 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     shapes, recipes, env = shapes_of(options), recipes_of(options), environment(device, ROOT)
     setup = {"torch": env["torch"], "torchao": env["torchao"], "driver": nvidia_smi("driver_version")[0],
              "timer": "CUDA events" if device.type == "cuda" else "perf_counter, uncompiled: a rehearsal on a CPU"}
-    table = speed.load_table(out) if out.exists() else {
-        "format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
+    table = speed.load_table(out) if out.exists() else {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
     entries = table["measured"].setdefault(speed.architecture_of(env["device"]) or "cpu", [])
     entry = next((entry for entry in entries if entry["gpu"] == env["device"]), None)
     if entry is None:
@@ -125,17 +120,14 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
 
 def time_linear(recipe: str, K: int, N: int, options: Options, device: torch.device) -> tuple[dict, float]:
     """The row of one Linear, plus BF16's median milliseconds. Raises RuntimeError where FP8 computes no finite numbers."""
-    emulate = nullcontext()
-    if device.type == "cuda":
-        import torch._inductor.config as inductor
-        torch.compiler.reset()      # each row compiles the same code for other shapes: dynamo's limit of variants is 8
-        emulate = inductor.patch(emulate_precision_casts=recipe.startswith("rowwise"))      # as parallel.set_torch_flags does
+    import torch._inductor.config as inductor
+    torch.compiler.reset()          # each row compiles the same code for other shapes: dynamo's limit of variants is 8
     torch.manual_seed(0)            # never zeros: a GPU multiplies them with less power, hence faster
     x = torch.randn(options.tokens, K, device=device, dtype=torch.bfloat16).requires_grad_()
     g = torch.randn(options.tokens, N, device=device, dtype=torch.bfloat16)
     bf16, quantised = (linear_step(name, K, N, x, g) for name in ("off", recipe))
     bf16()
-    with emulate:
+    with inductor.patch(emulate_precision_casts=recipe.startswith("rowwise")):      # as parallel.set_torch_flags does
         if not all(gradient.isfinite().all() for gradient in quantised()):
             raise RuntimeError("a gradient is not finite: the time of such a Linear means nothing")
         bf16_ms, fp8_ms = in_turns(bf16, quantised, options.turns, device)

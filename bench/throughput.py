@@ -244,17 +244,6 @@ def _kernels(work: Callable) -> list[tuple[str, float]]:
     return sorted(found, key=lambda row: -row[1])[:30]
 
 
-def cell_main(cell: str, answer: str) -> int:
-    """The process of a cell, which is given as JSON: writes its row, or a "failure", to the file `answer`."""
-    try:
-        row = measure(Cell(**json.loads(cell)))
-    except Exception as error:
-        traceback.print_exc()
-        row = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())}"[:400], "oom": memory_error(error) is not None}
-    Path(answer).write_bytes(to_line(row))
-    return 0
-
-
 # -------------------------------------------------------------------------------------------------------- cells in turns
 
 class Timer:
@@ -506,8 +495,15 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["--cell"]:
-        return cell_main(*arguments[1:])
+    if arguments[:1] == ["--cell"]:         # the process of a cell, given as JSON: writes its row, or a "failure", to a file
+        try:
+            row = measure(Cell(**json.loads(arguments[1])))
+        except Exception as error:
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+            row = {"failure": said, "oom": memory_error(error) is not None}
+        Path(arguments[2]).write_bytes(to_line(row))
+        return 0
     return run(__doc__, "throughput", Options, arguments, lambda options: groups_of(options.suite))
 
 

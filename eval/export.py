@@ -34,7 +34,7 @@ from runtime import tokenizer as gpt2
 from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, origin_of, read_manifest, seal, sync_folder
 from runtime.cli import UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
-from runtime.fp8 import RECIPES, scale_of
+from runtime.fp8 import RECIPES, cast, scale_of
 from runtime.machine import alone
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
 from scaling.records import listed
@@ -84,17 +84,15 @@ def export(options: Options) -> str:
     del model       # its weights go as they are cast
     manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
     config = config_from_dict(manifest["config"])
-    chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
+    chosen = [f"{layer.name}.weight" for layer in layers if layer.recipe and layer.name != "head"]
     form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
     with new_folder(target) as tmp:
-        scales = quantise(weights, chosen, recipe)
-        for name in weights:        # one after the other: what is cast is freed
-            weights[name] = weights[name] if name in scales else weights[name].to(getattr(torch, dtype))
-        about = hf_config(config.model, dtype) | write_tokenizer(
-            tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
+        for name in weights.keys() - chosen:        # one after the other: what is cast is freed
+            weights[name] = weights[name].to(getattr(torch, dtype))
+        about = hf_config(config.model, dtype) | write_tokenizer(tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
         tensors, metadata = to_hf(config.model, weights), {}
-        if scales:
-            tensors, metadata, about["quantization_config"] = store_float8(config.model, weights, scales, recipe)
+        if chosen:
+            tensors, metadata, about["quantization_config"] = store_float8(config.model, tensors, weights, chosen, recipe)
         split = split_state_dict_into_shards_factory(tensors, get_storage_size=lambda t: t.nbytes, max_shard_size=FILE_BYTES,
                                                      filename_pattern="model{suffix}.safetensors")
         for file, names in split.filename_to_tensors.items():
@@ -150,10 +148,8 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
 
     The position encoding stands there twice: as transformers 5 writes it, and as the versions before read it.
     """
-    scaling = None
-    if config.rope_factor is not None:
-        scaling = {"rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low_freq,
-                   "high_freq_factor": config.rope_high_freq, "original_max_position_embeddings": config.rope_original_ctx}
+    scaling = None if config.rope_factor is None else {
+        "rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in ROPE.items()}}
     return {
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -207,20 +203,10 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
 # embedding, stays BF16. Source: torchao 0.18, Float8Tensor with its layout in safetensors files; transformers reads it from
 # quantization_config.
 
-def quantise(weights: dict[str, torch.Tensor], chosen: list[str], recipe: str) -> dict[str, torch.Tensor]:
-    """Replace the chosen fp32 matrices by float8 ones, in place; returns what each row is multiplied by, (N, 1) fp32."""
-    scales, largest = {}, torch.finfo(FLOAT8).max
-    for name in (f"{linear}.weight" for linear in chosen):
-        scale = scale_of(weights[name], RECIPES[recipe].weight)
-        weights[name] = (weights[name] * scale).clamp(-largest, largest).to(FLOAT8)
-        scales[name] = scale.reciprocal() * torch.ones(len(weights[name]), 1)
-    return scales
-
-
-def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: dict[str, torch.Tensor],
+def store_float8(config: GPTConfig, tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], chosen: list[str],
                  recipe: str) -> tuple[dict[str, torch.Tensor], dict[str, str], dict]:
-    """Our tensors, the float8 ones with their rows' scales -> what lies in the files, the files' metadata, and the part of
-    config.json by which transformers finds torchao."""
+    """to_hf()'s `tensors` of our `weights`, the chosen ones in fp32, which leave both dicts one by one -> what lies in the files,
+    the files' metadata, and the part of config.json by which transformers finds torchao."""
     logging.disable(logging.WARNING)        # torchao's of extensions for other hardware, of a deprecated call of its own
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -230,13 +216,16 @@ def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: di
     is_row = RECIPES[recipe].weight.scaling == "row"
     settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow() if is_row else PerTensor())
     activations = QuantizeTensorToFloat8Kwargs(FLOAT8, settings.granularity[0])
-    tensors, kept = to_hf(config, weights), ["lm_head"]
+    kept = ["lm_head"]
     for ours, parts in layout(config).items():
-        if ours in scales:
-            scale_of_part = scales[ours].split([shape[0] for _, shape in parts])
-            for (name, shape), scale in zip(parts, scale_of_part, strict=True):
+        if ours in chosen:
+            weight, rows = weights.pop(ours), [shape[0] for _, shape in parts]
+            scale = scale_of(weight, RECIPES[recipe].weight)
+            inverse = scale.reciprocal() * torch.ones(len(weight), 1)       # what each row is multiplied by, (N, 1) fp32
+            values = cast(weight, scale, FLOAT8)
+            for (name, shape), part, factor in zip(parts, values.split(rows), inverse.split(rows), strict=True):
                 tensors[name] = Float8Tensor(
-                    tensors[name], scale.contiguous() if is_row else scale[:1].clone(), mm_config=settings.mm_config,
+                    part, factor.contiguous() if is_row else factor[:1].clone(), mm_config=settings.mm_config,
                     block_size=[1 if is_row else shape[0], shape[1]], act_quant_kwargs=activations, dtype=torch.bfloat16)
         elif ours.endswith(LINEARS):
             kept += [name.removesuffix(".weight") for name, _ in parts]
@@ -382,9 +371,10 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
 EXACT = (torch.float32, torch.bfloat16, torch.float16)      # fp32 holds each of their values
 SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_ffn": "intermediate_size",
          "n_ctx": "max_position_embeddings", "vocab_size": "vocab_size"}
-ROPE = {"rope_factor": "factor", "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor"}
 ORIGINAL_CTX = "original_max_position_embeddings"
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL_CTX, *ROPE.values()}
+ROPE = {"rope_factor": "factor", "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor",
+        "rope_original_ctx": ORIGINAL_CTX}
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE.values()}
 # The values with which model.py computes the same. Others: biases, another activation, sums in slices, windows, narrower
 # rotations, other position encodings, quantised weights, code of the model's own, which is never run.
 HELD = {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish"), "pretraining_tp": (1,),

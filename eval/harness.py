@@ -106,10 +106,9 @@ def score(options: Options, world: World) -> dict:
 
     The ranks of a `world` share the work, each returns the record, and the first writes. What one rank raises is raised on all.
     """
-    start, names = time.perf_counter(), options.task_names
+    start = time.perf_counter()
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
-    tasks.prepare_libraries(options.offline, options.offline is not None or set(names) <= set(tasks.DEMO))
     lm, loaded, layers, step = _together(world, lambda: _prepare(options, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
@@ -127,13 +126,13 @@ def score(options: Options, world: World) -> dict:
 def _prepare(options: Options, world: World) -> tuple:
     """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step. Raises OSError
     where nothing can be written, as into a run of others: hours of scoring would be lost."""
-    loaded = tasks.load(options.task_names, options.include, options.run)
+    loaded = tasks.load(options.task_names, options.include, options.run, options.offline)
     device, layers, step = options.device, [], None
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
         device = f"cuda:{world.local_rank}"
     if options.public is None:
-        from eval.lm import CheckpointLM  # after prepare_libraries()
+        from eval.lm import CheckpointLM  # after tasks.load()
         model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8, options.step)
         lm = CheckpointLM(model, tokenizer, options.micro_batch, where, world)
     elif world.size == 1:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from os.path import commonprefix
-from typing import NamedTuple
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -27,12 +26,9 @@ LONG_ROW = 2048
 CPU_TOKENS = 4096       # the budget's limit on a CPU, which larger batches make slower
 LEAST_SHARED = 8        # tokens: below, the second forward pass costs more than it saves
 LIKE = 0.75             # sequences share a beginning while it is at least this part of what their neighbours share
-
-
-class Batch(NamedTuple):
-    """Rows for one forward pass; with `past`, for one over each group's first `past` tokens and some over what follows."""
-    past: int
-    groups: list[list[int]]     # indices of rows; the rows of a group are alike in their first `past` tokens
+# (past, groups of rows) for one forward pass; with `past`, for one over each group's first `past` tokens and some over what
+# follows. Rows are told by their indices; those of a group are alike in their first `past` tokens.
+Batch = tuple[int, list[list[int]]]
 
 
 class CheckpointLM(TemplateLM):
@@ -41,24 +37,20 @@ class CheckpointLM(TemplateLM):
     n_truncated counts the requests that did not fit the context and lost their beginning. micro_batch is in sequences of a
     full context. In a `world` of several ranks they share the batches: each is asked everything, and answers the same.
     """
+    eot_token_id = prefix_token_id = -1         # properties of TemplateLM, set here for each model
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World):
         super().__init__()
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
         self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer_ours.eot
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self.tokenizer_ours.start
+        self.eot_token_id, self.prefix_token_id = tokenizer.eot, tokenizer.start
+        tokens = micro_batch * min(self.n_ctx, LONG_ROW)
+        self.budget = min(tokens, CPU_TOKENS) if device.type == "cpu" else tokens       # of a forward pass; longer rows go alone
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """A text's ids, after the token that begins a text where the tokenizer itself adds it, as lm-eval's HFLM has them."""
         begins = self.tokenizer_ours.adds_start and add_special_tokens is not False
-        return [self.tokenizer_ours.start] * begins + self.tokenizer_ours.encode(string).tolist()
+        return [self.prefix_token_id] * begins + self.tokenizer_ours.encode(string).tolist()
 
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
@@ -95,21 +87,14 @@ class CheckpointLM(TemplateLM):
         inputs, windows = list(rows), list(rows.values())
         batch_list = plan(inputs, self.budget)
         totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
-        for answers in self._shared_out(batch_list, lambda batch: self._score_batch(batch, inputs, windows),
-                                        [sum(map(len, batch.groups)) for batch in batch_list]):
-            for i, total, greedy in answers:
-                totals[i] += total
-                is_greedy[i] &= greedy
+        for i, total, greedy in self._shared_out(batch_list, lambda batch: self._score_batch(batch, inputs, windows),
+                                                 [sum(map(len, groups)) for _, groups in batch_list]):
+            totals[i] += total
+            is_greedy[i] &= greedy
         return list(zip(totals, is_greedy, strict=True))
 
-    @property
-    def budget(self) -> int:
-        """Tokens per forward pass; a longer sequence goes alone."""
-        tokens = self.micro_batch * min(self.n_ctx, LONG_ROW)
-        return min(tokens, CPU_TOKENS) if self._device.type == "cpu" else tokens
-
     def _shared_out(self, batch_list: list, work: Callable, sizes: list[int]) -> list:
-        """work(batch) of every batch, in order, each done by one rank: what a batch holds does not depend on their number."""
+        """What work(batch) lists for each batch, in order, each done by one rank: no batch depends on the number of ranks."""
         world, own = self.world, {}
         mine = range(world.rank, len(batch_list), world.size)
         total, progress = sum(sizes[i] for i in mine), ProgressLine("scored", "sequences", world.is_main)
@@ -119,28 +104,21 @@ class CheckpointLM(TemplateLM):
             progress.show(lambda: ((so_far := sum(sizes[j] for j in own)), so_far / total))
         progress.clear()
         done = {i: answer for answers in gather(own, world) for i, answer in answers.items()}
-        return [done[i] for i in range(len(batch_list))]
+        return [answer for i in range(len(batch_list)) for answer in done[i]]
 
     @torch.no_grad()        # see eval/sample.py's stream()
     def _score_batch(self, batch: Batch, inputs: list[tuple[int, ...]], windows: list) -> list[tuple[int, float, bool]]:
         """(request, log-likelihood, whether greedy) of every window of the batch's rows."""
-        past, device = batch.past, self._device
+        (past, groups), device = batch, self._device
         first = {row: len(inputs[row]) - max(len(scored) for scored, _ in windows[row])     # place of the first scored state
-                 for group in batch.groups for row in group}
-        kept, base, n = [], {}, 0       # scored states (.., C); base[whose] + place is where one lies among all that are kept
-
-        def keep(whose, h, start: int, begin: int, end: int) -> None:      # h (T, C), from place `start` on
-            nonlocal n
-            kept.append(h[begin - start:end - start].clone())       # a view would keep all of h in memory
-            base[whose] = n - begin
-            n += end - begin
-
-        cache = KVCache() if past else None
+                 for group in groups for row in group}
+        kept, cache = {}, KVCache() if past else None       # of a group or a row: place of the first kept state, states (.., C)
         if past:
-            x = torch.tensor([inputs[group[0]][:past] for group in batch.groups], device=device)
+            x = torch.tensor([inputs[group[0]][:past] for group in groups], device=device)
             for g, h in enumerate(self.model.hidden(x, cache)):
-                keep(("group", g), h, 0, min(past, *(first[row] for row in batch.groups[g])), past)
-        rest = [(row, g) for g, group in enumerate(batch.groups) for row in group if len(inputs[row]) > past]
+                begin = min(past, *(first[row] for row in groups[g]))
+                kept["group", g] = begin, h[begin:].clone()         # a view would keep all of h in memory
+        rest = [(row, g) for g, group in enumerate(groups) for row in group if len(inputs[row]) > past]
         for chunk in chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
             rows = [rest[i][0] for i in chunk]
             x = torch.zeros(len(rows), len(inputs[rows[0]]) - past, dtype=torch.int64)
@@ -148,9 +126,13 @@ class CheckpointLM(TemplateLM):
                 x[i, :len(inputs[row]) - past] = torch.tensor(inputs[row][past:])
             own = cache.rows(torch.tensor([rest[i][1] for i in chunk], device=device)) if past else None
             for row, h in zip(rows, self.model.hidden(x.to(device), own), strict=True):
-                keep(row, h, past, max(first[row], past), len(inputs[row]))
+                begin = max(first[row], past)
+                kept[row] = begin, h[begin - past:len(inputs[row]) - past].clone()
+        base, n = {}, 0         # base[key] + place is where a state lies among all that are kept
+        for key, (begin, h) in kept.items():
+            base[key], n = n - begin, n + len(h)
         places, targets, sizes, whose = [], [], [], []
-        for g, group in enumerate(batch.groups):
+        for g, group in enumerate(groups):
             for row in group:
                 for scored, i in windows[row]:
                     begin, end = len(inputs[row]) - len(scored), len(inputs[row])
@@ -159,7 +141,7 @@ class CheckpointLM(TemplateLM):
                     targets += scored
                     sizes.append(len(scored))
                     whose.append(i)
-        losses, same = self._head(torch.cat(kept), torch.tensor(places), torch.tensor(targets))
+        losses, same = self._head(torch.cat([h for _, h in kept.values()]), torch.tensor(places), torch.tensor(targets))
         return [(i, -float(loss.sum()), bool(flags.all()))
                 for i, loss, flags in zip(whose, losses.split(sizes), same.split(sizes), strict=True)]
 
@@ -168,8 +150,7 @@ class CheckpointLM(TemplateLM):
         the target is the likeliest token."""
         losses, same = torch.empty(len(places), dtype=torch.float64), torch.zeros(len(places), dtype=torch.bool)
         kind = "cpu" if self._device.type == "cpu" else "gpu"
-        blocks = (part for rows in h.split(HEAD_ROWS[kind])
-                  for part in self.model.head(rows).float().split(SOFTMAX_ROWS[kind]))
+        blocks = (part for rows in h.split(HEAD_ROWS[kind]) for part in self.model.head(rows).float().split(SOFTMAX_ROWS[kind]))
         start, end = 0, 0
         for logits in blocks:       # (rows, V)
             start, end = end, end + len(logits)
@@ -202,16 +183,14 @@ class CheckpointLM(TemplateLM):
         batch_list = []
         for length, alike in groupby(sorted(jobs, key=lambda job: -len(job[0])), key=lambda job: len(job[0])):
             batch_list += batched(alike, max(1, min(self.micro_batch, self.budget // length)))      # the cache knows no padding
-        answers = sum(self._shared_out(batch_list, self._answer, list(map(len, batch_list))), [])
-        return [text for _, text in sorted(answers)]
+        return [text for _, text in sorted(self._shared_out(batch_list, self._answer, list(map(len, batch_list))))]
 
     def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[tuple[int, str]]:
         """(request, text) of each job: prompt, new tokens at most, stop strings, request."""
         ids = torch.tensor([job[0] for job in batch], device=self._device)
         new: list[list[int]] = [[] for _ in batch]
         done = [False] * len(batch)
-        for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None,
-                             n_ids=self.tokenizer_ours.vocab_size):
+        for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None, n_ids=self.tokenizer_ours.vocab_size):
             for row, (token, (_, n_new, until, _)) in enumerate(zip(tokens.tolist(), batch, strict=True)):
                 if not done[row] and token != self.eot_token_id:
                     new[row].append(token)
@@ -233,9 +212,9 @@ def plan(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
     groups = _groups(rows)
     alone, shared = ([pair for pair in groups if (len(pair[1]) > 1) == is_shared] for is_shared in (False, True))
     parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
-    batches = [Batch(0, [alone[i][1] for i in part]) for part in parts]
+    batches = [(0, [alone[i][1] for i in part]) for part in parts]
     parts = chunks([past for past, _ in shared], 0, budget)
-    return batches + [Batch(shared[part[-1]][0], [shared[i][1] for i in part]) for part in parts]
+    return batches + [(shared[part[-1]][0], [shared[i][1] for i in part]) for part in parts]
 
 
 def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:

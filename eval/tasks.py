@@ -40,20 +40,18 @@ def expand(words: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def prepare_libraries(folder: str | None, offline: bool) -> None:
-    """Before lm-eval and datasets are imported, which then read their settings: no logs; data sets are kept in `folder`, or where
-    datasets has them by itself; with `offline` no library asks the network."""
+def load(names: list[str], include: str | None, run_dir: str | None = None, offline: str | None = None) -> dict:
+    """lm-eval's TaskDict of the tasks, groups and tags called `names`; the demo tasks are cut from the shards of `run_dir`.
+
+    To come before any import of lm-eval and datasets, which then read their settings. With `offline`, the folder that fetch()
+    filled, and for the demo tasks no library asks the network."""
     os.environ["DISABLE_MULTIPROC"] = "1"       # lm-eval's bootstrap would fork a process that holds torch's threads
-    if folder is not None:
-        os.environ["HF_DATASETS_CACHE"] = os.path.abspath(folder)
-    if offline:
+    if offline is not None:
+        os.environ["HF_DATASETS_CACHE"] = os.path.abspath(offline)
+    if offline is not None or set(names) <= set(DEMO):
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE"):
             os.environ[name] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-
-
-def load(names: list[str], include: str | None, run_dir: str | None = None) -> dict:
-    """lm-eval's TaskDict of the tasks, groups and tags called `names`; the demo tasks are cut from the shards of `run_dir`."""
     import datasets
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -98,8 +96,8 @@ def load(names: list[str], include: str | None, run_dir: str | None = None) -> d
 
 def fetch(folder: str, words: tuple[str, ...], include: str | None) -> str:
     """Save the data of the tasks in `folder`, which is then a cache of datasets; a line for each task."""
-    prepare_libraries(folder, offline=False)
     names = [name for name in expand(words) if name not in DEMO]        # those are made from a run's own shards
+    os.environ["HF_DATASETS_CACHE"] = os.path.abspath(folder)
     loaded = load(names, include)["tasks"]
     return "\n".join(f"{name}: {len(task.eval_docs):,} documents" for name, task in loaded.items())
 
