@@ -205,16 +205,11 @@ def pretend_h100() -> None:
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, is_active=lambda: True,
         get_current_stream=lambda *_: 0, get_active_torch_device=lambda: torch.device("cuda", 0)))
 
-    # In the place of attention an operation that the compiler cannot see into, as cuDNN's kernel is on a GPU.
-    @torch.library.custom_op("nanofp8::attention", mutates_args=())
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Never called: only the shapes below are asked for."""
-
-    @torch.library.custom_op("nanofp8::attention_backward", mutates_args=())
-    def backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Never called either."""
-
+    # In the place of attention operations that the compiler cannot see into, as cuDNN's kernels are on a GPU. They are never
+    # called: only the shapes below are asked for.
+    attention, backward = (torch.library.custom_op(f"nanofp8::{name}", none, mutates_args=(), schema=schema) for name, schema in (
+        ("attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"),
+        ("attention_backward", "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)")))
     like = torch.empty_like         # cuDNN lays its output out as q, its gradients as q, k and v
     attention.register_fake(lambda q, k, v: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
     backward.register_fake(lambda g, q, k, v, out, lse: (like(q), like(k), like(v)))
