@@ -139,8 +139,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, cache=None):
         B, T, _ = x.shape
         H, K, D = self.H, self.K, self.D
-        q, k, v = self.qkv(x).split((H * D, K * D, K * D), dim=-1)
-        q, k, v = q.view(B, T, H, D), k.view(B, T, K, D), v.view(B, T, K, D)
+        q, k, v = self.qkv(x).view(B, T, -1, D).split((H, K, K), dim=2)        # (B, T, H or K, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # Rotated in this layout, which attention's output takes from q: (B, T, H, D) needs no copy before the last matmul.

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
-import torch
 
 from model import GPT, GPTConfig
 from runtime import plan, roofline
@@ -27,7 +26,7 @@ FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
 
 def planned(config, words="", gpu="h100"):
-    return "\n".join(plan.plan(changed(config, words), gpu, torch.bfloat16))
+    return "\n".join(plan.plan(changed(config, words), gpu))
 
 
 def hours_of(page):
