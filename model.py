@@ -55,8 +55,7 @@ class GPTConfig:
     def params_total(self) -> int:
         """Parameters by closed form; GPT.counts() asserts that the modules agree."""
         C, D = self.n_embd, self.head_size
-        block = C * D * (self.n_head + 2 * self.kv_heads) + D * self.n_head * C + 3 * C * self.n_ffn + 2 * C
-        block += 2 * D if self.qk_norm else 0
+        block = 2 * C * D * (self.n_head + self.kv_heads) + 3 * C * self.n_ffn + 2 * C + 2 * D * self.qk_norm
         return self.n_layer * block + C + self.vocab_padded * C * (1 if self.tied else 2)
 
     def problems(self) -> list[str]:

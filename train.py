@@ -89,8 +89,7 @@ def main(argv: list[str]) -> int:
         check_mirrors(config)
         check_device()
         world = parallel.start(config)
-        config = resolve_micro_batch(config, world)
-        train(config, world)
+        train(resolve_micro_batch(config, world), world)
         code = 0
     except (UserError, MachineError) as error:
         said, code = error, 2 if isinstance(error, UserError) else 1

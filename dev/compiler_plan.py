@@ -101,10 +101,9 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)     # read twice, written once
     forward, backward = passes
     sums = _lower(forward, "forward") + _lower(backward, "backward") + Counter({"gradients added outside": outside})
-    inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
-    kept = [node for node in next(n for n in forward.graph.nodes if n.op == "output").args[0][1:]
-            if hasattr(node, "meta") and isinstance(node.meta.get("val"), torch.Tensor) and node.name not in inputs]
-    sums["kept for the backward pass"] = sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in kept)
+    kept = [node.meta["val"] for node in forward.graph.output_node().args[0][1:]
+            if isinstance(node, torch.fx.Node) and node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)]
+    sums["kept for the backward pass"] = sum(t.numel() * t.element_size() for t in kept)
     return sums
 
 
