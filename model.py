@@ -55,8 +55,7 @@ class GPTConfig:
     def params_total(self) -> int:
         """Parameters by closed form; GPT.counts() asserts that the modules agree."""
         C, D = self.n_embd, self.head_size
-        block = C * D * (self.n_head + 2 * self.kv_heads) + D * self.n_head * C + 3 * C * self.n_ffn + 2 * C
-        block += 2 * D if self.qk_norm else 0
+        block = 2 * C * D * (self.n_head + self.kv_heads) + 3 * C * self.n_ffn + 2 * C + 2 * D * self.qk_norm
         return self.n_layer * block + C + self.vocab_padded * C * (1 if self.tied else 2)
 
     def problems(self) -> list[str]:
@@ -139,8 +138,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, cache=None):
         B, T, _ = x.shape
         H, K, D = self.H, self.K, self.D
-        q, k, v = self.qkv(x).split((H * D, K * D, K * D), dim=-1)
-        q, k, v = q.view(B, T, H, D), k.view(B, T, K, D), v.view(B, T, K, D)
+        q, k, v = self.qkv(x).view(B, T, -1, D).split((H, K, K), dim=2)        # (B, T, H or K, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # Rotated in this layout, which attention's output takes from q: (B, T, H, D) needs no copy before the last matmul.

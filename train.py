@@ -23,7 +23,7 @@ from runtime.config import Config, help_text, load_config
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
 from runtime.machine import check_device
-from runtime.parallel import COMPUTE_DTYPE, World
+from runtime.parallel import World
 from runtime.plan import plan, resolve_micro_batch
 from runtime.run import Run
 
@@ -83,14 +83,13 @@ def main(argv: list[str]) -> int:
             at = overrides.index("--plan")
             del overrides[at]
             gpu = overrides.pop(at) if at < len(overrides) and "=" not in overrides[at] else ""
-            print("\n".join(plan(load_config(path, overrides), gpu, COMPUTE_DTYPE)))
+            print("\n".join(plan(load_config(path, overrides), gpu)))
             return 0
         config = load_config(path, overrides)
         check_mirrors(config)
         check_device()
         world = parallel.start(config)
-        config = resolve_micro_batch(config, world)
-        train(config, world)
+        train(resolve_micro_batch(config, world), world)
         code = 0
     except (UserError, MachineError) as error:
         said, code = error, 2 if isinstance(error, UserError) else 1

@@ -101,10 +101,9 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)     # read twice, written once
     forward, backward = passes
     sums = _lower(forward, "forward") + _lower(backward, "backward") + Counter({"gradients added outside": outside})
-    inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
-    kept = [node for node in next(n for n in forward.graph.nodes if n.op == "output").args[0][1:]
-            if hasattr(node, "meta") and isinstance(node.meta.get("val"), torch.Tensor) and node.name not in inputs]
-    sums["kept for the backward pass"] = sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in kept)
+    kept = [node.meta["val"] for node in forward.graph.output_node().args[0][1:]
+            if isinstance(node, torch.fx.Node) and node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)]
+    sums["kept for the backward pass"] = sum(t.numel() * t.element_size() for t in kept)
     return sums
 
 
@@ -205,16 +204,11 @@ def pretend_h100() -> None:
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, is_active=lambda: True,
         get_current_stream=lambda *_: 0, get_active_torch_device=lambda: torch.device("cuda", 0)))
 
-    # In the place of attention an operation that the compiler cannot see into, as cuDNN's kernel is on a GPU.
-    @torch.library.custom_op("nanofp8::attention", mutates_args=())
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Never called: only the shapes below are asked for."""
-
-    @torch.library.custom_op("nanofp8::attention_backward", mutates_args=())
-    def backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Never called either."""
-
+    # In the place of attention operations that the compiler cannot see into, as cuDNN's kernels are on a GPU. They are never
+    # called: only the shapes below are asked for.
+    attention, backward = (torch.library.custom_op(f"nanofp8::{name}", none, mutates_args=(), schema=schema) for name, schema in (
+        ("attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"),
+        ("attention_backward", "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)")))
     like = torch.empty_like         # cuDNN lays its output out as q, its gradients as q, k and v
     attention.register_fake(lambda q, k, v: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
     backward.register_fake(lambda g, q, k, v, out, lse: (like(q), like(k), like(v)))

@@ -609,7 +609,7 @@ def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.
     """cast_both() into memory that is there; returns q and qt."""
     if x.is_cuda:
         from runtime import fp8_kernels
-        return fp8_kernels.cast_both(x, scale, q, qt)
+        return fp8_kernels.launch(fp8_kernels.cast_both, (x, scale), q, qt)
     q.copy_(cast(x, scale, q.dtype))
     return q, qt.copy_(q.t())
 
@@ -695,7 +695,8 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
     logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
     if logits.is_cuda:
         from runtime import fp8_kernels
-        return fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, *_empty(logits, E5M2))
+        inputs = logits, lse, targets, grad, scale
+        return fp8_kernels.launch(fp8_kernels.cross_entropy_grad, inputs, *_empty(logits, E5M2))
     p = torch.exp(logits.float() - lse[:, None])
     p -= F.one_hot(targets.clamp(min=0), logits.size(1))
     q = cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)

@@ -21,24 +21,13 @@ ROWS, CAST_COLUMNS, GRAD_COLUMNS, WARPS = 128, 128, 64, 8
 GROUP = 8       # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
 
 
-def cast_both(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write what fp8.cast_both() returns to q (M, K) and qt (K, M), in their format; returns both.
+def launch(kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write what fp8's function of the same name as `kernel`, cast_both or cross_entropy_grad, returns of its tensors `inputs`
+    to q (M, K) and qt (K, M), in their format; returns both.
 
-    x (M, K) BF16 or fp32, scale () fp32, all contiguous; M and K multiples of 16. The values are those of torchao's casts, bit
-    for bit: NaN stays NaN, an infinity becomes the format's largest value."""
-    return _launch(_cast_both, (x, scale), q, qt, CAST_COLUMNS)
-
-
-def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
-                       q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write what fp8.cross_entropy_grad() returns of the same inputs to q (M, V) and qt (V, M), in their format; returns both.
-
-    logits may be fp32 too; all are contiguous, M and V multiples of 16."""
-    return _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt, GRAD_COLUMNS)
-
-
-def _launch(kernel, inputs: tuple[torch.Tensor, ...], q, qt, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, format = inputs[0], qt.dtype
+    x and logits (M, K) BF16 or fp32, all contiguous; M and K multiples of 16. cast_both's values are those of torchao's casts,
+    bit for bit: NaN stays NaN, an infinity becomes the format's largest value."""
+    x, format, columns = inputs[0], qt.dtype, CAST_COLUMNS if kernel is cast_both else GRAD_COLUMNS
     M, K = x.shape
     # A kernel that is given wrong shapes overwrites other tensors.
     assert x.is_contiguous() and M % 16 == K % 16 == 0 and q.shape == x.shape == qt.shape[::-1], (x.shape, q.shape, qt.shape)
@@ -59,7 +48,7 @@ def _launch(kernel, inputs: tuple[torch.Tensor, ...], q, qt, columns: int) -> tu
 # every value twice.
 
 @triton.jit
-def _cast_both(x, scale, q, qt, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def cast_both(x, scale, q, qt, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     s = tl.load(scale)      # first, so that its latency overlaps with the tile's loads
     m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     k0 = tl.program_id(1) * COLUMNS
@@ -72,7 +61,7 @@ def _cast_both(x, scale, q, qt, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexp
 
 
 @triton.jit
-def _cross_entropy_grad(logits, lse, targets, grad, scale, q, qt, M, V, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
+def cross_entropy_grad(logits, lse, targets, grad, scale, q, qt, M, V, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
                         ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     s = tl.load(scale)
     m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS

@@ -19,7 +19,7 @@ BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "o
 
 
 def build_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
-    """The optimizer of optim.kind."""
+    """The optimizer of optim.kind, with the state of its first step already, for a checkpoint to be loaded into."""
     return MuonAdamW(model, config) if config.kind == "muon" else _adamw(list(model.parameters()), config)
 
 
@@ -32,6 +32,9 @@ def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.A
     # FP8 copies of weights are stale when Tensor._version has changed, which the fused update does not increment itself.
     optimizer.register_step_post_hook(lambda optimizer, *_: torch.autograd.graph.increment_version(
         [p for group in optimizer.param_groups for p in group["params"]]))
+    for p in parameters:
+        optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
 
@@ -56,6 +59,7 @@ class MuonAdamW:
         self.muon: dict[str, Any] = {"params": list(self.parts), "lr": config.lr}
         self.param_groups = [*self.adamw.param_groups, self.muon]
         self.state = self.adamw.state
+        self.state.update((p, {"momentum": torch.zeros_like(p)}) for p in self.parts)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -179,16 +183,6 @@ def set_learning_rate(optimizer: "torch.optim.AdamW | MuonAdamW", step: int, ste
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr
-
-
-def fill_state(optimizer: "torch.optim.AdamW | MuonAdamW") -> None:
-    """Create the state that the optimizer would create at its first step, for a checkpoint to be loaded into."""
-    for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if p in getattr(optimizer, "parts", ()):
-            optimizer.state[p] = {"momentum": torch.zeros_like(p)}
-        else:
-            optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device),
-                                  "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def state_tensors(optimizer: "torch.optim.AdamW | MuonAdamW", model: nn.Module) -> dict[str, torch.Tensor]:

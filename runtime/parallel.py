@@ -174,7 +174,6 @@ def build(config: Config, world: World) -> Built:
     if world.size == 1 and config.accumulation(1) > 1:
         fp8.keep_gradients(model)
     optimizer = optim.build_optimizer(model, config.optim)
-    optim.fill_state(optimizer)
     return Built(model, optimizer, assign, layers, counts, loss_scale, flags, fp8.DelayedScales(model, world.size))
 
 

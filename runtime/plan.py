@@ -41,11 +41,11 @@ MEASURED_S = 0.5        # least duration of what is timed, of which the best of 
 
 # --------------------------------------------------------------------------------------------------------------- --plan
 
-def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
+def plan(config: Config, gpu: str) -> list[str]:
     """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError for an unknown GPU."""
     if gpu and peak_flops(gpu) is None:
         raise UserError(f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
-    model = GPT.on_meta(config.model, compute_dtype)
+    model = GPT.on_meta(config.model)
     layers = fp8.select(model, config.fp8, gpu.upper() or None)
     c, tokens, steps, policy = model.counts(), config.total_tokens, config.total_steps, config.checkpoint
     total, nonembed = c["params_total"], c["params_nonembed"]

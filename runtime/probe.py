@@ -157,7 +157,7 @@ def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tens
 
     q and k are rounded to BF16 as in training; fp32, even as TF32, multiplies BF16 exactly."""
     T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
-    q, k = (part.view(1, T, -1, D) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
+    q, k, _ = qkv.view(1, T, -1, D).split((H, K, K), dim=2)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = (rotate(part, cos[:T], sin[:T])[0].float().transpose(0, 1) for part in (q, k))      # (H or K, T, D)

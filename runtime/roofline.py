@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from model import GPTConfig
+from model import GPT, GPTConfig
 from runtime.cli import command, run_command
 from runtime.config import Config, load_config
 from runtime.log import PEAK_FLOPS, peak_flops
@@ -118,40 +118,11 @@ LABELS = (*CASTS, "tensorwise+head", "tensorwise+kernels+head", "tensorwise+kern
 CASTS |= {f"amax{rest}": CASTS[f"tensorwise{rest}"] for rest in ("", "+kernels", "+kernels+delayed")}
 
 
-class Shape(NamedTuple):
-    """The sizes of a decoder that a step's time depends on; norms are left out of all parameter counts here."""
-    n_layer: int
-    n_embd: int
-    n_ffn: int
-    n_head: int
-    n_ctx: int
-    vocab: int
-    kv_heads: int | None = None
-    gated: bool = True          # SwiGLU; else one matrix up, one down
-    tied: bool = True
-    rope: int = 10 + 12         # bytes per value of a block's input, forward and backward, which lays q, k, v side by side again
-
-    @property
-    def params_matmul(self) -> int:
-        return sum(count * K * N for _, K, N, count in linears(self))
-
-    @property
-    def flops_per_token(self) -> int:
-        """As GPT.counts() defines it: 6 a matmul parameter and 12 L H D T."""
-        return 6 * self.params_matmul + 12 * self.n_layer * self.n_embd * self.n_ctx
-
-
-def shape_of(config: GPTConfig) -> Shape:
-    return Shape(config.n_layer, config.n_embd, config.n_ffn, config.n_head, config.n_ctx, config.vocab_padded, config.kv_heads,
-                 tied=config.tied)
-
-
-def linears(shape: Shape) -> list[tuple[str, int, int, int]]:
-    """(name, inputs K, outputs N, how many) of every Linear of a model."""
-    C, F, L = shape.n_embd, shape.n_ffn, shape.n_layer
-    qkv = C + 2 * (shape.kv_heads or shape.n_head) * (C // shape.n_head)
-    up = 2 * F if shape.gated else F
-    return [("qkv", C, qkv, L), ("out", C, C, L), ("gate_up", C, up, L), ("down", F, C, L), ("head", C, shape.vocab, 1)]
+def linears(model: GPTConfig, gated: bool = True) -> list[tuple[str, int, int, int]]:
+    """(name, inputs K, outputs N, how many) of every Linear. gated: SwiGLU, as here; else one matrix up, one down."""
+    C, F, L = model.n_embd, model.n_ffn, model.n_layer
+    return [("qkv", C, C + 2 * model.kv_heads * model.head_size, L), ("out", C, C, L), ("gate_up", C, (1 + gated) * F, L),
+            ("down", F, C, L), ("head", C, model.vocab_padded, 1)]
 
 
 def matmul_seconds(bandwidth: float, format: str, M: int, K: int, N: int) -> float:
@@ -170,20 +141,17 @@ def matmul_seconds(bandwidth: float, format: str, M: int, K: int, N: int) -> flo
     return max(best, (size * (M * K + K * N) + (4 if format == "fp8_fp32" else 2) * M * N) / bandwidth)
 
 
-class Step(NamedTuple):
-    tok_per_s: float
-    seconds: float                  # of a micro-batch, with its part of the optimizer step
-    buckets: dict[str, float]       # of these seconds
+def step(bandwidth: float, model: GPTConfig, label: str, micro_batch: int, tokens_per_step: int, shard: int = 1,
+         bf16: Casts = CASTS["bf16"], gated: bool = True, rope: int = 10 + 12) -> dict[str, float]:
+    """Modelled seconds of a micro-batch of `label`, a key of CASTS with or without +head, with its part of the optimizer step, by
+    BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 / `shard` of the weights; norms' parameters are left out.
 
-
-def step(bandwidth: float, shape: Shape, label: str, micro_batch: int, tokens_per_step: int, shard: int = 1,
-         bf16: Casts = CASTS["bf16"]) -> Step:
-    """The modelled micro-step of `label`, a key of CASTS with or without +head, on one GPU, which sees `tokens_per_step` and
-    updates 1 / `shard` of the weights; `bf16`: what the Linears do that stay in BF16."""
-    M, recipe = micro_batch * shape.n_ctx, label.removesuffix("+head")
+    bf16: what the Linears do that stay in BF16. For other people's models: gated as in linears(); rope: bytes per value of a
+    block's input, forward and backward, which lays q, k, v side by side again."""
+    M, recipe = micro_batch * model.n_ctx, label.removesuffix("+head")
     accumulation = max(1, tokens_per_step // M)
     buckets, within = dict.fromkeys(BUCKETS, 0.0), 0        # parameters whose gradients their matmul adds up
-    for i, (name, K, N, count) in enumerate(linears(shape)):
+    for i, (name, K, N, count) in enumerate(linears(model, gated)):
         casts = bf16 if recipe == "bf16" or (name == "head" and recipe == label) else CASTS[recipe]
         sizes = ((M, K, N), (M, N, K), (N, M, K))
         buckets["matmul"] += count * sum(
@@ -191,24 +159,23 @@ def step(bandwidth: float, shape: Shape, label: str, micro_batch: int, tokens_pe
         buckets["cast"] += count * (casts.x[i].seconds(M * K, bandwidth) + casts.g[i].seconds(M * N, bandwidth)
                                     + casts.w.seconds(K * N, bandwidth) + casts.w_step.seconds(K * N, bandwidth) / accumulation)
         within += count * K * N if casts.adds and name != "head" and accumulation > 1 else 0
-    C, table = shape.n_embd, shape.vocab * shape.n_embd
-    params = shape.params_matmul + (0 if shape.tied else table)
+    C, table = model.n_embd, model.vocab_padded * model.n_embd
+    params = sum(count * K * N for _, K, N, count in linears(model, gated)) + (0 if model.tied else table)
     # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8 forward + 8 backward), RoPE,
     # the activation; then the embedding and the last norm.
-    pointwise = shape.n_layer * ((32 + shape.rope) * C + (16 if shape.gated else 10) * shape.n_ffn) + 16 * C
+    pointwise = model.n_layer * ((32 + rope) * C + (16 if gated else 10) * model.n_ffn) + 16 * C
     # Gradients added up (but for a step's first micro-batch), the embedding's scattered; within a matmul they are read once more,
     # and zeroed once a step.
     gradients = 12 * (accumulation - 1) / accumulation * (params - within) + (4 + 4 / accumulation) * within
-    gradients += (14 if shape.tied else 4) * table + 20 * M * C
+    gradients += (14 if model.tied else 4) * table + 20 * M * C
     # Attention is 2 + 5 matmuls of T / 2 columns, the causal half.
-    rate = ATTENTION * shape.n_ctx / (shape.n_ctx + HALF_T) * (1.0 if C // shape.n_head >= 128 else NARROW_HEAD)
-    buckets["attention"] = shape.n_layer * M * 7 * C * shape.n_ctx / rate
+    rate = ATTENTION * model.n_ctx / (model.n_ctx + HALF_T) * (1.0 if model.head_size >= 128 else NARROW_HEAD)
+    buckets["attention"] = model.n_layer * M * 7 * C * model.n_ctx / rate
     buckets["pointwise"] = (M * pointwise + gradients) / bandwidth
-    buckets["loss"] = 6 * M * shape.vocab / bandwidth         # logits read forward, read and written backward
+    buckets["loss"] = 6 * M * model.vocab_padded / bandwidth         # logits read forward, read and written backward
     buckets["optimizer"] = 40 * params / shard / bandwidth / accumulation     # clip 4 + 8, AdamW 16 + 12
     buckets["other"] = IDLE * sum(buckets.values())
-    whole = sum(buckets.values())
-    return Step(M / whole, whole, buckets)
+    return buckets
 
 
 def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
@@ -220,8 +187,8 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     if name is None or f.label.removesuffix("+head") not in CASTS or p.recompute or not p.compile or (gpus > 1 and f.kernels):
         return None
     micro_batch = max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
-    bf16, quantised = (step(GPUS[name], shape_of(m), label, micro_batch, config.data.tokens_per_step // gpus, p.shard or 1,
-                            replace(CASTS["bf16"], adds=gpus == 1)).seconds for label in ("bf16", f.label))
+    bf16, quantised = (sum(step(GPUS[name], m, label, micro_batch, config.data.tokens_per_step // gpus, p.shard or 1,
+                                replace(CASTS["bf16"], adds=gpus == 1)).values()) for label in ("bf16", f.label))
     return bf16 / quantised
 
 
@@ -247,15 +214,16 @@ def main(options: Options) -> None:
     peak, _ = PEAK_FLOPS[options.gpu.upper()]
     print(f"MODELLED step times on {options.gpu.upper()} SXM from published ceilings; nothing here is measured")
     for size in options.sizes:
-        config = load_config(ROOT / f"configs/gpt{size}_bf16.py")
-        shape, micro_batch = shape_of(replace(config.model, n_ctx=T)), max(1, MICRO_BATCH[size] * 1024 // T)
+        model = replace(load_config(ROOT / f"configs/gpt{size}_bf16.py").model, n_ctx=T)
+        micro_batch, flops_per_token = max(1, MICRO_BATCH[size] * 1024 // T), GPT.on_meta(model).counts()["flops_per_token"]
         print(f"\n{size}, T={T}, micro-batch {micro_batch}, {TOKENS_PER_STEP:,} tokens a step")
         print(f"  {'label':31} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   " + "".join(f"{name:>10}" for name in BUCKETS))
-        steps = {label: step(bandwidth, shape, label, micro_batch, TOKENS_PER_STEP) for label in LABELS}
-        for label, one in steps.items():
-            shares = "".join(f"{seconds / one.seconds:z10.1%}" for seconds in one.buckets.values())
-            print(f"  {label:31} {one.tok_per_s:8,.0f} {steps['bf16'].seconds / one.seconds:6.3f} "
-                  f"{one.tok_per_s * shape.flops_per_token / peak:9.1%}   {shares}")
+        steps = {label: step(bandwidth, model, label, micro_batch, TOKENS_PER_STEP) for label in LABELS}
+        for label, buckets in steps.items():
+            seconds = sum(buckets.values())
+            tok_per_s, shares = micro_batch * T / seconds, "".join(f"{part / seconds:z10.1%}" for part in buckets.values())
+            print(f"  {label:31} {tok_per_s:8,.0f} {sum(steps['bf16'].values()) / seconds:6.3f} "
+                  f"{tok_per_s * flops_per_token / peak:9.1%}   {shares}")
 
 
 if __name__ == "__main__":

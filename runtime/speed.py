@@ -70,11 +70,10 @@ def _timings(table: dict, gpu: str) -> tuple[str, list[dict]]:
     """The rows that count for this GPU, and what the verdict calls them; none where its architecture was never timed."""
     for kind in ("measured", "published"):
         if entries := table.get(kind, {}).get(architecture_of(gpu)):
-            names = [entry["gpu"] for entry in entries]
-            own = [name for name in names if name == gpu or kind == "published" and name in gpu]
-            counted = own or names[:1]      # of several others the first: rows of two GPUs do not mix
-            rows = [row for entry in entries if entry["gpu"] in counted for row in entry["rows"]]
-            return kind if own else f"{kind} on {names[0]}", rows
+            first = entries[0]["gpu"]
+            own = [entry for entry in entries if entry["gpu"] == gpu or kind == "published" and entry["gpu"] in gpu]
+            counted = own or [entry for entry in entries if entry["gpu"] == first]      # rows of two GPUs do not mix
+            return kind if own else f"{kind} on {first}", [row for entry in counted for row in entry["rows"]]
     return "", []
 
 

@@ -87,11 +87,7 @@ def tokenizer_kind(name: str) -> str:
 def clean(text: str) -> str:
     """The text as it is hashed, counted and tokenised. Python strings may hold halves of UTF-16 pairs (JSON's \\ud83d), which
     have no UTF-8 form: a pair becomes its character, a lone half U+FFFD."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -108,7 +108,7 @@ def test_both_layouts_hold_torchs_values(kernels, M, K, format, dtype, tile):
     vars(kernels).update(tile)
     for scale in (torch.tensor(1.0), torch.tensor(0.37)):
         q, qt = outputs(M, K, format)
-        kernels.cast_both(x, scale, q, qt)
+        kernels.launch(kernels.cast_both, (x, scale), q, qt)
         want = quantised(x, scale, format)
         assert same(q, want) and same(qt, want.t().contiguous())
 
@@ -147,7 +147,7 @@ def test_the_cross_entropys_gradient_is_that_of_its_definition(kernels, M, V, ti
     lse = torch.logsumexp(logits.float(), 1)
     vars(kernels).update(tile)
     q, qt = outputs(M, V, E5M2)
-    kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
+    kernels.launch(kernels.cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt)
     assert is_near(q, entropy_grad(logits, lse, targets, grad, scale)) and same(qt, q.t().contiguous())
     assert q.float().isnan().any(1).nonzero().flatten().tolist() == [2, 4]
     assert not q[[3, 5, 15]].float().any()
@@ -182,9 +182,9 @@ def test_they_compile_for_an_h100(source, format, is_loss, launched):
     module, binaries = launched
     q, qt = outputs(48, 80, format)
     if is_loss:
-        module.cross_entropy_grad(*entropy_case(48, 80), q, qt)
+        module.launch(module.cross_entropy_grad, entropy_case(48, 80), q, qt)
     else:
-        module.cast_both(torch.zeros(48, 80, dtype=source), torch.tensor(1.0), q, qt)
+        module.launch(module.cast_both, (torch.zeros(48, 80, dtype=source), torch.tensor(1.0)), q, qt)
     binary, = binaries
     instruction = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}[format]
     assert binary.asm["cubin"] and instruction in binary.asm["ptx"]

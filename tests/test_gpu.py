@@ -204,7 +204,7 @@ def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
     for arm in ("bf16", "fp8"):
         config = gpt125m(tmp_path, arm, 60, f"fp8.kernels={arm == 'fp8'}")
         trained(config, tmp_path)
-        steps, page = rows(config), "\n".join(plan.plan(config, "h100", torch.bfloat16))
+        steps, page = rows(config), "\n".join(plan.plan(config, "h100"))
         losses[arm] = torch.tensor([row["loss"] for row in steps])
         assert len(steps) == 60 and losses[arm][-1] < losses[arm][0] - 1 and all(row["verdict"] == "OK" for row in steps)
         assert summary(config)["mem_peak_gib"] == pytest.approx(float(re.search(r"sum +([\d.]+) GiB", page)[1]), rel=0.1)

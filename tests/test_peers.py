@@ -14,9 +14,8 @@ import model as our_model
 from bench import peers
 from bench.peers import BESIDE, LABELS, OURS, groups_of, load
 from bench.throughput import Cell, config_of, measure
-from model import GPTConfig
+from model import GPT, GPTConfig
 from runtime.cli import UserError
-from runtime.roofline import shape_of
 
 CPU = torch.device("cpu")
 MATMUL = 2 * 128 * 128 + 160 * 128 + 12     # of the stand-ins, two blocks 128 wide, a gate of 12
@@ -192,7 +191,8 @@ def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
         (_, their), config = BESIDE[size][theirs], GPTConfig(**OURS[ours], n_ctx=1024)
         assert all(getattr(config, key) == their[key] for key in ("n_layer", "n_head", "n_embd"))
         C, L, V = their["n_embd"], their["n_layer"], their.get("vocab_size", 32768)
-        assert shape_of(config).flops_per_token == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
+        flops = GPT.on_meta(config).counts()["flops_per_token"]
+        assert flops == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
     h100, toy = (groups_of(suite, dict.fromkeys(FILES, "/x")) for suite in ("h100", "toy"))
     for group in (*h100, *toy):
         assert group[0].label == "bf16" and len(group) > 1 and config_of(group[0]).fp8.recipe == "off"

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from runtime.cli import UserError
 from runtime.config import load_config
@@ -188,7 +187,7 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     fp8 = freeze("big_fp8", study, tmp_path)         # from its own recipe alone
     assert [one["run_id"] for one in fp8.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"] and fp8.loss > made.loss
     demo = freeze("demo_s_fp8", study, tmp_path)     # a config, counted as train.py --plan counts it
-    lines, goal = "\n".join(train_plan(load_config(ROOT / "configs/demo_s_fp8.py"), "", torch.bfloat16)), demo.content["target"]
+    lines, goal = "\n".join(train_plan(load_config(ROOT / "configs/demo_s_fp8.py"), "")), demo.content["target"]
     assert demo.recipe == fp8.recipe == "tensorwise"
     assert re.search(rf"  total +{goal['params_total']:,} [\s\S]+  tokens +{goal['tokens']:,} ", lines)
     assert f"+ attention            {goal['flops_per_token'] * goal['tokens']:.4e}" in lines

@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 
 from runtime import fp8
 from runtime.cli import read_options
@@ -97,7 +96,7 @@ def test_the_bound_on_the_speedup_is_train_pys(label):
     sizes, _ = read_sizes(f"recipe={label}")
     for size in sizes:
         config = replace(load_config(ROOT / f"configs/{size.name}_fp8.py"), fp8=fp8.by_name(label))
-        lines = "\n".join(train_plan(config, "h100", torch.bfloat16))
+        lines = "\n".join(train_plan(config, "h100"))
         assert f"{size.speedup:.2f}x" in lines
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
         assert config.total_tokens / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
