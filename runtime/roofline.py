@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from model import GPT, GPTConfig
-from runtime.cli import command, run_command
-from runtime.config import Config, load_config
+from runtime.cli import UserError, command, run_command
+from runtime.config import Config, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.machine import ROOT
 
@@ -205,6 +205,10 @@ class Options:
     gpu: Literal["h100", "h200"] = "h100"
     sizes: tuple[Literal["125m", "350m", "760m", "1p5b"], ...] = ("125m", "350m", "760m", "1p5b")   # of configs/gpt<size>_bf16.py
     context: int = 1024             # T, tokens
+
+    def __post_init__(self):
+        if problems := positive(self, "context"):
+            raise UserError(problems[0])
 
 
 @command(__doc__, Options)
