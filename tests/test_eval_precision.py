@@ -18,8 +18,10 @@ from eval import harness, precision, sample
 from model import KVCache
 from runtime.checkpoint import load_model
 from runtime.cli import UserError
-from runtime.config import FP8Config, LogConfig, OptimConfig
+from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
+from runtime.data import open_data
 from runtime.machine import read_rows
+from runtime.tokenizer import load_tokenizer
 from tests.scaling_runs import edit
 from tests.scaling_runs import strict as read_json
 from tests.test_fp8 import OPERANDS, RECIPES, quantised
@@ -130,6 +132,10 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
         for row in rows[:8]:     # nothing of gradients
             assert row.keys() == {"kind", "step", "layer", "recipe", "weight", "activation"} and row["recipe"] == recipe
             assert row["weight"]["amax"] == model.get_submodule(row["layer"]).weight.abs().max() and row["activation"]["amax"]
+    val, seen = open_data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
+    (inference := load(runs / "bf16", "mxfp8")).model.layers[0].attn.qkv.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0].abs().max()))
+    inference.model(torch.cat([val[source].batch(i, i + 1)[0] for i in range(3) for source in ("code", "web")][:5]))
+    assert rows[0]["activation"]["amax"] == seen[0], "the sources take turns in what is probed"
 
 
 def test_tasks_are_scored_through_fp8_matmuls(runs, capsys):

@@ -98,12 +98,12 @@ def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp
 
 
 def test_odd_runs_are_drawn(tmp_path):
-    for i, rows in enumerate((
+    figures = [drawn(write(tmp_path / f"a $\\run$ {i}", rows)) for i, rows in enumerate((
             [row(1)], [row(s, "undone") for s in (1, 2)] + [event("rollback", 2, to=0)],
             [row(s, loss=None, grad_norm=None, verdict="SKIP") for s in (1, 2, 3)],
             [row(s, loss=2.0, grad_norm=0.0, lr=0.0, tok_per_s=0.0) for s in (1, 2, 3)],
-            eventful() + [event(f"odd {i} $x_$ \\frac$", 20) for i in range(12)])):
-        assert drawn(write(tmp_path / f"a $\\run$ {i}", rows)).axes
+            eventful() + [event(f"odd {i} $x_$ \\frac$", 20) for i in range(12)]))]
+    assert [figure.axes[1].get_yscale() for figure in figures] == ["log", "linear", "linear", "linear", "log"], "of the norm"
 
 
 def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(tmp_path, capsys):

@@ -184,6 +184,8 @@ def test_the_json_is_written_last(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "write_atomically", lambda path, content: written.append(path.name))
     write_with(tmp_path, "figure", figures.Figure(), {"law.json": "{}"})
     assert written == ["figure.png", "figure.svg", "law.json"]
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_with(tmp_path, "figure", None, {"law.json": {"loss": np.nan}})
 
 
 def test_smoothing_keeps_a_line():

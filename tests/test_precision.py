@@ -189,3 +189,5 @@ def test_few_and_extreme_pairs_are_drawn(tmp_path, capsys):
         assert "FP8 minus BF16, as trained" in asked(capsys, precision.main, runs, "loss=as_trained", "--out", out)
         assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
         assert strict(out / "precision.json")["sizes"][0]["nats"]["mean"] == pytest.approx(1.5 * np.mean(gaps))
+        limit = draw_precision(found := precision.load(out / "precision.json")).axes[0].get_ylim()[1]
+        assert limit == pytest.approx(1.2 * abs(found["sizes"][0]["as_trained"].mean)), "two pairs' bar may leave the panel"
