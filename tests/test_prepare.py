@@ -97,6 +97,9 @@ def test_files_of_all_formats_and_packings_are_read(tmp_path):
         files[-1].write_bytes(pack(DOCUMENTS[20 + i].encode()))
     wanted = [*DOCUMENTS[:10], *(text for i in range(4) for text in [*DOCUMENTS[10 + i:20:4], DOCUMENTS[20 + i]])]
     assert local(*files, out=tmp_path) == 0 and found(tmp_path / "mine") == due(wanted)
+    twins = [write(tmp_path / side / "a.jsonl", DOCUMENTS[i::2]) for i, side in enumerate(("one", "other"))]
+    assert local(*twins, out=tmp_path, name="twins", tokenizer="gpt2") == 0
+    assert shards.read_index(tmp_path / "twins").files == [*map(str, twins)], "of one name: their folders tell them apart"
 
 
 def test_odd_text(tmp_path, monkeypatch, capsys):

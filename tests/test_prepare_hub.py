@@ -169,12 +169,13 @@ def test_check_sources_shows_a_record_and_tells_of_a_hub_that_does_not_answer(hu
 
 @pytest.mark.parametrize("form", [".parquet", ".jsonl", ".json.zst"])
 def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
-    rows = [{"body": f"text {n} " * 9, "more": {"n": str(n)}} for n in range(60)] + [{"body": None, "more": {"n": ""}}]
+    rows = [{"body": f"text {n} " * 9, "more": {"n": str(n)}} for n in range(60)]
+    rows += [{"body": None, "more": {"n": ""}}, {"more": {"n": ""}}]
     write_repository(hub.folder, "own/Set", {f"train-{i}{form}": rows[i::2] for i in range(2)}, license="mit")
     assert main(words(tmp_path / "out", "hf:own/Set", column="body", files=f"train-*{form}")) == 0
     index = json.loads((tmp_path / "out/set/index.json").read_text())
     assert sorted(documents(tmp_path / "out/set")) == sorted(row["body"] for row in rows[:60])
-    assert (index["license"], index["empty"], len(index["files"]), len(index["revision"])) == ("mit", 1, 2, 40)
+    assert (index["license"], index["empty"], len(index["files"]), len(index["revision"])) == ("mit", 2, 2, 40)
     some = sources.Source(dataset="own/Set", revision=index["revision"], license="", files=f"train-*{form}", column="body",
                           keep={"more.n": ("0", "3")})
     for grouped_by, numbers in ((None, (0, 3)), ("more.n", (0,))):       # 3 is in a file that begins with another number
