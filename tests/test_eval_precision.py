@@ -16,11 +16,13 @@ from eval_runs import call, greedy_text, refused
 import train
 from eval import harness, precision, sample
 from model import KVCache
+from runtime import fp8
 from runtime.checkpoint import load_model
 from runtime.cli import UserError
 from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
 from runtime.data import open_data
 from runtime.machine import read_rows
+from runtime.probe import statistics
 from runtime.tokenizer import load_tokenizer
 from tests.scaling_runs import edit
 from tests.scaling_runs import strict as read_json
@@ -133,9 +135,11 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
             assert row.keys() == {"kind", "step", "layer", "recipe", "weight", "activation"} and row["recipe"] == recipe
             assert row["weight"]["amax"] == model.get_submodule(row["layer"]).weight.abs().max() and row["activation"]["amax"]
     val, seen = open_data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
-    (inference := load(runs / "bf16", "mxfp8")).model.layers[0].attn.qkv.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0].abs().max()))
-    inference.model(torch.cat([val[source].batch(i, i + 1)[0] for i in range(3) for source in ("code", "web")][:5]))
-    assert rows[0]["activation"]["amax"] == seen[0], "the sources take turns in what is probed"
+    inference = load(runs / "bf16", "mxfp8").model
+    inference.layers[0].attn.qkv.register_forward_pre_hook(
+        lambda module, x: seen.append(statistics(x[0], fp8.RECIPES["mxfp8"].input).tolist()))
+    inference(torch.cat([val[source].batch(i, i + 1)[0] for i in range(3) for source in ("code", "web")][:5]))
+    assert [*rows[0]["activation"].values()] == seen[0], "the sources take turns in what is probed"
 
 
 def test_tasks_are_scored_through_fp8_matmuls(runs, capsys):
