@@ -106,7 +106,7 @@ def finish(world: World, code: int) -> None:
     fifty aborts there ("terminate called without an active exception"), and torchrun would take it for a failure."""
     if world.size == 1:
         sys.exit(code)
-    if code == 0:
+    if code == 0 and dist.is_initialized():
         with contextlib.suppress(RuntimeError):     # a rank that died here, after all work, has an exit code of its own
             dist.barrier()
             dist.destroy_process_group()

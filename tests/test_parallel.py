@@ -59,6 +59,13 @@ def same(a, b) -> bool:
     return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
 
 
+def test_a_command_of_two_processes_that_had_no_need_to_join_ends_with_its_own_code(monkeypatch):
+    """torchrun .. -m eval.harness --help, or --fetch."""
+    monkeypatch.setattr(os, "_exit", (ended := mock.Mock()))
+    parallel.finish(replace(ALONE, size=2), 0)
+    ended.assert_called_once_with(0)
+
+
 # ----------------------------------------------------------------------------------------------------- one process alone
 
 def test_recomputation_runs_a_block_twice_but_for_attention_and_changes_no_name_and_nothing_that_a_probe_sees(tiny, tmp_path):
