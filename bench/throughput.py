@@ -1,4 +1,4 @@
-"""Time training of each size in FP8 against BF16 of the same size, one process a cell, in turns BF16, FP8, BF16, FP8, BF16.
+"""Time training of each size in FP8 against BF16 of the same size, one process a cell, one or two in FP8 between two in BF16.
 
     python -m bench.throughput --suite h100 --budget 560        on one GPU what is missing, the most valuable first
     python -m bench.throughput --suite toy                      the same path on a CPU: a rehearsal, says nothing about a GPU
@@ -58,7 +58,8 @@ SLOWED = 0xE8           # NVML's reasons that make a time worthless: hardware sl
 TIMED_S = {"cuda": 10.0, "cpu": 0.5}        # of whole steps, at least two
 WARM_S = 20.0           # of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
 CELL_LIMIT_S = 420      # a cell that has not ended by then never will
-GUESS_S = 120           # of a cell, until one of its size was timed here
+TURN = 2                # FP8 cells, at most, between two of BF16
+GUESS_S = 70            # of a cell, until one of its size was timed here
 BASELINE = "bf16"
 ATTENTION = re.compile(r"^(?!triton).*(sdpa|flash|fmha|attention)", re.IGNORECASE)
 FIT = re.compile(r"cudnn|flash.*sm90|sm90.*flash", re.IGNORECASE)       # for Hopper
@@ -99,12 +100,12 @@ class Subject:
 TOY = {"toy_s": {"n_layer": 1, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
        "toy_m": {"n_layer": 1, "n_head": 2, "n_embd": 128, "n_ffn": 256, "vocab_size": 257}}
 H100 = (        # sizes, and labels to time each of them in; the most valuable first
-    ("1p5b", "tensorwise+kernels tensorwise+kernels+head tensorwise+kernels+delayed"),
+    ("1p5b", "tensorwise+kernels tensorwise+kernels+delayed tensorwise+kernels+head tensorwise+kernels+delayed+head"),
     ("350m 760m 125m", "tensorwise+kernels tensorwise+kernels+delayed"),
     ("1p5b 350m 760m 125m", "tensorwise rowwise"),
     ("125m 1p5b 350m 760m", "auto+kernels tensorwise_gw_hp+kernels rowwise_with_gw_hp"),
     ("125m 350m 760m", "tensorwise+kernels+head"),
-    ("1p5b 125m 350m 760m", "tensorwise+kernels+delayed+head"),
+    ("125m 350m 760m", "tensorwise+kernels+delayed+head"),
     ("1p5b", "tensorwise+kernels+fast_backward rowwise+fast_backward blockwise"))
 
 
@@ -212,16 +213,19 @@ def measure(cell: Cell) -> dict:
         loss.item()             # train.py's host read, which waits for all of it
         return time.perf_counter() - start
 
+    told, expected_s = None, accumulation * statistics.median(seconds[1:])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()        # the compiler's own trials are no part of a step
-    first, graphs = step(), counters["stats"]["unique_graphs"]
-    steps_s = [step() for _ in range(min(20, max(2, math.ceil(TIMED_S[device.type] / first))))]
+        told = dict(zip(CLOCKS, map(_number, nvidia_smi(*CLOCKS.values(), work=step)), strict=True))
+    else:
+        step()          # nor is the first one timed
+    graphs = counters["stats"]["unique_graphs"]
+    steps_s = [step() for _ in range(min(20, max(2, math.ceil(TIMED_S[device.type] / expected_s))))]
     row = {**subject.counts, "compile_s": max(0.0, seconds[0] - statistics.median(seconds[1:])),
            "steps_s": steps_s, "losses": losses, "gradient_norms": norms, "graph_breaks": sum(counters["graph_break"].values()),
-           "recompiles": counters["stats"]["unique_graphs"] - graphs, "peak_gib": None, "clocks": None, "kernels": None}
+           "recompiles": counters["stats"]["unique_graphs"] - graphs, "peak_gib": None, "clocks": told, "kernels": None}
     if device.type == "cuda":
         row |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-                "clocks": dict(zip(CLOCKS, map(_number, nvidia_smi(*CLOCKS.values(), work=step)), strict=True)),
                 "kernels": _kernels(lambda: subject.micro_step(*batches[0]))}
     return row
 
@@ -288,10 +292,11 @@ class Timer:
         return 1.1 * max((row["wall_s"] for row in self.here if row["size"] in sizes), default=GUESS_S)
 
     def time_group(self, group: list[Cell]) -> None:
-        """Time what is due of a BF16 cell's group and fits into the budget, each between two of BF16."""
+        """Time what is due of a BF16 cell's group and fits into the budget, TURN of them at most between two of BF16."""
         before = None
         while due := self.due(group):
-            if time.monotonic() + (2 if before else 3) * self.estimate(group) > self.end:
+            fits = int((self.end - time.monotonic()) / self.estimate(group)) - (1 if before else 2)
+            if fits < 1:
                 break
             before = before or self.time(group[0])
             if before.get("oom") and group[0].micro_batch > 1:
@@ -299,12 +304,13 @@ class Timer:
                 continue
             if "failure" in before:
                 break
-            row = self.time(due[0], before)
-            if "failure" not in row:
+            rows = [self.time(cell, before) for cell in due[:min(TURN, fits)]]
+            if rows := [row for row in rows if "failure" not in row]:
                 after = self.time(group[0])
                 if "failure" in after:
                     break
-                self._add(compared(row, before, after))
+                for row in rows:
+                    self._add(compared(row, before, after))
                 before = after
 
     def time(self, cell: Cell, baseline: dict | None = None) -> dict:

@@ -22,7 +22,7 @@ from tests.conftest import ROOT, asked
 from tests.faults import children, wait_for
 
 TOY = Cell("toy", "bf16", 4, 32, 512, "cpu", {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257})
-TENSORWISE, ROWWISE = (replace(TOY, label=label) for label in ("tensorwise", "rowwise"))
+TENSORWISE, ROWWISE, CSCALE = (replace(TOY, label=label) for label in ("tensorwise", "rowwise", "cscale"))
 CPU = torch.device("cpu")
 
 
@@ -137,8 +137,8 @@ def turns(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
 
-    def run(budget=1e4, again=(), out=tmp_path / "rows.jsonl", **script):
-        asked, group = [], [TOY, TENSORWISE, ROWWISE]
+    def run(budget=1e4, again=(), out=tmp_path / "rows.jsonl", group=(TOY, TENSORWISE, ROWWISE), **script):
+        asked = []
 
         def fake(cell, log, limit_s):
             asked.append((cell.label, cell.micro_batch))
@@ -153,24 +153,25 @@ def turns(tmp_path, monkeypatch):
     return run
 
 
-def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(turns, tmp_path, monkeypatch):
+def test_fp8_runs_two_at_a_time_between_turns_of_bf16_and_what_is_done_is_not_timed_again(turns, tmp_path, monkeypatch):
     def looks(cell):
         rows = read_rows(tmp_path / "rows.jsonl")
         assert [row["label"] for row in rows] == ["bf16", "tensorwise"] and rows[1]["ratio"] is None, "on disk at once"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        turns(bf16=[answer(), looks])
-    asked, left, rows = turns(bf16=[answer(1000), answer(1020), answer(1040)], tensorwise=[answer(1212)], rowwise=[answer(515)])
-    assert [label for label, _ in asked] == ["bf16", "tensorwise", "bf16", "rowwise", "bf16"] and left == 0, "no ratio, not done"
+        turns(rowwise=[looks])
+    asked, left, rows = turns(group=(TOY, TENSORWISE, ROWWISE, CSCALE), bf16=[answer(1000), answer(1020), answer(1060)],
+                              tensorwise=[answer(1212)], rowwise=[answer(505)], cscale=[answer(1144)])
+    assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16", "cscale", "bf16"], "no ratio, not done"
     by = {row["label"]: row for row in throughput.newest(rows).values()}
-    found = by["tensorwise"]["ratio"], by["rowwise"]["ratio"], by["tensorwise"]["drift"]
-    assert found == pytest.approx((1.2, 0.5, 0.02)) and by["rowwise"]["baseline"] == "toy bf16"
+    found = *(by[label]["ratio"] for label in ("tensorwise", "rowwise", "cscale")), by["rowwise"]["drift"]
+    assert found == pytest.approx((1.2, 0.5, 1.1, 0.02)) and by["rowwise"]["baseline"] == "toy bf16" and left == 0
     assert len(by["bf16"]["commit"]) == 40 and by["bf16"].items() > {
         "torch": torch.__version__, "command": "the command", "gpu": None, "wall_s": 20}.items()
     assert turns()[0] == [] and [label for label, _ in turns(again=("toy/rowwise",))[0]] == ["bf16", "rowwise", "bf16"]
     monkeypatch.setattr(torch, "__version__", "1.0")
-    assert len(turns()[0]) == 5, "rows of another torch do not count"
+    assert len(turns()[0]) == 4, "rows of another torch do not count"
 
 
 def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_batch(turns, tmp_path):
@@ -180,14 +181,14 @@ def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_bat
     assert "- not counted: toy/tensorwise: exit code -11" in table(rows) and turns()[0] == []
     full = {"failure": "OutOfMemoryError: CUDA out of memory", "oom": True}
     asked, _, rows = turns(bf16=[lambda cell: full if cell.micro_batch == 4 else answer()], out=tmp_path / "b.jsonl")
-    assert asked == [("bf16", 4), ("bf16", 2), ("tensorwise", 2), ("bf16", 2), ("rowwise", 2), ("bf16", 2)]
+    assert asked == [("bf16", 4), ("bf16", 2), ("tensorwise", 2), ("rowwise", 2), ("bf16", 2)]
     assert {row["micro_batch"] for row in rows if row["ratio"]} == {2}
     assert turns(bf16=[{"failure": "broken"}], out=tmp_path / "c.jsonl")[:2] == ([("bf16", 4)], 2)
 
 
 def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path):
-    assert turns(budget=390)[:2] == ([], 2), "three cells of 120 s and a tenth"
-    asked, left, rows = turns(budget=400)
+    assert turns(budget=230)[:2] == ([], 2), "three cells of 70 s and a tenth"
+    asked, left, rows = turns(budget=240)
     assert [label for label, _ in asked] == ["bf16", "tensorwise", "bf16", "rowwise", "bf16"] and left == 0, "20 s each"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"wall_s": 5.0}) + "\n" for row in rows[:2]))
     assert turns(budget=45)[1] == 2, "thought to take 5 s each"
@@ -267,4 +268,4 @@ def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, cap
         assert told in said and (code < 2 or said.count("\n") == 1)
     assert (tmp_path / "old.png").exists() and asked(capsys, throughput.main, "--table", "out=absent.jsonl", code=2)
     said = asked(capsys, throughput.main, "suite=toy", "budget=0", f"out={tmp_path / 'none.jsonl'}")
-    assert "2 cells are left, none fits: give budget=417 or more" in said
+    assert "2 cells are left, none fits: give budget=252 or more" in said
