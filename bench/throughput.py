@@ -1,4 +1,4 @@
-"""Time training of each size in FP8 against BF16 of the same size, one process a cell, one or two in FP8 between two in BF16.
+"""Time training of each size in FP8 against BF16 of the same size, one process a cell, up to three in FP8 between two in BF16.
 
     python -m bench.throughput --suite h100 --budget 560        on one GPU what is missing, the most valuable first
     python -m bench.throughput --suite toy                      the same path on a CPU: a rehearsal, says nothing about a GPU
@@ -55,10 +55,10 @@ MOST_LOSS = 0.03        # of a ratio, for --check
 CLOCKS = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu",
           "slowed_by": "clocks_event_reasons.active"}
 SLOWED = 0xE8           # NVML's reasons that make a time worthless: hardware slowdown, software or hardware thermal, power brake
-TIMED_S = {"cuda": 10.0, "cpu": 0.5}        # of whole steps, at least two
-WARM_S = 20.0           # of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
+TIMED_S = {"cuda": 6.0, "cpu": 0.5}        # of whole steps, at least two
+WARM_S = 10.0           # of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
 CELL_LIMIT_S = 420      # a cell that has not ended by then never will
-TURN = 2                # FP8 cells, at most, between two of BF16
+TURN = 3                # FP8 cells, at most, between two of BF16
 GUESS_S = 70            # of a cell, until one of its size was timed here
 BASELINE = "bf16"
 ATTENTION = re.compile(r"^(?!triton).*(sdpa|flash|fmha|attention)", re.IGNORECASE)
@@ -100,9 +100,10 @@ class Subject:
 TOY = {"toy_s": {"n_layer": 1, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
        "toy_m": {"n_layer": 1, "n_head": 2, "n_embd": 128, "n_ffn": 256, "vocab_size": 257}}
 H100 = (        # sizes, and labels to time each of them in; the most valuable first
-    ("1p5b", "tensorwise+kernels tensorwise+kernels+delayed tensorwise+kernels+head tensorwise+kernels+delayed+head"),
+    ("1p5b", "tensorwise+kernels tensorwise+kernels+delayed tensorwise+kernels+delayed+head tensorwise rowwise"),
     ("350m 760m 125m", "tensorwise+kernels tensorwise+kernels+delayed"),
-    ("1p5b 350m 760m 125m", "tensorwise rowwise"),
+    ("1p5b", "tensorwise+kernels+head"),
+    ("350m 760m 125m", "tensorwise rowwise"),
     ("125m 1p5b 350m 760m", "auto+kernels tensorwise_gw_hp+kernels rowwise_with_gw_hp"),
     ("125m 350m 760m", "tensorwise+kernels+head"),
     ("125m 350m 760m", "tensorwise+kernels+delayed+head"),

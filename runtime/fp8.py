@@ -364,6 +364,8 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather:
             module.__class__, module.recipe, module.is_native = QuantisedLinear, recipe, _is_native(layer.recipe)
+            if module.is_native:
+                torch.compiler.allow_in_graph(torch._scaled_mm_v2)      # which torch 2.11 does not trace by itself
         else:
             model.set_submodule(layer.name, _by_torchao(module, layer.recipe, config, is_on_cpu))
     return layers

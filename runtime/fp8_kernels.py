@@ -107,4 +107,7 @@ def _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT: tl.constexpr, LARGEST: t
 @triton.jit
 def _rounded(value, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
     value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return value.to(FORMAT).to(tl.uint8, bitcast=True)
+    # The move keeps ptxas (12.8, as Triton 3.6 to 3.8 bring it) from rounding a value a second time for its second use: that
+    # instruction leaves half of a word to a register, and it took the stack pointer's (seen on an H200).
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value.to(FORMAT).to(tl.uint8, bitcast=True)], tl.uint8,
+                                     is_pure=True, pack=4)

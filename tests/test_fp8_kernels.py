@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import re
+import subprocess
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +66,8 @@ def kernels(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm",        # a move
+                        lambda self, asm, constraints, values, *_: SimpleNamespace(get_result=values.__getitem__))
     for name, mask in (("create_masked_load", 0), ("create_masked_store", 1)):
         builder = interpreter.InterpreterBuilder
         monkeypatch.setattr(builder, name, checked(getattr(builder, name), mask))
@@ -176,9 +180,10 @@ def launched(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("source, format, is_loss", [
     (torch.bfloat16, E4M3, False), (torch.float32, E4M3, False), (torch.bfloat16, E5M2, True)])
-def test_they_compile_for_an_h100(source, format, is_loss, launched):
+def test_they_compile_for_an_h100(source, format, is_loss, launched, tmp_path):
     """Rounded by the hardware's saturating instruction; where a tile begins is counted in 64 bits, since 65,536 tokens of
     logits are more than 2^31 values."""
+    from triton import knobs
     module, binaries = launched
     q, qt = outputs(48, 80, format)
     if is_loss:
@@ -189,6 +194,9 @@ def test_they_compile_for_an_h100(source, format, is_loss, launched):
     instruction = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}[format]
     assert binary.asm["cubin"] and instruction in binary.asm["ptx"]
     assert re.search(r"(min|max)\.NaN", binary.asm["ptx"]), "the clamp must let NaN through"
+    (tmp_path / "cubin").write_bytes(binary.asm["cubin"])
+    sass = subprocess.check_output([knobs.nvidia.cuobjdump.path, "--dump-sass", tmp_path / "cubin"], text=True)
+    assert sass.count("F2FP.SATFINITE") == binary.asm["ptx"].count(instruction), "ptxas 12.8 rounds a second time, wrongly"
     assert re.findall(r"tt\.addptr .* : !tt\.ptr<\w+>, (i\d+)", binary.asm["ttir"]) == ["i64"] * 3
 
 

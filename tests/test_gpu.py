@@ -246,7 +246,7 @@ def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, run):
         said = run(config, code=1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "out of memory on rank 0 (cuda:0, " in said and "data.micro_batch=512 (now 1024; " in said, said
+    assert "out of memory on rank 0 (cuda:0): " in said and "Try a smaller data.micro_batch (now 1024), " in said, said
     assert not (config.run_dir / "summary.json").exists()
 
 
