@@ -82,7 +82,7 @@ def plan(config: Config, gpu: str) -> list[str]:
     copied = 0 if gpus > 1 else c["params_matmul"] - (0 if config.fp8.kernels else in_fp8)
     return [
         *page, "",
-        *_memory(config, c, by_muon, copied, gpus), "",
+        *_memory(config, c, by_muon, copied, in_fp8, gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
         *_hours(config, c["flops_per_token"], own_tokens, in_fp8, gpus, gpu),
         "", "disk",
@@ -100,21 +100,28 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, gpus: int) -> list[str]:
-    """Per GPU; `by_muon` parameters have one moment, of `copied` ones there is a copy, cast once a step."""
+def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, in_fp8: int, gpus: int) -> list[str]:
+    """Per GPU; `by_muon` parameters have one moment, of `copied` ones there is a copy, cast once a step. Within 4 % of what the
+    runs on one GPU of bench/results took."""
     n, nonembed = counts["params_total"], counts["params_nonembed"]
-    m, p, shard = config.model, config.parallel, config.parallel.shard or 1
+    m, p, f, shard = config.model, config.parallel, config.fp8, config.parallel.shard or 1
     micro_batch = 1 if config.data.micro_batch == "auto" else config.data.micro_batch
     tokens = micro_batch * m.n_ctx
     accumulating = shard > 1 and config.accumulation(gpus) > 1
-    # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
-    block = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
+    # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, of which v is a part,
+    # the rotated q and k, gate+up, product
+    block = 2 * (5 * m.n_embd + (2 * m.n_head + 3 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
+    if f.recipe in ("tensorwise", "amax") and in_fp8 >= counts["params_matmul"] - counts["params_head"]:
+        if f.kernels and f.scaling != "delayed":    # norms' outputs and product as FP8 alone, attention's output as both
+            block -= m.n_embd + m.n_ffn
+        else:       # Inductor makes norms' outputs and product anew
+            block -= 4 * m.n_embd + 2 * m.n_ffn
     # With parallel.recompute each block's input and attention's output, and one block at a time whole.
     activations = tokens * (m.n_layer * 4 * m.n_embd + block if p.recompute else m.n_layer * block)
     # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm in fp32 (the root's).
     gathered = 2 * nonembed * (min(1, 2 / m.n_layer) if p.reshard else 1) + 4 * (n - nonembed) if shard > 1 else 0
-    # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
-    logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * (4 if p.compile else 12)
+    # BF16, overwritten by their gradient, in FP8 beside it; without the compiler also the fp32 copy, its softmax, their gradient
+    logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * ((4 if f.head else 2) if p.compile else 12)
     exchange = 10 * by_muon / shard / GIB if gpus > 1 else 0
     rows = [
         ("weights", 4 * n / shard, "fp32"),

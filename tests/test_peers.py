@@ -169,7 +169,7 @@ def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp
 
 def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
     row = measure(cell(tmp_path / "peer", "nanogpt"))
-    assert len(row["losses"]) == 20 and row["losses"][-1] < row["losses"][0] and len(row["steps_s"]) >= 2
+    assert len(row["losses"]) == 8 and row["losses"][-1] < row["losses"][0] and len(row["steps_s"]) >= 2
     assert row["params_matmul"] == row["params_total"] - 1 == MATMUL      # the tied head once
     assert sys.modules["model"] is our_model
 

@@ -11,18 +11,19 @@ from unittest import mock
 
 import pytest
 
+from bench.throughput import Cell, config_of
 from model import GPT, GPTConfig
 from runtime import plan, roofline
 from runtime.cli import MachineError, UserError
 from runtime.config import load_config
-from runtime.machine import read_bytes, write_json
+from runtime.machine import read_bytes, read_rows, write_json
 from runtime.plan import candidates, resolve_micro_batch, search, try_one
 from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Casts, Moved, linears, matmul_seconds, modelled_ratio, step
 from tests.conftest import ALONE, ROOT, asked, changed
 from tests.faults import children, wait_for
 
 FULL, BROKEN = MemoryError(), MachineError("a kernel's offset")
-FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
+FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py", ["fp8.kernels=false"])       # T=2048
 
 
 def planned(config, words="", gpu="h100"):
@@ -47,8 +48,8 @@ def test_llama_by_hand():
     parts = {
         "weights": weights / 4, "optimizer": weights / 2, "gradients": weights,      # which accumulate unsharded
         "gathered": (2 * blocks * 2 / 32 + 4 * embedding) / 2**30,
-        "activations": tokens * (32 * 4 * 4096 + 2 * (5 * 4096 + 6144 + 3 * 14336)) / 2**30,
-        "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30}
+        "activations": tokens * (32 * 4 * 4096 + 2 * (5 * 4096 + 6144 + 5120 + 3 * 14336) - 4 * 4096 - 2 * 14336) / 2**30,
+        "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 2 / 2**30}
     assert gib_of(page) == pytest.approx({**parts, "sum": sum(parts.values()), "checkpoint": 3 * weights,
                                   "training tokens": 4 * 131.072e6 / 2**30}, abs=0.03)     # ids beyond 16 bits
     kept = planned(config, "parallel.recompute=false")
@@ -58,6 +59,16 @@ def test_llama_by_hand():
     assert "name a GPU" in planned(config, gpu="") and "no FP8 matmuls" in planned(config, gpu="a100")
     with pytest.raises(UserError, match="h10"):
         planned(config, gpu="h10")
+
+
+def test_the_memory_is_what_a_gpu_took():
+    rows = [row for file in ("h100", "h100_peers") for row in read_rows(ROOT / f"bench/results/{file}.jsonl")
+            if row["valid"] and row["peer"] is None]
+    assert len({row["cell"] for row in rows}) >= 13
+    for row in rows:
+        config = config_of(Cell(*(row[name] for name in ("size", "label", "micro_batch"))))
+        planned_gib = gib_of("\n".join(plan.plan(config, "h200")))["sum"]
+        assert planned_gib == pytest.approx(row["peak_gib"], rel=0.04), (row["cell"], planned_gib, row["peak_gib"])
 
 
 @pytest.mark.parametrize("words, told", [
