@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from model import GPTConfig
 from runtime.cli import UserError, field_lines, nearest, parse, type_problems
@@ -22,12 +22,13 @@ from runtime.tokenizer import tokenizer_kind
 
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
-FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
 WITH_KERNELS = "+kernels"    # behind a recipe's name, as in FP8Config.label
 # Recipes of torch's float8 matmul, which can accumulate fast.
 FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
                      "blockwise", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard"]
+# What inputs and outputs of a Linear must be multiples of.
+FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +224,7 @@ class Config:
             yield f"profile={self.profile!r} must be the first and the last step to trace, such as 10:15, of steps 1 to {end}"
         if wrong := [step for step in self.checkpoint.at if not 1 <= step <= end]:
             yield f"checkpoint.at asks for step {wrong[0]}, but this run has steps 1 to {end}"
-        multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
+        multiple, chunk = FP8_MULTIPLES[recipe], m.loss_chunk if self.fp8.head else None
         tokens = 0 if d.micro_batch == "auto" else d.micro_batch * m.n_ctx
         # Both are summed over by a weight gradient; fp8.select() checks the rest.
         for key, size in ("model.loss_chunk", chunk or 0), ("data.micro_batch x model.n_ctx", tokens):

@@ -18,6 +18,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from model import GPT, Linear
 from runtime.cli import UserError, read_options
-from runtime.config import FP8_KERNELS, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
+from runtime.config import FP8_KERNELS, FP8_MULTIPLES, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
 from runtime.speed import choose, load_table
 
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
@@ -72,11 +73,6 @@ class Recipe:
     has_bf16_weight_grad: bool = False      # both operands of the weight gradient stay in BF16
     is_rotated: bool = False                # they go through _rotated()
     fast_backward: bool = False             # the backward matmuls accumulate fast, as the forward one does; on a GPU
-
-    @property
-    def multiple(self) -> int:
-        """Inputs and outputs of a Linear must be multiples of this."""
-        return max(16, *self.input.tile)
 
 
 _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
@@ -286,9 +282,9 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
             recipe, suffix, _ = (chosen or "").partition(WITH_KERNELS)
             reason, kernels = None if chosen else why, bool(suffix)
-        if reason is None and any(n % RECIPES[recipe].multiple for n in shape):
+        if reason is None and any(n % FP8_MULTIPLES[recipe] for n in shape):
             raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
-                            f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
+                            f"multiples of {FP8_MULTIPLES[recipe]}; change the model's width or add fp8.skip={name}")
         layers.append(Layer(name, shape, reason, None) if reason else Layer(name, shape, None, recipe, why, kernels))
     if config.recipe not in ("off", "auto") and not by_layer(layers):
         raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in BF16 by fp8.include, "
@@ -401,7 +397,8 @@ class QuantisedLinear(nn.Linear):
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             x_scale, g_scale = (scale_of(rows, operand) for operand in (self.recipe.input, self.recipe.grad))
             y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, None, x_scale, None, g_scale)
-        elif self.is_native and x.is_cuda and len(rows) % self.recipe.multiple == 0:    # of a prompt there may be any number
+        # Of a prompt there may be any number.
+        elif self.is_native and x.is_cuda and len(rows) % FP8_MULTIPLES[self.recipe.name] == 0:
             y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
             y = EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
@@ -816,13 +813,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class GatheredLinear(nn.Linear):
-    """A Linear without bias that gathers `shard` in its input's dtype, for evaluation in BF16: FSDP2 would gather float8."""
-
-    def forward(self, x):
-        return F.linear(x, self.shard.to(x.dtype).full_tensor())
-
-
 @contextlib.contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
     """Within the block, every Linear of `model` multiplies in BF16, from the same weights, uncompiled: a gap between two arms
@@ -831,12 +821,12 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     reshard(model)      # gathered weights have lost their fp32 shards
     for module in classes:
         module.__class__ = Linear
-        if is_wrapped(module.weight):
-            module.__class__, module.shard = GatheredLinear, unwrap(module.weight)
+        if is_wrapped(module.weight):       # FSDP2 would gather float8
+            module.forward = partial(lambda shard, x: F.linear(x, shard.to(x.dtype).full_tensor()), unwrap(module.weight))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, cls in classes.items():
             module.__class__ = cls
-            vars(module).pop("shard", None)
+            vars(module).pop("forward", None)

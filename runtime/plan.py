@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from model import GPT
 from runtime import fp8, optim, parallel
 from runtime.checkpoint import run_on_rank0
 from runtime.cli import MachineError, UserError
-from runtime.config import Config, read_config
+from runtime.config import Config, apply_overrides, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
 from runtime.machine import GIB, end_with_parent, memory_error
@@ -167,7 +166,7 @@ def resolve_micro_batch(config: Config, world: World) -> Config:
     UserError where no candidate fits or the run would be refused anyway, MachineError where a trial fails otherwise."""
     if config.data.micro_batch != "auto":
         return config
-    return _with_number(config, run_on_rank0(world, lambda: _decide(config, world)))
+    return apply_overrides(config, [f"data.micro_batch={run_on_rank0(world, lambda: _decide(config, world))}"])
 
 
 def _decide(config: Config, world: World) -> int:
@@ -179,9 +178,8 @@ def _decide(config: Config, world: World) -> int:
             return n
     open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
     first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
-    # The same computation in one process.
-    alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
-    found = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device))
+    alone = "parallel.replicate=1", "parallel.shard=none", "fp8.all_gather=false"       # the same computation in one process
+    found = search(numbers, first, lambda n: try_one(apply_overrides(config, [*alone, f"data.micro_batch={n}"]), world.device))
     if found is None:
         raise UserError(f"data.micro_batch=auto found none of {numbers} that fits with the whole model on {world.device}: give "
                         f"parallel.recompute=true or model.loss_chunk=1024, or, where ranks share it, data.micro_batch=1")
@@ -189,16 +187,12 @@ def _decide(config: Config, world: World) -> int:
     return found
 
 
-def _with_number(config: Config, n: int) -> Config:
-    return replace(config, data=replace(config.data, micro_batch=n))
-
-
 def candidates(config: Config, size: int) -> list[int]:
     """Powers of two and three times them by which `size` ranks can share a step, ascending."""
     numbers, exponents = [], range(config.accumulation(size).bit_length())      # up to all sequences of a rank
     for n in sorted(odd * 2**k for odd in (1, 3) for k in exponents):
         with suppress(UserError):     # it does not divide a step, or FP8 has no tiles for it
-            _with_number(config, n).accumulation(size)
+            apply_overrides(config, [f"data.micro_batch={n}"]).accumulation(size)
             numbers.append(n)
     return numbers
 

@@ -162,7 +162,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     x_again, g_again = 2 * [fp8.Operand(None)] if r.has_bf16_weight_grad else (r.input, r.grad)
     turned = fp8._rotated if r.is_rotated else lambda t: t
     for kind in KINDS:
-        x, w, g = operands(kind, *((256, 384, 128) if r.multiple == 128 else ()))
+        x, w, g = operands(kind, *((256, 384, 128) if fp8.FP8_MULTIPLES[recipe] == 128 else ()))
         holder, noise = linear(w, label, loss_scale=loss_scale), (None, None)
         fp8.set_position(holder, 1000)
         if r.grad.is_stochastic:
