@@ -23,7 +23,7 @@ from runtime import fp8, optim, parallel
 from runtime.checkpoint import run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, apply_overrides, read_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.log import peak_flops
 from runtime.machine import GIB, end_with_parent, memory_error
 from runtime.parallel import World, build
@@ -176,7 +176,7 @@ def _decide(config: Config, world: World) -> int:
         if finished or n in numbers:
             print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
             return n
-    open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
+    Data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
     first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
     alone = "parallel.replicate=1", "parallel.shard=none", "fp8.all_gather=false"       # the same computation in one process
     found = search(numbers, first, lambda n: try_one(apply_overrides(config, [*alone, f"data.micro_batch={n}"]), world.device))

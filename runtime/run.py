@@ -25,7 +25,7 @@ from runtime import fp8, optim, parallel
 from runtime.checkpoint import Saver, branch, is_weights_only, origin_of, restore, run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, pair_id, peak_flops, throughput, write_environment
 from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
@@ -78,7 +78,7 @@ class Run:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
             return
-        self.data = open_data(config, self.tokenizer.sha256)
+        self.data = Data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
         self._built = build(config, world)
         self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale

@@ -20,7 +20,7 @@ from runtime import fp8
 from runtime.checkpoint import load_model
 from runtime.cli import UserError
 from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.machine import read_rows
 from runtime.probe import statistics
 from runtime.tokenizer import load_tokenizer
@@ -134,7 +134,7 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
         for row in rows[:8]:     # nothing of gradients
             assert row.keys() == {"kind", "step", "layer", "recipe", "weight", "activation"} and row["recipe"] == recipe
             assert row["weight"]["amax"] == model.get_submodule(row["layer"]).weight.abs().max() and row["activation"]["amax"]
-    val, seen = open_data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
+    val, seen = Data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
     inference = load(runs / "bf16", "mxfp8").model
     inference.layers[0].attn.qkv.register_forward_pre_hook(
         lambda module, x: seen.append(statistics(x[0], fp8.RECIPES["mxfp8"].input).tolist()))

@@ -28,7 +28,7 @@ from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.cli import MachineError
 from runtime.config import FP8Config
-from runtime.data import Data, open_data
+from runtime.data import Data
 from runtime.log import pair_id
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
@@ -184,7 +184,7 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, run):
         tuned, f"start_from={parent.run_dir}/checkpoints/step_00000003", code=2)
     assert f"on from {parent.run_dir}/checkpoints/step_00000006" in run(tuned)
     losses, about = [row["loss"] for row in faults.rows(tuned)], summary(tuned)
-    model, data = load_model(parent.run_dir)[0], open_data(tuned, load_tokenizer("byte").sha256)
+    model, data = load_model(parent.run_dir)[0], Data(tuned, load_tokenizer("byte").sha256)
     batches = [data.batch(0, micro, 0, 1) for micro in range(tuned.accumulation(1))]
     assert losses[0] == pytest.approx(sum(float(model(x, y).sum()) for x, y in batches) / 512, rel=1e-6)
     assert (about["continued_from"], about["parent_run"], about["steps"]) == ("pretrained", None, 5)
