@@ -115,7 +115,7 @@ def score(options: Options, world: World) -> dict:
     scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
-              "layers_fp8": [layer.name for layer in layers if layer.reason is None],
+              "layers_fp8": [layer.name for layer in layers if layer.recipe],
               "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": importlib.metadata.version("lm_eval"),
               "truncated_requests": getattr(lm, "n_truncated", None), "wall_s": round(time.perf_counter() - start, 1)}
     if world.is_main:

@@ -236,13 +236,12 @@ def by_name(label: str) -> FP8Config:
 
 @dataclass(frozen=True)
 class Layer:
-    """The verdict on one Linear: converted by `recipe`, or left in BF16 (recipe None) for `reason`."""
+    """The verdict on one Linear: converted by `recipe`, or left in BF16."""
     name: str
     shape: tuple[int, int]      # (inputs K, outputs N)
-    reason: str | None          # for staying in BF16; None where converted
     recipe: str | None          # None where left in BF16
-    why: str = ""               # why `auto` chose the recipe
-    kernels: bool = False       # converted to our kernels, not torchao's
+    why: str                    # it is left there, or `auto` chose the recipe; "" where the config named it
+    kernels: bool               # converted to our kernels, not torchao's
 
     @property
     def params(self) -> int:
@@ -262,30 +261,29 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             if not any(_matches(name, pattern) for name in linears):
                 raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: "
                                 f"{', '.join(dict.fromkeys(map(_pattern, linears)))}")
-    timings, layers = load_table() if config.recipe == "auto" else None, []
+    timings, layers = load_table() if config.recipe == "auto" else {}, []
     blocks = {name: int(name.split(".")[1]) if name.startswith("layers.") else -1 for name in linears}      # -1: in none
     n_blocks = 1 + max(blocks.values(), default=-1)
     for name, shape in linears.items():
-        recipe: Any = config.recipe
-        block, kernels, why = blocks[name], config.kernels, ""
+        block, kernels = blocks[name], config.kernels
         skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
-        reason = next((reason for is_so, reason in (
-            (recipe == "off", "fp8.recipe=off"),
+        why = next((why for is_so, why in (
+            (config.recipe == "off", "fp8.recipe=off"),
             (name == "head" and not config.head, "head (fp8.head=false)"),
             (skip, f"fp8.skip={skip}"),
             (config.include and not any(_matches(name, pattern) for pattern in config.include), "not in fp8.include"),
             (0 <= block < config.first_bf16, f"fp8.first_bf16={config.first_bf16}"),
             (block >= max(0, n_blocks - config.last_bf16), f"fp8.last_bf16={config.last_bf16}"),
-            (recipe == "auto" and any(n % 16 for n in shape), "not a multiple of 16"),
-        ) if is_so), None)
-        if timings is not None and reason is None:
+            (config.recipe == "auto" and any(n % 16 for n in shape), "not a multiple of 16"),
+        ) if is_so), "")
+        recipe: Any = None if why else config.recipe
+        if recipe == "auto":
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
-            recipe, suffix, _ = (chosen or "").partition(WITH_KERNELS)
-            reason, kernels = None if chosen else why, bool(suffix)
-        if reason is None and any(n % FP8_MULTIPLES[recipe] for n in shape):
+            recipe, kernels = chosen and chosen.removesuffix(WITH_KERNELS), WITH_KERNELS in (chosen or "")
+        if recipe and any(n % FP8_MULTIPLES[recipe] for n in shape):
             raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
                             f"multiples of {FP8_MULTIPLES[recipe]}; change the model's width or add fp8.skip={name}")
-        layers.append(Layer(name, shape, reason, None) if reason else Layer(name, shape, None, recipe, why, kernels))
+        layers.append(Layer(name, shape, recipe, why, bool(recipe) and kernels))
     if config.recipe not in ("off", "auto") and not by_layer(layers):
         raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in BF16 by fp8.include, "
                         f"fp8.skip, fp8.first_bf16 and fp8.last_bf16, or set fp8.recipe=off")
@@ -313,7 +311,7 @@ def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     """The verdicts as printed lines: one per group of like-named Linears, the total, then warnings."""
-    verdicts = [f"-> {layer.recipe}" + f" ({notes})" * bool(notes) if layer.recipe else f"kept BF16: {layer.reason}"
+    verdicts = [f"-> {layer.recipe}" + f" ({notes})" * bool(notes) if layer.recipe else f"kept BF16: {layer.why}"
                 for layer in layers for notes in [", ".join(filter(None, ["kernels" * layer.kernels, layer.why]))]]
     groups = Counter((_pattern(layer.name), *layer.shape, verdict) for layer, verdict in zip(layers, verdicts, strict=True))
     lines = [f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}" for (pattern, k, n, verdict), count in groups.items()]

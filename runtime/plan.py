@@ -50,7 +50,7 @@ def plan(config: Config, gpu: str) -> list[str]:
     total, nonembed = c["params_total"], c["params_nonembed"]
     own = steps - (config.parent[1] if config.parent else 0)        # of a branch, those after its branch point
     own_tokens = own * config.data.tokens_per_step
-    in_fp8 = sum(layer.params for layer in layers if layer.reason is None)
+    in_fp8 = sum(layer.params for layer in layers if layer.recipe)
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
     by_muon = c["params_matmul"] - c["params_head"] if config.optim.kind == "muon" else 0
     kept = max(2, policy.keep) + policy.best + len(policy.at) + (steps // policy.forever if policy.forever else 0) + (

@@ -458,7 +458,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")
-    name, converted = device_name(world.device), [layer for layer in layers if layer.reason is None]
+    name, converted = device_name(world.device), [layer for layer in layers if layer.recipe]
     peak = peak_flops(name)
     arms, began = (("as_trained", as_trained), ("bf16", in_bf16)), lineage(config, run._origin)
     return {
@@ -478,7 +478,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
             "layers_converted": [layer.name for layer in converted],
             "layers_recipes": {layer.name: layer.recipe for layer in converted},
             "layers_kernels": [layer.name for layer in converted if layer.kernels],
-            "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
+            "layers_skipped": {layer.name: layer.why for layer in layers if not layer.recipe},
         },
         "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
         "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
