@@ -107,8 +107,7 @@ class Windows:
     def __init__(self, index: Index, split: str, n_ctx: int):
         self.n_ctx, self.vocab_size, self.is_masked = n_ctx, index.vocab_size, index.is_masked
         self.shards = [shard for shard in index.splits[split].shards if shard.tokens]   # an empty file cannot be mapped
-        per_shard = [(shard.tokens - 1) // n_ctx for shard in self.shards]      # - 1: the last token is only a target
-        self.ends = np.cumsum([0, *per_shard])
+        self.ends = np.cumsum([0, *((shard.tokens - 1) // n_ctx for shard in self.shards)])     # the last token is only a target
         # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
         self.tokens = [np.asarray(np.memmap(shard.path, index.dtype, "r")) for shard in self.shards]
 

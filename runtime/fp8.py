@@ -284,7 +284,7 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
                             f"multiples of {FP8_MULTIPLES[recipe]}; change the model's width or add fp8.skip={name}")
         layers.append(Layer(name, shape, recipe, why, bool(recipe) and kernels))
-    if config.recipe not in ("off", "auto") and not by_layer(layers):
+    if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
         raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in BF16 by fp8.include, "
                         f"fp8.skip, fp8.first_bf16 and fp8.last_bf16, or set fp8.recipe=off")
     return layers
@@ -299,14 +299,9 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def by_layer(layers: list[Layer]) -> dict[str, str]:
-    """Name of each converted Linear -> name of its recipe."""
-    return {layer.name: layer.recipe for layer in layers if layer.recipe}
-
-
 def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
     """Name of each converted Linear -> how its operands are rounded."""
-    return {name: for_loss_scale(RECIPES[recipe], loss_scale) for name, recipe in by_layer(layers).items()}
+    return {layer.name: for_loss_scale(RECIPES[layer.recipe], loss_scale) for layer in layers if layer.recipe}
 
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
@@ -563,7 +558,15 @@ def refresh_weight_copies(model: nn.Module) -> None:
         m.version = m.weight._version
     if fp8:
         operand = fp8[0].recipe.weight      # of all: what `auto` mixes rounds weights alike
-        scales = _scale(torch.stack(_amaxes(model, fp8)), FORMATS[operand.format][0], operand.power_of_2).unbind()
+        if is_sharded:      # of the weight as it is gathered: blocks in BF16, whose rounding keeps the order of magnitudes
+            shards = [m.weight.to_local() for m in fp8]
+            plain = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
+            dist.all_reduce(plain, dist.ReduceOp.MAX)
+            in_bf16 = plain.bfloat16().float()
+            amaxes = [p if m is model.head else rounded for m, p, rounded in zip(fp8, plain, in_bf16, strict=True)]
+        else:
+            amaxes = list(torch._foreach_norm([m.weight for m in fp8], math.inf))
+        scales = _scale(torch.stack(amaxes), FORMATS[operand.format][0], operand.power_of_2).unbind()
         for m, scale in zip(fp8, scales, strict=True):
             if m.scale is None:
                 m.scale = torch.empty_like(scale)
@@ -576,17 +579,6 @@ def refresh_weight_copies(model: nn.Module) -> None:
         for m in bf16:
             m.q = torch.empty_like(m.weight, dtype=dtype) if m.q is None else m.q
         torch._foreach_copy_([m.q for m in bf16], [m.weight for m in bf16])
-
-
-def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
-    """The largest magnitude () of each one's weight; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
-    if not isinstance(model, FSDPModule):
-        return list(torch._foreach_norm([m.weight for m in linears], math.inf))
-    shards = [m.weight.to_local() for m in linears]
-    amaxes = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
-    dist.all_reduce(amaxes, dist.ReduceOp.MAX)
-    in_bf16 = amaxes.bfloat16().float()         # rounding keeps the order: the largest value stays it
-    return [plain if m is model.head else rounded for m, plain, rounded in zip(linears, amaxes, in_bf16, strict=True)]
 
 
 @torch.library.custom_op("nanofp8::cast_both_layouts", mutates_args=())

@@ -48,32 +48,7 @@ def start(config: Config) -> World:
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    shard = config.parallel.shard or size // config.parallel.replicate
-    _check(config, size, shard)
-    if device.type == "cuda":
-        if local_rank >= (count := torch.cuda.device_count()):
-            raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
-                            f"--nproc_per_node={count}")
-        torch.cuda.set_device(device)
-    if size == 1:
-        return World(0, 0, 1, device)
-    # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
-    patience = timedelta(seconds=2 * config.parallel.start_timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = own_keys(next(dist.rendezvous("env://"))[0])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience,
-                            device_id=device if device.type == "cuda" else None)
-    mesh = init_device_mesh(device.type, (config.parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups():     # made with torch's default: 10 minutes for NCCL
-        transport = group._get_backend(device)
-        if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
-            transport._set_default_timeout(patience)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
-
-
-def _check(config: Config, size: int, shard: int) -> None:
-    p = config.parallel
+    p, shard = config.parallel, config.parallel.shard or size // config.parallel.replicate
     if p.replicate * shard != size:
         raise UserError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
                         f"processes: their product must be the number that torchrun starts")
@@ -91,6 +66,26 @@ def _check(config: Config, size: int, shard: int) -> None:
     if nodes > 1 and restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
                         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
+    if device.type == "cuda":
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
+                            f"--nproc_per_node={count}")
+        torch.cuda.set_device(device)
+    if size == 1:
+        return World(0, 0, 1, device)
+    # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
+    patience = timedelta(seconds=2 * p.start_timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = own_keys(next(dist.rendezvous("env://"))[0])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience,
+                            device_id=device if device.type == "cuda" else None)
+    mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():     # made with torch's default: 10 minutes for NCCL
+        transport = group._get_backend(device)
+        if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
+            transport._set_default_timeout(patience)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
 
 
 def own_keys(store: dist.Store) -> dist.Store:
@@ -156,7 +151,7 @@ def build(config: Config, world: World) -> Built:
     if world.size == 1:
         fp8.keep_bf16_copies(model)
     counts = model.counts()
-    flags = set_torch_flags(config, world, fp8.by_layer(layers).values())
+    flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
         for block in model.blocks():
             block.__class__ = RecomputedBlock

@@ -84,7 +84,7 @@ class Run:
         self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
         self.scales = self._built.scales
         self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
-                          "fp8": digest(fp8.by_layer(self._built.layers))}
+                          "fp8": digest({layer.name: layer.recipe for layer in self._built.layers if layer.recipe})}
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
         damaged: list[str] = []     # lines about checkpoints
