@@ -22,11 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config
 from runtime.machine import digest
-from runtime.shards import LOSS_MASK_BIT, Index, read_index
+from runtime.shards import LOSS_MASK_BIT, Index, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 
 NO_TARGET = -100            # F.cross_entropy's ignore_index
@@ -297,7 +296,7 @@ class Data:
 
         def hash_mine():
             try:
-                for problem in filter(None, map(shards.shard_damage, mine)):
+                for problem in filter(None, map(shard_damage, mine)):
                     raise _on_this_rank(f"{problem}; then run the same command again: it goes on from the last checkpoint")
                 self._hashed.set_result(None)
             except BaseException as error:      # also MemoryError, say: a shard that was not hashed must not pass as sound

@@ -45,8 +45,7 @@ class World:
 
 def start(config: Config) -> World:
     """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit."""
-    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    size, rank, local_rank = (int(os.environ.get(name, n)) for name, n in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     p, shard = config.parallel, config.parallel.shard or size // config.parallel.replicate
     if p.replicate * shard != size:
@@ -136,7 +135,6 @@ class Built:
     optimizer: torch.optim.AdamW | optim.MuonAdamW
     assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
     layers: list[fp8.Layer]         # the choice of recipe for every Linear
-    counts: dict[str, int]          # GPT.counts()
     loss_scale: float               # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]                # lines for people: torch's global switches that were set
     scales: fp8.DelayedScales       # of fp8.scaling=delayed
@@ -150,7 +148,6 @@ def build(config: Config, world: World) -> Built:
     layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
     if world.size == 1:
         fp8.keep_bf16_copies(model)
-    counts = model.counts()
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
         for block in model.blocks():
@@ -169,7 +166,7 @@ def build(config: Config, world: World) -> Built:
     if world.size == 1 and config.accumulation(1) > 1:
         fp8.keep_gradients(model)
     optimizer = optim.build_optimizer(model, config.optim)
-    return Built(model, optimizer, assign, layers, counts, loss_scale, flags, fp8.DelayedScales(model, world.size))
+    return Built(model, optimizer, assign, layers, loss_scale, flags, fp8.DelayedScales(model, world.size))
 
 
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:

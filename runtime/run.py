@@ -142,7 +142,7 @@ class Run:
         return found
 
     def _open_log(self, cleanup: ExitStack, restored: tuple[Path, dict] | None, damaged: list[str]) -> None:
-        config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
+        config, world, step, total = self.config, self.world, self.progress.step, self.config.model.params_total
         write_json(config.run_dir / "config.json", asdict(config))        # first: it marks the folder as a run
         keep_tokenizer(config.run_dir, config.data.tokenizer)
         self._meter = cleanup.enter_context(closing(Meter(world.device)))
@@ -454,7 +454,7 @@ class StopRequest:
 
 def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     """The run's record, for scaling/: losses, precision, speed, identities; each count named by its convention."""
-    config, world, data, counts, layers, guard = run.config, run.world, run.data, run._built.counts, run._built.layers, run.guard
+    config, world, data, counts, layers, guard = run.config, run.world, run.data, run.model.counts(), run._built.layers, run.guard
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")

@@ -130,7 +130,7 @@ def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_th
         tiny, data_dir, tmp_path, run, monkeypatch):
     """Damage is looked for in the background; a checkpoint that is due before all is hashed waits for it."""
     is_due, look, verified = threading.Event(), shards.shard_damage, Data.verified
-    monkeypatch.setattr(shards, "shard_damage", lambda shard: look(shard) if is_due.wait(60) else None)
+    monkeypatch.setattr("runtime.data.shard_damage", lambda shard: look(shard) if is_due.wait(60) else None)
     monkeypatch.setattr(Data, "verified", lambda data: is_due.set() or verified(data))
     own_data = shutil.copytree(data_dir, tmp_path / "data")
     spoilt = changed(tiny, f"run=spoilt data.dir={own_data} checkpoint.every=1")
