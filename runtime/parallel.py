@@ -75,8 +75,7 @@ def start(config: Config) -> World:
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
     patience = timedelta(seconds=2 * p.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = own_keys(next(dist.rendezvous("env://"))[0])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience,
+    dist.init_process_group(backend, store=own_store(), rank=rank, world_size=size, timeout=patience,
                             device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():     # made with torch's default: 10 minutes for NCCL
@@ -87,12 +86,11 @@ def start(config: Config) -> World:
     return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
 
 
-def own_keys(store: dist.Store) -> dist.Store:
-    """`store` with keys of this attempt of torchrun's own. The agent's store outlives the workers, and gloo would otherwise
+def own_store() -> dist.Store:
+    """Torchrun's store, with keys of this attempt's own. The agent's store outlives the workers, and gloo would otherwise
     read the addresses of dead ones; a store that rank 0 hosts itself is new at each attempt, and nodes may count otherwise."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, attempt = next(dist.rendezvous("env://"))[0], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}", store) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else store
 
 
 def finish(world: World, code: int) -> None:

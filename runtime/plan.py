@@ -26,7 +26,6 @@ from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
 from runtime.machine import GIB, end_with_parent, memory_error
-from runtime.parallel import World, build
 from runtime.roofline import highest_ratio, modelled_ratio
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
@@ -161,7 +160,7 @@ def _hours(config: Config, flops_per_token: int, own_tokens: int, in_fp8: int, g
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
 
-def resolve_micro_batch(config: Config, world: World) -> Config:
+def resolve_micro_batch(config: Config, world: parallel.World) -> Config:
     """`config` with a number in data.micro_batch, the same on all ranks: all of them call this together, before train(). Raises
     UserError where no candidate fits or the run would be refused anyway, MachineError where a trial fails otherwise."""
     if config.data.micro_batch != "auto":
@@ -169,7 +168,7 @@ def resolve_micro_batch(config: Config, world: World) -> Config:
     return apply_overrides(config, [f"data.micro_batch={run_on_rank0(world, lambda: _decide(config, world))}"])
 
 
-def _decide(config: Config, world: World) -> int:
+def _decide(config: Config, world: parallel.World) -> int:
     finished, numbers = is_finished(config), candidates(config, world.size)     # refuses the folder of another run before trials
     if (config.run_dir / "config.json").exists():
         n = read_config(config.run_dir).micro_batch
@@ -257,7 +256,7 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(SHARE * free / total, device)
-    built = build(config, World(0, 0, 1, device))
+    built = parallel.build(config, parallel.World(0, 0, 1, device))
     model, m, n = built.model, config.model, config.micro_batch
     with torch.no_grad():       # of the right size and no zeros, which a GPU multiplies faster; the run draws its own on the CPU
         for p in model.parameters():

@@ -29,8 +29,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 def build(label="off", device_type="cpu", head=False, dtype=torch.bfloat16, loss_scale=1.0, seed=0, **changes):
     """A GPT on the CPU, converted to a recipe, with "+kernels" on our kernels; (model, verdicts)."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**{**SIZE, **changes}), dtype)
+    model = GPT.on_meta(GPTConfig(**{**SIZE, **changes}), dtype)
     layers = fp8.convert(model, replace(fp8.by_name(label), head=head), loss_scale, device_type)
     model.to_empty(device="cpu")
     model.init_weights(seed)
@@ -375,8 +374,7 @@ def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(tiny, monkeypatch,
 # ------------------------------------------------------------------------------------------------------------- selection
 
 def verdicts(label, gpu=None, **changes):
-    with torch.device("meta"):
-        return fp8.select(GPT(GPTConfig(**{**SIZE, **changes})), fp8.by_name(label), gpu)
+    return fp8.select(GPT.on_meta(GPTConfig(**{**SIZE, **changes})), fp8.by_name(label), gpu)
 
 
 def blocks(*numbers):
