@@ -28,7 +28,7 @@ from prepare import harvest
 from runtime import tokenizer
 from runtime.cli import command, run_command
 from runtime.config import load_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.machine import ROOT, device_name
 from runtime.shards import read_index
 
@@ -110,7 +110,7 @@ def loader(folder: Path) -> float:
     config = load_config(ROOT / "configs/gpt50m_bf16.py", [
         f"data.dir={folder}", "data.mixture=bench:1", "data.max_epochs=1e6", "eval.tokens=2048"])
     index, tokens = read_index(folder / "bench"), config.data.tokens_per_step
-    data = open_data(config, index.tokenizer_sha256)
+    data = Data(config, index.tokenizer_sha256)
     steps = max(1, min(LOADED_TOKENS, index.splits["train"].tokens) // tokens)
     for first in (0, steps):
         began = time.perf_counter()

@@ -154,7 +154,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
         fp8.zero_gradients(model)
         built.scales.begin(step_scale)
 
-    counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}
+    counts = {key: model.counts()[key] for key in ("flops_per_token", "params_total", "params_matmul")}
     lines = [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)]
     return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)
 

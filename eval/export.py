@@ -263,7 +263,7 @@ def as_json(content) -> str:
 
 def _tokenizer_files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
     """Name of each file -> its content, for gpt2 and byte."""
-    letters, roles = gpt2.byte_letters(), {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    letters, roles = gpt2.BYTE_LETTERS, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     if tokenizer.kind == "gpt2":
         merges = gpt2.vocab_bpe().decode()
         tokens = ["".join(letters[b] for b in token) for token in gpt2.token_bytes()]

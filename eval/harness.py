@@ -50,7 +50,7 @@ from runtime.checkpoint import gather, together
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error, write_atomically
-from runtime.parallel import World, finish, own_keys
+from runtime.parallel import World, finish, own_store
 
 RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
 PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part, which may take that long
@@ -115,7 +115,7 @@ def score(options: Options, world: World) -> dict:
     scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
-              "layers_fp8": [layer.name for layer in layers if layer.reason is None],
+              "layers_fp8": [layer.name for layer in layers if layer.recipe],
               "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": importlib.metadata.version("lm_eval"),
               "truncated_requests": getattr(lm, "n_truncated", None), "wall_s": round(time.perf_counter() - start, 1)}
     if world.is_main:
@@ -172,12 +172,11 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
 
 
 def join() -> World:
-    """This process among those that torchrun started."""
+    """This process among those that torchrun started; they exchange objects, not tensors."""
     size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
                               (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     if size > 1 and not dist.is_initialized():
-        store = own_keys(next(dist.rendezvous("env://"))[0])
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)      # for objects, not tensors
+        dist.init_process_group("gloo", store=own_store(), rank=rank, world_size=size, timeout=PATIENCE)
     return World(rank, local_rank, size, torch.device("cpu"))
 
 

@@ -109,7 +109,7 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
     step = step_of(newest) if newest and step is None else step     # a run that trains keeps it until two newer ones are whole
     model, _ = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=step)
     layers = fp8.convert(model, settings, device_type=where.type)
-    quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
+    quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.recipe}
     for p in model.parameters():
         if id(p) not in quantised:
             p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from model import GPTConfig
 from runtime.cli import UserError, field_lines, nearest, parse, type_problems
@@ -22,12 +22,13 @@ from runtime.tokenizer import tokenizer_kind
 
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
-FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
 WITH_KERNELS = "+kernels"    # behind a recipe's name, as in FP8Config.label
 # Recipes of torch's float8 matmul, which can accumulate fast.
 FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
                      "blockwise", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard"]
+# What inputs and outputs of a Linear must be multiples of.
+FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,8 @@ class FP8Config:
         if self.recipe == "off" and self != FP8Config():
             named = ", ".join(f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default)
             yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
-        works_with = {"all_gather": ("tensorwise", "tensorwise_gw_hp"), "kernels": ("auto", *FP8_KERNELS), "scaling": FP8_KERNELS,
-                      "fast_backward": ("auto", *FP8_SCALED_MM)}
-        for key, recipes in works_with.items():
+        for key, recipes in (("all_gather", ("tensorwise", "tensorwise_gw_hp")), ("kernels", ("auto", *FP8_KERNELS)),
+                             ("scaling", FP8_KERNELS), ("fast_backward", ("auto", *FP8_SCALED_MM))):
             value = str(getattr(self, key)).lower()
             if value not in ("false", "current") and self.recipe not in ("off", *recipes):
                 yield f"fp8.{key}={value} works with {', '.join(recipes)}, not fp8.recipe={self.recipe}: take one, or drop it"
@@ -223,7 +223,7 @@ class Config:
             yield f"profile={self.profile!r} must be the first and the last step to trace, such as 10:15, of steps 1 to {end}"
         if wrong := [step for step in self.checkpoint.at if not 1 <= step <= end]:
             yield f"checkpoint.at asks for step {wrong[0]}, but this run has steps 1 to {end}"
-        multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
+        multiple, chunk = FP8_MULTIPLES[recipe], m.loss_chunk if self.fp8.head else None
         tokens = 0 if d.micro_batch == "auto" else d.micro_batch * m.n_ctx
         # Both are summed over by a weight gradient; fp8.select() checks the rest.
         for key, size in ("model.loss_chunk", chunk or 0), ("data.micro_batch x model.n_ctx", tokens):
@@ -295,6 +295,7 @@ class Config:
 
 
 SECTIONS: dict[str, Any] = {"": Config} | {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
+KEYS = [f"{section}.{f.name}".lstrip(".") for section, cls in SECTIONS.items() for f in fields(cls) if f.name not in SECTIONS]
 PARENT = re.compile(r"(?:^|/)(?!checkpoints|step_)([A-Za-z0-9][A-Za-z0-9_.-]*)(?:/checkpoints/step_(\d{8}))?/?$")
 POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr optim.eps optim.clip "
             "parallel.replicate parallel.shard parallel.timeout parallel.start_timeout checkpoint.every checkpoint.keep "
@@ -380,7 +381,7 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
             raise UserError(f"{text!r} is no override: write section.key=value, such as optim.lr=3e-4")
-        if key not in known_keys():
+        if key not in KEYS:
             raise UserError(f"there is no key {key!r}{_meant(key)}")
         section, _, name = key.rpartition(".")
         changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS[section])[name])
@@ -401,7 +402,7 @@ def _meant(key: str) -> str:
     """How the sentence about an unknown key goes on: what another code base's name is here, or else the nearest key."""
     name = key.lower().replace("-", "_").rpartition(".")[2]
     ours = next((ours for ours, theirs in FOREIGN.items() if name in theirs.split()), None)
-    return f"; did you mean {ours}?" if ours else nearest(key, known_keys())
+    return f"; did you mean {ours}?" if ours else nearest(key, KEYS)
 
 
 def config_from_dict(data: dict) -> Config:
@@ -427,10 +428,6 @@ def read_config(run_dir: str | Path) -> Config:
         raise UserError(f"{run_dir} is a model of Hugging Face's and no run: python -m eval.export --from-hf {run_dir} out/RUN "
                         f"makes one of it; eval.harness scores it as hf:{run_dir} too")
     return config_from_dict(content)
-
-
-def known_keys() -> list[str]:
-    return [f"{section}.{f.name}".lstrip(".") for section, cls in SECTIONS.items() for f in fields(cls) if f.name not in SECTIONS]
 
 
 def help_text() -> str:

@@ -22,11 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config
 from runtime.machine import digest
-from runtime.shards import LOSS_MASK_BIT, Index, read_index
+from runtime.shards import LOSS_MASK_BIT, Index, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 
 NO_TARGET = -100            # F.cross_entropy's ignore_index
@@ -107,8 +106,7 @@ class Windows:
     def __init__(self, index: Index, split: str, n_ctx: int):
         self.n_ctx, self.vocab_size, self.is_masked = n_ctx, index.vocab_size, index.is_masked
         self.shards = [shard for shard in index.splits[split].shards if shard.tokens]   # an empty file cannot be mapped
-        per_shard = [(shard.tokens - 1) // n_ctx for shard in self.shards]      # - 1: the last token is only a target
-        self.ends = np.cumsum([0, *per_shard])
+        self.ends = np.cumsum([0, *((shard.tokens - 1) // n_ctx for shard in self.shards)])     # the last token is only a target
         # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
         self.tokens = [np.asarray(np.memmap(shard.path, index.dtype, "r")) for shard in self.shards]
 
@@ -167,34 +165,29 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
 
 # ----------------------------------------------------------------------------------------------------------------- data
 
-def open_data(config: Config, tokenizer_sha256: str) -> "Data":
-    """The data of a run: all shards of every source in the mixture, checked against their index.json. Raises UserError."""
-    indexes, wanted, kind = {}, config.data.tokenizer, tokenizer_kind(config.data.tokenizer)
-    for name in config.data.mixture:
-        folder = Path(config.data.dir) / name
-        index = indexes[name] = read_index(folder)
-        if (index.tokenizer, index.tokenizer_sha256) != (kind, tokenizer_sha256):
-            raise UserError(f"{folder} was made with tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but "
-                            f"data.tokenizer={wanted} is another tokenizer ({tokenizer_sha256[:9]}...): set data.tokenizer to "
-                            f"the first and model.vocab_size={index.vocab_size}, or prepare the text with the second elsewhere")
-        # An imported model's embedding may have rows that its tokenizer does not use.
-        if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
-            raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size={config.model.vocab_size}: set "
-                            f"model.vocab_size={index.vocab_size}")
-    return Data(config, indexes)
-
-
 class Data:
-    """Built by open_data(). Sources are in alphabetical order, so the order a mixture was typed in changes nothing.
+    """The data of a run: all shards of every source in the mixture, checked against their index.json. Sources are in alphabetical
+    order, so the order a mixture was typed in changes nothing. Raises UserError.
 
     Attributes: sources, their names; weights, each one's share of the mixture as rounded, together 1; planned, each one's
     sequences in the run, an array; epochs, how often the run sees each one's training tokens; val, each one's Validation;
     train_sha256, the identity of the training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the
     windows selected from them."""
 
-    def __init__(self, config: Config, indexes: dict[str, Index]):
-        self.config, self.sources = config, sorted(indexes)
-        self.indexes = [indexes[name] for name in self.sources]
+    def __init__(self, config: Config, tokenizer_sha256: str):
+        self.config, self.sources, kind = config, sorted(config.data.mixture), tokenizer_kind(config.data.tokenizer)
+        self._indexes = {name: read_index(Path(config.data.dir) / name) for name in self.sources}
+        for name, index in self._indexes.items():
+            folder = Path(config.data.dir) / name
+            if (index.tokenizer, index.tokenizer_sha256) != (kind, tokenizer_sha256):
+                raise UserError(f"{folder} was made with tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but "
+                                f"data.tokenizer={config.data.tokenizer} is another tokenizer ({tokenizer_sha256[:9]}...): set "
+                                f"data.tokenizer to the first and model.vocab_size={index.vocab_size}, or prepare the text with "
+                                f"the second elsewhere")
+            # An imported model's embedding may have rows that its tokenizer does not use.
+            if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
+                raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size={config.model.vocab_size}: "
+                                f"set model.vocab_size={index.vocab_size}")
         self.n_ctx, self.sequences_per_step = config.model.n_ctx, config.data.tokens_per_step // config.model.n_ctx
         self.n_sequences = config.total_steps * self.sequences_per_step     # of the whole run
         counts = shares({name: config.data.mixture[name] for name in self.sources})
@@ -204,9 +197,9 @@ class Data:
         whole, rest = divmod(self.n_sequences, self._period)
         first = self._order(self.n_sequences)[0][:rest]
         self.planned = whole * self._counts + np.bincount(first, minlength=len(self.sources))
-        self._train = [Windows(index, "train", self.n_ctx) for index in self.indexes]
+        self._train = [Windows(index, "train", self.n_ctx) for index in self._indexes.values()]
         self._there = np.array([len(windows) for windows in self._train])
-        self.val = {name: Validation(indexes[name], self.n_ctx, config.eval.tokens) for name in self.sources}
+        self.val = {name: Validation(index, self.n_ctx, config.eval.tokens) for name, index in self._indexes.items()}
         if problems := [problem for s in range(len(self.sources)) for problem in self._problems(s)]:
             raise UserError("\n".join(problems))
         self.weights = {name: count / self._period for name, count in counts.items()}
@@ -220,7 +213,7 @@ class Data:
         folder = Path(self.config.data.dir) / name
         for split, targets in ("train", there), ("val", self.val[name].tokens):
             if not targets:
-                yield (f"{folder} has {self.indexes[s].splits[split].tokens} {split} tokens, too few for one window of "
+                yield (f"{folder} has {self._indexes[name].splits[split].tokens} {split} tokens, too few for one window of "
                        f"model.n_ctx={self.n_ctx} tokens and a target, or prompts alone: prepare more text, or raise val_share=")
         if there and planned > limit * there:
             yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,} and "
@@ -229,7 +222,7 @@ class Data:
 
     def _identity(self, split: str, *more) -> str:
         files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
-                 for name, index in zip(self.sources, self.indexes, strict=True)]
+                 for name, index in self._indexes.items()]
         return digest([files, *more])
 
     def describe(self) -> list[str]:
@@ -298,12 +291,12 @@ class Data:
     def verify(self, rank: int, size: int) -> None:
         """Begin to hash this rank's share of all shards, training and validation, in the background: `rank` of the `size` ranks
         that read the same disk. Only the hash shows a flipped bit; most ids in such a file are still valid."""
-        every = [shard for index in self.indexes for shard in index.shards]
+        every = [shard for index in self._indexes.values() for shard in index.shards]
         mine = sorted(every, key=lambda shard: -shard.tokens)[rank::size]
 
         def hash_mine():
             try:
-                for problem in filter(None, map(shards.shard_damage, mine)):
+                for problem in filter(None, map(shard_damage, mine)):
                     raise _on_this_rank(f"{problem}; then run the same command again: it goes on from the last checkpoint")
                 self._hashed.set_result(None)
             except BaseException as error:      # also MemoryError, say: a shard that was not hashed must not pass as sound

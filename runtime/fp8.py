@@ -18,6 +18,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from model import GPT, Linear
 from runtime.cli import UserError, read_options
-from runtime.config import FP8_KERNELS, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
+from runtime.config import FP8_KERNELS, FP8_MULTIPLES, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
 from runtime.speed import choose, load_table
 
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
@@ -72,11 +73,6 @@ class Recipe:
     has_bf16_weight_grad: bool = False      # both operands of the weight gradient stay in BF16
     is_rotated: bool = False                # they go through _rotated()
     fast_backward: bool = False             # the backward matmuls accumulate fast, as the forward one does; on a GPU
-
-    @property
-    def multiple(self) -> int:
-        """Inputs and outputs of a Linear must be multiples of this."""
-        return max(16, *self.input.tile)
 
 
 _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
@@ -240,13 +236,12 @@ def by_name(label: str) -> FP8Config:
 
 @dataclass(frozen=True)
 class Layer:
-    """The verdict on one Linear: converted by `recipe`, or left in BF16 (recipe None) for `reason`."""
+    """The verdict on one Linear: converted by `recipe`, or left in BF16."""
     name: str
     shape: tuple[int, int]      # (inputs K, outputs N)
-    reason: str | None          # for staying in BF16; None where converted
     recipe: str | None          # None where left in BF16
-    why: str = ""               # why `auto` chose the recipe
-    kernels: bool = False       # converted to our kernels, not torchao's
+    why: str                    # it is left there, or `auto` chose the recipe; "" where the config named it
+    kernels: bool               # converted to our kernels, not torchao's
 
     @property
     def params(self) -> int:
@@ -266,31 +261,30 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             if not any(_matches(name, pattern) for name in linears):
                 raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: "
                                 f"{', '.join(dict.fromkeys(map(_pattern, linears)))}")
-    timings, layers = load_table() if config.recipe == "auto" else None, []
+    timings, layers = load_table() if config.recipe == "auto" else {}, []
     blocks = {name: int(name.split(".")[1]) if name.startswith("layers.") else -1 for name in linears}      # -1: in none
     n_blocks = 1 + max(blocks.values(), default=-1)
     for name, shape in linears.items():
-        recipe: Any = config.recipe
-        block, kernels, why = blocks[name], config.kernels, ""
+        block, kernels = blocks[name], config.kernels
         skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
-        reason = next((reason for is_so, reason in (
-            (recipe == "off", "fp8.recipe=off"),
+        why = next((why for is_so, why in (
+            (config.recipe == "off", "fp8.recipe=off"),
             (name == "head" and not config.head, "head (fp8.head=false)"),
             (skip, f"fp8.skip={skip}"),
             (config.include and not any(_matches(name, pattern) for pattern in config.include), "not in fp8.include"),
             (0 <= block < config.first_bf16, f"fp8.first_bf16={config.first_bf16}"),
             (block >= max(0, n_blocks - config.last_bf16), f"fp8.last_bf16={config.last_bf16}"),
-            (recipe == "auto" and any(n % 16 for n in shape), "not a multiple of 16"),
-        ) if is_so), None)
-        if timings is not None and reason is None:
+            (config.recipe == "auto" and any(n % 16 for n in shape), "not a multiple of 16"),
+        ) if is_so), "")
+        recipe: Any = None if why else config.recipe
+        if recipe == "auto":
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
-            recipe, suffix, _ = (chosen or "").partition(WITH_KERNELS)
-            reason, kernels = None if chosen else why, bool(suffix)
-        if reason is None and any(n % RECIPES[recipe].multiple for n in shape):
+            recipe, kernels = chosen and chosen.removesuffix(WITH_KERNELS), WITH_KERNELS in (chosen or "")
+        if recipe and any(n % FP8_MULTIPLES[recipe] for n in shape):
             raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
-                            f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
-        layers.append(Layer(name, shape, reason, None) if reason else Layer(name, shape, None, recipe, why, kernels))
-    if config.recipe not in ("off", "auto") and not by_layer(layers):
+                            f"multiples of {FP8_MULTIPLES[recipe]}; change the model's width or add fp8.skip={name}")
+        layers.append(Layer(name, shape, recipe, why, bool(recipe) and kernels))
+    if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
         raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in BF16 by fp8.include, "
                         f"fp8.skip, fp8.first_bf16 and fp8.last_bf16, or set fp8.recipe=off")
     return layers
@@ -305,19 +299,14 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def by_layer(layers: list[Layer]) -> dict[str, str]:
-    """Name of each converted Linear -> name of its recipe."""
-    return {layer.name: layer.recipe for layer in layers if layer.recipe}
-
-
 def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
     """Name of each converted Linear -> how its operands are rounded."""
-    return {name: for_loss_scale(RECIPES[recipe], loss_scale) for name, recipe in by_layer(layers).items()}
+    return {layer.name: for_loss_scale(RECIPES[layer.recipe], loss_scale) for layer in layers if layer.recipe}
 
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     """The verdicts as printed lines: one per group of like-named Linears, the total, then warnings."""
-    verdicts = [f"-> {layer.recipe}" + f" ({notes})" * bool(notes) if layer.recipe else f"kept BF16: {layer.reason}"
+    verdicts = [f"-> {layer.recipe}" + f" ({notes})" * bool(notes) if layer.recipe else f"kept BF16: {layer.why}"
                 for layer in layers for notes in [", ".join(filter(None, ["kernels" * layer.kernels, layer.why]))]]
     groups = Counter((_pattern(layer.name), *layer.shape, verdict) for layer, verdict in zip(layers, verdicts, strict=True))
     lines = [f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}" for (pattern, k, n, verdict), count in groups.items()]
@@ -401,7 +390,8 @@ class QuantisedLinear(nn.Linear):
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             x_scale, g_scale = (scale_of(rows, operand) for operand in (self.recipe.input, self.recipe.grad))
             y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, None, x_scale, None, g_scale)
-        elif self.is_native and x.is_cuda and len(rows) % self.recipe.multiple == 0:    # of a prompt there may be any number
+        # Of a prompt there may be any number.
+        elif self.is_native and x.is_cuda and len(rows) % FP8_MULTIPLES[self.recipe.name] == 0:
             y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
             y = EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
@@ -568,7 +558,15 @@ def refresh_weight_copies(model: nn.Module) -> None:
         m.version = m.weight._version
     if fp8:
         operand = fp8[0].recipe.weight      # of all: what `auto` mixes rounds weights alike
-        scales = _scale(torch.stack(_amaxes(model, fp8)), FORMATS[operand.format][0], operand.power_of_2).unbind()
+        if is_sharded:      # of the weight as it is gathered: blocks in BF16, whose rounding keeps the order of magnitudes
+            shards = [m.weight.to_local() for m in fp8]
+            plain = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
+            dist.all_reduce(plain, dist.ReduceOp.MAX)
+            in_bf16 = plain.bfloat16().float()
+            amaxes = [p if m is model.head else rounded for m, p, rounded in zip(fp8, plain, in_bf16, strict=True)]
+        else:
+            amaxes = list(torch._foreach_norm([m.weight for m in fp8], math.inf))
+        scales = _scale(torch.stack(amaxes), FORMATS[operand.format][0], operand.power_of_2).unbind()
         for m, scale in zip(fp8, scales, strict=True):
             if m.scale is None:
                 m.scale = torch.empty_like(scale)
@@ -581,17 +579,6 @@ def refresh_weight_copies(model: nn.Module) -> None:
         for m in bf16:
             m.q = torch.empty_like(m.weight, dtype=dtype) if m.q is None else m.q
         torch._foreach_copy_([m.q for m in bf16], [m.weight for m in bf16])
-
-
-def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
-    """The largest magnitude () of each one's weight; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
-    if not isinstance(model, FSDPModule):
-        return list(torch._foreach_norm([m.weight for m in linears], math.inf))
-    shards = [m.weight.to_local() for m in linears]
-    amaxes = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
-    dist.all_reduce(amaxes, dist.ReduceOp.MAX)
-    in_bf16 = amaxes.bfloat16().float()         # rounding keeps the order: the largest value stays it
-    return [plain if m is model.head else rounded for m, plain, rounded in zip(linears, amaxes, in_bf16, strict=True)]
 
 
 @torch.library.custom_op("nanofp8::cast_both_layouts", mutates_args=())
@@ -816,13 +803,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class GatheredLinear(nn.Linear):
-    """A Linear without bias that gathers `shard` in its input's dtype, for evaluation in BF16: FSDP2 would gather float8."""
-
-    def forward(self, x):
-        return F.linear(x, self.shard.to(x.dtype).full_tensor())
-
-
 @contextlib.contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
     """Within the block, every Linear of `model` multiplies in BF16, from the same weights, uncompiled: a gap between two arms
@@ -831,12 +811,12 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     reshard(model)      # gathered weights have lost their fp32 shards
     for module in classes:
         module.__class__ = Linear
-        if is_wrapped(module.weight):
-            module.__class__, module.shard = GatheredLinear, unwrap(module.weight)
+        if is_wrapped(module.weight):       # FSDP2 would gather float8
+            module.forward = partial(lambda shard, x: F.linear(x, shard.to(x.dtype).full_tensor()), unwrap(module.weight))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, cls in classes.items():
             module.__class__ = cls
-            vars(module).pop("shard", None)
+            vars(module).pop("forward", None)

@@ -45,35 +45,9 @@ class World:
 
 def start(config: Config) -> World:
     """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit."""
-    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    size, rank, local_rank = (int(os.environ.get(name, n)) for name, n in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    shard = config.parallel.shard or size // config.parallel.replicate
-    _check(config, size, shard)
-    if device.type == "cuda":
-        if local_rank >= (count := torch.cuda.device_count()):
-            raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
-                            f"--nproc_per_node={count}")
-        torch.cuda.set_device(device)
-    if size == 1:
-        return World(0, 0, 1, device)
-    # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
-    patience = timedelta(seconds=2 * config.parallel.start_timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = own_keys(next(dist.rendezvous("env://"))[0])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience,
-                            device_id=device if device.type == "cuda" else None)
-    mesh = init_device_mesh(device.type, (config.parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups():     # made with torch's default: 10 minutes for NCCL
-        transport = group._get_backend(device)
-        if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
-            transport._set_default_timeout(patience)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
-
-
-def _check(config: Config, size: int, shard: int) -> None:
-    p = config.parallel
+    p, shard = config.parallel, config.parallel.shard or size // config.parallel.replicate
     if p.replicate * shard != size:
         raise UserError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
                         f"processes: their product must be the number that torchrun starts")
@@ -91,14 +65,32 @@ def _check(config: Config, size: int, shard: int) -> None:
     if nodes > 1 and restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
                         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
+    if device.type == "cuda":
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
+                            f"--nproc_per_node={count}")
+        torch.cuda.set_device(device)
+    if size == 1:
+        return World(0, 0, 1, device)
+    # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
+    patience = timedelta(seconds=2 * p.start_timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=own_store(), rank=rank, world_size=size, timeout=patience,
+                            device_id=device if device.type == "cuda" else None)
+    mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():     # made with torch's default: 10 minutes for NCCL
+        transport = group._get_backend(device)
+        if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
+            transport._set_default_timeout(patience)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
 
 
-def own_keys(store: dist.Store) -> dist.Store:
-    """`store` with keys of this attempt of torchrun's own. The agent's store outlives the workers, and gloo would otherwise
+def own_store() -> dist.Store:
+    """Torchrun's store, with keys of this attempt's own. The agent's store outlives the workers, and gloo would otherwise
     read the addresses of dead ones; a store that rank 0 hosts itself is new at each attempt, and nodes may count otherwise."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, attempt = next(dist.rendezvous("env://"))[0], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}", store) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else store
 
 
 def finish(world: World, code: int) -> None:
@@ -141,7 +133,6 @@ class Built:
     optimizer: torch.optim.AdamW | optim.MuonAdamW
     assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
     layers: list[fp8.Layer]         # the choice of recipe for every Linear
-    counts: dict[str, int]          # GPT.counts()
     loss_scale: float               # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]                # lines for people: torch's global switches that were set
     scales: fp8.DelayedScales       # of fp8.scaling=delayed
@@ -155,8 +146,7 @@ def build(config: Config, world: World) -> Built:
     layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
     if world.size == 1:
         fp8.keep_bf16_copies(model)
-    counts = model.counts()
-    flags = set_torch_flags(config, world, fp8.by_layer(layers).values())
+    flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
         for block in model.blocks():
             block.__class__ = RecomputedBlock
@@ -174,7 +164,7 @@ def build(config: Config, world: World) -> Built:
     if world.size == 1 and config.accumulation(1) > 1:
         fp8.keep_gradients(model)
     optimizer = optim.build_optimizer(model, config.optim)
-    return Built(model, optimizer, assign, layers, counts, loss_scale, flags, fp8.DelayedScales(model, world.size))
+    return Built(model, optimizer, assign, layers, loss_scale, flags, fp8.DelayedScales(model, world.size))
 
 
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:

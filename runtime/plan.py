@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,11 +22,10 @@ from model import GPT
 from runtime import fp8, optim, parallel
 from runtime.checkpoint import run_on_rank0
 from runtime.cli import MachineError, UserError
-from runtime.config import Config, read_config
-from runtime.data import open_data
+from runtime.config import Config, apply_overrides, read_config
+from runtime.data import Data
 from runtime.log import peak_flops
 from runtime.machine import GIB, end_with_parent, memory_error
-from runtime.parallel import World, build
 from runtime.roofline import highest_ratio, modelled_ratio
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
@@ -51,7 +49,7 @@ def plan(config: Config, gpu: str) -> list[str]:
     total, nonembed = c["params_total"], c["params_nonembed"]
     own = steps - (config.parent[1] if config.parent else 0)        # of a branch, those after its branch point
     own_tokens = own * config.data.tokens_per_step
-    in_fp8 = sum(layer.params for layer in layers if layer.reason is None)
+    in_fp8 = sum(layer.params for layer in layers if layer.recipe)
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
     by_muon = c["params_matmul"] - c["params_head"] if config.optim.kind == "muon" else 0
     kept = max(2, policy.keep) + policy.best + len(policy.at) + (steps // policy.forever if policy.forever else 0) + (
@@ -162,26 +160,25 @@ def _hours(config: Config, flops_per_token: int, own_tokens: int, in_fp8: int, g
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
 
-def resolve_micro_batch(config: Config, world: World) -> Config:
+def resolve_micro_batch(config: Config, world: parallel.World) -> Config:
     """`config` with a number in data.micro_batch, the same on all ranks: all of them call this together, before train(). Raises
     UserError where no candidate fits or the run would be refused anyway, MachineError where a trial fails otherwise."""
     if config.data.micro_batch != "auto":
         return config
-    return _with_number(config, run_on_rank0(world, lambda: _decide(config, world)))
+    return apply_overrides(config, [f"data.micro_batch={run_on_rank0(world, lambda: _decide(config, world))}"])
 
 
-def _decide(config: Config, world: World) -> int:
+def _decide(config: Config, world: parallel.World) -> int:
     finished, numbers = is_finished(config), candidates(config, world.size)     # refuses the folder of another run before trials
     if (config.run_dir / "config.json").exists():
         n = read_config(config.run_dir).micro_batch
         if finished or n in numbers:
             print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
             return n
-    open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
+    Data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
     first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
-    # The same computation in one process.
-    alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
-    found = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device))
+    alone = "parallel.replicate=1", "parallel.shard=none", "fp8.all_gather=false"       # the same computation in one process
+    found = search(numbers, first, lambda n: try_one(apply_overrides(config, [*alone, f"data.micro_batch={n}"]), world.device))
     if found is None:
         raise UserError(f"data.micro_batch=auto found none of {numbers} that fits with the whole model on {world.device}: give "
                         f"parallel.recompute=true or model.loss_chunk=1024, or, where ranks share it, data.micro_batch=1")
@@ -189,16 +186,12 @@ def _decide(config: Config, world: World) -> int:
     return found
 
 
-def _with_number(config: Config, n: int) -> Config:
-    return replace(config, data=replace(config.data, micro_batch=n))
-
-
 def candidates(config: Config, size: int) -> list[int]:
     """Powers of two and three times them by which `size` ranks can share a step, ascending."""
     numbers, exponents = [], range(config.accumulation(size).bit_length())      # up to all sequences of a rank
     for n in sorted(odd * 2**k for odd in (1, 3) for k in exponents):
         with suppress(UserError):     # it does not divide a step, or FP8 has no tiles for it
-            _with_number(config, n).accumulation(size)
+            apply_overrides(config, [f"data.micro_batch={n}"]).accumulation(size)
             numbers.append(n)
     return numbers
 
@@ -263,7 +256,7 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(SHARE * free / total, device)
-    built = build(config, World(0, 0, 1, device))
+    built = parallel.build(config, parallel.World(0, 0, 1, device))
     model, m, n = built.model, config.model, config.micro_batch
     with torch.no_grad():       # of the right size and no zeros, which a GPU multiplies faster; the run draws its own on the CPU
         for p in model.parameters():

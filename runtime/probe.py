@@ -30,6 +30,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
+from runtime.config import FP8_MULTIPLES
 from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, noise_of, scale_of, unwrap, zero_gradients
 from runtime.machine import to_line
 
@@ -55,7 +56,7 @@ class Probe:
         """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero or None, and are so again.
 
         backward_scale: what training multiplies its summed loss by, so that gradients are of training's size."""
-        multiple = max([32, *(recipe.multiple for recipe in self.recipes.values())])
+        multiple = max([32, *(FP8_MULTIPLES[recipe.name] for recipe in self.recipes.values())])
         n, seen = sequences(x.size(0), x.size(1), self.tokens, multiple), {}
         for layer, recipe in self.recipes.items():
             weight: Any = self.model.get_submodule(layer).weight

@@ -25,7 +25,7 @@ from runtime import fp8, optim, parallel
 from runtime.checkpoint import Saver, branch, is_weights_only, origin_of, restore, run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, pair_id, peak_flops, throughput, write_environment
 from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
@@ -78,13 +78,13 @@ class Run:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
             return
-        self.data = open_data(config, self.tokenizer.sha256)
+        self.data = Data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
         self._built = build(config, world)
         self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
         self.scales = self._built.scales
         self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
-                          "fp8": digest(fp8.by_layer(self._built.layers))}
+                          "fp8": digest({layer.name: layer.recipe for layer in self._built.layers if layer.recipe})}
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
         damaged: list[str] = []     # lines about checkpoints
@@ -142,7 +142,7 @@ class Run:
         return found
 
     def _open_log(self, cleanup: ExitStack, restored: tuple[Path, dict] | None, damaged: list[str]) -> None:
-        config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
+        config, world, step, total = self.config, self.world, self.progress.step, self.config.model.params_total
         write_json(config.run_dir / "config.json", asdict(config))        # first: it marks the folder as a run
         keep_tokenizer(config.run_dir, config.data.tokenizer)
         self._meter = cleanup.enter_context(closing(Meter(world.device)))
@@ -454,11 +454,11 @@ class StopRequest:
 
 def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     """The run's record, for scaling/: losses, precision, speed, identities; each count named by its convention."""
-    config, world, data, counts, layers, guard = run.config, run.world, run.data, run._built.counts, run._built.layers, run.guard
+    config, world, data, counts, layers, guard = run.config, run.world, run.data, run.model.counts(), run._built.layers, run.guard
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")
-    name, converted = device_name(world.device), [layer for layer in layers if layer.reason is None]
+    name, converted = device_name(world.device), [layer for layer in layers if layer.recipe]
     peak = peak_flops(name)
     arms, began = (("as_trained", as_trained), ("bf16", in_bf16)), lineage(config, run._origin)
     return {
@@ -478,7 +478,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
             "layers_converted": [layer.name for layer in converted],
             "layers_recipes": {layer.name: layer.recipe for layer in converted},
             "layers_kernels": [layer.name for layer in converted if layer.kernels],
-            "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
+            "layers_skipped": {layer.name: layer.why for layer in layers if not layer.recipe},
         },
         "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
         "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,

@@ -15,6 +15,7 @@ large in both K and N, never for a smaller one.
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -32,13 +33,11 @@ ARCHITECTURES = {"sm_80": ("A100",), "sm_89": ("L40S", "RTX 4090"), "sm_90": ("H
 
 def load_table(path: str | Path = SHIPPED) -> dict:
     """The table at `path`, as it is written above. Raises UserError for another file."""
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
-        table = None
-    if not isinstance(table, dict) or table.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{path} is no table of timings of format {FORMAT_VERSION}: python -m bench.kernels makes one")
-    return table
+    with suppress(ValueError, TypeError, KeyError):
+        table = json.loads(Path(path).read_bytes())
+        if table["format_version"] == FORMAT_VERSION:
+            return table
+    raise UserError(f"{path} is no table of timings of format {FORMAT_VERSION}: python -m bench.kernels makes one")
 
 
 def to_text(table: dict) -> str:

@@ -28,6 +28,10 @@ FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.j
 MERGES_FILE = Path(__file__).with_name("gpt2_vocab_bpe.xz")
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 END_OF_TEXT = "<|endoftext|>"
+# Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255: printable Latin-1 bytes stand for themselves and come
+# first; the others take the letters from U+0100 on.
+BYTE_LETTERS = {b: chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+BYTE_LETTERS |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_LETTERS)}
 
 # Radford et al. 2019. The group holds all alternatives without a lookahead, which fancy_regex then hands to one automaton: the
 # pieces of tiktoken's own copy, which it tries one after the other, in 0.6 of the time of encoding.
@@ -117,7 +121,7 @@ def _load_gpt2(name: str) -> Tokenizer:
 
 def token_bytes() -> list[bytes]:
     """The bytes of gpt2's ids 0 to 50255: single bytes in GPT-2's order, then each merge's two parts joined."""
-    bytes_of = {letter: b for b, letter in byte_letters().items()}
+    bytes_of = {letter: b for b, letter in BYTE_LETTERS.items()}
     merges = vocab_bpe().decode().splitlines()[1:]
     return [bytes(map(bytes_of.__getitem__, word.replace(" ", ""))) for word in (*bytes_of, *merges)]
 
@@ -125,14 +129,6 @@ def token_bytes() -> list[bytes]:
 def vocab_bpe() -> bytes:
     """OpenAI's vocab.bpe: a heading, then one merge a line, bytes written as printable characters."""
     return lzma.decompress(MERGES_FILE.read_bytes())        # which holds a checksum
-
-
-def byte_letters() -> dict[int, str]:
-    """Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255: printable Latin-1 bytes stand for themselves and
-    come first; the others take the letters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def _load_folder(name: str) -> Tokenizer:

@@ -105,7 +105,7 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     for name, config in configs.items():
         model = GPT.on_meta(config.model)
         counts = model.counts()
-        in_fp8 = sum(layer.params for layer in fp8.select(model, config.fp8, options.gpu.upper()) if layer.reason is None)
+        in_fp8 = sum(layer.params for layer in fp8.select(model, config.fp8, options.gpu.upper()) if layer.recipe)
         most = highest_ratio(config, in_fp8, counts["flops_per_token"], (bf16_peak, fp8_peak))
         N, modelled = counts["params_total"], modelled_ratio(config, options.gpu)
         sizes.append(Size(name, N, counts["flops_per_token"],

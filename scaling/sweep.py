@@ -36,7 +36,7 @@ import torch
 from runtime.checkpoint import latest, step_of
 from runtime.cli import UserError, command, duration, grid, nearest, run_command, si
 from runtime.config import load_config, positive, read_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.log import peak_flops
 from runtime.machine import ROOT, metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
@@ -154,7 +154,7 @@ def check_data(rows: list[Row], folder: Path) -> None:
     row = max((row for row in rows if not summary_of(row, folder)), key=lambda row: row.tokens)
     config = load_config(ROOT / row.config, [*row.overrides, f"out={folder}"])
     try:
-        data = open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
+        data = Data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
     except UserError as error:
         raise UserError(f"{row.run}: {error}") from error
     for other in rows:

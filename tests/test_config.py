@@ -13,7 +13,7 @@ import torch
 
 import train
 from runtime.cli import UserError, command, read_options
-from runtime.config import apply_overrides, config_from_dict, help_text, known_keys, load_config, read_config
+from runtime.config import KEYS, apply_overrides, config_from_dict, help_text, load_config, read_config
 from runtime.log import digest, pair_id
 from runtime.run import lineage
 from tests.conftest import ROOT, write_config
@@ -156,7 +156,7 @@ def test_config_json_is_read_back_or_refused(tiny, tmp_path):
 
 def test_help_tells_every_key(capsys):
     lines = [line for line in help_text().splitlines() if line[:3].strip()]        # those that go on are indented further
-    assert [line.split(":")[0].strip() for line in lines] == known_keys() and all("  # " in line for line in lines)
+    assert [line.split(":")[0].strip() for line in lines] == KEYS and all("  # " in line for line in lines)
     assert [train.main(line) for line in (["--help"], ["configs/demo_s_bf16.py", "steps=1", "-h"], [])] == [0, 0, 2]
     assert capsys.readouterr().out.count(help_text()) == 3
 
@@ -200,7 +200,7 @@ def test_a_full_memory_needs_no_traceback(capsys):
 VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "-inf", "1_0", "٣", "9" * 5000, "1e18", "true", "none", "[",
           "[]", "(1,", "{}", "[[1]]", "1,,2", "a:b", "web:1", "web:0", "web:1e999", "../../etc/passwd", "\x00", "a\nb", "\ud800",
           "x" * 10_000, "layers.[0", "tensorwise", "auto", "byte", "10:15", "out/run/checkpoints/step_00000001"]
-KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é"]
+UNKNOWN = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é"]
 POSITIONAL = "run", "names"     # of Options
 
 
@@ -209,11 +209,11 @@ def test_no_command_line_and_no_value_of_any_key_is_a_traceback_and_no_number_bu
     write_config(tiny, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     for line in [[""], ["/"], ["\x00"], ["--plan"], ["optim.lr=1"], ["nothing.py", "--plan"],
-                 *(["mine.py", f"{key}=1"] for key in KEYS), ["mine.py", "--plan", "h100", "--plan"]]:
+                 *(["mine.py", f"{key}=1"] for key in UNKNOWN), ["mine.py", "--plan", "h100", "--plan"]]:
         assert train.main(line) == 2 and capsys.readouterr().err.startswith("train.py: "), line
         assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "__pycache__"}, line
     accepted = {value: [] for value in VALUES}
-    for key in known_keys():
+    for key in KEYS:
         for value in VALUES:
             with contextlib.suppress(UserError):
                 json.dumps(asdict(apply_overrides(tiny, [f"{key}={value}"])), allow_nan=False)        # what every run writes

@@ -18,7 +18,7 @@ from eval import tasks
 from prepare_data import main
 from runtime import shards
 from runtime.cli import UserError
-from runtime.data import open_data, permute, schedule, shares
+from runtime.data import Data, permute, schedule, shares
 from runtime.shards import damage, read_index, remove_shards
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
@@ -55,7 +55,7 @@ def config_of(folder, words=""):
 
 
 def load(folder, words="", sha256=SHA):
-    return open_data(config_of(folder, words), sha256)
+    return Data(config_of(folder, words), sha256)
 
 
 def refusal(*args, **kwargs):
@@ -294,7 +294,7 @@ def test_shards_of_a_vocabulary_beyond_16_bits(tmp_path, capsys):
     assert sorted(found) == sorted([*tok.prefix, *tok.encode(document)] for document in DOCUMENTS)
     made, moved, other = (config_of(tmp_path / "data", f"data.mixture=mine:1 data.tokenizer={name} model.vocab_size={size}")
                           for name, size in ((wide, tok.vocab_size + 8), ("/else/where", tok.vocab_size + 8), ("gpt2", 50257)))
-    x, y = open_data(made, tok.sha256).batch(0, 0, 0, 1)
+    x, y = Data(made, tok.sha256).batch(0, 0, 0, 1)
     assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
     told = conftest.asked(capsys, main, "--show", tmp_path / "data")
     assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in told
@@ -330,7 +330,7 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
 
     config = config_of(tmp_path / "data", f"data.mixture=chat:1 eval.tokens={10**6} data.tokenizer={name} "
                        f"model.vocab_size={tok.vocab_size}")
-    data = open_data(config, tok.sha256)
+    data = Data(config, tok.sha256)
     val = data.val["chat"]
     for step in range(6):
         batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
@@ -347,7 +347,7 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert len(found) == len(sizes) and set(found) <= {p + r for p, r in PAIRS if r.strip()}
     conftest.write_index(tmp_path / "data/chat", is_masked=False)     # a mark is no token id
     with pytest.raises(UserError, match=r"holds the id \d{10}, "):
-        read(open_data(config, tok.sha256), 6)
+        read(Data(config, tok.sha256), 6)
     only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
     assert "prompts has 101 val tokens" in refusal(tmp_path, "data.mixture=prompts:1")

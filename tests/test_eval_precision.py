@@ -20,7 +20,7 @@ from runtime import fp8
 from runtime.checkpoint import load_model
 from runtime.cli import UserError
 from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.machine import read_rows
 from runtime.probe import statistics
 from runtime.tokenizer import load_tokenizer
@@ -76,7 +76,7 @@ def logits_with_cache(model, ids):
 @torch.no_grad()
 def test_logits_are_those_of_explicit_quantisation_with_and_without_cache(runs, recipe):
     inference = load(runs / "bf16", recipe)
-    assert [layer.name for layer in inference.layers if layer.reason is None] == EIGHT
+    assert [layer.name for layer in inference.layers if layer.recipe] == EIGHT
     ids = torch.randint(80, (3, 12), generator=torch.Generator().manual_seed(0))
     plain, reference = load_model(runs / "bf16")[0], by_hand(runs / "bf16", recipe, EIGHT)
     for run_model in (lambda m: m(ids).double(), lambda m: logits_with_cache(m, ids), lambda m: logits_with_cache(m, ids[:1])):
@@ -93,7 +93,7 @@ def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
     config = read_json(path := runs / "fp8" / "config.json")
     edit(path, fp8=config["fp8"] | {"all_gather": True})        # which one process need not do
     model, _, _, layers, _ = load(runs / "fp8", "tensorwise")
-    converted = {layer.name for layer in layers if layer.reason is None}
+    converted = {layer.name for layer in layers if layer.recipe}
     assert converted == {f"layers.{i}.{m}" for i in range(2) for m in ("attn.qkv", "mlp.gate_up", "mlp.down")} | {"head"}
     assert model.head.weight is model.wte.weight        # tied, hence the embedding is fp32 too
     kept = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.dtype == torch.float32}
@@ -134,7 +134,7 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
         for row in rows[:8]:     # nothing of gradients
             assert row.keys() == {"kind", "step", "layer", "recipe", "weight", "activation"} and row["recipe"] == recipe
             assert row["weight"]["amax"] == model.get_submodule(row["layer"]).weight.abs().max() and row["activation"]["amax"]
-    val, seen = open_data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
+    val, seen = Data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
     inference = load(runs / "bf16", "mxfp8").model
     inference.layers[0].attn.qkv.register_forward_pre_hook(
         lambda module, x: seen.append(statistics(x[0], fp8.RECIPES["mxfp8"].input).tolist()))

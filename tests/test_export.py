@@ -29,7 +29,7 @@ from eval.sample import load_for_inference
 from runtime.checkpoint import branch, checkpoints, is_weights_only, load_model, read_manifest
 from runtime.cli import UserError
 from runtime.config import FP8Config, read_config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.machine import read_rows
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
 from tests.conftest import ROOT, changed, process
@@ -358,7 +358,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, 
         "eval.tokens=640 checkpoint.every=none checkpoint.best=false")
     with pytest.raises(UserError, match="data.tokenizer is out/llama/tokenizer there, "):
         branch(config, "0" * 64, {}, None)
-    data, theirs = open_data(config, load_tokenizer("out/llama/tokenizer").sha256), auto_model(source).float()
+    data, theirs = Data(config, load_tokenizer("out/llama/tokenizer").sha256), auto_model(source).float()
     x, y = (torch.cat(both) for both in zip(*(data.batch(0, micro, 0, 1) for micro in range(2)), strict=True))
     assert (n := int((y >= 0).sum())) == data.targets(0) and 0.2 < n / 512 < 0.8
     expected = F.cross_entropy(theirs(x).logits[y >= 0], y[y >= 0])     # of the responses' tokens alone

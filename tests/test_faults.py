@@ -23,7 +23,7 @@ import pytest
 from runtime import watchdog
 from runtime.checkpoint import checkpoints, load_model, read_manifest, seal
 from runtime.config import Config, FP8Config
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
 from tests.conftest import ALONE, changed, tiny_config, write_shards
@@ -166,7 +166,7 @@ def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, data_dir, tmp_pa
     assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
     own_data = shutil.copytree(data_dir, tmp_path / "data")
     config = changed(base, f"run=spoilt_data data.dir={own_data} data.mixture=web:1")
-    data = open_data(config, load_tokenizer("byte").sha256)
+    data = Data(config, load_tokenizer("byte").sha256)
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
     shard = own_data / "web/train_00000.bin"
     shard.write_bytes(shard.read_bytes().replace(row, b"\xff\xff" + row[2:]))
@@ -220,7 +220,7 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
                      f"data.dir={tmp_path} data.mixture=chat:1")
     finish(config, faults=["nan_weight:9:0"], ranks=2)
     assert rollbacks(config) == [(12, 8)]
-    data = open_data(changed(config, "data.micro_batch=8"), load_tokenizer("byte").sha256)      # a whole step at once
+    data = Data(changed(config, "data.micro_batch=8"), load_tokenizer("byte").sha256)      # a whole step at once
     model, batches = load_model(config.run_dir)[0], [data.batch(step, 0, 0, 1) for step in [*range(8), *range(12, 18)]]
     targets = [int((y >= 0).sum()) for _, y in batches]
     due = [float(model(x, y).sum()) / n for (x, y), n in zip(batches, targets, strict=True)]

@@ -170,8 +170,7 @@ def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too()
     assert all(torch.equal(a[name], deeper[name]) for name in same)     # neither order nor depth moves a draw
     assert not torch.equal(deeper["head.weight"], deeper["wte.weight"])
     assert not torch.equal(a["layers.0.attn.qkv.weight"], a["layers.1.attn.qkv.weight"])
-    with torch.device("meta"):
-        model = GPT(TINY, compute_dtype=torch.float32)
+    model = GPT.on_meta(TINY, torch.float32)
     assert all(p.is_meta for p in model.parameters())
     model.to_empty(device="cpu")
     state, x = torch.get_rng_state(), tokens(TINY)
@@ -215,8 +214,7 @@ def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk):
 @pytest.mark.parametrize("n_layer, vocab_size, multiple, V", [(1, 128, 128, 128), (4, 257, 128, 384), (1, 420, 1, 420)])
 def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V):
     config = replace(VARIANTS[name], n_layer=n_layer, vocab_size=vocab_size, vocab_multiple=multiple)
-    with torch.device("meta"):
-        model = GPT(config)
+    model = GPT.on_meta(config)
     C, D, H, K, F, T = 48, 12, 4, config.n_kv_head or 4, 80, 24
     matmul = n_layer * (C * H * D + 2 * C * K * D + H * D * C + C * F + C * F + F * C) + V * C
     nonembed = matmul - V * C + n_layer * (2 * C + (2 * D if config.qk_norm else 0)) + C

@@ -27,7 +27,7 @@ from runtime import fp8, parallel
 from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
 from runtime.cli import UserError
 from runtime.config import config_from_dict
-from runtime.data import open_data
+from runtime.data import Data
 from runtime.machine import read_rows
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ from tests.conftest import ALONE, ROOT, changed, process, tiny_config, write_con
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import tokens
 
-SHARDED = ("off", *(name for name, recipe in fp8.RECIPES.items() if recipe.multiple <= 32))       # what tiny models can have
+SHARDED = ("off", *(name for name in fp8.RECIPES if fp8.FP8_MULTIPLES[name] <= 32))       # what tiny models can have
 
 
 def build(config, words="", world=ALONE):
@@ -273,7 +273,7 @@ def test_ranks_train_what_one_process_trains_and_its_checkpoints_are_plain(ranks
     assert manifests[0]["tensors"] == manifests[1]["tensors"], "names, shapes, dtypes of a checkpoint"
     assert not any(b"torchao" in file.read_bytes() for file in latest(ranks.whole.run_dir).iterdir())
     model, config = load_model(ranks.whole.run_dir)
-    data = open_data(config, load_tokenizer("byte").sha256)
+    data = Data(config, load_tokenizer("byte").sha256)
     loss = evaluate(model, data.val, data.weights, config.data.micro_batch, torch.device("cpu"))
     told = summary(ranks.whole)
     assert loss.loss == told["loss_bf16"] != told["loss_as_trained"]

@@ -28,7 +28,7 @@ from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.cli import MachineError
 from runtime.config import FP8Config
-from runtime.data import Data, open_data
+from runtime.data import Data
 from runtime.log import pair_id
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
@@ -130,7 +130,7 @@ def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_th
         tiny, data_dir, tmp_path, run, monkeypatch):
     """Damage is looked for in the background; a checkpoint that is due before all is hashed waits for it."""
     is_due, look, verified = threading.Event(), shards.shard_damage, Data.verified
-    monkeypatch.setattr(shards, "shard_damage", lambda shard: look(shard) if is_due.wait(60) else None)
+    monkeypatch.setattr("runtime.data.shard_damage", lambda shard: look(shard) if is_due.wait(60) else None)
     monkeypatch.setattr(Data, "verified", lambda data: is_due.set() or verified(data))
     own_data = shutil.copytree(data_dir, tmp_path / "data")
     spoilt = changed(tiny, f"run=spoilt data.dir={own_data} checkpoint.every=1")
@@ -184,7 +184,7 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, run):
         tuned, f"start_from={parent.run_dir}/checkpoints/step_00000003", code=2)
     assert f"on from {parent.run_dir}/checkpoints/step_00000006" in run(tuned)
     losses, about = [row["loss"] for row in faults.rows(tuned)], summary(tuned)
-    model, data = load_model(parent.run_dir)[0], open_data(tuned, load_tokenizer("byte").sha256)
+    model, data = load_model(parent.run_dir)[0], Data(tuned, load_tokenizer("byte").sha256)
     batches = [data.batch(0, micro, 0, 1) for micro in range(tuned.accumulation(1))]
     assert losses[0] == pytest.approx(sum(float(model(x, y).sum()) for x, y in batches) / 512, rel=1e-6)
     assert (about["continued_from"], about["parent_run"], about["steps"]) == ("pretrained", None, 5)

@@ -15,7 +15,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from runtime import tokenizer as room
 from runtime.cli import UserError
-from runtime.tokenizer import GPT2_PATTERN, VOCAB_SIZE, byte_letters, load_tokenizer, token_bytes, vocab_bpe
+from runtime.tokenizer import BYTE_LETTERS, GPT2_PATTERN, VOCAB_SIZE, load_tokenizer, token_bytes, vocab_bpe
 from tests.text_files import BEGINS, DOCUMENTS, write_tokenizer
 
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
@@ -111,7 +111,7 @@ def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cu
 def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder, tmp_path):
     """Merges by hand; the pieces are GPT-2's, which ByteLevel takes too. Truncation, padding and tokens put around a text are for
     a model's input, not for documents."""
-    tok, letters = load_tokenizer(str(folder)), byte_letters()
+    tok = load_tokenizer(str(folder))
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
     made = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path, post_processor=BEGINS) / "tokenizer.json"))
@@ -121,7 +121,7 @@ def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder,
     other = load_tokenizer(str(tmp_path))
     for text in TEXTS:
         ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
-        due = [model["vocab"][part] for piece in pieces for part in merged([letters[b] for b in piece.encode()], ranks)]
+        due = [model["vocab"][part] for piece in pieces for part in merged([BYTE_LETTERS[b] for b in piece.encode()], ranks)]
         assert (ids.tolist() == due or len(text) > 2000) and np.array_equal(other.encode(text), ids)
     assert other.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
