@@ -32,7 +32,6 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -109,10 +108,13 @@ def score(options: Options, world: World) -> dict:
     start = time.perf_counter()
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
-    lm, loaded, layers, step = _together(world, lambda: _prepare(options, world))
+    done: list = []         # by this rank: a model does not travel
+    together(lambda: done.append(_prepare(options, world)), world)
+    lm, loaded, layers, step = done[0]
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
-    scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
+    together(lambda: done.append(evaluate(lm, loaded, options.limit)), world)
+    scores, samples = done[1]
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
               "layers_fp8": [layer.name for layer in layers if layer.reason is None],
@@ -179,13 +181,6 @@ def join() -> World:
         store = own_keys(next(dist.rendezvous("env://"))[0])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)      # for objects, not tensors
     return World(rank, local_rank, size, torch.device("cpu"))
-
-
-def _together(world: World, work: Callable):
-    """work()'s result on this rank, which may be a model: it does not travel. What it raises on one rank is raised on all."""
-    done: list = []
-    together(lambda: done.append(work()), world)
-    return done[0]
 
 
 def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
