@@ -71,14 +71,11 @@ class Options:
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit={self.limit} must be at least 1")
-        if not self.task_names:
+        names = tasks.expand(self.tasks)
+        if not names:
             raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
-        if self.public and (self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(self.task_names)):
+        if self.public and (self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)):
             raise UserError(f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop them")
-
-    @property
-    def task_names(self) -> list[str]:
-        return tasks.expand(self.tasks)
 
     @property
     def public(self) -> str | None:
@@ -128,7 +125,7 @@ def score(options: Options, world: World) -> dict:
 def _prepare(options: Options, world: World) -> tuple:
     """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step. Raises OSError
     where nothing can be written, as into a run of others: hours of scoring would be lost."""
-    loaded = tasks.load(options.task_names, options.include, options.run, options.offline)
+    loaded = tasks.load(tasks.expand(options.tasks), options.include, options.run, options.offline)
     device, layers, step = options.device, [], None
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)

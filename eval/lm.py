@@ -209,19 +209,9 @@ class CheckpointLM(TemplateLM):
 def plan(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
     """Batches of all rows (different from each other, none empty), padded to at most `budget` tokens where one row has no
     more. Those without a shared beginning go first, the longest leading: memory runs out at once or never."""
-    groups = _groups(rows)
-    alone, shared = ([pair for pair in groups if (len(pair[1]) > 1) == is_shared] for is_shared in (False, True))
-    parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
-    batches = [(0, [alone[i][1] for i in part]) for part in parts]
-    parts = chunks([past for past, _ in shared], 0, budget)
-    return batches + [(shared[part[-1]][0], [shared[i][1] for i in part]) for part in parts]
-
-
-def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
-    """(length of the shared beginning, rows that share it), of neighbours in alphabetical order; a row alone: (0, [row])."""
-    order = sorted(range(len(rows)), key=rows.__getitem__)
+    order = sorted(range(len(rows)), key=rows.__getitem__)      # neighbours share most
     shared = [len(commonprefix([rows[a], rows[b]])) for a, b in pairwise(order)] + [0]      # of tuples too: each with the next
-    groups, i = [], 0
+    alone, alike, i = [], [], 0     # (0, [row]) of a row alone; (length of the shared beginning, rows that share it)
     while i < len(order):
         start, past = i, 0
         while shared[i] >= LEAST_SHARED:
@@ -229,9 +219,12 @@ def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
             if joined < LIKE * max(past, shared[i + 1]):    # the next has more in common with those behind it
                 break
             past, i = joined, i + 1
-        groups.append((past, order[start:i + 1]))
+        (alike if past else alone).append((past, order[start:i + 1]))
         i += 1
-    return groups
+    parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
+    batches = [(0, [alone[i][1] for i in part]) for part in parts]
+    parts = chunks([past for past, _ in alike], 0, budget)
+    return batches + [(alike[part[-1]][0], [alike[i][1] for i in part]) for part in parts]
 
 
 def chunks(lengths: Sequence[int], past: int, budget: int, like: float = LIKE) -> list[list[int]]:
