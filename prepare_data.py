@@ -142,22 +142,18 @@ def _run(arguments: list[str]) -> int:
         verify(folders) if kind == "verify" else [show(folder) for folder in folders]
         return 0
     if kind == "check-sources":
-        return _check_sources(words or list(MIXTURE))
+        code = 0
+        for name in words or MIXTURE:
+            try:
+                check(_named(name))
+            except (UserError, MachineError, OSError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                code = 2 if isinstance(error, UserError) else max(code, 1)
+        return code
     if kind in ("demo", "hf") and words:
         raise UserError(f"{command} takes no {words[0]!r}: your files are for `local`, a data set is prepared at a time")
     prepare(_sources(kind, command, words, options), options)
     return 0
-
-
-def _check_sources(names: list[str]) -> int:
-    code = 0
-    for name in names:
-        try:
-            check(_named(name))
-        except (UserError, MachineError, OSError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            code = 2 if isinstance(error, UserError) else max(code, 1)
-    return code
 
 
 if __name__ == "__main__":

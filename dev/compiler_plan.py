@@ -81,13 +81,12 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     model.wte.forward = lambda h: h         # what comes in is the embedded tokens
     passes = []
     weights = {name: p for name, p in model.named_parameters() if config.model.tied or not name.startswith("wte.")}
-    buffers = dict(model.named_buffers())
 
     def on_gpu(a, a_inverse, b, b_inverse, dtype, fast=False):      # traced on CPU tensors, where it would be emulated
         return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
-    def step(h, y, *tensors):
-        return torch.func.functional_call(model, dict(zip([*weights, *buffers], tensors, strict=True)), (h, y)).sum()
+    def step(h, y, tensors):
+        return torch.func.functional_call(model, tensors, (h, y)).sum()
 
     def partition(graph, inputs, **options):
         joint_graph.joint_graph_passes(graph)
@@ -100,10 +99,11 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
           mock.patch.object(fp8, "scaled_mm", on_gpu),
           mock.patch.object(fp8, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype))):
         shape = (micro_batch, config.model.n_ctx)
-        tensors = [torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) for t in (weights | buffers).values()]
+        tensors = {name: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
+                   for name, t in [*weights.items(), *model.named_buffers()]}
         h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
         aot_function(step, keep, keep, partition_fn=partition, decompositions=select_decomp_table())(
-            h, torch.zeros(shape, dtype=torch.long), *tensors).backward()
+            h, torch.zeros(shape, dtype=torch.long), tensors).backward()
     lasting = {id(m.weight) for m in model.modules() if getattr(m, "total", None) is not None}
     outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)     # read twice, written once
     forward, backward = passes
