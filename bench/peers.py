@@ -118,8 +118,7 @@ def load(cell: Cell, device: torch.device) -> Subject:
     peer, _, kind = cell.label.partition("_")
     sys.path.insert(1, cell.peer)       # behind our own folder, before what is installed
     torch.manual_seed(0)
-    build = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}[peer]
-    subject = build(cell, device, kind == "fp8")
+    subject = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}[peer](cell, device, kind == "fp8")
     subject.describe.insert(0, f"{cell.size}: {check(peer, cell.peer)}, under torch {torch.__version__}")
     return subject
 

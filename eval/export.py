@@ -40,7 +40,6 @@ from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokeniz
 from scaling.records import listed
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
 ALIGNMENT = 64              # bytes, a cache line; torch allocates so
 FLOAT8 = torch.float8_e4m3fn
@@ -74,7 +73,7 @@ def export(options: Options) -> str:
     run_dir, target = Path(options.run), Path(os.path.abspath(options.folder))     # "." has no name to put a temporary one beside
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there already and not an empty folder: name a new one")
-    recipe, dtype = options.float8, DTYPES[options.dtype]
+    recipe, dtype = options.float8, "float32" if options.dtype == "fp32" else "bfloat16"
     loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
     if recipe not in ("off", *loadable):
         raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
@@ -241,9 +240,8 @@ def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder:
     set). vocab_padded: rows of the embedding; the ids behind the tokenizer's own are never generated, there as in eval/sample.py.
     """
     if tokenizer.kind == "folder":
-        for name in FOLDER_FILES:
-            if (Path(tokenizer.name) / name).is_file():
-                shutil.copyfile(Path(tokenizer.name) / name, folder / name)
+        for path in filter(Path.is_file, [Path(tokenizer.name) / name for name in FOLDER_FILES]):
+            shutil.copyfile(path, folder / path.name)
     else:
         for name, content in _tokenizer_files(tokenizer, n_ctx).items():
             (folder / name).write_text(content, encoding="utf-8")
