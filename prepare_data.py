@@ -78,7 +78,10 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> Ite
     elif kind == "hf":
         dataset = command.removeprefix("hf:")
         name = options.name or dataset.partition("/")[2].lower()
-        revision = options.revision or _revision(Path(options.out) / name, dataset)
+        folder = Path(options.out) / name
+        held = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder)
+        # The commit that it holds, or part of it: one pushed meanwhile must not stop a resume.
+        revision = options.revision or (held["revision"] if held.get("dataset") == dataset else None)
         sources = [replace(any_dataset(dataset, options.column, revision, options.files, options.license), name=name)]
     elif options.name and words:
         raise UserError(f"name={options.name} can name one source, not {1 + len(words)}")
@@ -95,12 +98,6 @@ def _named(name: str, known_as: str | None = None) -> Source:
     if name not in SOURCES:
         raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
     return replace(SOURCES[name], name=known_as or name)
-
-
-def _revision(folder: Path, dataset: str) -> str | None:
-    """The commit of a data set that a folder holds, or part of it: one pushed meanwhile must not stop a resume."""
-    found = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder)
-    return found["revision"] if found.get("dataset") == dataset else None
 
 
 def main(arguments: list[str]) -> int:
@@ -145,22 +142,18 @@ def _run(arguments: list[str]) -> int:
         verify(folders) if kind == "verify" else [show(folder) for folder in folders]
         return 0
     if kind == "check-sources":
-        return _check_sources(words or list(MIXTURE))
+        code = 0
+        for name in words or MIXTURE:
+            try:
+                check(_named(name))
+            except (UserError, MachineError, OSError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                code = 2 if isinstance(error, UserError) else max(code, 1)
+        return code
     if kind in ("demo", "hf") and words:
         raise UserError(f"{command} takes no {words[0]!r}: your files are for `local`, a data set is prepared at a time")
     prepare(_sources(kind, command, words, options), options)
     return 0
-
-
-def _check_sources(names: list[str]) -> int:
-    code = 0
-    for name in names:
-        try:
-            check(_named(name))
-        except (UserError, MachineError, OSError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            code = 2 if isinstance(error, UserError) else max(code, 1)
-    return code
 
 
 if __name__ == "__main__":

@@ -64,15 +64,11 @@ def milliseconds(call: Callable, device: torch.device) -> float:
     return 1e3 * float(np.median(timeit.repeat(call, timer=time.perf_counter, number=1, repeat=5)))
 
 
-def in_turns(a: Callable, b: Callable, turns: int, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    """Milliseconds of A and B in the turns A B A B .. A: (turns + 1), (turns)."""
+def in_turns(a: Callable, b: Callable, turns: int, device: torch.device) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Milliseconds of A and B in the turns A B A B .. A, (turns + 1) and (turns), and A / B (turns): of each turn of B against
+    the mean of its two neighbours among A's, so that a linear drift cancels."""
     ms = np.array([milliseconds(call, device) for call in (a, *(b, a) * turns)])
-    return ms[::2], ms[1::2]
-
-
-def ratios(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A / B of each turn of B (n) against the mean of its two neighbours among A's (n + 1): a linear drift cancels."""
-    return (a[:-1] + a[1:]) / 2 / b
+    return ms[::2], ms[1::2], (ms[:-2:2] + ms[2::2]) / 2 / ms[1::2]
 
 
 # -------------------------------------------------------------------------------------------------------------- Linears
@@ -130,8 +126,8 @@ def time_linear(recipe: str, K: int, N: int, options: Options, device: torch.dev
     with inductor.patch(emulate_precision_casts=recipe.startswith("rowwise")):      # as parallel.set_torch_flags does
         if not all(gradient.isfinite().all() for gradient in quantised()):
             raise RuntimeError("a gradient is not finite: the time of such a Linear means nothing")
-        bf16_ms, fp8_ms = in_turns(bf16, quantised, options.turns, device)
-    p10, median, p90 = np.quantile(ratios(bf16_ms, fp8_ms), (0.1, 0.5, 0.9)).tolist()
+        bf16_ms, _, ratios = in_turns(bf16, quantised, options.turns, device)
+    p10, median, p90 = np.quantile(ratios, (0.1, 0.5, 0.9)).tolist()
     return {"recipe": recipe, "K": K, "N": N, "M": options.tokens, "ratio": round(median, 4), "ratio_p10": round(p10, 4),
             "ratio_p90": round(p90, 4)}, float(np.median(bf16_ms))
 
@@ -201,8 +197,8 @@ def time_casts(device: torch.device) -> None:
             call = partial(fp8.cross_entropy_grad, x, lse, targets, torch.ones(M, device=device), scale)
         size = M * K * (source.itemsize + 2)
         half = torch.randint(0, 255, (size // 2,), dtype=torch.uint8, device=device)
-        copy_ms, ms = in_turns(partial(torch.empty_like(half).copy_, half), call, 5, device)
-        print(f"{what:32} {M:6d} x {K:<6d} {np.median(ms):8.4f} ms, {np.median(ratios(copy_ms, ms)):.1%} of the pace of a copy, "
+        copy_ms, ms, ratios = in_turns(partial(torch.empty_like(half).copy_, half), call, 5, device)
+        print(f"{what:32} {M:6d} x {K:<6d} {np.median(ms):8.4f} ms, {np.median(ratios):.1%} of the pace of a copy, "
               f"which moves {size / np.median(copy_ms) / 1e6:,.0f} GB/s", flush=True)
 
 

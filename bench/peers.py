@@ -118,8 +118,7 @@ def load(cell: Cell, device: torch.device) -> Subject:
     peer, _, kind = cell.label.partition("_")
     sys.path.insert(1, cell.peer)       # behind our own folder, before what is installed
     torch.manual_seed(0)
-    build = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}[peer]
-    subject = build(cell, device, kind == "fp8")
+    subject = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}[peer](cell, device, kind == "fp8")
     subject.describe.insert(0, f"{cell.size}: {check(peer, cell.peer)}, under torch {torch.__version__}")
     return subject
 
@@ -193,8 +192,7 @@ def _subject(cell: Cell, model: nn.Module, vocab: int, loss_of: Callable, optimi
              describe: Iterable[str] = ()) -> Subject:
     """What the peers share; loss_of(x, y) is the mean loss per token. A Linear in FP8 is an nn.Linear too, in each of them."""
     accumulation = cell.tokens_per_step // (cell.micro_batch * cell.T)
-    n_layer, width = (next(cell.model[name] for name in names if name in cell.model)
-                      for names in (("n_layer", "n_layers"), ("n_embd", "dim")))
+    n_layer, width = (cell.model.get(name) or cell.model[theirs] for name, theirs in (("n_layer", "n_layers"), ("n_embd", "dim")))
     matmul = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
     def micro_step(x, y):

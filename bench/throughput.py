@@ -183,13 +183,10 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
 def measure(cell: Cell) -> dict:
     """Everything about a cell that needs no other. Run in a process of its own, which it leaves warm and full."""
     from torch._dynamo.utils import counters
-    device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
-    if cell.peer is None:
-        subject = build_ours(cell, device)
-    else:
-        from bench.peers import load  # which imports this module
 
-        subject = load(cell, device)
+    from bench.peers import load  # which imports this module
+    device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
+    subject = load(cell, device) if cell.peer else build_ours(cell, device)
     print("\n".join(subject.describe))
     accumulation = cell.tokens_per_step // (cell.micro_batch * cell.T)
     x, y = tokens_like_text(4 * cell.micro_batch, cell.T, subject.vocab, device)

@@ -9,13 +9,9 @@ from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, Log
 LR, NONEMBED = 4e-3, 3_213_568
 
 
-def learning_rate(nonembed: int) -> float:
-    """LR ~ N^-1/2, at one batch and one number of tokens per parameter for all sizes: the rule of scaling/learning_rate.py."""
-    return round(LR * (nonembed / NONEMBED) ** -0.5, 6)
-
-
 def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, nonembed: int) -> Config:
-    """What the sizes share."""
+    """What the sizes share. The learning rate goes as N^-1/2, at one batch and one number of tokens per parameter for all sizes:
+    the rule of scaling/learning_rate.py."""
     return Config(
         run=run,
         steps=math.ceil(20 * nonembed / 65_536),        # 20 tokens per parameter outside the vocabulary
@@ -28,7 +24,7 @@ def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, nonembed: int) -> 
             micro_batch=64,             # all of a step in one pass
             max_epochs=8,
         ),
-        optim=OptimConfig(lr=learning_rate(nonembed), warmup_share=0.05, schedule="wsd"),
+        optim=OptimConfig(lr=round(LR * (nonembed / NONEMBED) ** -0.5, 6), warmup_share=0.05, schedule="wsd"),
         checkpoint=CheckpointConfig(every=1000, keep=1, best=False),
         eval=EvalConfig(every=None, tokens=262_144),
         log=LogConfig(every=100),

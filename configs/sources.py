@@ -8,14 +8,13 @@ from prepare.sources import Source
 
 # Python and C lie in one repository. Each file's own license is in metadata.license.
 STACK = {"dataset": "common-pile/stackv2_edu_filtered", "revision": "c354dbe88469a1153e97c6a63ac50591849654de",
-         "files": "stack-edu-*.json.gz", "column": "text", "license": "permissive, per file (Blue Oak Council's list)"}
+         "files": "stack-edu-*.json.gz", "license": "permissive, per file (Blue Oak Council's list)"}
 LANGUAGE = "metadata.language"      # of the file; metadata.gha_language is the repository's
 
 SOURCES: dict[str, Source] = {
     "fineweb_edu": Source(
         dataset="HuggingFaceFW/fineweb-edu", revision="87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
         files="sample/100BT/*.parquet",     # sample/10BT is too small: 80 % of 31B tokens are 24.8B
-        column="text",
         license="ODC-By 1.0",               # of the collection; each page keeps its own rights
         tokens=100e9),
 
@@ -28,7 +27,6 @@ SOURCES: dict[str, Source] = {
     "arxiv": Source(
         dataset="common-pile/arxiv_papers_filtered", revision="033cf7f53f9b348deec868c1a5a48484f3ee9e52",
         files="arxiv-papers-*.json.gz",
-        column="text",
         license="CC BY, CC BY-SA or CC0, per paper",
         tokens=4.9e9),                      # one epoch; the card's 29.3B counts six repeats
 }

@@ -22,7 +22,21 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch._inductor.async_compile as async_compile
+import torch._inductor.config as inductor
+import torch._inductor.fx_passes.joint_graph as joint_graph
+import torch._inductor.runtime.triton_helpers as triton_helpers
+import torch._subclasses.fake_tensor as fake_tensor
 import torch.nn.functional as F
+import triton
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from triton.backends.compiler import GPUTarget
 
 from model import GPT
 from runtime import fp8
@@ -57,13 +71,6 @@ def main(arguments: list[str]) -> None:
 
 def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss, after pretend_h100()."""
-    import torch._inductor.config as inductor
-    from torch._functorch.aot_autograd import aot_function, make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes import joint_graph
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")      # as parallel.set_torch_flags does
     model = GPT.on_meta(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
     fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
@@ -74,13 +81,12 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     model.wte.forward = lambda h: h         # what comes in is the embedded tokens
     passes = []
     weights = {name: p for name, p in model.named_parameters() if config.model.tied or not name.startswith("wte.")}
-    buffers = dict(model.named_buffers())
 
     def on_gpu(a, a_inverse, b, b_inverse, dtype, fast=False):      # traced on CPU tensors, where it would be emulated
         return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
-    def step(h, y, *tensors):
-        return torch.func.functional_call(model, dict(zip([*weights, *buffers], tensors, strict=True)), (h, y)).sum()
+    def step(h, y, tensors):
+        return torch.func.functional_call(model, tensors, (h, y)).sum()
 
     def partition(graph, inputs, **options):
         joint_graph.joint_graph_passes(graph)
@@ -93,10 +99,11 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
           mock.patch.object(fp8, "scaled_mm", on_gpu),
           mock.patch.object(fp8, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype))):
         shape = (micro_batch, config.model.n_ctx)
-        tensors = [torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) for t in (weights | buffers).values()]
+        tensors = {name: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
+                   for name, t in [*weights.items(), *model.named_buffers()]}
         h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
         aot_function(step, keep, keep, partition_fn=partition, decompositions=select_decomp_table())(
-            h, torch.zeros(shape, dtype=torch.long), *tensors).backward()
+            h, torch.zeros(shape, dtype=torch.long), tensors).backward()
     lasting = {id(m.weight) for m in model.modules() if getattr(m, "total", None) is not None}
     outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)     # read twice, written once
     forward, backward = passes
@@ -109,11 +116,6 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
 
 def _lower(graph, direction: str) -> Counter:
     """Bytes by kind of what Inductor makes of a traced pass, on CUDA tensors that have no memory."""
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.graph import GraphLowering
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
     sums: Counter = Counter()
 
     def stop(lowering):
@@ -146,9 +148,6 @@ def _lower(graph, direction: str) -> Counter:
 
 def _build(lowering, direction: str) -> None:
     """Compile every Triton kernel that Inductor writes for a pass, by NVIDIA's assembler, into BUILT."""
-    import torch._inductor.async_compile as async_compile
-    import triton
-
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     lowering.wrapper_code.push_codegened_graph(lowering)
     lowering.scheduler.codegen()
@@ -178,13 +177,6 @@ def _kind(node) -> str:
 
 def pretend_h100() -> None:
     """Answer torch's and Triton's questions about the GPU with an H100's properties; for the rest of this process."""
-    import torch._inductor.config as inductor
-    import torch._inductor.fx_passes.joint_graph as joint_graph
-    import torch._inductor.runtime.triton_helpers as triton_helpers
-    import torch._subclasses.fake_tensor as fake_tensor
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = False, False, 1
     inductor.use_static_triton_launcher = False     # it keeps no binary
     joint_graph.lazy_init = lambda *_: None         # patterns traced on a real GPU: of attention written out, random numbers

@@ -40,12 +40,10 @@ from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokeniz
 from scaling.records import listed
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
 ALIGNMENT = 64              # bytes, a cache line; torch allocates so
 FLOAT8 = torch.float8_e4m3fn
-LINEARS = ("qkv.weight", "out.weight", "gate_up.weight", "down.weight")
-Parts = dict[str, list[tuple[str, tuple[int, ...]]]]
+Parts = dict[str, dict[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ def export(options: Options) -> str:
     run_dir, target = Path(options.run), Path(os.path.abspath(options.folder))     # "." has no name to put a temporary one beside
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there already and not an empty folder: name a new one")
-    recipe, dtype = options.float8, DTYPES[options.dtype]
+    recipe, dtype = options.float8, "float32" if options.dtype == "fp32" else "bfloat16"
     loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
     if recipe not in ("off", *loadable):
         raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
@@ -165,25 +163,25 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
 
 
 def layout(config: GPTConfig) -> Parts:
-    """Our name -> names and shapes of the tensors that lie in it, one below the other; in the order of the modules."""
+    """Our name -> {name: shape} of the tensors that lie in it, one below the other; in the order of the modules."""
     C, D, H, K, F, V = config.n_embd, config.head_size, config.n_head, config.kv_heads, config.n_ffn, config.vocab_padded
-    out: Parts = {"wte.weight": [("model.embed_tokens.weight", (V, C))]}
+    out: Parts = {"wte.weight": {"model.embed_tokens.weight": (V, C)}}
     for i in range(config.n_layer):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         block: Parts = {
-            "norm1.weight": [("input_layernorm.weight", (C,))],
-            "attn.qkv.weight": [(f"self_attn.{name}_proj.weight", (n * D, C)) for name, n in (("q", H), ("k", K), ("v", K))],
-            "attn.out.weight": [("self_attn.o_proj.weight", (C, H * D))],
-            "norm2.weight": [("post_attention_layernorm.weight", (C,))],
-            "mlp.gate_up.weight": [("mlp.gate_proj.weight", (F, C)), ("mlp.up_proj.weight", (F, C))],
-            "mlp.down.weight": [("mlp.down_proj.weight", (C, F))],
+            "norm1.weight": {"input_layernorm.weight": (C,)},
+            "attn.qkv.weight": {f"self_attn.{name}_proj.weight": (n * D, C) for name, n in (("q", H), ("k", K), ("v", K))},
+            "attn.out.weight": {"self_attn.o_proj.weight": (C, H * D)},
+            "norm2.weight": {"post_attention_layernorm.weight": (C,)},
+            "mlp.gate_up.weight": {"mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C)},
+            "mlp.down.weight": {"mlp.down_proj.weight": (C, F)},
         }
         if config.qk_norm:
-            block |= {f"attn.{name}.weight": [(f"self_attn.{name}.weight", (D,))] for name in ("q_norm", "k_norm")}
-        out |= {ours + name: [(theirs + part, shape) for part, shape in parts] for name, parts in block.items()}
-    out["norm.weight"] = [("model.norm.weight", (C,))]
+            block |= {f"attn.{name}.weight": {f"self_attn.{name}.weight": (D,)} for name in ("q_norm", "k_norm")}
+        out |= {ours + name: {theirs + part: shape for part, shape in parts.items()} for name, parts in block.items()}
+    out["norm.weight"] = {"model.norm.weight": (C,)}
     if not config.tied:
-        out["head.weight"] = [("lm_head.weight", (V, C))]
+        out["head.weight"] = {"lm_head.weight": (V, C)}
     return out
 
 
@@ -191,8 +189,7 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
     """The same tensors under their names: views of `weights`, which has the names of GPT.named_parameters()."""
     out = {}
     for ours, parts in layout(config).items():
-        rows = [shape[0] for _, shape in parts]
-        out |= dict(zip((name for name, _ in parts), weights[ours].split(rows), strict=True))
+        out |= dict(zip(parts, weights[ours].split([shape[0] for shape in parts.values()]), strict=True))
     return out
 
 
@@ -219,16 +216,16 @@ def store_float8(config: GPTConfig, tensors: dict[str, torch.Tensor], weights: d
     kept = ["lm_head"]
     for ours, parts in layout(config).items():
         if ours in chosen:
-            weight, rows = weights.pop(ours), [shape[0] for _, shape in parts]
+            weight, rows = weights.pop(ours), [shape[0] for shape in parts.values()]
             scale = scale_of(weight, RECIPES[recipe].weight)
             inverse = scale.reciprocal() * torch.ones(len(weight), 1)       # what each row is multiplied by, (N, 1) fp32
             values = cast(weight, scale, FLOAT8)
-            for (name, shape), part, factor in zip(parts, values.split(rows), inverse.split(rows), strict=True):
+            for (name, shape), part, factor in zip(parts.items(), values.split(rows), inverse.split(rows), strict=True):
                 tensors[name] = Float8Tensor(
                     part, factor.contiguous() if is_row else factor[:1].clone(), mm_config=settings.mm_config,
                     block_size=[1 if is_row else shape[0], shape[1]], act_quant_kwargs=activations, dtype=torch.bfloat16)
-        elif ours.endswith(LINEARS):
-            kept += [name.removesuffix(".weight") for name, _ in parts]
+        elif ours.startswith("layers.") and "norm" not in ours:     # a Linear that stays BF16
+            kept += [name.removesuffix(".weight") for name in parts]
     return *flatten_tensor_state_dict(tensors), {
         "quant_method": "torchao", "quant_type": {"default": config_to_dict(settings)}, "modules_to_not_convert": kept,
         "include_input_output_embeddings": False, "untie_embedding_weights": False}
@@ -243,9 +240,8 @@ def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder:
     set). vocab_padded: rows of the embedding; the ids behind the tokenizer's own are never generated, there as in eval/sample.py.
     """
     if tokenizer.kind == "folder":
-        for name in FOLDER_FILES:
-            if (Path(tokenizer.name) / name).is_file():
-                shutil.copyfile(Path(tokenizer.name) / name, folder / name)
+        for path in filter(Path.is_file, [Path(tokenizer.name) / name for name in FOLDER_FILES]):
+            shutil.copyfile(path, folder / path.name)
     else:
         for name, content in _tokenizer_files(tokenizer, n_ctx).items():
             (folder / name).write_text(content, encoding="utf-8")
@@ -490,7 +486,7 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
     another shape than config.json says, a dtype that fp32 cannot hold, or a tied head differs from the embedding.
     """
     parts_of, head = layout(config), "lm_head.weight"
-    wanted = {name for parts in parts_of.values() for name, _ in parts}
+    wanted = {name for parts in parts_of.values() for name in parts}
     # Old checkpoints carry the frequencies of RoPE, which follow from config.json.
     there = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     missing, strange = wanted - there, there - wanted - {head}
@@ -498,12 +494,11 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
         lacking, extra = (listed(sorted(names), 3) or "nothing" for names in (missing, strange))
         raise UserError(f"of config.json's model the files lack {lacking}; {extra} has no place in the model")
     for ours, parts in parts_of.items():
-        whole = torch.empty((sum(shape[0] for _, shape in parts), *parts[0][1][1:]), dtype=torch.float32)
-        for (name, shape), place in zip(parts, whole.split([shape[0] for _, shape in parts]), strict=True):
-            tensor = read(name)
-            if tensor.dtype not in EXACT or tuple(tensor.shape) != shape:
-                raise UserError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, but must be {shape} in 16 or 32 bits")
-            place.copy_(tensor)
+        tensors = {name: read(name) for name in parts}
+        for name, tensor in tensors.items():
+            if tensor.dtype not in EXACT or tuple(tensor.shape) != parts[name]:
+                raise UserError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, but must be {parts[name]} in 16 or 32 bits")
+        whole = torch.cat([tensor.float() for tensor in tensors.values()])
         if ours == "wte.weight" and config.tied and head in there and not torch.equal(read(head).float(), whole):
             raise UserError(f"{head} is not the embedding: set tie_word_embeddings to false in config.json if it shall not be")
         yield ours, whole

@@ -32,7 +32,6 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -72,14 +71,11 @@ class Options:
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit={self.limit} must be at least 1")
-        if not self.task_names:
+        names = tasks.expand(self.tasks)
+        if not names:
             raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
-        if self.public and (self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(self.task_names)):
+        if self.public and (self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)):
             raise UserError(f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop them")
-
-    @property
-    def task_names(self) -> list[str]:
-        return tasks.expand(self.tasks)
 
     @property
     def public(self) -> str | None:
@@ -109,10 +105,13 @@ def score(options: Options, world: World) -> dict:
     start = time.perf_counter()
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
-    lm, loaded, layers, step = _together(world, lambda: _prepare(options, world))
+    done: list = []         # by this rank: a model does not travel
+    together(lambda: done.append(_prepare(options, world)), world)
+    lm, loaded, layers, step = done[0]
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
-    scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
+    together(lambda: done.append(evaluate(lm, loaded, options.limit)), world)
+    scores, samples = done[1]
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
               "layers_fp8": [layer.name for layer in layers if layer.recipe],
@@ -126,7 +125,7 @@ def score(options: Options, world: World) -> dict:
 def _prepare(options: Options, world: World) -> tuple:
     """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step. Raises OSError
     where nothing can be written, as into a run of others: hours of scoring would be lost."""
-    loaded = tasks.load(options.task_names, options.include, options.run, options.offline)
+    loaded = tasks.load(tasks.expand(options.tasks), options.include, options.run, options.offline)
     device, layers, step = options.device, [], None
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
@@ -178,13 +177,6 @@ def join() -> World:
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", store=own_store(), rank=rank, world_size=size, timeout=PATIENCE)
     return World(rank, local_rank, size, torch.device("cpu"))
-
-
-def _together(world: World, work: Callable):
-    """work()'s result on this rank, which may be a model: it does not travel. What it raises on one rank is raised on all."""
-    done: list = []
-    together(lambda: done.append(work()), world)
-    return done[0]
 
 
 def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:

@@ -9,6 +9,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import chunks as batched
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows
+from torch.nn.utils.rnn import pad_sequence
 
 from eval.sample import stream
 from model import GPT, KVCache
@@ -121,9 +122,7 @@ class CheckpointLM(TemplateLM):
         rest = [(row, g) for g, group in enumerate(groups) for row in group if len(inputs[row]) > past]
         for chunk in chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
             rows = [rest[i][0] for i in chunk]
-            x = torch.zeros(len(rows), len(inputs[rows[0]]) - past, dtype=torch.int64)
-            for i, row in enumerate(rows):      # padded on the right: causal attention never looks there
-                x[i, :len(inputs[row]) - past] = torch.tensor(inputs[row][past:])
+            x = pad_sequence([torch.tensor(inputs[row][past:]) for row in rows], batch_first=True)  # causal: it sees no padding
             own = cache.rows(torch.tensor([rest[i][1] for i in chunk], device=device)) if past else None
             for row, h in zip(rows, self.model.hidden(x.to(device), own), strict=True):
                 begin = max(first[row], past)
@@ -192,12 +191,11 @@ class CheckpointLM(TemplateLM):
         done = [False] * len(batch)
         for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None, n_ids=self.tokenizer_ours.vocab_size):
             for row, (token, (_, n_new, until, _)) in enumerate(zip(tokens.tolist(), batch, strict=True)):
-                if not done[row] and token != self.eot_token_id:
+                done[row] |= token == self.eot_token_id
+                if not done[row]:
                     new[row].append(token)
                     text = self.tokenizer_ours.decode(new[row]) if until else ""
                     done[row] = len(new[row]) == n_new or any(stop in text for stop in until)
-                else:
-                    done[row] = True
             if all(done):
                 break
         return [(i, postprocess_generated_text(self.tokenizer_ours.decode(row), until, None))
@@ -209,19 +207,9 @@ class CheckpointLM(TemplateLM):
 def plan(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
     """Batches of all rows (different from each other, none empty), padded to at most `budget` tokens where one row has no
     more. Those without a shared beginning go first, the longest leading: memory runs out at once or never."""
-    groups = _groups(rows)
-    alone, shared = ([pair for pair in groups if (len(pair[1]) > 1) == is_shared] for is_shared in (False, True))
-    parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
-    batches = [(0, [alone[i][1] for i in part]) for part in parts]
-    parts = chunks([past for past, _ in shared], 0, budget)
-    return batches + [(shared[part[-1]][0], [shared[i][1] for i in part]) for part in parts]
-
-
-def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
-    """(length of the shared beginning, rows that share it), of neighbours in alphabetical order; a row alone: (0, [row])."""
-    order = sorted(range(len(rows)), key=rows.__getitem__)
+    order = sorted(range(len(rows)), key=rows.__getitem__)      # neighbours share most
     shared = [len(commonprefix([rows[a], rows[b]])) for a, b in pairwise(order)] + [0]      # of tuples too: each with the next
-    groups, i = [], 0
+    alone, alike, i = [], [], 0     # (0, [row]) of a row alone; (length of the shared beginning, rows that share it)
     while i < len(order):
         start, past = i, 0
         while shared[i] >= LEAST_SHARED:
@@ -229,9 +217,12 @@ def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
             if joined < LIKE * max(past, shared[i + 1]):    # the next has more in common with those behind it
                 break
             past, i = joined, i + 1
-        groups.append((past, order[start:i + 1]))
+        (alike if past else alone).append((past, order[start:i + 1]))
         i += 1
-    return groups
+    parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
+    batches = [(0, [alone[i][1] for i in part]) for part in parts]
+    parts = chunks([past for past, _ in alike], 0, budget)
+    return batches + [(alike[part[-1]][0], [alike[i][1] for i in part]) for part in parts]
 
 
 def chunks(lengths: Sequence[int], past: int, budget: int, like: float = LIKE) -> list[list[int]]:

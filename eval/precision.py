@@ -62,8 +62,7 @@ def main(options: Options) -> str:
     return table(record)
 
 
-def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int,
-         step: int | None) -> tuple[dict, ValLoss]:
+def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int, step: int | None) -> tuple[dict, ValLoss]:
     """Load, evaluate, probe; the model is gone before the next arm's is loaded. step: the first arm's, as the run may go on."""
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe, step)

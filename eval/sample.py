@@ -117,10 +117,9 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
 
 
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
-    """What to convert: the run's own choice of Linears where this recipe trained it, else the recipe's defaults. Raises
-    UserError where the device or the model's sizes refuse the recipe, before a checkpoint is read."""
-    own = config.fp8.recipe == recipe
-    settings = replace(config.fp8, all_gather=False) if own else FP8Config(recipe=recipe)   # nothing is sharded here
+    """What to convert, where nothing is sharded: the run's own choice of Linears if this recipe trained it, else the recipe's
+    defaults. Raises UserError where the device or the model's sizes refuse the recipe, before a checkpoint is read."""
+    settings = replace(config.fp8, all_gather=False) if config.fp8.recipe == recipe else FP8Config(recipe=recipe)
     fp8.check_hardware(settings, device)
     fp8.select(GPT.on_meta(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     return settings

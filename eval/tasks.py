@@ -7,6 +7,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,6 @@ GROUPS = {"demo": DEMO, "core": CORE, "full": FULL}
 # need not wait for; others do, as a group may name tasks of other folders.
 FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc", "boolq": "super_glue/boolq",
            "mmlu": "mmlu/default"}
-
-# Examples shown before a question, where the usual number is not lm-eval's own (Hendrycks et al., 2009.03300).
-SHOTS = {"cais/mmlu": 5}
 
 
 def expand(words: tuple[str, ...]) -> list[str]:
@@ -82,7 +80,8 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
                             f"its YAML has them, the Hugging Face Hub, or offline=DIR after --fetch DIR") from error
         for key, task in part["tasks"].items():
             if task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=SHOTS.get(task.config.dataset_path, 0))
+                # Of mmlu five examples are shown, though lm-eval itself shows none (Hendrycks et al., 2009.03300).
+                task.set_config(key="num_fewshot", value=5 if task.config.dataset_path == "cais/mmlu" else 0)
             if loaded["tasks"].get(key, task).get_config("num_fewshot") != (shots := task.get_config("num_fewshot")):
                 raise UserError(f"{name} shows {shots} examples to {key!r}, other tasks= another number: score them one by one")
         for key in loaded:
@@ -98,8 +97,7 @@ def fetch(folder: str, words: tuple[str, ...], include: str | None) -> str:
     """Save the data of the tasks in `folder`, which is then a cache of datasets; a line for each task."""
     names = [name for name in expand(words) if name not in DEMO]        # those are made from a run's own shards
     os.environ["HF_DATASETS_CACHE"] = os.path.abspath(folder)
-    loaded = load(names, include)["tasks"]
-    return "\n".join(f"{name}: {len(task.eval_docs):,} documents" for name, task in loaded.items())
+    return "\n".join(f"{name}: {len(task.eval_docs):,} documents" for name, task in load(names, include)["tasks"].items())
 
 
 # --------------------------------------------------- the demo's tasks: the same for every run on the same validation shards
@@ -178,8 +176,6 @@ def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
 
 def _pick(documents: list[np.ndarray], tokenizer: Tokenizer, n: int, seed: str, transform) -> list:
     """transform(text) of n documents drawn without replacement, passing over those it returns nothing for."""
-    rng, out = random.Random(seed), []
-    for i in rng.sample(range(len(documents)), len(documents)):
-        if len(out) < n and (value := transform(tokenizer.decode((documents[i] & ~LOSS_MASK_BIT).tolist()))):
-            out.append(value)
-    return out
+    order = random.Random(seed).sample(range(len(documents)), len(documents))
+    found = (transform(tokenizer.decode((documents[i] & ~LOSS_MASK_BIT).tolist())) for i in order)
+    return list(islice(filter(None, found), n))

@@ -59,10 +59,9 @@ def documents(source: str) -> Iterator[str]:
     elif source == "science":
         for name in SCIENCE:
             texts = (text for code in read_files(_package(name), "*.py", mixed=True) for text in docstrings(code))
-            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), (text for text in texts if len(text) >= DOCSTRING_CHARS))
+            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), texts)
     else:
-        texts = (text for code in read_files(stdlib, "*.py") for text in docstrings(code))
-        yield from (text for text in texts if len(text) >= DOCSTRING_CHARS)
+        yield from (text for code in read_files(stdlib, "*.py") for text in docstrings(code))
         from pydoc_data.topics import topics  # the language reference, as help() shows it
         yield from (topics[name] for name in sorted(topics))
         yield from (d.metadata["Description"] for d in _distributions() if d.metadata["Description"])
@@ -99,13 +98,13 @@ def _at_most(chars: int, texts: Iterator[str]) -> Iterator[str]:
 
 
 def docstrings(source: str) -> list[str]:
-    """The docstrings in Python source, in order, without their indentation; none where the source does not parse."""
+    """The long docstrings in Python source, in order, without their indentation; none where the source does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # old escapes in other people's strings
             tree = ast.parse(source)
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-        return [text for node in nodes if (text := ast.get_docstring(node))]
+        return [text for node in nodes if (text := ast.get_docstring(node)) and len(text) >= DOCSTRING_CHARS]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []

@@ -153,8 +153,7 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, ti
                 texts = [clean(text) for text in read]
                 raw, row = [text.encode() for text in texts], [0, 0, 0]
                 if texts[-1] and not texts[-1].isspace():
-                    digest = blake2b(BORDER.join(raw), digest_size=8).digest()
-                    row = [int.from_bytes(digest, "little"), 0, len(raw[-1])]
+                    row = [int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), 0, len(raw[-1])]
                     if not (len(grams) and found_in(grams, " ".join(texts))):
                         for part in _ids(tokenizer, texts):
                             ids.write(part)

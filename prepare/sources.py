@@ -201,8 +201,7 @@ def _parquet_rows(file: io.BufferedIOBase, columns: list[str]) -> Iterator[dict]
     import pyarrow.parquet
     # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    there = set(columns) <= set(table.schema_arrow.names)
-    for batch in table.iter_batches(ROWS, columns=columns if there else None):
+    for batch in table.iter_batches(ROWS, columns=columns if set(columns) <= set(table.schema_arrow.names) else None):
         for values in zip(*map(_values, batch.columns), strict=True):
             yield dict(zip(batch.schema.names, values, strict=True))
 

@@ -141,8 +141,8 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatc
     theirs, about = auto_model(folder), json.loads((folder / "config.json").read_text())["quantization_config"]
     assert about["modules_to_not_convert"] == ["lm_head", *kept]
     for fused, names in export.layout(config.model).items():
-        weight, parts = ours.get_parameter(fused), [theirs.get_parameter(name).data for name, _ in names]
-        if weight.ndim == 1 or "layers." not in fused or names[0][0].removesuffix(".weight") in kept:
+        weight, parts = ours.get_parameter(fused), [theirs.get_parameter(name).data for name in names]
+        if weight.ndim == 1 or "layers." not in fused or next(iter(names)).removesuffix(".weight") in kept:
             assert all(type(part) is torch.Tensor for part in parts) and torch.equal(torch.cat(parts), weight.bfloat16())
             continue
         assert all(type(part) is Float8Tensor and part.qdata.dtype is torch.float8_e4m3fn for part in parts)

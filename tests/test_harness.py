@@ -98,7 +98,9 @@ def test_two_processes_write_the_scores_and_sample_logs_of_one_which_needs_neith
 
 
 def test_the_mistake_of_one_rank_is_raised_by_all(monkeypatch):
-    errors = eval_runs.on_two_ranks(monkeypatch, checkpoint, lambda world: harness._together(world, lambda: 1 % (1 - world.rank)))
+    monkeypatch.setattr(harness, "_prepare", lambda options, world: 1 % (1 - world.rank))
+    options = harness.Options(run="hf:none", tasks=("piqa",))
+    errors = eval_runs.on_two_ranks(monkeypatch, checkpoint, lambda world: harness.score(options, world))
     assert [*map(type, errors)] == [ZeroDivisionError] * 2
 
 

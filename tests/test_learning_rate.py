@@ -74,7 +74,8 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     assert [[*one.values()] for one in found["rates"]] == [
         pytest.approx([N, 0.0061 * (1000 / N) ** 0.5, 0.0061 * (1000 / N) ** 0.25]) for N in (1000, 1e6, 9e6)]
     for N in (h100.NONEMBED, 25_402_240):        # configs/h100_3m_bf16.py takes its rates from the smallest size's so
-        assert h100.learning_rate(N) == pytest.approx(h100.LR * (h100.NONEMBED / N) ** 0.5, abs=1e-6)
+        rate = h100.build(run="one", n_layer=4, n_embd=256, n_ffn=704, nonembed=N).optim.lr
+        assert rate == pytest.approx(h100.LR * (h100.NONEMBED / N) ** 0.5, abs=1e-6)
     check, = found["checks"]
     assert check["lr"] == pytest.approx(0.0042) and check["exponent"] == pytest.approx(math.log(0.0042 / 0.0061) / math.log(4))
 

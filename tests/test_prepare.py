@@ -542,9 +542,11 @@ def test_odd_files_are_read_or_left_out(tmp_path):
     assert list(harvest.read_files(None, "*.py")) == []
 
 
-def test_docstrings_come_from_the_syntax_tree():
+def test_docstrings_come_from_the_syntax_tree(monkeypatch):
     source = ('"""Module."""\nclass A:\n    """Class\n\n    more\n      indented."""\n'
               '    async def f(self):\n        "f"\n    def g(self): 1\n')
+    assert harvest.docstrings(source) == [], "all of them are short"
+    monkeypatch.setattr(harvest, "DOCSTRING_CHARS", 0)
     assert harvest.docstrings(source) == ["Module.", "Class\n\nmore\n  indented.", "f"]
     for broken in ["def", "\0", "(" * 5000, "'\\d'", ""]:
         assert harvest.docstrings(broken) in ([], ["\\d"])
