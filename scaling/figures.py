@@ -90,8 +90,7 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
 
 def styles(recipes) -> list[dict]:
     """A style per recipe: each of RECIPES has its own in every figure, others take what is left and then repeat."""
-    left = itertools.cycle([style for style, name in zip(STYLES, RECIPES, strict=False) if name not in recipes]
-                           + list(STYLES[len(RECIPES):]))
+    left = itertools.cycle([style for style, name in itertools.zip_longest(STYLES, RECIPES) if name not in recipes])
     return [STYLES[RECIPES.index(name)] if name in RECIPES else next(left) for name in recipes]
 
 

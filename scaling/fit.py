@@ -180,29 +180,18 @@ class Group:
     records: tuple                      # of Record; () for a table
     points: Points
     x: dict[str, np.ndarray]            # "C" training FLOPs, "N" parameters, "D" tokens; a table may give N alone
+    loss: np.ndarray                    # nats per token
+    ray: tuple[float, float] | None     # smallest and largest tokens per parameter; None where a table gives N alone
     laws: dict[str, Fit]                # one of each of FORMS
     headline: str                       # the form that answers for this group
     headline_reason: str
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
+    convention: str | None = None       # of Record; None for a table, which does not say what its N counts
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
     counts: dict = field(default_factory=dict)          # of runs: "N" or "C" -> {another convention: values so counted}
     curves: tuple = ()                  # (tokens, loss) of each run's training
     held_out: tuple = ()                # of predict.Held: in no fit
-
-    @property
-    def loss(self) -> np.ndarray:
-        return self.points.loss
-
-    @property
-    def convention(self) -> str | None:
-        """Of Record; None for a table, which does not say what its N counts."""
-        return self.records[0].convention if self.records else None
-
-    @property
-    def ray(self) -> tuple[float, float] | None:
-        """Smallest and largest tokens per parameter; None for a table that gives N alone."""
-        return self.points.ray if "D" in self.x else None
 
     @cached_property
     def lines(self) -> dict[str, Fit]:
@@ -259,21 +248,21 @@ def fit_group(runs, loss_key: str = "loss_bf16", seed_sd: float | None = None, h
                     counts["C"].pop("flops_per_token"), np.array([getattr(one, loss_key) for one in runs]),
                     np.array([one.trunk for one in runs]))
     return replace(fit_points(points, runs[0].recipe, "NDC", seed_sd, resamples, insist), records=tuple(runs),
-                   counts=counts, curves=tuple(map(records.read_curve, runs)), held_out=tuple(held))
+                   convention=runs[0].convention, counts=counts, curves=tuple(map(records.read_curve, runs)), held_out=held)
 
 
 def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000,
                insist: bool = False) -> Group:
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
     fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
-    x, n = {axis: getattr(points, axis) for axis in axes}, len(points.loss)
+    x, n, ray = {axis: getattr(points, axis) for axis in axes}, len(points.loss), points.ray if "D" in axes else None
     resamples = min(resamples, max(200, RESAMPLED // n))
     laws = {form: fit_form(form, points, seed_sd, resamples=resamples) if form == "power_n" or "D" in x else
             unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
-    headline, reason = _headline(laws, points.ray if "D" in x else None, lack and not insist)
-    return Group(name, (), points, x, laws, headline, reason, seed_sd,
-                 _form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack)
+    headline, reason = _headline(laws, ray, lack and not insist)
+    doubt = _form_doubt(points, seed_sd) if headline == "chinchilla" else None
+    return Group(name, (), points, x, points.loss, ray, laws, headline, reason, seed_sd, form_doubt=doubt, lack_of_fit=lack)
 
 
 def _form_doubt(points: Points, seed_sd: float) -> dict | None:
@@ -339,9 +328,7 @@ def _headline_lines(group) -> list[str]:
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
     what = (f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of {len(set(group.points.cluster))} "
             f"trajectories, {kind}N {si(N.min())} to {si(N.max())}")
-    if group.ray:
-        low, high = group.ray
-        what += f", {low:.3g} to {high:.3g} tokens per {kind}parameter"
+    what += f", {group.ray[0]:.3g} to {group.ray[1]:.3g} tokens per {kind}parameter" if group.ray else ""
     lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:
         lines += [f"    95 %: {_intervals(fit)}",

@@ -678,15 +678,10 @@ def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) ->
         add("delta", "MSE" if delta is None else f"{delta:g}", points, delta)
     for name, values in counts.get(axis, {}).items():
         add(f"count {axis} as", name, replace(points, **{axis: values}))
-    for left_out in sizes(points.N):
+    x = np.sort(points.N)
+    smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]    # of each size: counts read off a figure are not exact
+    group = (np.searchsorted(smallest, points.N, "right") - 1) * min(len(smallest), MOST_SIZES) // len(smallest)
+    for left_out in [group == i for i in range(group.max() + 1)] if len(smallest) > 1 else ():
         low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
         add("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), rest=points.take(left_out))
     return found
-
-
-def sizes(N) -> list[np.ndarray]:
-    """A mask of shape (n,) for each size (within 1 %: counts read off a figure are not exact), or each of MOST_SIZES groups."""
-    x = np.sort(N)
-    smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]
-    index = (np.searchsorted(smallest, N, "right") - 1) * min(len(smallest), MOST_SIZES) // len(smallest)
-    return [index == i for i in range(index.max() + 1)] if len(smallest) > 1 else []

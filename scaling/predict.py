@@ -35,11 +35,9 @@ POINT = "recipe", "params_total", "tokens"      # what runs of one point share, 
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
 
 
-class Prediction(SimpleNamespace):
-    """A frozen prediction of one run: the keys of its file as attributes (see `freeze`), but `target` is the run's name, beside
-    its `recipe`; `path` and `content` are the file's. loss, low and high are nats per token, the interval at 95 %."""
-
-
+# A frozen prediction of one run: the keys of its file as attributes (see `freeze`), but `target` is the run's name, beside its
+# `recipe`; `path` and `content` are the file's. loss, low and high are nats per token, the interval at 95 %.
+Prediction = SimpleNamespace
 # A run that enters no fit; loss is None while it is not there, prediction where none was frozen.
 Held = namedtuple("Held", "name N D C loss prediction")
 
@@ -51,13 +49,10 @@ def load(folder) -> list[Prediction]:
 def read_prediction(path: Path) -> Prediction:
     """A frozen prediction. Raises UserError where it is damaged or was edited since."""
     content = read_json(path)
-    try:
-        goal, is_whole = content["target"], digest(content) == content["sha256"]
-    except (KeyError, ValueError):
-        is_whole = False
-    if not is_whole:
+    if digest(content) != content.get("sha256"):
         raise UserError(f"{path} was edited after it was frozen (its content does not match its sha256), or is of another "
                         "version: restore the file as it was written, for nothing can be scored against this one")
+    goal = content["target"]
     return Prediction(**content | {"path": path, "content": content, "target": goal["name"], "recipe": goal["recipe"]})
 
 
@@ -92,7 +87,7 @@ def is_at(record, goal: dict) -> bool:
 def digest(content: dict) -> str:
     """SHA-256 over the content without its own hash, as canonical JSON."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
