@@ -608,8 +608,7 @@ def drawn(groups) -> tuple[list, list]:
     fewer sizes than another, or without an irreducible loss that their points identify where some law has one."""
     sizes = [len(np.unique(group.x["N"])) for group in groups]
     shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
-    has_floor = [group for group in shown if group.headline in ("chinchilla", "ray") and group.laws[group.headline].identified]
-    shown = has_floor or shown
+    shown = [one for one in shown if one.headline in ("chinchilla", "ray") and one.laws[one.headline].identified] or shown
     return shown, [group for group in groups if not any(group is one for one in shown)]
 
 

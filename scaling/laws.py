@@ -658,30 +658,25 @@ def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) ->
     """The declared fit and its variants: the k highest losses left out, another delta, another way of counting, each size left
     out (with the error of predicting it). A variant that cannot be fitted has its reason.
     counts: "N", for laws in N, or "C" -> {another convention: values (n,)}. seed_sd: as of fit_form."""
-    found = []
-
-    def add(variant: str, value: str, points: Points, delta: float | None = DELTA, rest: Points | None = None) -> None:
-        resamples = RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4
-        fit = fit_form(form, points, seed_sd, delta, resamples)
-        found.append({"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
-            key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")})
-        if rest is not None and fit.objective is not None:
-            errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
-            found[-1] |= {"error_percent": float(errors.mean()), "largest_error_percent": float(max(errors, key=abs))}
-
     order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
-    add("declared", "", points)
-    for k in DROPS:
-        if k <= len(order) // 2:            # fewer than half left is another experiment
-            add("drop highest", str(k), points.take(np.sort(order[k:])))
-    for delta in DELTAS:
-        add("delta", "MSE" if delta is None else f"{delta:g}", points, delta)
-    for name, values in counts.get(axis, {}).items():
-        add(f"count {axis} as", name, replace(points, **{axis: values}))
-    x = np.sort(points.N)
+    variants = [("declared", "", points, DELTA, None)]
+    variants += [("drop highest", str(k), points.take(np.sort(order[k:])), DELTA, None) for k in DROPS
+                 if k <= len(order) // 2]       # fewer than half left is another experiment
+    variants += [("delta", "MSE" if delta is None else f"{delta:g}", points, delta, None) for delta in DELTAS]
+    variants += [(f"count {axis} as", name, replace(points, **{axis: values}), DELTA, None)
+                 for name, values in counts.get(axis, {}).items()]
+    x, found = np.sort(points.N), []
     smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]    # of each size: counts read off a figure are not exact
     group = (np.searchsorted(smallest, points.N, "right") - 1) * min(len(smallest), MOST_SIZES) // len(smallest)
     for left_out in [group == i for i in range(group.max() + 1)] if len(smallest) > 1 else ():
         low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
-        add("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), rest=points.take(left_out))
+        variants.append(("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), DELTA,
+                         points.take(left_out)))
+    for variant, value, some, delta, rest in variants:
+        fit = fit_form(form, some, seed_sd, delta, RESAMPLES if len(some.loss) < MANY else RESAMPLES // 4)
+        found.append({"variant": variant, "value": value, "n": len(some.loss), **fit.parameters} | {
+            key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")})
+        if rest is not None and fit.objective is not None:
+            errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
+            found[-1] |= {"error_percent": float(errors.mean()), "largest_error_percent": float(max(errors, key=abs))}
     return found

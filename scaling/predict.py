@@ -206,19 +206,18 @@ def _target(name: str, declared: dict[str, dict]) -> dict:
     return {"name": name, **{key: goal[key] for key in ("recipe", *COUNTS)}, "vocab_size": goal.get("vocab_size")}
 
 
-def describe(prediction: Prediction) -> list[str]:
+def describe(p: Prediction) -> list[str]:
     """The frozen prediction as lines for people: the loss, what it is of, each form, the file; its parts are in the file."""
-    p, said = prediction, prediction.content
-    goal, counted = said["target"], said["convention"]
+    goal = p.content["target"]
     return [
         f"{p.target}: predicted {p.loss_key} {p.loss:.4f} nats per token by {p.headline}, 95 % interval {p.low:.4f} to "
         f"{p.high:.4f} ({100 * (p.low / p.loss - 1):+.2f} to {100 * (p.high / p.loss - 1):+.2f} %)",
-        f"    {goal[f'params_{counted}']:,} {KIND[counted]}parameters, {goal['tokens']:,} tokens, "
-        f"{goal['flops_per_token'] * goal['tokens']:.3g} FLOPs: {said['extrapolation']:.3g} times the largest of "
-        f"{said['points']['all']} runs in {p.recipe}, {said['points']['at_this_ratio']} of them at this ratio",
+        f"    {goal[f'params_{p.convention}']:,} {KIND[p.convention]}parameters, {goal['tokens']:,} tokens, "
+        f"{goal['flops_per_token'] * goal['tokens']:.3g} FLOPs: {p.extrapolation:.3g} times the largest of "
+        f"{p.points['all']} runs in {p.recipe}, {p.points['at_this_ratio']} of them at this ratio",
         *(f"    {row['form']:16} {row['loss']:8.4f} ({row['low']:.4f} to {row['high']:.4f}), {row['n']} runs, residuals "
           f"{100 * row['residual_rms']:.3f} %" for row in p.forms),
-        *(f"    {one['form']}: left out, {one['reason']}" for one in said["forms_left_out"]),
+        *(f"    {one['form']}: left out, {one['reason']}" for one in p.forms_left_out),
         f"wrote {p.path} (sha256 {p.sha256[:12]}); commit it: only that shows that it was not made anew"]
 
 
