@@ -107,8 +107,8 @@ def main(o: Options) -> None:
 
 def _fit_runs(o: Options, folder: Path) -> None:
     loss_key = f"loss_{o.loss or 'bf16'}"
-    finished, notes = records.read_runs(o.paths)
-    every = records.counted_as(finished, o.n or None)
+    finished, notes = records.read_runs(o.paths, o.n)
+    every = finished
     for sieve in (records.usable, records.from_scratch, records.without_repeats):
         every, left_out = sieve(every)
         notes += left_out

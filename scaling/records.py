@@ -6,7 +6,7 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 
 import json
 import math
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +65,7 @@ class Record:
         return getattr(self, f"params_{self.convention}")
 
 
-def read_runs(paths) -> tuple[list[Record], list[str]]:
+def read_runs(paths, convention: str | None = None) -> tuple[list[Record], list[str]]:
     """The records of run folders, or of folders whose sub-folders are runs, plus a line for each skipped. Never empty."""
     records, notes, folders = [], [], {}
     for path in (path for path in map(Path, paths) if path.suffix != ".log"):       # by sweep.py: a shell's pattern has both
@@ -76,7 +76,7 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
             folders.setdefault(folder.resolve(), folder)
     for folder in folders.values():
         if (folder / "summary.json").exists():
-            records.append(read_record(folder))
+            records.append(read_record(folder, convention))
         elif folder.name != LAW_FOLDER:
             notes.append(f"skipped {folder}: no finished run (it has no summary.json)")
     if not records:
@@ -85,8 +85,9 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
     return records, notes
 
 
-def read_record(folder) -> Record:
-    """Read and check one run's summary.json. Raises UserError naming the file, the key and what was expected."""
+def read_record(folder, convention: str | None = None) -> Record:
+    """Read and check one run's summary.json; convention: another than its study's. Raises UserError naming the file, the key and
+    what was expected."""
     folder = Path(folder)
     root = folder.absolute().parent
     path, study = folder / "summary.json", read_study(root)
@@ -99,11 +100,11 @@ def read_record(folder) -> Record:
         plan = next((run for run in study.get("runs", []) if run["run"] == summary["run_id"]), {})
         total = sum(source["weight"] for _, source in sources)
         known: dict = {
-            "folder": folder, "summary": summary, "summary_sha256": file_sha256(path),
-            "recipe": switched + precision["recipe"], "is_compiled": precision["compile"],
+            "folder": folder, "summary": summary, "summary_sha256": file_sha256(path), "recipe": switched + precision["recipe"],
+            "is_compiled": precision["compile"], "convention": convention or study.get("params", "total"),
             "weights": {name: source["weight"] / total for name, source in sources},
             "trunk": _root(root, summary.get("parent_run")) or plan.get("parent") or summary["run_id"],
-            "decays_from": summary.get("parent_step") or plan.get("parent_step"), "convention": study.get("params", "total")}
+            "decays_from": summary.get("parent_step") or plan.get("parent_step")}
         record = Record(**known, **{one.name: summary[one.name] for one in fields(Record) if one.name not in known and (
             one.default is MISSING or summary.get(one.name) is not None)})
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -146,10 +147,6 @@ def without_repeats(records) -> tuple[list[Record], list[str]]:
 def _without(records, reason_of) -> tuple[list[Record], list[str]]:
     return ([one for one in records if not reason_of(one)],
             [f"left out {one.run_id}: {reason}" for one in records if (reason := reason_of(one))])
-
-
-def counted_as(records, convention: str | None) -> list[Record]:
-    return [replace(record, convention=convention or record.convention) for record in records]
 
 
 def check_comparable(records) -> None:
