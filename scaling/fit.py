@@ -520,13 +520,12 @@ def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
-        chosen = [pair for pair in pairs if pair.fp8.run_id in at]
-        gaps = [pair.gap(loss_key.removeprefix("loss_")) for pair in chosen]
+        chosen = [(pair, pair.gap(loss_key.removeprefix("loss_"))) for pair in pairs if pair.fp8.run_id in at]
         if chosen:
-            se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for gap, pair in zip(gaps, chosen, strict=True)]
-            panel.errorbar([at[pair.fp8.run_id] for pair in chosen], [gap.percent for gap in gaps], yerr=se, linestyle="none",
-                           color=style["color"], marker=style["marker"], markersize=style["markersize"], capsize=2,
-                           elinewidth=0.9, alpha=0.6 if len(chosen) > 12 else 1)
+            se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for pair, gap in chosen]
+            panel.errorbar([at[pair.fp8.run_id] for pair, _ in chosen], [gap.percent for _, gap in chosen], yerr=se,
+                           linestyle="none", color=style["color"], marker=style["marker"], markersize=style["markersize"],
+                           capsize=2, elinewidth=0.9, alpha=0.6 if len(chosen) > 12 else 1)
 
 
 def _shade(style, value, among):

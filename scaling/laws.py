@@ -666,7 +666,7 @@ def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) ->
     variants += [(f"count {axis} as", name, replace(points, **{axis: values}), DELTA, None)
                  for name, values in counts.get(axis, {}).items()]
     x, found = np.sort(points.N), []
-    smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]    # of each size: counts read off a figure are not exact
+    smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]    # of each size, within 1 %: counts read off a figure vary
     group = (np.searchsorted(smallest, points.N, "right") - 1) * min(len(smallest), MOST_SIZES) // len(smallest)
     for left_out in [group == i for i in range(group.max() + 1)] if len(smallest) > 1 else ():
         low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
