@@ -90,8 +90,7 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
 
 def styles(recipes) -> list[dict]:
     """A style per recipe: each of RECIPES has its own in every figure, others take what is left and then repeat."""
-    left = itertools.cycle([style for style, name in zip(STYLES, RECIPES, strict=False) if name not in recipes]
-                           + list(STYLES[len(RECIPES):]))
+    left = itertools.cycle([style for style, name in itertools.zip_longest(STYLES, RECIPES) if name not in recipes])
     return [STYLES[RECIPES.index(name)] if name in RECIPES else next(left) for name in recipes]
 
 
@@ -213,8 +212,7 @@ def draw(history: History, name: str) -> Figure:
     hollow = {"marker": "D", "markersize": 3.4, "markerfacecolor": "white", "linestyle": ""}
     handles = [Line2D([], [], color=BLUE, linewidth=1.4, label="training"),
                Line2D([], [], color="#000000", **hollow, label="validation")]
-    if history.undone:
-        handles.append(Line2D([], [], color=GREY, linewidth=1, label="undone"))
+    handles += [Line2D([], [], color=GREY, linewidth=1, label="undone")] * bool(history.undone)
     looks = {}
     for mark in sorted(history.marks, key=lambda name: ([*MARKS, name].index(name), name)):
         rows, (shape, color) = history.marks[mark], MARKS.get(mark, OTHER)
@@ -348,14 +346,13 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
 def draw_fp8(run: Path, folder: Path) -> str:
     """Draw the probes of a run and of its inference (run/eval/probe_*.jsonl); returns the worst losses, what was written."""
     probe, figures, name = read_probe(run / "probe.jsonl"), {}, run.resolve().name
-    told = [f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"]
+    told = table(probe) if probe.layers else f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"
     if probe.layers:
         inference = {path.stem.removeprefix("probe_"): read_probe(path) for path in sorted(run.glob("eval/probe_*.jsonl"))}
         figures = {"fp8_scales": draw_scales(probe, inference, name), "fp8_underflow": draw_underflow(probe, name)}
-        told = [table(probe)]
     if probe.blocks:
         figures["fp8_outliers"] = draw_outliers(probe, name)
-    return "\n".join([*told, "", *(write_with(folder, *figure, {}) for figure in figures.items())])
+    return "\n".join([told, "", *(write_with(folder, *figure, {}) for figure in figures.items())])
 
 
 def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:

@@ -19,6 +19,9 @@ if __name__ == "__main__":
     # Before numpy reads it: thousands of tiny fits are ten times slower when BLAS splits each over threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import csv
+import hashlib
+import itertools
 import json
 import math
 import textwrap
@@ -34,14 +37,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullLocator
 from scipy.stats import binned_statistic
 
-from runtime.cli import UserError, command, run_command, si
-from scaling import predict
+from runtime.cli import UserError, command, nearest, run_command, si
+from scaling import predict, records
 from scaling.figures import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
 from scaling.pairs import KIND, pairs
-from scaling.points import read_points
 from scaling.precision import ARMS, LINES, table
-from scaling.records import check_comparable, counted_as, from_scratch, law_folder, read_curve, read_runs, usable, without_repeats
 
 SHOWN = 8                   # points that a warning names
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
@@ -55,6 +56,7 @@ BEYOND = 10             # without a held-out run the laws are drawn to this many
 BINS = 24               # per decade of compute, to smooth training curves
 FEW = 6                 # at most so many lines of one size, or of one ratio, in a panel
 HATCH = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
+MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
 FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "drop_highest", "where")    # of Options
 
 
@@ -92,11 +94,11 @@ class Options:
 # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
 @np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore")
 def main(o: Options) -> None:
-    folder = law_folder(o.paths, o.out)
+    folder = records.law_folder(o.paths, o.out)
     if o.paths:
         _fit_runs(o, folder)
     else:
-        chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, o.where, o.drop_highest, o.cluster or None)
+        chosen = read_points(o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster)
         group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
         if all(fit.objective is None for fit in group.laws.values()):
             raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
@@ -105,25 +107,25 @@ def main(o: Options) -> None:
 
 def _fit_runs(o: Options, folder: Path) -> None:
     loss_key = f"loss_{o.loss or 'bf16'}"
-    finished, notes = read_runs(o.paths)
-    every = counted_as(finished, o.n or None)
-    for sieve in (usable, from_scratch, without_repeats):
+    finished, notes = records.read_runs(o.paths, o.n)
+    every = finished
+    for sieve in (records.usable, records.from_scratch, records.without_repeats):
         every, left_out = sieve(every)
         notes += left_out
     predictions = predict.load(folder)
     held = predict.held_out(every, predictions)
-    records = [one for one in every if one not in held]
+    runs = [one for one in every if one not in held]
     notes += [f"held out of every fit: {one.run_id}" for one in held]
-    if not records:
+    if not runs:
         raise UserError("\n".join(["no run is left to fit", *notes]))
-    check_comparable(every)
-    estimate, degrees = seed_noise(records, loss_key)
+    records.check_comparable(every)
+    estimate, degrees = seed_noise(runs, loss_key)
     seed_sd = (estimate or 0.0) if o.seed_sd is None else o.seed_sd
-    groups = [fit_group([one for one in records if one.recipe == recipe], loss_key, seed_sd, insist=o.insist,
-                        held=predict.held_of(recipe, held, predictions, loss_key, records[0].convention))
-              for recipe in sorted({one.recipe for one in records}, key=lambda recipe: (recipe != "bf16", recipe))]
+    groups = [fit_group([one for one in runs if one.recipe == recipe], loss_key, seed_sd, insist=o.insist,
+                        held=predict.held_of(recipe, held, predictions, loss_key, runs[0].convention))
+              for recipe in sorted({one.recipe for one in runs}, key=lambda recipe: (recipe != "bf16", recipe))]
     try:
-        found, alone = pairs(records)
+        found, alone = pairs(runs)
     except UserError as error:        # the laws do not need the losses of single sequences
         found, alone = [], [f"no paired gap: {error}"]
     notes += alone
@@ -136,7 +138,7 @@ def _fit_runs(o: Options, folder: Path) -> None:
         said += predict.describe(predict.freeze(o.predict, groups, finished, folder, loss_key))
     if o.score:
         said += predict.score(folder, every)
-    law = {"conventions": {"N": f"params_{records[0].convention}", "D": "tokens", "C": "flops_per_token * tokens",
+    law = {"conventions": {"N": f"params_{runs[0].convention}", "D": "tokens", "C": "flops_per_token * tokens",
                            "loss": loss_key, "loss_unit": "nats per token", "chinchilla_frontier": "C = 6 N D"},
            "seed_noise": {"estimate": estimate, "degrees_of_freedom": degrees, "used": seed_sd}, "notes": notes,
            "inputs": [{"run_id": r.run_id, "pair_id": r.pair_id, "recipe": r.recipe, "trunk": r.trunk, "seed": r.seed,
@@ -178,29 +180,18 @@ class Group:
     records: tuple                      # of Record; () for a table
     points: Points
     x: dict[str, np.ndarray]            # "C" training FLOPs, "N" parameters, "D" tokens; a table may give N alone
+    loss: np.ndarray                    # nats per token
+    ray: tuple[float, float] | None     # smallest and largest tokens per parameter; None where a table gives N alone
     laws: dict[str, Fit]                # one of each of FORMS
     headline: str                       # the form that answers for this group
     headline_reason: str
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
+    convention: str | None = None       # of Record; None for a table, which does not say what its N counts
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
     counts: dict = field(default_factory=dict)          # of runs: "N" or "C" -> {another convention: values so counted}
     curves: tuple = ()                  # (tokens, loss) of each run's training
     held_out: tuple = ()                # of predict.Held: in no fit
-
-    @property
-    def loss(self) -> np.ndarray:
-        return self.points.loss
-
-    @property
-    def convention(self) -> str | None:
-        """Of Record; None for a table, which does not say what its N counts."""
-        return self.records[0].convention if self.records else None
-
-    @property
-    def ray(self) -> tuple[float, float] | None:
-        """Smallest and largest tokens per parameter; None for a table that gives N alone."""
-        return self.points.ray if "D" in self.x else None
 
     @cached_property
     def lines(self) -> dict[str, Fit]:
@@ -225,8 +216,7 @@ class Group:
     @cached_property
     def robustness(self) -> list[dict]:
         """The headlined law under other choices; under the other counts too, where there are runs."""
-        axis = "C" if self.headline in ("ray", "power_c") else "N"
-        return robustness(self.points, self.headline, self.counts.get(axis, {}), self.seed_sd)
+        return robustness(self.points, self.headline, self.counts, self.seed_sd)
 
     def names_of(self, index) -> list[str]:
         """Points by their runs, or by what tells a table's rows apart (the line, where no column names runs)."""
@@ -243,36 +233,36 @@ class Group:
                 "form_doubt": self.form_doubt, "robustness": self.robustness}
 
 
-def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
+def fit_group(runs, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
               insist: bool = False) -> Group:
     """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason. seed_sd: of ln(loss)
     between seeds; None estimates it. held: of predict.Held, for the figure. resamples: 0 takes every run for independent."""
-    records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
-    seed_sd = (seed_noise(records, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
+    runs = sorted(runs, key=lambda record: record.flops_per_token * record.tokens)
+    seed_sd = (seed_noise(runs, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
 
     # FLOPs are whole numbers of FLOPs per token times tokens, rounded to a float once.
-    counts = {axis: {name: np.array([getattr(one, name) * (one.tokens if axis == "C" else 1) for one in records], dtype=float)
-                     for name in vars(records[0]) if name.startswith(start)}
+    counts = {axis: {name: np.array([getattr(one, name) * (one.tokens if axis == "C" else 1) for one in runs], dtype=float)
+                     for name in vars(runs[0]) if name.startswith(start)}
               for axis, start in (("N", "params_"), ("C", "flops_per_token"))}
-    points = Points(counts["N"].pop(f"params_{records[0].convention}"), np.array([float(one.tokens) for one in records]),
-                    counts["C"].pop("flops_per_token"), np.array([getattr(one, loss_key) for one in records]),
-                    np.array([one.trunk for one in records]))
-    return replace(fit_points(points, records[0].recipe, "NDC", seed_sd, resamples, insist), records=tuple(records),
-                   counts=counts, curves=tuple(map(read_curve, records)), held_out=tuple(held))
+    points = Points(counts["N"].pop(f"params_{runs[0].convention}"), np.array([float(one.tokens) for one in runs]),
+                    counts["C"].pop("flops_per_token"), np.array([getattr(one, loss_key) for one in runs]),
+                    np.array([one.trunk for one in runs]))
+    return replace(fit_points(points, runs[0].recipe, "NDC", seed_sd, resamples, insist), records=tuple(runs),
+                   convention=runs[0].convention, counts=counts, curves=tuple(map(records.read_curve, runs)), held_out=held)
 
 
 def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000,
                insist: bool = False) -> Group:
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
     fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
-    x, n = {axis: getattr(points, axis) for axis in axes}, len(points.loss)
+    x, n, ray = {axis: getattr(points, axis) for axis in axes}, len(points.loss), points.ray if "D" in axes else None
     resamples = min(resamples, max(200, RESAMPLED // n))
     laws = {form: fit_form(form, points, seed_sd, resamples=resamples) if form == "power_n" or "D" in x else
             unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
-    headline, reason = _headline(laws, points.ray if "D" in x else None, lack and not insist)
-    return Group(name, (), points, x, laws, headline, reason, seed_sd,
-                 _form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack)
+    headline, reason = _headline(laws, ray, lack and not insist)
+    doubt = _form_doubt(points, seed_sd) if headline == "chinchilla" else None
+    return Group(name, (), points, x, points.loss, ray, laws, headline, reason, seed_sd, form_doubt=doubt, lack_of_fit=lack)
 
 
 def _form_doubt(points: Points, seed_sd: float) -> dict | None:
@@ -294,14 +284,13 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
 def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]:
     """Pooled standard deviation of ln(loss) among runs that differ in the seed alone, with its degrees of freedom: recipes and
     branches of one size and seed share their data and most of their training, so they add none."""
-    alike, seeds = {}, {}
-    for record in records:
-        key = (record.recipe, record.params_total, record.params_matmul, record.tokens, record.decays_from)
-        alike.setdefault(key, []).append(math.log(getattr(record, loss_key)))
-        seeds.setdefault(record.params_total, set()).add(record.seed)
+    alike, seeds = {}, {(one.params_total, one.seed) for one in records}
+    for one in records:
+        key = (one.recipe, one.params_total, one.params_matmul, one.tokens, one.decays_from)
+        alike.setdefault(key, []).append(math.log(getattr(one, loss_key)))
     squares = sum(float(np.sum((np.array(some) - np.mean(some)) ** 2)) for some in alike.values())
-    differences = sum(len(some) - 1 for some in alike.values())
-    freedom = min(differences, sum(len(some) - 1 for some in seeds.values()))
+    differences = len(records) - len(alike)
+    freedom = min(differences, len(seeds) - len({size for size, _ in seeds}))
     return (math.sqrt(squares / differences) if differences else None), freedom
 
 
@@ -339,9 +328,7 @@ def _headline_lines(group) -> list[str]:
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
     what = (f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of {len(set(group.points.cluster))} "
             f"trajectories, {kind}N {si(N.min())} to {si(N.max())}")
-    if group.ray:
-        low, high = group.ray
-        what += f", {low:.3g} to {high:.3g} tokens per {kind}parameter"
+    what += f", {group.ray[0]:.3g} to {group.ray[1]:.3g} tokens per {kind}parameter" if group.ray else ""
     lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:
         lines += [f"    95 %: {_intervals(fit)}",
@@ -356,6 +343,94 @@ def _headline_lines(group) -> list[str]:
 
 def _intervals(fit) -> str:
     return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
+
+
+# ------------------------------------------------------------------------------------------------- a table of published points
+# Nothing in it is guessed: a cell that is no plain number is refused by file, line, column and value, and no unit is converted.
+# What is left out (a filter, an empty loss, the highest losses) is counted and listed by line.
+
+# What was chosen from a table. axes: "NDC", or "N" where it gives neither tokens nor compute, D and C of the points are 1 then;
+# source: for law.json, file, sha256, rows, filters, columns, what was derived, lines left out; notes: what a reader should know.
+Selection = namedtuple("Selection", "points axes source notes")
+
+
+def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), drop_highest: int = 0, cluster="") -> Selection:
+    """Points of a comma-, tab- or semicolon-separated table with one header line (UTF-8).
+    n, loss, d, c, cluster: column names; with c, D = C / (6 N); with d, C = 6 N D; with neither only N is known. where: texts
+    COLUMN=VALUE; a row must have one of the values given for each column. drop_highest: so many of the highest losses are left
+    out. cluster: equal text there is one trajectory, an empty cell a row of its own. Raises UserError."""
+    path = Path(path)
+    if d and c:
+        raise UserError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
+    filters: dict[str, list[str]] = {}
+    for condition in where:
+        name, _, value = (part.strip() for part in condition.partition("="))
+        filters.setdefault(name, []).append(value)
+    counted = [name for name in (n, loss, d, c) if name]
+    rows, sha256 = _rows(path, [*counted, *filter(None, [cluster]), *filters])
+    for name, values in filters.items():
+        there = {_value(row[name]): row[name] or "(empty)" for row in rows.values()}
+        if unknown := [value for value in values if _value(value) not in there]:
+            raise UserError(f"{path}: no row has {name}={unknown[0]}; values there: {records.listed([*there.values()])}")
+    chosen = [line for line, row in rows.items()
+              if all(_value(row[name]) in map(_value, values) for name, values in filters.items())]
+    missing = [line for line in chosen if rows[line][loss].lower() in MISSING]
+    kept = [line for line in chosen if line not in missing]
+    if not 0 <= drop_highest < len(kept):
+        raise UserError(f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, {len(kept)} of "
+                        f"them have a finite {loss!r}, drop_highest={drop_highest}")
+    values = {}
+    for name, line in itertools.product(counted, kept):
+        text = rows[line][name]
+        value = values[name, line] = _value(text)
+        if not isinstance(value, float) or not 0 < value < math.inf:
+            raise UserError(f"{path} line {line}, column {name!r}: {text!r} is no plain finite number above zero such as 1.24e8")
+    # Stable: of equal losses the one that stands first in the file goes first.
+    dropped = sorted(sorted(kept, key=lambda line: -values[loss, line])[:drop_highest])
+    kept = [line for line in kept if line not in dropped]
+    N, L, third = (np.array([values[name, line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
+    D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
+    label = np.array([rows[line][cluster] or f"line {line}" if cluster else line for line in kept])
+    source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
+              "columns": {"N": n, "D": d or None, "C": c or None, "loss": loss, "cluster": cluster or None},
+              "derived": "C = 6 N D" if d else "D = C / (6 N)" if c else None,
+              "lines_left_out": {"loss_missing": missing, "highest_losses": dropped}}
+    notes = [f"{len(chosen)} of {len(rows)} rows of {path.name} meet " + "; ".join(
+        f"{name} = {' or '.join(some)}" for name, some in filters.items())] if filters else []
+    notes += [f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
+              for why, lines in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
+    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes)
+
+
+def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
+    """Line number -> {column: cell} of every row that is not blank, cells stripped; the SHA-256 of the file."""
+    try:
+        content = path.read_bytes()
+        lines = content.decode("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): --points wants one table as UTF-8 text, such as a .csv") from None
+    first = next((line for line in lines if line.strip()), "")
+    reader = csv.reader(lines, delimiter=max(",\t;", key=first.count), strict=True)
+    try:
+        rows = [(reader.line_num, cells) for row in reader if any(cells := [cell.strip() for cell in row])]
+    except csv.Error as error:          # else the rest of the table would be one cell
+        raise UserError(f"{path} line {reader.line_num}: {error}: is a quotation mark left open?") from None
+    header = rows.pop(0)[1] if rows else []
+    for name in wanted:
+        if (found := header.count(name)) != 1:
+            raise UserError(f"{path} has {found} columns called {name!r}{'' if found else nearest(name, header)}")
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise UserError(f"{path} line {line}: {len(cells)} cells where the header has {len(header)}; repair the line")
+    return {line: dict(zip(header, cells, strict=True)) for line, cells in rows}, hashlib.sha256(content).hexdigest()
+
+
+def _value(cell: str) -> float | str:
+    """A number where the cell is one (20 is 20.0), else its text."""
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
 
 
 # ------------------------------------------------------------------------------------------------------ the page of three panels
@@ -445,13 +520,12 @@ def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
-        chosen = [pair for pair in pairs if pair.fp8.run_id in at]
-        gaps = [pair.gap(loss_key.removeprefix("loss_")) for pair in chosen]
+        chosen = [(pair, pair.gap(loss_key.removeprefix("loss_"))) for pair in pairs if pair.fp8.run_id in at]
         if chosen:
-            se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for gap, pair in zip(gaps, chosen, strict=True)]
-            panel.errorbar([at[pair.fp8.run_id] for pair in chosen], [gap.percent for gap in gaps], yerr=se, linestyle="none",
-                           color=style["color"], marker=style["marker"], markersize=style["markersize"], capsize=2,
-                           elinewidth=0.9, alpha=0.6 if len(chosen) > 12 else 1)
+            se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for pair, gap in chosen]
+            panel.errorbar([at[pair.fp8.run_id] for pair, _ in chosen], [gap.percent for _, gap in chosen], yerr=se,
+                           linestyle="none", color=style["color"], marker=style["marker"], markersize=style["markersize"],
+                           capsize=2, elinewidth=0.9, alpha=0.6 if len(chosen) > 12 else 1)
 
 
 def _shade(style, value, among):
@@ -533,8 +607,7 @@ def drawn(groups) -> tuple[list, list]:
     fewer sizes than another, or without an irreducible loss that their points identify where some law has one."""
     sizes = [len(np.unique(group.x["N"])) for group in groups]
     shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
-    has_floor = [group for group in shown if group.headline in ("chinchilla", "ray") and group.laws[group.headline].identified]
-    shown = has_floor or shown
+    shown = [one for one in shown if one.headline in ("chinchilla", "ray") and one.laws[one.headline].identified] or shown
     return shown, [group for group in groups if not any(group is one for one in shown)]
 
 

@@ -18,8 +18,10 @@ from runtime.cli import UserError, si
 
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
-         "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha")}
+         "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha"), "isoflop": ("a", "b")}
 FACTORS = {"E", "A", "B", "K", "k_n", "k_d"}        # positive, so solved for and given intervals on the logarithm
+# The others must be above zero for the loss to fall, or for a budget to say how to spend it.
+EXPONENTS = {form: [name for name in names if name not in FACTORS] for form, names in NAMES.items()}
 # form -> (factor, abscissa, exponent) of each power law in it
 SURFACE = ("A", "N", "alpha"), ("B", "D", "beta")
 POWERS = {"ray": (("K", "C", "gamma"),), "power_n": SURFACE[:1], "power_d": SURFACE[1:], "power_c": (("K", "C", "gamma"),),
@@ -178,7 +180,7 @@ class Fit:
 
 
 def unfitted(form: str, n: int, reason: str) -> Fit:
-    return Fit(form, dict.fromkeys(NAMES.get(form, "ab")), n, False, reason)
+    return Fit(form, dict.fromkeys(NAMES[form]), n, False, reason)
 
 
 # ---------------------------------------------------------------------------------------------------------- the laws
@@ -218,13 +220,12 @@ def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA,
     if why is None and is_singular:
         why = "the points do not separate the parameters (singular Jacobian)"
     rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
+    best = Optimum(theta, centres, gamma, delta, None, n - p, None if rms is None else max(rms, seed_sd), float(y.min()))
     fit = Fit(form, {name: float(back(name, value)) for name, value in values.items()}, n, why is None, why, residual_rms=rms,
-              optimum=Optimum(theta, centres, gamma, delta, None, n - p, rms, float(y.min())), **certificate)
+              optimum=best, **certificate)
     if n <= p or is_singular:
         return fit
-    best = replace(fit.optimum, sigma=max(rms, seed_sd))
-    covariance = best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac)
-    return with_covariance(replace(fit, optimum=best), covariance, n - p, "t")
+    return with_covariance(fit, best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac), n - p, "t")
 
 
 def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
@@ -240,7 +241,7 @@ def _starts(form: str, logs, y, gamma: float | None) -> list[list[float]]:
         slope, height = np.polyfit(logs[0], y, 1)
         return [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
     shares, slopes = STARTS[form] if gamma is None else ((0.1, 0.6), (gamma,))
-    starts, free = [], 0 if gamma is not None else len(exponents(form))
+    starts, free = [], 0 if gamma is not None else len(EXPONENTS[form])
     for share in shares:
         floor = share * np.exp(y.min())
         height = np.mean(np.log(np.exp(y) - floor)) - np.log(len(logs))
@@ -284,7 +285,7 @@ def _with_widths(fit: Fit, values, widths, dof: int, interval: str) -> Fit:
 
 def judged(fit: Fit) -> Fit:
     """The fit, unidentified where an exponent's interval holds 0: its term is then a constant, as E is."""
-    flat = next((name for name in exponents(fit.form) if name in fit.ci95 and fit.ci95[name][0] <= 0), None)
+    flat = next((name for name in EXPONENTS[fit.form] if name in fit.ci95 and fit.ci95[name][0] <= 0), None)
     return fit if flat is None else replace(fit, identified=False, reason=(
         f"the 95 % interval of {flat} contains 0, so the points do not determine it"))
 
@@ -307,7 +308,7 @@ def _lacking(form, axes, values, y, p) -> str | None:
         return f"{len(y)} points for {p} parameters leave 0 degrees of freedom"
     if "E" in values and values["E"] < y.min() + math.log(COLLAPSED):
         return "E runs to zero: the points fall at least as fast as a pure power law"
-    flat = next((name for name in exponents(form) if values[name] <= RISING), None)
+    flat = next((name for name in EXPONENTS[form] if values[name] <= RISING), None)
     return flat and f"{flat} is not above zero: the loss does not fall"
 
 
@@ -348,11 +349,6 @@ def natural(form: str, theta, centres, gamma: float | None = None) -> dict:
         alpha, beta = values["alpha"], values["beta"]
         values |= {"a": beta / (alpha + beta), "b": alpha / (alpha + beta), "gamma": alpha * beta / (alpha + beta)}
     return values
-
-
-def exponents(form: str) -> list[str]:
-    """The exponents of a form, which must be above zero for the loss to fall, or for a budget to say how to spend it."""
-    return [name for name in NAMES.get(form, "ab") if name not in FACTORS]
 
 
 def back(name: str, values):
@@ -658,41 +654,29 @@ def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
     return float(np.median(differences) / 0.6745 / np.sqrt(2)), "neighbours"        # the median: outliers are no noise
 
 
-def robustness(points: Points, form: str, counts: dict[str, np.ndarray], seed_sd: float = 0.0) -> list[dict]:
+def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) -> list[dict]:
     """The declared fit and its variants: the k highest losses left out, another delta, another way of counting, each size left
     out (with the error of predicting it). A variant that cannot be fitted has its reason.
-    counts: convention -> N (n,) for laws in N, or C for laws in C. seed_sd: as of fit_form."""
-    found = []
-
-    def add(variant: str, value: str, points: Points, delta: float | None = DELTA, rest: Points | None = None) -> None:
-        resamples = RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4
-        fit = fit_form(form, points, seed_sd, delta, resamples)
-        found.append({"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
+    counts: "N", for laws in N, or "C" -> {another convention: values (n,)}. seed_sd: as of fit_form."""
+    order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
+    variants = [("declared", "", points, DELTA, None)]
+    variants += [("drop highest", str(k), points.take(np.sort(order[k:])), DELTA, None) for k in DROPS
+                 if k <= len(order) // 2]       # fewer than half left is another experiment
+    variants += [("delta", "MSE" if delta is None else f"{delta:g}", points, delta, None) for delta in DELTAS]
+    variants += [(f"count {axis} as", name, replace(points, **{axis: values}), DELTA, None)
+                 for name, values in counts.get(axis, {}).items()]
+    x, found = np.sort(points.N), []
+    smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]    # of each size, within 1 %: counts read off a figure vary
+    group = (np.searchsorted(smallest, points.N, "right") - 1) * min(len(smallest), MOST_SIZES) // len(smallest)
+    for left_out in [group == i for i in range(group.max() + 1)] if len(smallest) > 1 else ():
+        low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
+        variants.append(("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), DELTA,
+                         points.take(left_out)))
+    for variant, value, some, delta, rest in variants:
+        fit = fit_form(form, some, seed_sd, delta, RESAMPLES if len(some.loss) < MANY else RESAMPLES // 4)
+        found.append({"variant": variant, "value": value, "n": len(some.loss), **fit.parameters} | {
             key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")})
         if rest is not None and fit.objective is not None:
             errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
             found[-1] |= {"error_percent": float(errors.mean()), "largest_error_percent": float(max(errors, key=abs))}
-
-    order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
-    add("declared", "", points)
-    for k in DROPS:
-        if k <= len(order) // 2:            # fewer than half left is another experiment
-            add("drop highest", str(k), points.take(np.sort(order[k:])))
-    for delta in DELTAS:
-        add("delta", "MSE" if delta is None else f"{delta:g}", points, delta)
-    for name, values in counts.items():
-        add(f"count {axis} as", name, replace(points, **{axis: values}))
-    for left_out in sizes(points.N):
-        low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
-        add("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), rest=points.take(left_out))
     return found
-
-
-def sizes(N) -> list[np.ndarray]:
-    """A mask of shape (n,) for each size (within 1 %: counts read off a figure are not exact), or each of MOST_SIZES groups."""
-    order = np.argsort(N, kind="stable")
-    index = np.empty(len(N), dtype=int)
-    index[order] = np.cumsum(np.r_[False, np.diff(np.log(N[order])) > 0.01])
-    found = index.max() + 1
-    index = index * min(found, MOST_SIZES) // found
-    return [index == i for i in range(index.max() + 1)] if found > 1 else []

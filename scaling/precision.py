@@ -25,7 +25,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 from runtime.cli import UserError, command, grid, run_command, si
 from scaling import pairs
 from scaling.figures import RC, STYLES, counts_axis, settle, sheet, styles, write_with
-from scaling.records import check_comparable, counted_as, law_folder, read_runs, usable
+from scaling.records import check_comparable, law_folder, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -231,8 +231,8 @@ def draw_precision(result: dict):
 @command(__doc__, Options, "paths")
 def main(options: Options) -> None:
     folder = law_folder(options.paths, options.out)
-    records, notes = read_runs(options.paths)
-    records, left_out = usable(counted_as(records, options.n))
+    records, notes = read_runs(options.paths, options.n)
+    records, left_out = usable(records)
     if not records:
         raise UserError("\n".join(["no run is left to compare", *left_out]))
     check_comparable(records)

@@ -35,11 +35,9 @@ POINT = "recipe", "params_total", "tokens"      # what runs of one point share, 
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
 
 
-class Prediction(SimpleNamespace):
-    """A frozen prediction of one run: the keys of its file as attributes (see `freeze`), but `target` is the run's name, beside
-    its `recipe`; `path` and `content` are the file's. loss, low and high are nats per token, the interval at 95 %."""
-
-
+# A frozen prediction of one run: the keys of its file as attributes (see `freeze`), but `target` is the run's name, beside its
+# `recipe`; `path` and `content` are the file's. loss, low and high are nats per token, the interval at 95 %.
+Prediction = SimpleNamespace
 # A run that enters no fit; loss is None while it is not there, prediction where none was frozen.
 Held = namedtuple("Held", "name N D C loss prediction")
 
@@ -51,13 +49,10 @@ def load(folder) -> list[Prediction]:
 def read_prediction(path: Path) -> Prediction:
     """A frozen prediction. Raises UserError where it is damaged or was edited since."""
     content = read_json(path)
-    try:
-        goal, is_whole = content["target"], digest(content) == content["sha256"]
-    except (KeyError, ValueError):
-        is_whole = False
-    if not is_whole:
+    if digest(content) != content.get("sha256"):
         raise UserError(f"{path} was edited after it was frozen (its content does not match its sha256), or is of another "
                         "version: restore the file as it was written, for nothing can be scored against this one")
+    goal = content["target"]
     return Prediction(**content | {"path": path, "content": content, "target": goal["name"], "recipe": goal["recipe"]})
 
 
@@ -92,7 +87,7 @@ def is_at(record, goal: dict) -> bool:
 def digest(content: dict) -> str:
     """SHA-256 over the content without its own hash, as canonical JSON."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
@@ -211,19 +206,18 @@ def _target(name: str, declared: dict[str, dict]) -> dict:
     return {"name": name, **{key: goal[key] for key in ("recipe", *COUNTS)}, "vocab_size": goal.get("vocab_size")}
 
 
-def describe(prediction: Prediction) -> list[str]:
+def describe(p: Prediction) -> list[str]:
     """The frozen prediction as lines for people: the loss, what it is of, each form, the file; its parts are in the file."""
-    p, said = prediction, prediction.content
-    goal, counted = said["target"], said["convention"]
+    goal = p.content["target"]
     return [
         f"{p.target}: predicted {p.loss_key} {p.loss:.4f} nats per token by {p.headline}, 95 % interval {p.low:.4f} to "
         f"{p.high:.4f} ({100 * (p.low / p.loss - 1):+.2f} to {100 * (p.high / p.loss - 1):+.2f} %)",
-        f"    {goal[f'params_{counted}']:,} {KIND[counted]}parameters, {goal['tokens']:,} tokens, "
-        f"{goal['flops_per_token'] * goal['tokens']:.3g} FLOPs: {said['extrapolation']:.3g} times the largest of "
-        f"{said['points']['all']} runs in {p.recipe}, {said['points']['at_this_ratio']} of them at this ratio",
+        f"    {goal[f'params_{p.convention}']:,} {KIND[p.convention]}parameters, {goal['tokens']:,} tokens, "
+        f"{goal['flops_per_token'] * goal['tokens']:.3g} FLOPs: {p.extrapolation:.3g} times the largest of "
+        f"{p.points['all']} runs in {p.recipe}, {p.points['at_this_ratio']} of them at this ratio",
         *(f"    {row['form']:16} {row['loss']:8.4f} ({row['low']:.4f} to {row['high']:.4f}), {row['n']} runs, residuals "
           f"{100 * row['residual_rms']:.3f} %" for row in p.forms),
-        *(f"    {one['form']}: left out, {one['reason']}" for one in said["forms_left_out"]),
+        *(f"    {one['form']}: left out, {one['reason']}" for one in p.forms_left_out),
         f"wrote {p.path} (sha256 {p.sha256[:12]}); commit it: only that shows that it was not made anew"]
 
 

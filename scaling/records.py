@@ -4,16 +4,15 @@ A record is the part of a run's summary.json that scaling/ uses. Whatever makes 
 tokenizer, validation set or vocabulary, other source weights) is refused here, before anything is fitted.
 """
 
-import hashlib
 import json
 import math
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError, type_problems
-from runtime.machine import metrics_rows, read_rows
+from runtime.machine import file_sha256, metrics_rows, read_rows
 
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
@@ -66,12 +65,10 @@ class Record:
         return getattr(self, f"params_{self.convention}")
 
 
-def read_runs(paths) -> tuple[list[Record], list[str]]:
+def read_runs(paths, convention: str | None = None) -> tuple[list[Record], list[str]]:
     """The records of run folders, or of folders whose sub-folders are runs, plus a line for each skipped. Never empty."""
     records, notes, folders = [], [], {}
-    for path in map(Path, paths):
-        if path.suffix == ".log":       # of a run, by sweep.py: a pattern of the shell has both
-            continue
+    for path in (path for path in map(Path, paths) if path.suffix != ".log"):       # by sweep.py: a shell's pattern has both
         if not path.is_dir():
             raise UserError(f"{path} does not exist or is a file: give a run's folder such as out/<run>, or one that holds such")
         is_run = (path / "config.json").exists() or (path / "summary.json").exists()
@@ -79,7 +76,7 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
             folders.setdefault(folder.resolve(), folder)
     for folder in folders.values():
         if (folder / "summary.json").exists():
-            records.append(read_record(folder))
+            records.append(read_record(folder, convention))
         elif folder.name != LAW_FOLDER:
             notes.append(f"skipped {folder}: no finished run (it has no summary.json)")
     if not records:
@@ -88,11 +85,9 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
     return records, notes
 
 
-COMPUTED = ("folder", "summary", "summary_sha256", "recipe", "is_compiled", "weights", "trunk", "decays_from", "convention")
-
-
-def read_record(folder) -> Record:
-    """Read and check one run's summary.json. Raises UserError naming the file, the key and what was expected."""
+def read_record(folder, convention: str | None = None) -> Record:
+    """Read and check one run's summary.json; convention: another than its study's. Raises UserError naming the file, the key and
+    what was expected."""
     folder = Path(folder)
     root = folder.absolute().parent
     path, study = folder / "summary.json", read_study(root)
@@ -102,16 +97,16 @@ def read_record(folder) -> Record:
             raise ValueError(f"schema_version {summary['schema_version']}, not {SCHEMA_VERSION}")
         precision, sources = summary["precision"], sorted(summary["sources"].items())   # as val_losses.npz numbers them
         switched = f"{precision['switched_from']}>" if precision.get("switched_from") else ""
-        values = {one.name: summary[one.name] for one in fields(Record) if one.name not in COMPUTED and (
-            one.default is MISSING or summary.get(one.name) is not None)}
-        plan = next((run for run in study.get("runs", []) if run["run"] == values["run_id"]), {})
+        plan = next((run for run in study.get("runs", []) if run["run"] == summary["run_id"]), {})
         total = sum(source["weight"] for _, source in sources)
-        record = Record(folder=folder, summary=summary, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-                        recipe=switched + precision["recipe"], is_compiled=precision["compile"],
-                        weights={name: source["weight"] / total for name, source in sources},
-                        trunk=_root(root, summary.get("parent_run")) or plan.get("parent") or summary["run_id"],
-                        decays_from=summary.get("parent_step") or plan.get("parent_step"),
-                        convention=study.get("params", "total"), **values)
+        known: dict = {
+            "folder": folder, "summary": summary, "summary_sha256": file_sha256(path), "recipe": switched + precision["recipe"],
+            "is_compiled": precision["compile"], "convention": convention or study.get("params", "total"),
+            "weights": {name: source["weight"] / total for name, source in sources},
+            "trunk": _root(root, summary.get("parent_run")) or plan.get("parent") or summary["run_id"],
+            "decays_from": summary.get("parent_step") or plan.get("parent_step")}
+        record = Record(**known, **{one.name: summary[one.name] for one in fields(Record) if one.name not in known and (
+            one.default is MISSING or summary.get(one.name) is not None)})
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): leave it out") from None
     wrong = type_problems("", record) or [
@@ -154,17 +149,11 @@ def _without(records, reason_of) -> tuple[list[Record], list[str]]:
             [f"left out {one.run_id}: {reason}" for one in records if (reason := reason_of(one))])
 
 
-def counted_as(records, convention: str | None) -> list[Record]:
-    return [replace(record, convention=convention or record.convention) for record in records]
-
-
-SAME = ("convention", "tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded", "weights")
-
-
 def check_comparable(records) -> None:
     """Raise UserError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
     def kind(record: Record) -> dict:
-        return {key: getattr(record, key) for key in SAME} | {
+        same = ("convention", "tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded")
+        return {key: getattr(record, key) for key in same} | {
             "weights": {name: round(weight, 9) for name, weight in record.weights.items()}}
 
     for other in records[1:]:

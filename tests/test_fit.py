@@ -12,9 +12,8 @@ from scaling_runs import edit, strict, write_branches, write_ladder, write_run
 
 from runtime.cli import UserError
 from scaling import fit as cli
-from scaling.fit import fit_group, fit_points, seed_noise
+from scaling.fit import fit_group, fit_points, read_points, seed_noise
 from scaling.laws import fit_law
-from scaling.points import read_points
 from scaling.records import read_runs
 from tests.conftest import asked, process
 from tests.test_laws import FOLDER, ROUND, early, made, published

@@ -14,8 +14,8 @@ from scipy.special import logsumexp
 
 from runtime.cli import UserError
 from scaling import laws as solver
+from scaling.fit import read_points
 from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_form, fit_isoflop, fit_law, lack_of_fit, robustness, with_bootstrap
-from scaling.points import read_points
 from tests.conftest import ROOT
 
 C = np.array([1e15, 6e15, 3e16, 2e17, 9e17, 5e18])

@@ -15,7 +15,7 @@ from scipy.stats import t as student
 from scaling import pairs
 from scaling.pairs import EPOCH, Margin, Surface, estimate
 from scaling.precision import analyse
-from scaling.records import counted_as, read_runs
+from scaling.records import read_runs
 
 DECLARED = Margin(0.25, "study.json", True)
 SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
@@ -33,7 +33,7 @@ def sample(n, mean=0.0, sd=1.0, seed=0):
 
 
 def analysed(folder, convention=None):
-    records = counted_as(read_runs([folder])[0], convention)
+    records = read_runs([folder], convention)[0]
     return analyse(records, pairs.pairs(records)[0], "bf16", None)
 
 

@@ -11,7 +11,7 @@ from scaling_runs import edit, write_ladder, write_run
 from runtime.cli import UserError
 from scaling import records as room
 from scaling.pairs import pairs
-from scaling.records import check_comparable, counted_as, read_curve, read_record, read_runs
+from scaling.records import check_comparable, read_curve, read_record, read_runs
 
 
 def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tmp_path):
@@ -104,10 +104,10 @@ def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_pat
         edit(tmp_path / name / "study.json", **study)
     x, y, z = (read_record(tmp_path / name / name) for name in "xyz")
     assert x.N == x.params_nonembed != x.params_total and y.N == z.N == 38_912
-    assert y.params_nonembed == counted_as([y], "nonembed")[0].N and counted_as([y], None) == [y]
+    assert y.params_nonembed == read_record(tmp_path / "y" / "y", "nonembed").N == read_runs([tmp_path / "y"], "nonembed")[0][0].N
     with pytest.raises(UserError, match="x and y differ in convention .*n=total"):
         check_comparable([x, y])
-    check_comparable(counted_as([x, y], "total"))
+    check_comparable(read_runs([tmp_path / "x", tmp_path / "y"], "total")[0])
 
 
 def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path):
