@@ -77,14 +77,13 @@ def step_of(path: Path) -> int:
 # ----------------------------------------------------------------------------------------------------------------- save
 
 class Saver:
-    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses`: validation losses
-    known so far, by step, to add each new one to: the best checkpoint among those that have one is kept."""
+    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses` tells rank 0 the
+    validation losses so far, by step: the best checkpoint among those that have one is kept."""
 
-    def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: dict[int, float]):
+    def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: Callable[[], dict[int, float]]):
         self.dir, self.policy, self.world, self.losses = Path(run_dir) / "checkpoints", policy, world, losses
         self.failures: list[str] = []       # a sentence on each save that failed since the last good one
-        self._name = ""     # of the checkpoint being saved
-        self._pending: Future | None = None
+        self._pending: tuple[str, Future | None] = "", None     # the checkpoint being saved
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -101,7 +100,6 @@ class Saver:
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
                     "config": asdict(config), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
-        self._name = name_of(step)
         if self._stream:        # copies run on a stream of their own, behind what is queued now
             self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):               # does nothing where there is none
@@ -113,7 +111,7 @@ class Saver:
                     self._copies[name] = DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
                 local(self._copies[name]).copy_(shard, non_blocking=True)
             self._copied = self._stream.record_event() if self._stream else None
-        self._pending = self._thread.submit(self._write, manifest)
+        self._pending = name_of(step), self._thread.submit(self._write, manifest)
 
     def staged(self) -> None:
         """Wait until the tensors may change again. On CUDA the device waits, the host goes on."""
@@ -121,18 +119,17 @@ class Saver:
             torch.cuda.current_stream(self.world.device).wait_event(self._copied)
 
     def roll_back(self, step: int) -> None:
-        """Delete the checkpoints of later steps, so that no resume continues from one, and forget their losses."""
+        """Delete the checkpoints of later steps, so that no resume continues from one."""
         self.wait()
-        self.losses = {s: loss for s, loss in self.losses.items() if s <= step}
         # Newest first: a kill in between leaves the fewest of those that are to go.
         run_on_rank0(self.world, lambda: [_remove(path) for path in reversed(checkpoints(self.dir.parent))
                                           if step_of(path) > step])
 
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
-        pending, self._pending = self._pending, None
+        (name, pending), self._pending = self._pending, ("", None)
         if pending and (error := pending.exception()):
-            self.failures.append(f"checkpoint {self._name} could not be written under {self.dir} ({error})")
+            self.failures.append(f"checkpoint {name} could not be written under {self.dir} ({error})")
         elif pending:
             self.failures = []
 
@@ -144,7 +141,7 @@ class Saver:
 
     def _write(self, manifest: dict) -> None:
         """All of a save but the copies, in a background thread of each rank. Where it fails, it raises the same error on all."""
-        final, is_main = self.dir / self._name, self.world.is_main
+        final, is_main = self.dir / name_of(manifest["step"]), self.world.is_main
         tmp = final.with_name(f".tmp_{final.name}")
         try:
             if self._together(lambda: self._begin(tmp, final))[0]:
@@ -157,7 +154,7 @@ class Saver:
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
         if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             there = {step_of(path): path for path in checkpoints(self.dir.parent)}
-            for step in there.keys() - kept(list(there), self.policy, dict(self.losses)):
+            for step in there.keys() - kept(list(there), self.policy, dict(self.losses())):
                 with suppress(OSError):     # the save itself is good; the next one tries again
                     _remove(there[step])
 

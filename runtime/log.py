@@ -288,14 +288,20 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
     }
 
 
-def pair_id(config: Config, began_from: str | None = None) -> str:
+def lineage(config: Config, origin: dict | None = None) -> dict:
+    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch.
+    origin: the model that a branch's parent had gone on with."""
+    run, step = config.parent or (None, None)
+    return {"parent_run": run if step else None, "parent_step": step or None,     # older checkpoints do not name the run
+            "continued_from": origin and origin.get("run", origin["folder"]) if step else run}
+
+
+def pair_id(config: Config, origin: dict | None = None) -> str:
     """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are compared where it is equal.
 
     A branch has that of the run as a whole, in whose weights it ends. The run or imported model that the first of them took its
-    weights from enters: began_from where `config` does not say it."""
-    if config.parent and config.parent[1] == 0:
-        began_from = config.parent[0]
+    weights from enters."""
     shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"}
-    if began_from:
+    if began_from := lineage(config, origin)["continued_from"]:
         shared["start_from"] = f"{began_from} at step 0"
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]

@@ -118,10 +118,9 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
 
 
 def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
-    """The rows of what was seen; the only place where the host waits for the device."""
+    """The rows of what was seen, for to_line(); the only place where the host waits for the device."""
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
-    values = {(module, what): {name: value if math.isfinite(value := next(flat)) else None for name in NAMES[what]}
-              for module, what in seen}
+    values = {(module, what): {name: next(flat) for name in NAMES[what]} for module, what in seen}
     linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
                 **{what: values[layer, what] for what in OPERANDS if (layer, what) in values}}
                for layer, recipe in recipes.items()]

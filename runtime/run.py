@@ -27,7 +27,7 @@ from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
-from runtime.log import Log, Meter, Profiler, pair_id, peak_flops, throughput, write_environment
+from runtime.log import Log, Meter, Profiler, lineage, pair_id, peak_flops, throughput, write_environment
 from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
 from runtime.parallel import World, build
 from runtime.probe import Probe
@@ -92,7 +92,7 @@ class Run:
         fp8.refresh_weight_copies(self.model)
         if world.is_main:
             self._open_log(cleanup, restored, damaged)
-        self.saver = Saver(config.run_dir, config.checkpoint, world, dict(self.log.validated) if self.log else {})
+        self.saver = Saver(config.run_dir, config.checkpoint, world, lambda: self.log.validated if self.log else {})
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         say = self.log.say if self.log else print
@@ -176,11 +176,10 @@ class Run:
             self._is_to_validate = False
             val, step = self._evaluate(), self.progress.step
             if val and not math.isfinite(val.loss):
-                x, y = self.data.val[self.data.sources[0]].batch(0, self.config.micro_batch)
-                self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
+                batch = self.data.val[self.data.sources[0]].batch(0, self.config.micro_batch)      # for a diagnosis
+                self._batch = batch[0].to(self.world.device), batch[1].to(self.world.device)
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
             elif val:
-                self.saver.losses[step] = val.loss
                 if self.log:
                     self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
                                          "sources": {name: val.source_loss(name) for name in val.sequences}})
@@ -460,9 +459,9 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     rows = read_rows(config.run_dir / "metrics.jsonl")
     name, converted = device_name(world.device), [layer for layer in layers if layer.reason is None]
     peak = peak_flops(name)
-    arms, began = (("as_trained", as_trained), ("bf16", in_bf16)), lineage(config, run._origin)
+    arms = ("as_trained", as_trained), ("bf16", in_bf16)
     return {
-        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, began["continued_from"]), **began,
+        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, run._origin), **lineage(config, run._origin),
         "status": "ok" if guard.consecutive == 0 else "diverged",
         **{key: env[key] for key in ("git_commit", "torch", "torchao", "t_start")},
         "device": name, "n_gpu": world.size, "seed": config.seed, "repeat": config.repeat,
@@ -494,11 +493,3 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
         "probe_share": run.progress.probe_seconds / run.progress.seconds,
         "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None,
     }
-
-
-def lineage(config: Config, origin: dict | None = None) -> dict:
-    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch.
-    origin: the model that a branch's parent had gone on with."""
-    run, step = config.parent or (None, None)
-    return {"parent_run": run if step else None, "parent_step": step or None,     # older checkpoints do not name the run
-            "continued_from": origin and origin.get("run", origin["folder"]) if step else run}
