@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -80,11 +81,10 @@ class Run:
             return
         self.data = open_data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
-        self._built = build(config, world)
-        self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
-        self.scales = self._built.scales
+        self._built = built = build(config, world)
+        self.model, self.optimizer, self.loss_scale, self.scales = built.model, built.optimizer, built.loss_scale, built.scales
         self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
-                          "fp8": digest(fp8.by_layer(self._built.layers))}
+                          "fp8": digest(fp8.by_layer(built.layers))}
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
         damaged: list[str] = []     # lines about checkpoints
@@ -94,10 +94,10 @@ class Run:
             self._open_log(cleanup, restored, damaged)
         self.saver = Saver(config.run_dir, config.checkpoint, world, lambda: self.log.validated if self.log else {})
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
-                            fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
+                            fp8.recipes(built.layers, self.loss_scale), config.probe.tokens)
         say = self.log.say if self.log else print
         self._profiler = cleanup.enter_context(closing(Profiler(config.profile_steps, config.run_dir, world, say)))
-        self.stop = StopRequest()
+        self.stop = stop_request()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
         step = self.progress.step       # a kill may have come between its save and its validation
@@ -162,12 +162,11 @@ class Run:
         if restored:
             self.log.event({"event": "resume" if self._is_resumed else "branch", "step": step})
         for line in damaged:
-            self._log_event("bad_checkpoint", step, line)
+            self._log_event("bad_checkpoint", line)
 
     def at(self, phase: str, is_slow: bool = False) -> None:
         """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, in what may take minutes."""
-        patience = self.config.parallel.start_timeout if is_slow else None
-        self.watchdog.at(phase, self.progress.step + (not is_slow), patience)
+        self.watchdog.at(phase, self.progress.step + (not is_slow), self.config.parallel.start_timeout if is_slow else None)
 
     def next_step(self) -> int | None:
         """The number of steps done, where another one is due; None where the run has ended, finished or asked to stop.
@@ -189,7 +188,7 @@ class Run:
             self._save()
             self.saver.finish()
             step = self.progress.step
-            self._log_event("stopped", step, f"stopped on request at step {step}; saved. To go on: run the same command again")
+            self._log_event("stopped", f"stopped on request at step {step}; saved. To go on: run the same command again")
             return None
         self._step_began = time.perf_counter()
         self._profiler.begin(self.progress.step + 1)
@@ -246,7 +245,7 @@ class Run:
 
         def any_rank_stops() -> bool:
             self.watchdog.at("validating", self.progress.step)
-            return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
+            return bool(parallel.all_sum(torch.tensor(float(self.stop.is_set()), device=world.device), world))
 
         found = evaluate(self.model, self.data.val, self.data.weights, config.micro_batch, world.device, world.rank, world.size,
                          lambda t: parallel.all_concatenate(t, world), any_rank_stops)
@@ -254,7 +253,6 @@ class Run:
         return found
 
     def _save(self) -> None:
-        step = self.progress.step
         self.at("saving a checkpoint", is_slow=True)
         self.progress.seconds = time.perf_counter() - self._began
         state = asdict(self.progress) | {
@@ -262,11 +260,10 @@ class Run:
             "origin": self._origin, "switched_from": self._switched_from}
         if scales := self.scales.state():
             state["fp8_scales"] = scales
-        del state["step"]               # the manifest's own
         self.data.verified()            # no checkpoint holds what a damaged shard has taught
-        self.saver.save(step, self._tensors, state, self.config)
+        self.saver.save(state.pop("step"), self._tensors, state, self.config)       # the step is the manifest's own
         if self.saver.failures:     # the save before: training goes on, and this one tries again
-            self._log_event("save_failed", step, self.saver.failures[-1])
+            self._log_event("save_failed", self.saver.failures[-1])
 
     def _act_on(self, verdict: Verdict) -> None:
         """ROLLBACK: back to the newest checkpoint from before the skipped steps, whose weights were sane, on with new data.
@@ -276,8 +273,7 @@ class Run:
         self.saver.wait()       # what it has to save is the newest there will be
         if verdict is Verdict.ROLLBACK:
             before = guard.suspect_since or 0
-            found = restore(config.run_dir, self._tensors, self.world,
-                            lambda line: self._log_event("bad_checkpoint", bad, line), before)
+            found = restore(config.run_dir, self._tensors, self.world, partial(self._log_event, "bad_checkpoint"), before)
             if found is None and config.parent and 0 < config.parent[1] < before:
                 with suppress(UserError):       # the trunk may be gone by now
                     found = branch(config, self.tokenizer.sha256, self._tensors, self.world)
@@ -335,9 +331,9 @@ class Run:
         self._positions = count(first * config.data.tokens_per_step + world.rank * tokens, world.size * tokens)     # in the order
         self._batches = self.data.stream(first, end, world.rank, world.size, world.device)
 
-    def _log_event(self, event: str, step: int, reason: str) -> None:
+    def _log_event(self, event: str, reason: str) -> None:
         if self.log:
-            self.log.event({"event": event, "step": step, "reason": reason})
+            self.log.event({"event": event, "step": self.progress.step, "reason": reason})
             self.log.say(reason)
 
 
@@ -427,28 +423,26 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)      # the last is Slu
 ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
 
 
-class StopRequest:
+def stop_request() -> threading.Event:
     """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once: a
     thread counts them as they arrive, where Python's own handlers wait for a collective or the device to come back."""
-
-    def __init__(self):
-        self.requested = False
-        self._numbers, self._written = socket.socketpair()
-        self._written.setblocking(False)
-        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, lambda *_: None)      # so that it is written to the wake-up socket
-        threading.Thread(target=self._count, name="signals", daemon=True).start()
-
-    def _count(self) -> None:
+    def count_signals() -> None:
         first: dict[int, float] = {}
-        while numbers := self._numbers.recv(64):
+        while numbers := os.read(arriving, 64):
             for number in filter(SIGNALS.__contains__, numbers):
-                self.requested = True
+                requested.set()
                 if time.monotonic() - first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
                     os.write(2, f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and "
                                 f"the same command goes on from there\n".encode())
                     os._exit(128 + number)
+
+    requested, (arriving, written) = threading.Event(), os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)      # so that it is written to the pipe
+    threading.Thread(target=count_signals, name="signals", daemon=True).start()
+    return requested
 
 
 def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
