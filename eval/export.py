@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
 from runtime import tokenizer as gpt2
-from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, origin_of, read_manifest, seal, sync_folder
+from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, read_manifest, seal, sync_folder
 from runtime.cli import UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, cast, scale_of
@@ -343,7 +343,7 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     for name, index in sources.items():
         shown.append([name, f"{data.mixture[name] / sum(data.mixture.values()):.1%}",
                       *(str(index.get(key, "not known")) for key in ("dataset", "revision", "license"))])
-    base = (origin_of(manifest) or {}).get("folder")
+    base = (state.get("imported") or state.get("origin") or {}).get("folder")
     if "imported" in state:
         made, training = f"imported into nanoFP8 from {base} and not trained there", ""
     else:

@@ -361,23 +361,14 @@ class _Unpickler(pickle.Unpickler):
 # --------------------------------------------------------------------------------------------------------------- branch
 
 def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
-    """Fill `tensors` in place from the checkpoint config.start_from, the weights alone where it is_weights_only(), by all ranks
-    together; its path and manifest. Raises UserError where there is none, it is damaged, or it does not fit this run."""
+    """Fill `tensors` in place from the checkpoint config.start_from, by all ranks together; its path and manifest. The weights
+    alone, without moments and order of data, where its state says `imported`: a model by eval/export.py, or a finished run.
+    Raises UserError where there is none, it is damaged, or it does not fit this run."""
     path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_sha256))
-    if is_weights_only(manifest):
+    if "imported" in manifest["state"]:
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
     load(path, manifest, tensors, world)
     return path, manifest
-
-
-def is_weights_only(manifest: dict) -> bool:
-    """Whether a checkpoint is an imported model (eval/export.py), or a finished run taken for one: no moments, no data order."""
-    return "imported" in manifest["state"]
-
-
-def origin_of(manifest: dict) -> dict | None:
-    """The model that a checkpoint's weights go back to: imported (eval/export.py), or a run's; None: they began from nothing."""
-    return manifest["state"].get("imported") or manifest["state"].get("origin")
 
 
 def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
@@ -392,7 +383,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
                         f"first (checkpoint.at=STEP keeps a step), or import one, python -m eval.export --from-hf DIR {run_dir}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
-    if not is_weights_only(manifest):
+    if "imported" not in manifest["state"]:
         if not is_run:
             check_branch(config, parent, manifest["step"])
             return path, manifest

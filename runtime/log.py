@@ -23,7 +23,7 @@ from torch.profiler import ProfilerAction, profile
 
 from runtime.cli import UserError, duration, si
 from runtime.config import Config
-from runtime.machine import device_name, digest, git, metrics_rows, read_rows, to_line, write_atomically, write_json
+from runtime.machine import device_name, digest, git, metrics_rows, read_rows, to_line, write_atomically
 
 WARM_UP_STEPS = 3       # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
@@ -251,12 +251,6 @@ def environment(device: torch.device, root: Path) -> dict:
         "variables": {name: value for name, value in sorted(os.environ.items())
                       if name.startswith(PREFIXES) and not SECRET.search(name)},
     }
-
-
-def write_environment(path: Path, device: torch.device, root: Path) -> None:
-    """Write env.json: the environment now, but the t_start of the run's first start: a prediction counts only if older."""
-    first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
-    write_json(path, environment(device, root) | first)
 
 
 # Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that fits. NVIDIA data sheets.

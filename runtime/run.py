@@ -23,12 +23,12 @@ import torch
 
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
-from runtime.checkpoint import Saver, branch, is_weights_only, origin_of, restore, run_on_rank0
+from runtime.checkpoint import Saver, branch, restore, run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
-from runtime.log import Log, Meter, Profiler, lineage, pair_id, peak_flops, throughput, write_environment
+from runtime.log import Log, Meter, Profiler, environment, lineage, pair_id, peak_flops, throughput
 from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
 from runtime.parallel import World, build
 from runtime.probe import Probe
@@ -121,8 +121,8 @@ class Run:
             return None
         self.model.init_buffers()
         manifest, state = found[1], found[1]["state"]
-        self._origin, self._switched_from = origin_of(manifest), state.get("switched_from")
-        if not is_weights_only(manifest):
+        self._origin, self._switched_from = state.get("imported") or state.get("origin"), state.get("switched_from")
+        if "imported" not in state:
             self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
             if not self._is_resumed:
                 self.progress.seconds = self.progress.probe_seconds = 0.0       # the parent's hours are its own
@@ -146,7 +146,9 @@ class Run:
         write_json(config.run_dir / "config.json", asdict(config))        # first: it marks the folder as a run
         keep_tokenizer(config.run_dir, config.data.tokenizer)
         self._meter = cleanup.enter_context(closing(Meter(world.device)))
-        write_environment(config.run_dir / "env.json", world.device, ROOT)
+        env = config.run_dir / "env.json"       # keeps the t_start of the run's first start: a prediction counts only if older
+        first = {"t_start": json.loads(env.read_text())["t_start"]} if env.exists() else {}
+        write_json(env, environment(world.device, ROOT) | first)
         self.log = cleanup.enter_context(closing(Log(config, step)))
         begins = "resuming" if self._is_resumed else "branching off" if step else "on from"
         self.log.say("\n".join([
