@@ -146,7 +146,7 @@ class Saver:
         try:
             if self._together(lambda: self._begin(tmp, final))[0]:
                 return
-            files = self._together(lambda: self._dump(tmp))
+            files = self._together(lambda: dump(tmp, self._copies, self.world))
             self._together(lambda: is_main and self._commit(tmp, final, manifest, files))
         finally:
             if is_main:
@@ -181,15 +181,8 @@ class Saver:
             tmp.mkdir()
         return is_there
 
-    def _dump(self, tmp: Path) -> dict[str, dict]:
-        """Write this rank's files; returns size and SHA-256 of each, hashed while they are in its own page cache."""
-        # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is on the host already.
-        dcp.save(self._copies, storage_writer=dcp.FileSystemWriter(tmp, per_thread_copy_ahead=0), **_process_group(self.world))
-        mine = [*tmp.glob(f"__{self.world.rank}_*"), *([tmp / ".metadata"] if self.world.is_main else [])]
-        return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in mine}
-
     def _commit(self, tmp: Path, final: Path, manifest: dict, files: list[dict]) -> None:
-        manifest["files"] = {name: entry for each in files for name, entry in sorted(each.items())}
+        manifest["files"] = {name: entry for each in files for name, entry in each.items()}
         if absent := [name for name in manifest["files"] if not (tmp / name).is_file()]:
             raise OSError(f"{absent[0]}, which another rank wrote, is not there on rank 0: all machines must share this folder")
         seal(tmp, manifest)
@@ -217,6 +210,15 @@ def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -
     stay |= {s for s in steps if s in policy.at or (policy.forever and s % policy.forever == 0)}
     judged = [s for s in steps if policy.best and math.isfinite(losses.get(s, math.nan))]
     return stay.union(sorted(judged, key=lambda s: (losses[s], -s))[:1])
+
+
+def dump(folder: Path, tensors: dict[str, torch.Tensor], world=None) -> dict[str, dict]:
+    """Write this rank's files; returns size and SHA-256 of each, by name, hashed while they are in its own page cache."""
+    # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is on the host already.
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), **_process_group(world))
+    rank = world.rank if world else 0
+    mine = [folder / ".metadata"] * (rank == 0) + sorted(folder.glob(f"__{rank}_*"))
+    return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in mine}
 
 
 def _remove(path: Path) -> None:
