@@ -195,12 +195,12 @@ class Meter:
 
 
 class Profiler:
-    """Trace `steps` (first, last; counted from 1), or what this start does of them, once on every rank, to
+    """Trace the steps of profile=, counted from 1, or what this start does of them, once on every rank, to
     run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler."""
 
-    def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say=print):
-        self.folder, self.world, self.say = run_dir / "profile", world, say
-        self.first, self.last = steps or (0, -1)
+    def __init__(self, config: Config, world, say):
+        self.folder, self.world, self.say = config.run_dir / "profile", world, say
+        self.first, self.last = config.profile_steps or (0, -1)
         self._trace: profile | None = None
 
     def begin(self, step: int) -> None:

@@ -83,8 +83,7 @@ class Run:
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
         self._built = built = build(config, world)
         self.model, self.optimizer, self.loss_scale, self.scales = built.model, built.optimizer, built.loss_scale, built.scales
-        self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
-                          "fp8": digest(fp8.by_layer(built.layers))}
+        self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256, "fp8": digest(fp8.by_layer(built.layers))}
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
         damaged: list[str] = []     # lines about checkpoints
@@ -95,8 +94,7 @@ class Run:
         self.saver = Saver(config.run_dir, config.checkpoint, world, lambda: self.log.validated if self.log else {})
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(built.layers, self.loss_scale), config.probe.tokens)
-        say = self.log.say if self.log else print
-        self._profiler = cleanup.enter_context(closing(Profiler(config.profile_steps, config.run_dir, world, say)))
+        self._profiler = cleanup.enter_context(closing(Profiler(config, world, self.log.say if self.log else print)))
         self.stop = stop_request()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False

@@ -94,9 +94,8 @@ class Watchdog(contextlib.AbstractContextManager):
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         self._ended = message       # so that the others do not take a rank that reports for a dead one
         if self.world.size > 1:
-            culprit = self._culprit(is_stalled=True)
-            message += f"; {culprit or 'all ranks are alive and equally far: a collective or the device hangs'}"
-            self._ended = message
+            culprit = self._culprit(is_stalled=True) or "all ranks are alive and equally far: a collective or the device hangs"
+            self._ended = message = f"{message}; {culprit}"
             self._publish()
         print(f"\n{message}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=2)
