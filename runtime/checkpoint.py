@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from model import GPT
@@ -301,8 +300,10 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
             raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
 
     def read() -> None:
-        reader = TensorReader(path)
-        reader.read_metadata()      # what is wrong with it, said as it is: DCP of torch 2.11 goes on without
+        reader = dcp.FileSystemReader(path)
+        with open(path / ".metadata", "rb") as file:    # here, as DCP of torch 2.11 goes on without what it cannot read
+            metadata = _Unpickler(file).load()
+        reader.read_metadata = lambda *args, **kwargs: metadata     # type: ignore[method-assign]
         dcp.load(tensors, storage_reader=reader, **_process_group(world))
 
     try:
@@ -333,15 +334,8 @@ def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_
     return model, config
 
 
-class TensorReader(dcp.FileSystemReader):
-    """DCP's reader, except that its pickled metadata can name nothing but tensors."""
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            return _Unpickler(file).load()
-
-
 class _Unpickler(pickle.Unpickler):
+    """For DCP's metadata, which can name nothing but tensors."""
     ALLOWED = {     # without BytesStorageMetadata: DCP unpickles what it describes, even under the name of a tensor
         "torch.distributed.checkpoint.metadata": {
             "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
