@@ -131,11 +131,10 @@ class Run:
             optim.set_updates(self.optimizer, self.progress.updates)
             self.guard = Guard(config.guard, **state["guard"])
             self.scales.load(state.get("fp8_scales"))       # a trunk of another precision has none
-        before = state.get("data", self._identity)      # an imported model has none
-        for key, what in (("train", "training tokens than data.dir holds"),
+        for key, what in (("train", "training tokens than data.dir holds"),     # an imported model was begun with none
                           ("val", "validation windows than eval.tokens and data.dir give"),
                           ("fp8", "Linears in FP8 than fp8.recipe=auto chooses here")):
-            if before.get(key) != self._identity[key] and not (key == "fp8" and is_switch):
+            if state.get("data", self._identity).get(key) != self._identity[key] and not (key == "fp8" and is_switch):
                 raise UserError(f"{found[0].parent.parent} was begun with other {what}: restore those, or choose another run=")
         return found
 
