@@ -121,8 +121,7 @@ class Saver:
         """Delete the checkpoints of later steps, so that no resume continues from one."""
         self.wait()
         # Newest first: a kill in between leaves the fewest of those that are to go.
-        run_on_rank0(self.world, lambda: [_remove(path) for path in reversed(checkpoints(self.dir.parent))
-                                          if step_of(path) > step])
+        run_on_rank0(self.world, lambda: [_remove(p) for p in reversed(checkpoints(self.dir.parent)) if step_of(p) > step])
 
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
@@ -421,10 +420,9 @@ def together(work: Callable[[], T], world) -> list[T]:
 
 def gather(value: object, world) -> list:
     """Every rank's `value`, by rank, on every rank."""
-    if world is None or world.size == 1:
-        return [value]
-    values = [None] * world.size
-    dist.all_gather_object(values, value, group=world.checkpoint_group)
+    values = [value] * (world.size if world else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=world.checkpoint_group)
     return values
 
 

@@ -174,8 +174,8 @@ class Run:
             self._is_to_validate = False
             val, step = self._evaluate(), self.progress.step
             if val and not math.isfinite(val.loss):
-                batch = self.data.val[self.data.sources[0]].batch(0, self.config.micro_batch)      # for a diagnosis
-                self._batch = batch[0].to(self.world.device), batch[1].to(self.world.device)
+                x, y = self.data.val[self.data.sources[0]].batch(0, self.config.micro_batch)
+                self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
             elif val:
                 if self.log:

@@ -65,8 +65,7 @@ class Watchdog(contextlib.AbstractContextManager):
     def explain(self, error: Exception) -> str | None:
         """A sentence on the rank whose end made a collective fail with `error` here, after LISTEN heartbeats; None where no
         rank is missing, so that the error is this rank's own."""
-        culprit = self._culprit(is_stalled=False) if self.world.size > 1 else None
-        if culprit is None:
+        if self.world.size == 1 or (culprit := self._culprit(is_stalled=False)) is None:
             return None
         self._ended = ""
         return f"{culprit}; a collective failed without it ({type(error).__name__}: {str(error)[:200]})"
