@@ -64,10 +64,9 @@ class Probe:
                 seen[layer, "weight"] = statistics(weight.detach().full_tensor(), recipe.weight)        # all ranks gather it
         hooks = nullcontext() if self.path is None else watching(self.model, self.recipes, seen)
         try:
-            with torch.compiler.set_stance("force_eager"), hooks:
-                with torch.set_grad_enabled(bool(self.recipes)):    # block rows need no backward pass
-                    loss = self.model(x[:n], y[:n]).sum() * backward_scale
-                if self.recipes:
+            with torch.compiler.set_stance("force_eager"), hooks, torch.set_grad_enabled(bool(self.recipes)):
+                loss = self.model(x[:n], y[:n]).sum() * backward_scale
+                if self.recipes:        # block rows need no backward pass
                     loss.backward()
         finally:
             zero_gradients(self.model)
