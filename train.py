@@ -52,7 +52,7 @@ def train(config: Config, world: World) -> None:
             # ---- clip, one host read ---------------------------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
             grad_norm = parallel.clip_gradients(model, config.optim.clip)
-            sums = parallel.all_sum(torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.requested))), world)
+            sums = parallel.all_sum(torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.is_set()))), world)
             n_saturated = run.scales.end(step_scale)        # tensors beyond their delayed scale
             loss, stops, grad_norm, n_saturated = torch.cat((sums, torch.stack((grad_norm, n_saturated)))).tolist()
             loss /= targets

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,14 +23,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from huggingface_hub import ModelCardData, split_state_dict_into_shards_factory
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
 
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
 from runtime import tokenizer as gpt2
-from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, origin_of, read_manifest, seal, sync_folder
+from runtime.checkpoint import FORMAT_VERSION, cause, describe, dump, name_of, read_manifest, seal, sync_folder
 from runtime.cli import UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, cast, scale_of
@@ -339,7 +337,7 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     for name, index in sources.items():
         shown.append([name, f"{data.mixture[name] / sum(data.mixture.values()):.1%}",
                       *(str(index.get(key, "not known")) for key in ("dataset", "revision", "license"))])
-    base = (origin_of(manifest) or {}).get("folder")
+    base = (state.get("imported") or state.get("origin") or {}).get("folder")
     if "imported" in state:
         made, training = f"imported into nanoFP8 from {base} and not trained there", ""
     else:
@@ -420,12 +418,10 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
     `state` is plain JSON. Raises OSError. As runtime/checkpoint.py writes them from training, but for temporary name and rename.
     """
     tensors = {f"model.{name}": t for name, t in weights.items()}
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
     try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+        files = dump(path, tensors)
     except CheckpointException as error:
         raise OSError(f"{path} could not be written ({cause(error)})") from error
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in sorted(path.iterdir())}
     seal(path, {"format_version": FORMAT_VERSION, "step": 0, "state": state, "config": asdict(config),
                 "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
 

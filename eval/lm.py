@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eval.sample import stream
 from model import GPT, KVCache
 from runtime.checkpoint import gather
-from runtime.cli import ProgressLine
+from runtime.cli import progress_line
 from runtime.parallel import World
 from runtime.tokenizer import Tokenizer
 
@@ -98,12 +98,11 @@ class CheckpointLM(TemplateLM):
         """What work(batch) lists for each batch, in order, each done by one rank: no batch depends on the number of ranks."""
         world, own = self.world, {}
         mine = range(world.rank, len(batch_list), world.size)
-        total, progress = sum(sizes[i] for i in mine), ProgressLine("scored", "sequences", world.is_main)
-        progress.show(lambda: (0, 0.0))
-        for i in mine:
-            own[i] = work(batch_list[i])
-            progress.show(lambda: ((so_far := sum(sizes[j] for j in own)), so_far / total))
-        progress.clear()
+        total = sum(sizes[i] for i in mine) or 1        # a rank may have nothing to do
+        with progress_line("scored", "sequences", lambda: ((n := sum(sizes[i] for i in own)), n / total), world.is_main) as show:
+            for i in mine:
+                own[i] = work(batch_list[i])
+                show()
         done = {i: answer for answers in gather(own, world) for i, answer in answers.items()}
         return [answer for i in range(len(batch_list)) for answer in done[i]]
 

@@ -37,7 +37,7 @@ import numpy as np
 from prepare.decontaminate import found_in, read_grams
 from prepare.sources import BadFile, InputFile, Source
 from runtime import shards
-from runtime.cli import MachineError, ProgressLine, UserError, grid, si
+from runtime.cli import MachineError, UserError, grid, progress_line, si
 from runtime.machine import ROOT, alone, end_with_parent, new_file, read_bytes, write_json
 from runtime.shards import LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import Tokenizer, clean, load_tokenizer
@@ -332,7 +332,7 @@ class Work:
 
     def tokenise(self) -> None:
         """Runs the tasks."""
-        line, began, sizes = ProgressLine(self.source.name, "tokens"), time.monotonic(), [file.bytes or 1 for file in self.files]
+        began, sizes = time.monotonic(), [file.bytes or 1 for file in self.files]
         first = sum(piece.bytes for piece in read_pieces(self.parts))
 
         def state() -> tuple:
@@ -343,10 +343,8 @@ class Work:
             return tokens, max(share, min(1.0, tokens / self.target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
         if self.job.on == "ray" and (tasks := self.tasks()):
             _run_on_ray(tasks, self.job.workers, self.parts.resolve())
-        try:        # what ended on Ray with an error ends so here, and tells why
-            run_here(self.tasks(), self.job.workers, lambda: line.show(state))
-        finally:
-            line.clear()
+        with progress_line(self.source.name, "tokens", state) as show:      # what ended on Ray with an error tells why here
+            run_here(self.tasks(), self.job.workers, show)
 
     def assemble(self) -> bool:
         """Pieces -> shards and index.json. Returns False where the pieces are too few: `target` says how many tokens it takes.

@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from model import GPT
@@ -77,14 +76,13 @@ def step_of(path: Path) -> int:
 # ----------------------------------------------------------------------------------------------------------------- save
 
 class Saver:
-    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses`: validation losses
-    known so far, by step, to add each new one to: the best checkpoint among those that have one is kept."""
+    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses` tells rank 0 the
+    validation losses so far, by step: the best checkpoint among those that have one is kept."""
 
-    def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: dict[int, float]):
+    def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: Callable[[], dict[int, float]]):
         self.dir, self.policy, self.world, self.losses = Path(run_dir) / "checkpoints", policy, world, losses
         self.failures: list[str] = []       # a sentence on each save that failed since the last good one
-        self._name = ""     # of the checkpoint being saved
-        self._pending: Future | None = None
+        self._pending: tuple[str, Future | None] = "", None     # the checkpoint being saved
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -101,7 +99,6 @@ class Saver:
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
                     "config": asdict(config), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
-        self._name = name_of(step)
         if self._stream:        # copies run on a stream of their own, behind what is queued now
             self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):               # does nothing where there is none
@@ -113,7 +110,7 @@ class Saver:
                     self._copies[name] = DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
                 local(self._copies[name]).copy_(shard, non_blocking=True)
             self._copied = self._stream.record_event() if self._stream else None
-        self._pending = self._thread.submit(self._write, manifest)
+        self._pending = name_of(step), self._thread.submit(self._write, manifest)
 
     def staged(self) -> None:
         """Wait until the tensors may change again. On CUDA the device waits, the host goes on."""
@@ -121,18 +118,16 @@ class Saver:
             torch.cuda.current_stream(self.world.device).wait_event(self._copied)
 
     def roll_back(self, step: int) -> None:
-        """Delete the checkpoints of later steps, so that no resume continues from one, and forget their losses."""
+        """Delete the checkpoints of later steps, so that no resume continues from one."""
         self.wait()
-        self.losses = {s: loss for s, loss in self.losses.items() if s <= step}
         # Newest first: a kill in between leaves the fewest of those that are to go.
-        run_on_rank0(self.world, lambda: [_remove(path) for path in reversed(checkpoints(self.dir.parent))
-                                          if step_of(path) > step])
+        run_on_rank0(self.world, lambda: [_remove(p) for p in reversed(checkpoints(self.dir.parent)) if step_of(p) > step])
 
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
-        pending, self._pending = self._pending, None
+        (name, pending), self._pending = self._pending, ("", None)
         if pending and (error := pending.exception()):
-            self.failures.append(f"checkpoint {self._name} could not be written under {self.dir} ({error})")
+            self.failures.append(f"checkpoint {name} could not be written under {self.dir} ({error})")
         elif pending:
             self.failures = []
 
@@ -144,12 +139,12 @@ class Saver:
 
     def _write(self, manifest: dict) -> None:
         """All of a save but the copies, in a background thread of each rank. Where it fails, it raises the same error on all."""
-        final, is_main = self.dir / self._name, self.world.is_main
+        final, is_main = self.dir / name_of(manifest["step"]), self.world.is_main
         tmp = final.with_name(f".tmp_{final.name}")
         try:
             if self._together(lambda: self._begin(tmp, final))[0]:
                 return
-            files = self._together(lambda: self._dump(tmp))
+            files = self._together(lambda: dump(tmp, self._copies, self.world))
             self._together(lambda: is_main and self._commit(tmp, final, manifest, files))
         finally:
             if is_main:
@@ -157,7 +152,7 @@ class Saver:
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
         if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             there = {step_of(path): path for path in checkpoints(self.dir.parent)}
-            for step in there.keys() - kept(list(there), self.policy, dict(self.losses)):
+            for step in there.keys() - kept(list(there), self.policy, dict(self.losses())):
                 with suppress(OSError):     # the save itself is good; the next one tries again
                     _remove(there[step])
 
@@ -184,15 +179,8 @@ class Saver:
             tmp.mkdir()
         return is_there
 
-    def _dump(self, tmp: Path) -> dict[str, dict]:
-        """Write this rank's files; returns size and SHA-256 of each, hashed while they are in its own page cache."""
-        # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is on the host already.
-        dcp.save(self._copies, storage_writer=dcp.FileSystemWriter(tmp, per_thread_copy_ahead=0), **_process_group(self.world))
-        mine = [*tmp.glob(f"__{self.world.rank}_*"), *([tmp / ".metadata"] if self.world.is_main else [])]
-        return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in mine}
-
     def _commit(self, tmp: Path, final: Path, manifest: dict, files: list[dict]) -> None:
-        manifest["files"] = {name: entry for each in files for name, entry in sorted(each.items())}
+        manifest["files"] = {name: entry for each in files for name, entry in each.items()}
         if absent := [name for name in manifest["files"] if not (tmp / name).is_file()]:
             raise OSError(f"{absent[0]}, which another rank wrote, is not there on rank 0: all machines must share this folder")
         seal(tmp, manifest)
@@ -220,6 +208,15 @@ def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -
     stay |= {s for s in steps if s in policy.at or (policy.forever and s % policy.forever == 0)}
     judged = [s for s in steps if policy.best and math.isfinite(losses.get(s, math.nan))]
     return stay.union(sorted(judged, key=lambda s: (losses[s], -s))[:1])
+
+
+def dump(folder: Path, tensors: dict[str, torch.Tensor], world=None) -> dict[str, dict]:
+    """Write this rank's files; returns size and SHA-256 of each, by name, hashed while they are in its own page cache."""
+    # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is on the host already.
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), **_process_group(world))
+    rank = world.rank if world else 0
+    mine = [folder / ".metadata"] * (rank == 0) + sorted(folder.glob(f"__{rank}_*"))
+    return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in mine}
 
 
 def _remove(path: Path) -> None:
@@ -302,8 +299,10 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
             raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
 
     def read() -> None:
-        reader = TensorReader(path)
-        reader.read_metadata()      # what is wrong with it, said as it is: DCP of torch 2.11 goes on without
+        reader = dcp.FileSystemReader(path)
+        with open(path / ".metadata", "rb") as file:    # here, as DCP of torch 2.11 goes on without what it cannot read
+            metadata = _Unpickler(file).load()
+        reader.read_metadata = lambda *args, **kwargs: metadata     # type: ignore[method-assign]
         dcp.load(tensors, storage_reader=reader, **_process_group(world))
 
     try:
@@ -334,15 +333,8 @@ def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_
     return model, config
 
 
-class TensorReader(dcp.FileSystemReader):
-    """DCP's reader, except that its pickled metadata can name nothing but tensors."""
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            return _Unpickler(file).load()
-
-
 class _Unpickler(pickle.Unpickler):
+    """For DCP's metadata, which can name nothing but tensors."""
     ALLOWED = {     # without BytesStorageMetadata: DCP unpickles what it describes, even under the name of a tensor
         "torch.distributed.checkpoint.metadata": {
             "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -364,23 +356,14 @@ class _Unpickler(pickle.Unpickler):
 # --------------------------------------------------------------------------------------------------------------- branch
 
 def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
-    """Fill `tensors` in place from the checkpoint config.start_from, the weights alone where it is_weights_only(), by all ranks
-    together; its path and manifest. Raises UserError where there is none, it is damaged, or it does not fit this run."""
+    """Fill `tensors` in place from the checkpoint config.start_from, by all ranks together; its path and manifest. The weights
+    alone, without moments and order of data, where its state says `imported`: a model by eval/export.py, or a finished run.
+    Raises UserError where there is none, it is damaged, or it does not fit this run."""
     path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_sha256))
-    if is_weights_only(manifest):
+    if "imported" in manifest["state"]:
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
     load(path, manifest, tensors, world)
     return path, manifest
-
-
-def is_weights_only(manifest: dict) -> bool:
-    """Whether a checkpoint is an imported model (eval/export.py), or a finished run taken for one: no moments, no data order."""
-    return "imported" in manifest["state"]
-
-
-def origin_of(manifest: dict) -> dict | None:
-    """The model that a checkpoint's weights go back to: imported (eval/export.py), or a run's; None: they began from nothing."""
-    return manifest["state"].get("imported") or manifest["state"].get("origin")
 
 
 def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
@@ -395,7 +378,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
                         f"first (checkpoint.at=STEP keeps a step), or import one, python -m eval.export --from-hf DIR {run_dir}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
-    if not is_weights_only(manifest):
+    if "imported" not in manifest["state"]:
         if not is_run:
             check_branch(config, parent, manifest["step"])
             return path, manifest
@@ -437,10 +420,9 @@ def together(work: Callable[[], T], world) -> list[T]:
 
 def gather(value: object, world) -> list:
     """Every rank's `value`, by rank, on every rank."""
-    if world is None or world.size == 1:
-        return [value]
-    values = [None] * world.size
-    dist.all_gather_object(values, value, group=world.checkpoint_group)
+    values = [value] * (world.size if world else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=world.checkpoint_group)
     return values
 
 

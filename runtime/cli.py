@@ -8,8 +8,8 @@ import re
 import sys
 import time
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from typing import Literal, Union, get_args, get_origin, get_type_hints
@@ -227,32 +227,29 @@ def grid(lines: list[list[str]]) -> str:
     return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
 
 
-class ProgressLine:
-    """Progress of `name` in `unit`, such as "tokens", on stderr. Work that takes less than an interval shows nothing."""
+@contextmanager
+def progress_line(name: str, unit: str, state: Callable[[], tuple], is_shown: bool = True) -> Iterator[Callable[[], None]]:
+    """A function that tells, when a line is due, the progress of `name` in `unit`, such as "tokens", on stderr. Work that takes
+    less than an interval shows nothing. state(): units so far, share of the work that is done, 0 to 1, and words to add."""
+    is_live, began, (at_start, share_at_start, *_) = sys.stderr.isatty(), time.monotonic(), state()
+    clear, interval = ("\r\x1b[2K", LIVE_S) if is_live else ("", LOG_S)
+    due = began + interval if is_shown else math.inf
 
-    def __init__(self, name: str, unit: str, is_shown: bool = True):
-        self._name, self._unit, self._due = name, unit, 0.0 if is_shown else math.inf
-        self._is_live, self._first = sys.stderr.isatty(), (0.0, 0.0, 0.0)       # time, units and share at the first look
-
-    def show(self, state: Callable[[], tuple]) -> None:
-        """`state()`, called when a line is due: units so far, share of the work that is done, 0 to 1, and words to add."""
-        if (now := time.monotonic()) < self._due:
+    def show() -> None:
+        nonlocal due
+        if (now := time.monotonic()) < due:
             return
-        self._due = now + (LIVE_S if self._is_live else LOG_S)
+        due = now + interval
         units, share, *words = state()
-        if not self._first[0]:      # units that were there at the start say nothing of the speed
-            self._first = now, units, share
-            return
-        seconds, gained = now - self._first[0], share - self._first[2]
-        told = [f"{si(units)} {self._unit}", f"{si((units - self._first[1]) / seconds)}/s", *words]
+        seconds, gained = now - began, share - share_at_start       # what was there at the start says nothing of the speed
+        told = [f"{si(units)} {unit}", f"{si((units - at_start) / seconds)}/s", *words]
         told += [f"{duration(seconds * (1 - share) / gained)} left"] if gained > 0 else []
-        self.clear()
-        print(f"{self._name}: {share:.0%}, {', '.join(told)}", end="" if self._is_live else "\n", file=sys.stderr, flush=True)
+        print(f"{clear}{name}: {share:.0%}, {', '.join(told)}", end="" if is_live else "\n", file=sys.stderr, flush=True)
 
-    def clear(self) -> None:
-        """Remove the live line, before something else is printed and at the end."""
-        if self._is_live and self._first[0]:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+    try:
+        yield show
+    finally:
+        print(end=clear * is_shown, file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -100,8 +100,7 @@ class Guard:
 
     def _accept(self, steps: list[list[float]]) -> None:
         self.accepted = (self.accepted + steps)[-self.settings.window:]
-        self.spikes = []
-        self.consecutive, self.suspect_since, self.is_back = 0, None, False
+        self.spikes, self.consecutive, self.suspect_since, self.is_back = [], 0, None, False
 
     def _skip(self, step: int, what: str) -> Verdict:
         if self.consecutive == 0:
@@ -121,9 +120,8 @@ class Guard:
     def _is_new_level(self) -> bool:
         losses = [loss for loss, _ in self.spikes]
         middle, sd = self._usual()
-        if self.settings.mode == "log" or (math.log(max(*losses, TINY)) - middle[0]) / sd[0] <= self.settings.threshold:
-            return True
-        return self.is_back and max(losses) <= LEVEL * min(losses)
+        is_usual = (math.log(max(*losses, TINY)) - middle[0]) / sd[0] <= self.settings.threshold
+        return self.settings.mode == "log" or is_usual or self.is_back and max(losses) <= LEVEL * min(losses)
 
     def _describe_spike(self, loss: float, grad_norm: float) -> str | None:
         """Which of the two is a spike, and how large; None where neither is, or the window is not yet half full."""

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerAction, profile
 
 from runtime.cli import UserError, duration, si
 from runtime.config import Config
-from runtime.machine import device_name, digest, git, metrics_rows, read_rows, to_line, write_atomically, write_json
+from runtime.machine import device_name, digest, git, metrics_rows, read_rows, to_line, write_atomically
 
 WARM_UP_STEPS = 3       # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
@@ -195,12 +195,12 @@ class Meter:
 
 
 class Profiler:
-    """Trace `steps` (first, last; counted from 1), or what this start does of them, once on every rank, to
+    """Trace the steps of profile=, counted from 1, or what this start does of them, once on every rank, to
     run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler."""
 
-    def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say=print):
-        self.folder, self.world, self.say = run_dir / "profile", world, say
-        self.first, self.last = steps or (0, -1)
+    def __init__(self, config: Config, world, say):
+        self.folder, self.world, self.say = config.run_dir / "profile", world, say
+        self.first, self.last = config.profile_steps or (0, -1)
         self._trace: profile | None = None
 
     def begin(self, step: int) -> None:
@@ -253,12 +253,6 @@ def environment(device: torch.device, root: Path) -> dict:
     }
 
 
-def write_environment(path: Path, device: torch.device, root: Path) -> None:
-    """Write env.json: the environment now, but the t_start of the run's first start: a prediction counts only if older."""
-    first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
-    write_json(path, environment(device, root) | first)
-
-
 # Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that fits. NVIDIA data sheets.
 PEAK_FLOPS = {
     "H100 PCIe": (756e12, 1513e12), "H100 NVL": (835e12, 1671e12), "H200 NVL": (836e12, 1671e12),
@@ -288,14 +282,20 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
     }
 
 
-def pair_id(config: Config, began_from: str | None = None) -> str:
+def lineage(config: Config, origin: dict | None = None) -> dict:
+    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch.
+    origin: the model that a branch's parent had gone on with."""
+    run, step = config.parent or (None, None)
+    return {"parent_run": run if step else None, "parent_step": step or None,     # older checkpoints do not name the run
+            "continued_from": origin and origin.get("run", origin["folder"]) if step else run}
+
+
+def pair_id(config: Config, origin: dict | None = None) -> str:
     """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are compared where it is equal.
 
     A branch has that of the run as a whole, in whose weights it ends. The run or imported model that the first of them took its
-    weights from enters: began_from where `config` does not say it."""
-    if config.parent and config.parent[1] == 0:
-        began_from = config.parent[0]
+    weights from enters."""
     shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"}
-    if began_from:
+    if began_from := lineage(config, origin)["continued_from"]:
         shared["start_from"] = f"{began_from} at step 0"
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]

@@ -65,10 +65,9 @@ class Probe:
                 seen[layer, "weight"] = statistics(weight.detach().full_tensor(), recipe.weight)        # all ranks gather it
         hooks = nullcontext() if self.path is None else watching(self.model, self.recipes, seen)
         try:
-            with torch.compiler.set_stance("force_eager"), hooks:
-                with torch.set_grad_enabled(bool(self.recipes)):    # block rows need no backward pass
-                    loss = self.model(x[:n], y[:n]).sum() * backward_scale
-                if self.recipes:
+            with torch.compiler.set_stance("force_eager"), hooks, torch.set_grad_enabled(bool(self.recipes)):
+                loss = self.model(x[:n], y[:n]).sum() * backward_scale
+                if self.recipes:        # block rows need no backward pass
                     loss.backward()
         finally:
             zero_gradients(self.model)
@@ -119,10 +118,9 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
 
 
 def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
-    """The rows of what was seen; the only place where the host waits for the device."""
+    """The rows of what was seen, for to_line(); the only place where the host waits for the device."""
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
-    values = {(module, what): {name: value if math.isfinite(value := next(flat)) else None for name in NAMES[what]}
-              for module, what in seen}
+    values = {(module, what): {name: next(flat) for name in NAMES[what]} for module, what in seen}
     linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
                 **{what: values[layer, what] for what in OPERANDS if (layer, what) in values}}
                for layer, recipe in recipes.items()]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -22,12 +23,12 @@ import torch
 
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
-from runtime.checkpoint import Saver, branch, is_weights_only, origin_of, restore, run_on_rank0
+from runtime.checkpoint import Saver, branch, restore, run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.data import Data
 from runtime.guard import Guard, Verdict, diagnose
-from runtime.log import Log, Meter, Profiler, pair_id, peak_flops, throughput, write_environment
+from runtime.log import Log, Meter, Profiler, environment, lineage, pair_id, peak_flops, throughput
 from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
 from runtime.parallel import World, build
 from runtime.probe import Probe
@@ -80,11 +81,10 @@ class Run:
             return
         self.data = Data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
-        self._built = build(config, world)
-        self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
-        self.scales = self._built.scales
+        self._built = built = build(config, world)
+        self.model, self.optimizer, self.loss_scale, self.scales = built.model, built.optimizer, built.loss_scale, built.scales
         self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
-                          "fp8": digest({layer.name: layer.recipe for layer in self._built.layers if layer.recipe})}
+                          "fp8": digest({layer.name: layer.recipe for layer in built.layers if layer.recipe})}
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
         damaged: list[str] = []     # lines about checkpoints
@@ -92,12 +92,11 @@ class Run:
         fp8.refresh_weight_copies(self.model)
         if world.is_main:
             self._open_log(cleanup, restored, damaged)
-        self.saver = Saver(config.run_dir, config.checkpoint, world, dict(self.log.validated) if self.log else {})
+        self.saver = Saver(config.run_dir, config.checkpoint, world, lambda: self.log.validated if self.log else {})
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
-                            fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
-        say = self.log.say if self.log else print
-        self._profiler = cleanup.enter_context(closing(Profiler(config.profile_steps, config.run_dir, world, say)))
-        self.stop = StopRequest()
+                            fp8.recipes(built.layers, self.loss_scale), config.probe.tokens)
+        self._profiler = cleanup.enter_context(closing(Profiler(config, world, self.log.say if self.log else print)))
+        self.stop = stop_request()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
         step = self.progress.step       # a kill may have come between its save and its validation
@@ -121,8 +120,8 @@ class Run:
             return None
         self.model.init_buffers()
         manifest, state = found[1], found[1]["state"]
-        self._origin, self._switched_from = origin_of(manifest), state.get("switched_from")
-        if not is_weights_only(manifest):
+        self._origin, self._switched_from = state.get("imported") or state.get("origin"), state.get("switched_from")
+        if "imported" not in state:
             self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
             if not self._is_resumed:
                 self.progress.seconds = self.progress.probe_seconds = 0.0       # the parent's hours are its own
@@ -133,11 +132,10 @@ class Run:
             optim.set_updates(self.optimizer, self.progress.updates)
             self.guard = Guard(config.guard, **state["guard"])
             self.scales.load(state.get("fp8_scales"))       # a trunk of another precision has none
-        before = state.get("data", self._identity)      # an imported model has none
-        for key, what in (("train", "training tokens than data.dir holds"),
+        for key, what in (("train", "training tokens than data.dir holds"),     # an imported model was begun with none
                           ("val", "validation windows than eval.tokens and data.dir give"),
                           ("fp8", "Linears in FP8 than fp8.recipe=auto chooses here")):
-            if before.get(key) != self._identity[key] and not (key == "fp8" and is_switch):
+            if state.get("data", self._identity).get(key) != self._identity[key] and not (key == "fp8" and is_switch):
                 raise UserError(f"{found[0].parent.parent} was begun with other {what}: restore those, or choose another run=")
         return found
 
@@ -146,7 +144,9 @@ class Run:
         write_json(config.run_dir / "config.json", asdict(config))        # first: it marks the folder as a run
         keep_tokenizer(config.run_dir, config.data.tokenizer)
         self._meter = cleanup.enter_context(closing(Meter(world.device)))
-        write_environment(config.run_dir / "env.json", world.device, ROOT)
+        env = config.run_dir / "env.json"       # keeps the t_start of the run's first start: a prediction counts only if older
+        first = {"t_start": json.loads(env.read_text())["t_start"]} if env.exists() else {}
+        write_json(env, environment(world.device, ROOT) | first)
         self.log = cleanup.enter_context(closing(Log(config, step)))
         begins = "resuming" if self._is_resumed else "branching off" if step else "on from"
         self.log.say("\n".join([
@@ -162,12 +162,11 @@ class Run:
         if restored:
             self.log.event({"event": "resume" if self._is_resumed else "branch", "step": step})
         for line in damaged:
-            self._log_event("bad_checkpoint", step, line)
+            self._log_event("bad_checkpoint", line)
 
     def at(self, phase: str, is_slow: bool = False) -> None:
         """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, in what may take minutes."""
-        patience = self.config.parallel.start_timeout if is_slow else None
-        self.watchdog.at(phase, self.progress.step + (not is_slow), patience)
+        self.watchdog.at(phase, self.progress.step + (not is_slow), self.config.parallel.start_timeout if is_slow else None)
 
     def next_step(self) -> int | None:
         """The number of steps done, where another one is due; None where the run has ended, finished or asked to stop.
@@ -180,7 +179,6 @@ class Run:
                 self._batch = x.to(self.world.device), y.to(self.world.device)      # for a diagnosis
                 self._act_on(self.guard.reject_validation(step, f"validation loss {val.loss}"))
             elif val:
-                self.saver.losses[step] = val.loss
                 if self.log:
                     self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
                                          "sources": {name: val.source_loss(name) for name in val.sequences}})
@@ -190,7 +188,7 @@ class Run:
             self._save()
             self.saver.finish()
             step = self.progress.step
-            self._log_event("stopped", step, f"stopped on request at step {step}; saved. To go on: run the same command again")
+            self._log_event("stopped", f"stopped on request at step {step}; saved. To go on: run the same command again")
             return None
         self._step_began = time.perf_counter()
         self._profiler.begin(self.progress.step + 1)
@@ -247,7 +245,7 @@ class Run:
 
         def any_rank_stops() -> bool:
             self.watchdog.at("validating", self.progress.step)
-            return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
+            return bool(parallel.all_sum(torch.tensor(float(self.stop.is_set()), device=world.device), world))
 
         found = evaluate(self.model, self.data.val, self.data.weights, config.micro_batch, world.device, world.rank, world.size,
                          lambda t: parallel.all_concatenate(t, world), any_rank_stops)
@@ -255,7 +253,6 @@ class Run:
         return found
 
     def _save(self) -> None:
-        step = self.progress.step
         self.at("saving a checkpoint", is_slow=True)
         self.progress.seconds = time.perf_counter() - self._began
         state = asdict(self.progress) | {
@@ -263,11 +260,10 @@ class Run:
             "origin": self._origin, "switched_from": self._switched_from}
         if scales := self.scales.state():
             state["fp8_scales"] = scales
-        del state["step"]               # the manifest's own
         self.data.verified()            # no checkpoint holds what a damaged shard has taught
-        self.saver.save(step, self._tensors, state, self.config)
+        self.saver.save(state.pop("step"), self._tensors, state, self.config)       # the step is the manifest's own
         if self.saver.failures:     # the save before: training goes on, and this one tries again
-            self._log_event("save_failed", step, self.saver.failures[-1])
+            self._log_event("save_failed", self.saver.failures[-1])
 
     def _act_on(self, verdict: Verdict) -> None:
         """ROLLBACK: back to the newest checkpoint from before the skipped steps, whose weights were sane, on with new data.
@@ -277,8 +273,7 @@ class Run:
         self.saver.wait()       # what it has to save is the newest there will be
         if verdict is Verdict.ROLLBACK:
             before = guard.suspect_since or 0
-            found = restore(config.run_dir, self._tensors, self.world,
-                            lambda line: self._log_event("bad_checkpoint", bad, line), before)
+            found = restore(config.run_dir, self._tensors, self.world, partial(self._log_event, "bad_checkpoint"), before)
             if found is None and config.parent and 0 < config.parent[1] < before:
                 with suppress(UserError):       # the trunk may be gone by now
                     found = branch(config, self.tokenizer.sha256, self._tensors, self.world)
@@ -336,9 +331,9 @@ class Run:
         self._positions = count(first * config.data.tokens_per_step + world.rank * tokens, world.size * tokens)     # in the order
         self._batches = self.data.stream(first, end, world.rank, world.size, world.device)
 
-    def _log_event(self, event: str, step: int, reason: str) -> None:
+    def _log_event(self, event: str, reason: str) -> None:
         if self.log:
-            self.log.event({"event": event, "step": step, "reason": reason})
+            self.log.event({"event": event, "step": self.progress.step, "reason": reason})
             self.log.say(reason)
 
 
@@ -428,28 +423,26 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)      # the last is Slu
 ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
 
 
-class StopRequest:
+def stop_request() -> threading.Event:
     """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once: a
     thread counts them as they arrive, where Python's own handlers wait for a collective or the device to come back."""
-
-    def __init__(self):
-        self.requested = False
-        self._numbers, self._written = socket.socketpair()
-        self._written.setblocking(False)
-        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, lambda *_: None)      # so that it is written to the wake-up socket
-        threading.Thread(target=self._count, name="signals", daemon=True).start()
-
-    def _count(self) -> None:
+    def count_signals() -> None:
         first: dict[int, float] = {}
-        while numbers := self._numbers.recv(64):
+        while numbers := os.read(arriving, 64):
             for number in filter(SIGNALS.__contains__, numbers):
-                self.requested = True
+                requested.set()
                 if time.monotonic() - first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
                     os.write(2, f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and "
                                 f"the same command goes on from there\n".encode())
                     os._exit(128 + number)
+
+    requested, (arriving, written) = threading.Event(), os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)      # so that it is written to the pipe
+    threading.Thread(target=count_signals, name="signals", daemon=True).start()
+    return requested
 
 
 def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
@@ -460,9 +453,9 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     rows = read_rows(config.run_dir / "metrics.jsonl")
     name, converted = device_name(world.device), [layer for layer in layers if layer.recipe]
     peak = peak_flops(name)
-    arms, began = (("as_trained", as_trained), ("bf16", in_bf16)), lineage(config, run._origin)
+    arms = ("as_trained", as_trained), ("bf16", in_bf16)
     return {
-        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, began["continued_from"]), **began,
+        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, run._origin), **lineage(config, run._origin),
         "status": "ok" if guard.consecutive == 0 else "diverged",
         **{key: env[key] for key in ("git_commit", "torch", "torchao", "t_start")},
         "device": name, "n_gpu": world.size, "seed": config.seed, "repeat": config.repeat,
@@ -494,11 +487,3 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
         "probe_share": run.progress.probe_seconds / run.progress.seconds,
         "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None,
     }
-
-
-def lineage(config: Config, origin: dict | None = None) -> dict:
-    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch.
-    origin: the model that a branch's parent had gone on with."""
-    run, step = config.parent or (None, None)
-    return {"parent_run": run if step else None, "parent_step": step or None,     # older checkpoints do not name the run
-            "continued_from": origin and origin.get("run", origin["folder"]) if step else run}

@@ -65,8 +65,7 @@ class Watchdog(contextlib.AbstractContextManager):
     def explain(self, error: Exception) -> str | None:
         """A sentence on the rank whose end made a collective fail with `error` here, after LISTEN heartbeats; None where no
         rank is missing, so that the error is this rank's own."""
-        culprit = self._culprit(is_stalled=False) if self.world.size > 1 else None
-        if culprit is None:
+        if self.world.size == 1 or (culprit := self._culprit(is_stalled=False)) is None:
             return None
         self._ended = ""
         return f"{culprit}; a collective failed without it ({type(error).__name__}: {str(error)[:200]})"
@@ -94,9 +93,8 @@ class Watchdog(contextlib.AbstractContextManager):
         faulthandler.dump_traceback_later(REPORT_S, exit=True)
         self._ended = message       # so that the others do not take a rank that reports for a dead one
         if self.world.size > 1:
-            culprit = self._culprit(is_stalled=True)
-            message += f"; {culprit or 'all ranks are alive and equally far: a collective or the device hangs'}"
-            self._ended = message
+            culprit = self._culprit(is_stalled=True) or "all ranks are alive and equally far: a collective or the device hangs"
+            self._ended = message = f"{message}; {culprit}"
             self._publish()
         print(f"\n{message}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=2)

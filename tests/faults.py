@@ -25,12 +25,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.run import main as torchrun
 
 import train
 from model import GPT
-from runtime.checkpoint import TensorReader
 from runtime.config import Config
 from runtime.data import Data
 from runtime.machine import read_rows
@@ -247,7 +247,7 @@ FAULTS = {
     "fail_in_save": lambda step, n, many, *rank: in_save(step, lambda count, change: (
         n <= count < n + many and NOW.rank in (rank or [NOW.rank]) and fill_disk(change))),
     # one rank alone cannot read what a checkpoint holds: EBADF
-    "fail_load": lambda rank: rank == NOW.rank and setattr(TensorReader, "read_data", lambda *_: os.read(-1, 1)),
+    "fail_load": lambda rank: rank == NOW.rank and setattr(FileSystemReader, "read_data", lambda *_: os.read(-1, 1)),
     # the loss, and with it its gradient, on the data of these steps; nan is a factor
     "scale_loss": lambda first, last, factor: wrap(GPT, "forward", lambda forward, *arguments: forward(*arguments) * (
         factor if torch.is_grad_enabled() and first <= now()[0] <= last else 1)),

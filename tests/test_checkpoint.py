@@ -30,8 +30,8 @@ def tensors(step=0):
             {"model.a": (40, 16), "optim.a.exp_avg": (40, 16), "model.norm": (16,)}.items()}
 
 
-def saver_of(config, losses=(), **policy):
-    return Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), ALONE, dict(losses))
+def saver_of(config, losses=None, **policy):
+    return Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), ALONE, lambda: losses or {})
 
 
 def save(config, *steps):
@@ -202,18 +202,19 @@ def test_the_keep_policy_by_hand(policy, steps, losses, there):
 
 
 def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips(tiny):
-    saver = saver_of(tiny, {1: 2.0}, keep=1, forever=3)
+    saver = saver_of(tiny, losses := {1: 2.0}, keep=1, forever=3)
     for step, loss in enumerate((2.0, 5.0, 5.0, 4.0, 3.0, 6.0), 1):
         saver.save(step, tensors(step), {}, tiny)
         saver.wait()
-        saver.losses[step] = loss
+        losses[step] = loss
     assert saved_steps(tiny) == [1, 3, 5, 6]
-    saver = saver_of(tiny, {1: 2.0, 6: 1.0}, keep=1)        # a resume with other wishes
+    saver = saver_of(tiny, losses := {1: 2.0, 6: 1.0}, keep=1)      # a resume with other wishes
     saver.save(7, tensors(7), {}, tiny)
     saver.wait()
-    saver.losses[7] = 0.5
+    losses[7] = 0.5
     assert saved_steps(tiny) == [6, 7]
     saver.roll_back(6)
+    del losses[7]       # as the log does
     assert saved_steps(tiny) == [6]
     for step, consecutive, there in ((7, 0, [6, 7]), (8, 0, [6, 7, 8]), (9, 0, [6, 8, 9]),       # step 7 with other weights
                                      (10, 1, [6, 8, 9, 10]), (11, 0, [6, 10, 11])):     # the weights may be what is wrong

@@ -14,8 +14,7 @@ import torch
 import train
 from runtime.cli import UserError, command, read_options
 from runtime.config import KEYS, apply_overrides, config_from_dict, help_text, load_config, read_config
-from runtime.log import digest, pair_id
-from runtime.run import lineage
+from runtime.log import digest, lineage, pair_id
 from tests.conftest import ROOT, write_config
 
 ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py")

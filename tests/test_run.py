@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import json
 import os
 import resource
 import shutil
@@ -95,14 +96,16 @@ def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(tiny,
     assert len(closed) == 7, "the log, after each start"
 
 
-def test_the_best_checkpoint_is_kept_and_a_resumed_run_still_knows_it(tiny, run):
+def test_the_best_checkpoint_is_kept_and_a_resumed_run_still_knows_it_and_its_first_start(tiny, run):
     """At such a learning rate it is the first one."""
     config = changed(tiny, "steps=8 optim.lr=1 eval.every=2 checkpoint.every=2 checkpoint.keep=1")
     run(config)
     assert faults.saved_steps(config) == [2, 6, 8]
     faults.back_to(config, 6)
+    (env := config.run_dir / "env.json").write_text('{"t_start": "2026-01-01T00:00:00Z", "torch": "1.0"}')
     run(config)
     assert faults.saved_steps(config) == [2, 6, 8]
+    assert summary(config)["t_start"] == "2026-01-01T00:00:00Z" and json.loads(env.read_text())["torch"] == torch.__version__
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
