@@ -146,6 +146,10 @@ class Gap:
     percent: float                      # of the BF16 run's loss
     se: float | None                    # standard error of nats over validation sequences; none with one in a source
 
+    @property
+    def log_percent(self) -> float:
+        return 100 * math.log1p(self.percent / 100)
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -160,9 +164,6 @@ class Pair:
     def gap(self, arm: str) -> Gap:
         """The gap under one evaluation, "bf16" or "as_trained"."""
         return self.in_bf16 if arm == "bf16" else self.as_trained
-
-    def log_percent(self, arm: str) -> float:
-        return 100 * math.log1p(self.gap(arm).percent / 100)
 
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
@@ -201,10 +202,11 @@ def trajectories(chosen) -> list[np.ndarray]:
     return clusters([{p.bf16.trunk, p.fp8.trunk} for p in chosen])
 
 
-def over(chosen, value) -> Estimate:
-    """Estimate over pairs; those that share a trunk count once, with their mean."""
-    values = np.array([value(pair) for pair in chosen])
-    return estimate([values[own].mean() for own in trajectories(chosen)])
+def over(chosen, unit: str) -> dict[str, Estimate]:
+    """Estimate over pairs of their gaps under both evaluations, `unit` as in Gap; pairs that share a trunk count once, with their
+    mean."""
+    gaps = {arm: np.array([getattr(pair.gap(arm), unit) for pair in chosen]) for arm in ("bf16", "as_trained")}
+    return {arm: estimate([values[own].mean() for own in trajectories(chosen)]) for arm, values in gaps.items()}
 
 
 def over_tokens(chosen, arm: str) -> Estimate | None:
@@ -227,11 +229,6 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
     line = linregress(x, [np.mean([chosen[i].gap(arm).percent for i in some]) for some in own])
     half = float(student.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
     return Estimate(len(x), float(line.slope), None, float(line.stderr), float(line.slope) - half, float(line.slope) + half)
-
-
-def percents(chosen) -> dict[str, Estimate]:
-    """The gap in per cent of BF16's loss under both evaluations."""
-    return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}
 
 
 def is_idle(chosen) -> bool:
@@ -272,7 +269,7 @@ def measure(records, repeated, arm: str) -> dict:
     """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed"), from the
     null Pairs `repeated`; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one
     trunk add no freedom. Same seed: root mean square around 0, as the order is arbitrary; equal to the last bit: no null."""
-    rows, trunks, sizes, pooled, pooled_again = [], {}, [], None, None
+    rows, trunks, pooled, pooled_again = [], {}, None, None
     for (N, _), some in grouped([r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)):
         runs = list({r.trunk: r for r in some}.values())
         if len(runs) > 1:
@@ -287,8 +284,8 @@ def measure(records, repeated, arm: str) -> dict:
     if again:
         variance = np.mean([p.gap(arm).percent**2 for p in again])
         pooled_again = {"pairs": len(again), **_null(variance, len(trajectories(again)))}
-    for _, some in grouped(again, lambda p: (p.bf16.N, p.bf16.tokens)):
-        sizes.append({**at(some[0].bf16), "pairs": len(some), **percents(some)})
+    sizes = [{**at(some[0].bf16), "pairs": len(some), **over(some, "percent")}
+             for _, some in grouped(again, lambda p: (p.bf16.N, p.bf16.tokens))]
     return {"sizes": rows, "pooled": pooled,
             "same_seed": {"sizes": sizes, "equal": len(repeated) - len(again), "pooled": pooled_again}}
 
@@ -325,7 +322,7 @@ def rank(found, arm: str) -> dict:
     logs = {}                           # recipe -> its gaps where all are compared
     for recipe, own in cells.items():
         if compared and own.keys() >= set(compared):
-            logs[recipe] = [own[cell].log_percent(arm) for cell in compared]
+            logs[recipe] = [own[cell].gap(arm).log_percent for cell in compared]
         else:
             lacking = [f"{si(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
             left_out.append({"recipe": recipe, "reason": f"no finished pair at {listed(lacking) or 'what most recipes share'}"})

@@ -20,7 +20,6 @@ import matplotlib
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from runtime.cli import UserError, command, grid, run_command, si
 from scaling import pairs
@@ -54,13 +53,13 @@ def analyse(records, found, arm: str, margin) -> dict:
     nulls, found = ([p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False))
     sizes, common = [], {}
     for (N, D, recipe), chosen in pairs.grouped(found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)):
-        nats, speed, gaps = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), pairs.percents(chosen)
+        nats, gaps, speed = pairs.over(chosen, "nats")[arm], pairs.over(chosen, "percent"), pairs.throughput(chosen)
         run = chosen[0].fp8
         price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
         sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
                       "throughput": speed, "costs": price, **pairs.judged(chosen, gaps[arm], margin)})
     for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):      # over all sizes: 100 ln(L_FP8 / L_BF16)
-        logs = {name: pairs.over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
+        logs = pairs.over(chosen, "log_percent")
         common[recipe] = {
             **logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "over_sizes": pairs.over_sizes(chosen, arm),
             "over_tokens": pairs.over_tokens(chosen, arm), **pairs.judged(chosen, logs[arm], margin)}
@@ -204,10 +203,9 @@ def draw_precision(result: dict):
     left.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
     left.set(ylabel="gap [%]", xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
     counts_axis(left.xaxis)
-    left.xaxis.set_major_locator(FixedLocator(ticks))
-    left.xaxis.set_minor_locator(NullLocator())
+    left.set_xticks(ticks)
+    left.set_xticks([], minor=True)
 
-    right.set_yscale("log", nonpositive="clip")
     totals, values = [row["params_total"] for row in sizes], []
     N = np.geomspace(min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST), 200)
     for name, law, fitted, color, dash in LAWS:
@@ -219,11 +217,9 @@ def draw_precision(result: dict):
         if (found := row["nats"]).mean > 0:
             right.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
             values.append(found.mean)
-    right.set(xscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)), xlabel="parameters N, all",
-              ylabel="gap [nats/token]")
+    right.set(xscale="log", yscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)),
+              xlabel="parameters N, all", ylabel="gap [nats/token]")
     counts_axis(right.xaxis)
-    right.yaxis.set_major_locator(LogLocator(10, numticks=9))
-    right.yaxis.set_minor_formatter(NullFormatter())
     right.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
     return settle(figure)
 

@@ -38,7 +38,7 @@ from runtime.cli import UserError, command, duration, grid, nearest, run_command
 from runtime.config import load_config, positive, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
-from runtime.machine import ROOT, metrics_rows, read_rows, write_json
+from runtime.machine import ROOT, alone, metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
@@ -100,10 +100,8 @@ def sweep(options: Options, deadline: float) -> int | str:
     slots = [names[i * n:(i + 1) * n] for i in range(options.jobs)]     # the GPUs of each job; none on a CPU
     if any(not summary_of(row, folder) for row in chosen):
         check_data(rows, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    own = folder / f".study.json.{os.getpid()}"     # several sweeps of one study may all be the first
-    write_json(own, declaration)
-    os.replace(own, folder / "study.json")
+    with alone(folder):         # several sweeps of one study may all be the first
+        write_json(folder / "study.json", declaration)
     return run(rows, chosen, folder, options, slots, deadline)
 
 

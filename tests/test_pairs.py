@@ -76,7 +76,7 @@ def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_r
     for _ in range(2000):
         found = [fake(0.2 + shift + rng.normal(0, 0.03), trunk=i)
                  for i, shift in enumerate(rng.normal(0, 0.1, 6)) for _ in range(1 + i % 4)]
-        both = pairs.percents(found)["bf16"], estimate([pair.gap("bf16").percent for pair in found])
+        both = pairs.over(found, "percent")["bf16"], estimate([pair.gap("bf16").percent for pair in found])
         covered.append([one.low < 0.2 < one.high for one in both])
     honest, naive = np.mean(covered, axis=0)
     assert both[0].n == 6 and honest == pytest.approx(0.95, abs=0.015) and naive < 0.85
@@ -167,7 +167,7 @@ def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties():
     found, trained = (pairs.rank(some, arm) for arm in ("bf16", "as_trained"))
     assert [(row["recipe"], row["ties"]) for row in found["recipes"]] == [
         ("rowwise", True), ("tensorwise", True), ("cscale", False)]
-    logs = {name: [p.log_percent("bf16") for p in some if p.fp8.recipe == name] for name in ("rowwise", "tensorwise")}
+    logs = {name: [p.gap("bf16").log_percent for p in some if p.fp8.recipe == name] for name in ("rowwise", "tensorwise")}
     difference = found["recipes"][1]["difference"]
     interval = ttest_1samp(np.subtract(logs["tensorwise"], logs["rowwise"]), 0).confidence_interval()
     assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
