@@ -156,14 +156,10 @@ class Pair:
     """A BF16 run beside the FP8 run that shares all but the precision; a null has the BF16 run's repeat in FP8's place."""
     bf16: Record
     fp8: Record
-    as_trained: Gap                     # each run evaluated in the precision that it was trained in
-    in_bf16: Gap                        # both evaluated through BF16 matmuls: what FP8 did to the weights
+    gap: dict[str, Gap]                 # "bf16": both runs evaluated through BF16 matmuls, what FP8 did to the weights;
+                                        # "as_trained": each in the precision that it was trained in
     tok_per_s_ratio: float | None       # FP8 over BF16; none where not only the precision differs
     n_converted: int                    # Linears that the FP8 run trained in FP8; auto may find that none pays
-
-    def gap(self, arm: str) -> Gap:
-        """The gap under one evaluation, "bf16" or "as_trained"."""
-        return self.in_bf16 if arm == "bf16" else self.as_trained
 
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
@@ -190,11 +186,11 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
         if not np.array_equal(base[name], other[name]):
             raise UserError(f"{bf16.folder}/val_losses.npz and {fp8.folder}/val_losses.npz differ in {name!r}: a paired gap "
                             "needs the same validation sequences in the same order")
-    gaps = (_gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
-            for arm in ("as_trained", "bf16"))
+    gaps = {arm: _gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
+            for arm in ("bf16", "as_trained")}
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
     converted = fp8.summary["precision"]["layers_converted"]
-    return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
+    return Pair(bf16, fp8, gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
 
 
 def trajectories(chosen) -> list[np.ndarray]:
@@ -205,7 +201,7 @@ def trajectories(chosen) -> list[np.ndarray]:
 def over(chosen, unit: str) -> dict[str, Estimate]:
     """Estimate over pairs of their gaps under both evaluations, `unit` as in Gap; pairs that share a trunk count once, with their
     mean."""
-    gaps = {arm: np.array([getattr(pair.gap(arm), unit) for pair in chosen]) for arm in ("bf16", "as_trained")}
+    gaps = {arm: np.array([getattr(pair.gap[arm], unit) for pair in chosen]) for arm in chosen[0].gap}
     return {arm: estimate([values[own].mean() for own in trajectories(chosen)]) for arm, values in gaps.items()}
 
 
@@ -214,7 +210,7 @@ def over_tokens(chosen, arm: str) -> Estimate | None:
     branches, within each size and seed, whose own level drops out; None where none has two budgets."""
     slopes = []
     for own in clusters([{p.bf16.trunk, p.fp8.trunk, (p.fp8.N, p.fp8.seed)} for p in chosen]):
-        x, y = np.log2([chosen[i].fp8.tokens for i in own]), np.array([chosen[i].gap(arm).percent for i in own])
+        x, y = np.log2([chosen[i].fp8.tokens for i in own]), np.array([chosen[i].gap[arm].percent for i in own])
         if np.ptp(x) > 0:
             slopes.append((x - x.mean()) @ y / np.sum((x - x.mean())**2))
     return estimate(slopes) if slopes else None
@@ -226,7 +222,7 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
     x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
     if len(np.unique(x)) < 3 or len(x) < 4:
         return None
-    line = linregress(x, [np.mean([chosen[i].gap(arm).percent for i in some]) for some in own])
+    line = linregress(x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
     half = float(student.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
     return Estimate(len(x), float(line.slope), None, float(line.stderr), float(line.slope) - half, float(line.slope) + half)
 
@@ -280,9 +276,9 @@ def measure(records, repeated, arm: str) -> dict:
         variance = np.average([row["sd_percent"]**2 for row in rows], weights=[row["dof"] for row in rows])
         freedom = sum(min(len(some) - 1, sum(row["dof"] for row in rows if row["N"] == N)) for N, some in trunks.items())
         pooled = {"runs": sum(row["runs"] for row in rows), **_null(variance, freedom)}
-    again = [p for p in repeated if not p.in_bf16.nats == p.as_trained.nats == 0]
+    again = [p for p in repeated if any(gap.nats for gap in p.gap.values())]
     if again:
-        variance = np.mean([p.gap(arm).percent**2 for p in again])
+        variance = np.mean([p.gap[arm].percent**2 for p in again])
         pooled_again = {"pairs": len(again), **_null(variance, len(trajectories(again)))}
     sizes = [{**at(some[0].bf16), "pairs": len(some), **over(some, "percent")}
              for _, some in grouped(again, lambda p: (p.bf16.N, p.bf16.tokens))]
@@ -322,7 +318,7 @@ def rank(found, arm: str) -> dict:
     logs = {}                           # recipe -> its gaps where all are compared
     for recipe, own in cells.items():
         if compared and own.keys() >= set(compared):
-            logs[recipe] = [own[cell].gap(arm).log_percent for cell in compared]
+            logs[recipe] = [own[cell].gap[arm].log_percent for cell in compared]
         else:
             lacking = [f"{si(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
             left_out.append({"recipe": recipe, "reason": f"no finished pair at {listed(lacking) or 'what most recipes share'}"})

@@ -68,7 +68,7 @@ def analyse(records, found, arm: str, margin) -> dict:
             "ranking": pairs.rank(found, arm), "sizes": sizes,
             "laws": {law.name: law.source for some in laws.values() for law in some}, "no_own_law": reason,
             "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
-                       **pairs.at(p.fp8), "gap_bf16": p.in_bf16, "gap_as_trained": p.as_trained,
+                       **pairs.at(p.fp8), **{f"gap_{name}": gap for name, gap in p.gap.items()},
                        "tok_per_s_ratio": p.tok_per_s_ratio, "device": p.fp8.device} for p in found]}
 
 

@@ -102,9 +102,8 @@ def _row(arm: Arm, pair: Pair | None) -> dict:
     usual = math.inf if is_first.all() else float(np.nanmedian(train["step_s"][~is_first]))
     whole = float(np.nansum(train["step_s"]) + sum(np.nansum(lost["step_s"]) for lost in arm.history.undone))
     compiling = float(np.nansum(np.maximum(train["step_s"][is_first] - usual, 0)))
-    gaps = pair and {name: asdict(pair.gap(name)) | {
-        "se_percent": pair.gap(name).se and 100 * pair.gap(name).se / getattr(pair.bf16, f"loss_{name}")}
-        for name in ("as_trained", "bf16")}
+    gaps = pair and {name: asdict(gap) | {"se_percent": gap.se and 100 * gap.se / getattr(pair.bf16, f"loss_{name}")}
+                     for name, gap in reversed(pair.gap.items())}
     return {
         **{key: getattr(arm.record, key) for key in (
             "run_id", "recipe", "status", "device", "n_gpu", "is_compiled", "tokens", "summary_sha256", "loss_as_trained",
