@@ -186,8 +186,7 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
         if not np.array_equal(base[name], other[name]):
             raise UserError(f"{bf16.folder}/val_losses.npz and {fp8.folder}/val_losses.npz differ in {name!r}: a paired gap "
                             "needs the same validation sequences in the same order")
-    gaps = {arm: _gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
-            for arm in ("bf16", "as_trained")}
+    gaps = {arm: _gap(other[arm] - base[arm], base, bf16, arm) for arm in ("bf16", "as_trained")}
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
     converted = fp8.summary["precision"]["layers_converted"]
     return Pair(bf16, fp8, gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
@@ -199,8 +198,7 @@ def trajectories(chosen) -> list[np.ndarray]:
 
 
 def over(chosen, unit: str) -> dict[str, Estimate]:
-    """Estimate over pairs of their gaps under both evaluations, `unit` as in Gap; pairs that share a trunk count once, with their
-    mean."""
+    """Evaluation -> Estimate over pairs of their gaps, in a `unit` of Gap; those of one trunk count once, with their mean."""
     gaps = {arm: np.array([getattr(pair.gap[arm], unit) for pair in chosen]) for arm in chosen[0].gap}
     return {arm: estimate([values[own].mean() for own in trajectories(chosen)]) for arm, values in gaps.items()}
 
@@ -232,10 +230,10 @@ def is_idle(chosen) -> bool:
     return not any(pair.n_converted or ">" in pair.fp8.recipe for pair in chosen)
 
 
-def _gap(difference, losses, weights, reference: float) -> Gap:
-    """Weighted gap of per-sequence differences (nats), with the ratio estimator's standard error per source."""
-    nats, variance = 0.0, 0.0
-    for i, weight in enumerate(weights):
+def _gap(difference, losses, base: Record, arm: str) -> Gap:
+    """Weighted gap of per-sequence differences (nats) to `base`, with the ratio estimator's standard error per source."""
+    nats, variance, reference = 0.0, 0.0, getattr(base, f"loss_{arm}")
+    for i, weight in enumerate(base.weights.values()):
         chosen = losses["source"] == i
         d, t = difference[chosen], losses["n_tokens"][chosen]
         per_token, n = d.sum() / t.sum(), len(d)
@@ -250,7 +248,7 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file, np.errstate(divide="ignore", invalid="ignore"):
             losses = {name: file[name] for name in names}
-            said = {arm: _gap(losses[arm], losses, record.weights.values(), 1.0).nats for arm in names[:2]}
+            said = {arm: _gap(losses[arm], losses, record, arm).nats for arm in names[:2]}
     except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): leave the run out, copy the file from where it was "
                         "trained, or write it again: delete summary.json and repeat the run's command") from None
@@ -485,5 +483,4 @@ def kumar_gap(N, offsets=True):
 def sun_gap(N, D, exponent_bits=4, mantissa_bits=3, block=128):
     """Nats that floats of so many bits cost, one scale for `block` values; of the shape of N and D. Sun et al. 2025,
     arXiv:2501.02423: D^beta / N^alpha * log2(block) / (gamma (E + .5)^delta (M + .5)^nu); 366 runs of 41M to 679M parameters."""
-    return (D**0.5162 / N**0.2368 * math.log2(block)
-            / (11334.5197 * (exponent_bits + 0.5)**3.1926 * (mantissa_bits + 0.5)**2.9543))
+    return D**0.5162 / N**0.2368 * math.log2(block) / (11334.5197 * (exponent_bits + 0.5)**3.1926 * (mantissa_bits + 0.5)**2.9543)

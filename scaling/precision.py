@@ -9,21 +9,20 @@ size beside the null (BF16 against BF16 with another seed, and with the same one
 compute under two laws. Intervals are over independent pairs and hold for this validation set.
 """
 
-import itertools
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from runtime.cli import UserError, command, grid, run_command, si
 from scaling import pairs
-from scaling.figures import RC, STYLES, counts_axis, settle, sheet, styles, write_with
+from scaling.figures import STYLES, counts_axis, settle, sheet, styled, styles, write_with
 from scaling.records import check_comparable, counted_as, law_folder, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
@@ -32,8 +31,8 @@ SHOWN = 5                   # warnings among them
 FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
 MARGIN_LINE = {"color": "#000000", "linewidth": 0.8, "linestyle": (0, (4, 2))}
 # The published laws that the figure draws: name, nats(N, D), range of N that the law was fitted to, look.
-LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False) + 0 * D, (30e6, 220e6), "#444444", "-"),
-        ("Kumar INT8", lambda N, D: pairs.kumar_gap(N) + 0 * D, (30e6, 220e6), "#888888", (0, (5, 1))),
+LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False), (30e6, 220e6), "#444444", "-"),
+        ("Kumar INT8", lambda N, D: pairs.kumar_gap(N), (30e6, 220e6), "#888888", (0, (5, 1))),
         ("Sun E4M3, block 128", pairs.sun_gap, (41e6, 679e6), "#000000", "-."))
 
 
@@ -124,9 +123,8 @@ def _ranking(ranking: dict) -> str:
 
 def _sizes(result: dict) -> str:
     """A row per size, tokens and recipe with its verdict, below both nulls of that size."""
-    null, same = result["null"], result["null"]["same_seed"]
-    rows = [(row, "bf16, two seeds", f"{row['runs']} runs", *[f"SD {row['sd_percent']:.3f}"] * 2, "null")
-            for row in null["sizes"]]
+    other, same = result["null"]["sizes"], result["null"]["same_seed"]
+    rows = [(row, "bf16, two seeds", f"{row['runs']} runs", *[f"SD {row['sd_percent']:.3f}"] * 2, "null") for row in other]
     rows += [(row, "bf16, same seed", row["pairs"], row["bf16"], row["as_trained"], "null: rounded otherwise")
              for row in same["sizes"]]
     rows += [(row, row["recipe"], row["bf16"].n, row["bf16"], row["as_trained"], row["verdict"]) for row in result["sizes"]]
@@ -161,7 +159,7 @@ def _ends(values, form: str) -> str:
     return "none" if value == "?" else value if ends == ["?", "?"] else f"{value} [{ends[0]} to {ends[1]}]"
 
 
-@matplotlib.rc_context(RC)
+@styled
 def draw_precision(result: dict):
     """The figure of analyse's result. Left: each gap in per cent at its size; rows that share a size stand side by side, more
     tokens further right. Right: each gap above 0 in nats at its total parameters, as the published laws beside them count."""
@@ -184,8 +182,7 @@ def draw_precision(result: dict):
 
     levels, place, ticks = sorted({row["N"] for row in sizes}), [], []
     room = min([0.9, *(0.6 * np.diff(np.log(levels)))])
-    for N, some in itertools.groupby(row["N"] for row in sizes):
-        n = len(list(some))
+    for N, n in Counter(row["N"] for row in sizes).items():
         place += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
         if not ticks or math.log(N / ticks[-1]) > 0.08 * math.log(2.25 * levels[-1] / levels[0]):
             ticks.append(N)             # labels at the sizes, where they have room

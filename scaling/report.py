@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from runtime.cli import UserError, command, run_command, si
 from scaling import figures, learning_rate, precision
-from scaling.figures import RC, STYLES, finite, running_mean, settle, sheet, steps_axis, styles, write_files, write_with
+from scaling.figures import STYLES, finite, running_mean, settle, sheet, steps_axis, styled, styles, write_files, write_with
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
 from scaling.predict import held_out, load
@@ -52,8 +51,7 @@ def main(options: Options) -> str:
 
 # ------------------------------------------------------------------------------------------------------- one training
 
-# A run. label: its recipe, with its name where several have that one; history: NaN is the loss of a step without a target, which
-# is logged as 0.
+# label: the run's recipe, with its name where several have that one; history: the loss of a step without a target, 0, is NaN.
 Arm = namedtuple("Arm", "record label history")
 
 
@@ -153,7 +151,7 @@ def tables(rows: list[dict]) -> str:
         + CPU * any(row["device"].startswith("cpu") for row in rows)])
 
 
-@matplotlib.rc_context(RC)
+@styled
 def draw_losses(arms: list[Arm]) -> Figure:
     """Training loss, validation loss, and the difference to the BF16 arm where there is one, over steps."""
     train, val = ({arm.label: finite(getattr(arm.history, key), "loss") for arm in arms} for key in ("train", "val"))

@@ -244,8 +244,7 @@ def cost_of(row: Row, rows: list[Row], folder: Path, options) -> tuple[float, fl
     done = [(one, summary) for one in rows if (one.size, one.recipe, one.repeat) == (row.size, row.recipe, row.repeat)
             and (summary := summary_of(one, folder))]
     if not done:
-        ratio = row.recipe != "bf16" and modelled_ratio(load_config(ROOT / row.config, list(row.overrides)), options.gpu,
-                                                        options.gpus)
+        ratio = row.recipe != "bf16" and modelled_ratio(load_config(ROOT / row.config, row.overrides), options.gpu, options.gpus)
         return peak_flops(options.gpu)[0] * options.mfu / row.flops_per_token * (ratio or 1.0), options.start, None
     apart = [max(0.0, summary["wall_s"] - one.own_tokens / summary["tok_per_s_median"]) for one, summary in done]
     speeds = [summary["tok_per_s_median"] / summary["n_gpu"] for _, summary in done]
