@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
+from scipy import stats
 from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
-from scipy.stats import chi2, linregress, norm
-from scipy.stats import t as student
 
 from runtime.cli import UserError, si
 from scaling.laws import Points, fit_form
@@ -25,7 +24,6 @@ from scaling.records import Record, check_comparable, listed, read_study
 ALPHA = 0.05
 POWER = 0.8
 LOSS_TOLERANCE = 1e-4       # of val_losses.npz against summary.json: float32 sums on a GPU, no more
-IDLE = "BF16 again: no Linear converted"      # the verdict on runs that were not FP8
 KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # Record.convention -> what stands before "parameters"
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)   # of an integral over -1 to 1
 
@@ -56,7 +54,7 @@ def estimate(values) -> Estimate:
     if sd <= 1e-12 * abs(values).max():
         return Estimate(n, mean)
     se = sd / math.sqrt(n)
-    half = float(student.ppf(1 - ALPHA / 2, n - 1)) * se
+    half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * se
     return Estimate(n, mean, sd, se, mean - half, mean + half)
 
 
@@ -103,15 +101,15 @@ def read_margin(records, given: float | None = None) -> Margin | None:
 
 def tost(found: Estimate, margin: float) -> float | None:
     """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the larger; None: no interval."""
-    return None if found.se is None else float(student.sf((margin - abs(found.mean)) / found.se, found.n - 1))
+    return None if found.se is None else float(stats.t.sf((margin - abs(found.mean)) / found.se, found.n - 1))
 
 
 def power(n: int, gap: float) -> float:
     """Probability that n values of standard deviation 1 around `gap` give a t-interval without 0: the noncentral t's tails, by
     quadrature over the sample's sd, because scipy.stats.nct gives nan where n is 2 or the shift large."""
-    spreads = np.sqrt(chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))       # of the sample's sd over the true one: even quantiles
-    spread, shift = float(student.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
-    return 0.5 * float(WEIGHTS @ (norm.sf(spread - shift) + norm.sf(spread + shift)))
+    spreads = np.sqrt(stats.chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))   # of the sample's sd over the true one: even quantiles
+    spread, shift = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
+    return 0.5 * float(WEIGHTS @ (stats.norm.sf(spread - shift) + stats.norm.sf(spread + shift)))
 
 
 def smallest_seen(sd: float, n: int) -> float:
@@ -133,8 +131,8 @@ def verdict(found: Estimate, margin: Margin | None = None) -> str:
 
 def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
     """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%]; None where unknown."""
-    return {"verdict": IDLE if is_idle(chosen) else verdict(found, margin), "tost_p": margin and tost(found, margin.percent),
-            "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n)}
+    return {"verdict": "BF16 again: no Linear converted" if is_idle(chosen) else verdict(found, margin),
+            "tost_p": margin and tost(found, margin.percent), "smallest_seen": found.se and smallest_seen(found.sd, found.n)}
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs of runs
@@ -220,8 +218,8 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
     x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
     if len(np.unique(x)) < 3 or len(x) < 4:
         return None
-    line = linregress(x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
-    half = float(student.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
+    line = stats.linregress(x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
+    half = float(stats.t.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
     return Estimate(len(x), float(line.slope), None, float(line.stderr), float(line.slope) - half, float(line.slope) + half)
 
 
@@ -263,7 +261,7 @@ def measure(records, repeated, arm: str) -> dict:
     """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed"), from the
     null Pairs `repeated`; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one
     trunk add no freedom. Same seed: root mean square around 0, as the order is arbitrary; equal to the last bit: no null."""
-    rows, trunks, pooled, pooled_again = [], {}, None, None
+    rows, trunks, pooled, same = [], {}, None, None
     for (N, _), some in grouped([r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)):
         runs = list({r.trunk: r for r in some}.values())
         if len(runs) > 1:
@@ -277,16 +275,15 @@ def measure(records, repeated, arm: str) -> dict:
     again = [p for p in repeated if any(gap.nats for gap in p.gap.values())]
     if again:
         variance = np.mean([p.gap[arm].percent**2 for p in again])
-        pooled_again = {"pairs": len(again), **_null(variance, len(trajectories(again)))}
+        same = {"pairs": len(again), **_null(variance, len(trajectories(again)))}
     sizes = [{**at(some[0].bf16), "pairs": len(some), **over(some, "percent")}
              for _, some in grouped(again, lambda p: (p.bf16.N, p.bf16.tokens))]
-    return {"sizes": rows, "pooled": pooled,
-            "same_seed": {"sizes": sizes, "equal": len(repeated) - len(again), "pooled": pooled_again}}
+    return {"sizes": rows, "pooled": pooled, "same_seed": {"sizes": sizes, "equal": len(repeated) - len(again), "pooled": same}}
 
 
 def _null(variance: float, dof: int) -> dict:
     """band: half of what holds 95 % of differences whose variance is known from so many degrees of freedom."""
-    return {"dof": dof, "sd_percent": math.sqrt(variance), "band": float(student.ppf(0.975, dof)) * math.sqrt(variance)}
+    return {"dof": dof, "sd_percent": math.sqrt(variance), "band": float(stats.t.ppf(0.975, dof)) * math.sqrt(variance)}
 
 
 def at(record) -> dict:
@@ -448,7 +445,7 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
     elif ratio is not None:
         speedup, error = surface.speedup(D, nats.mean, nats.se, ratio, se_log or 0.0)
         if error is not None and se_log is not None:        # one ratio of throughputs has no error to pass on
-            spread = float(student.ppf(0.975, nats.n - 1)) * error
+            spread = float(stats.t.ppf(0.975, nats.n - 1)) * error
             ends = [speedup * math.exp(-spread), speedup * math.exp(spread)] if spread < BEYOND else ends
     return {"law": surface.name, "extra_tokens": tokens[0], "extra_tokens_ci95": tokens[1:],
             "effective_parameters": parameters[0], "effective_parameters_ci95": parameters[:0:-1],
@@ -474,9 +471,8 @@ def kumar_gap(N, offsets=True):
     Kumar et al. 2024, arXiv:2411.04330, Table 2: A N_eff^-alpha - A N^-alpha, N_eff / N the product of 1 - e^-(P / gamma + n).
     465 runs of 30M to 220M parameters, integer fake quantisation in the forward pass alone. The main text's formula has no n,
     their fit has: both are given. The authors: the constants are unlikely to be useful elsewhere."""
-    share = 1.0                         # N_eff / N
-    for gamma, n in ((2.6745, 0.3037), (2.2102, 1.4072)):       # of weights, of activations
-        share *= 1 - math.exp(-(8 / gamma + n * offsets))
+    # N_eff / N: a factor of the weights, one of the activations
+    share = math.prod(1 - math.exp(-(8 / gamma + n * offsets)) for gamma, n in ((2.6745, 0.3037), (2.2102, 1.4072)))
     return 4.299e3 * N**-0.4965 * (share**-0.4965 - 1)
 
 

@@ -300,14 +300,13 @@ def _predictions(predictions, folder: Path) -> str:
     for one in predictions:
         path = folder / LAW_FOLDER / f"score_{one.target}.json"
         score = read_json(path) if path.exists() else {}
-        if score.get("prediction_sha256") != one.sha256:
-            score = {"runs": []}
-            lacking.append(f"the score of {one.target} (`python scaling/fit.py {folder} --score`)")
+        runs = score["runs"] if score.get("prediction_sha256") == one.sha256 else []
+        lacking += [f"the score of {one.target} (`python scaling/fit.py {folder} --score`)"] * (not runs)
         lines += [{"target": one.target, "frozen (UTC)": one.date, "sha256": f"`{one.sha256[:12]}`",
                    "predicted [nats]": f"{one.loss:.4f}", "95 % interval": f"{one.low:.4f} to {one.high:.4f}",
                    "by": one.headline, "run": run.get("run_id"), "measured [nats]": fixed(run.get("loss"), 4),
                    "error [%]": run and f"{run['error_percent']:+.2f}",
-                   "interval": run and ("inside" if run["inside"] else "**outside**")} for run in score["runs"] or [{}]]
+                   "interval": run and ("inside" if run["inside"] else "**outside**")} for run in runs or [{}]]
     return "\n\n".join([*[table(lines)] * bool(lines), *(f"**Missing:** {one}." for one in lacking),
                         "Only a commit that holds a prediction and not its run shows that it is older."])
 
