@@ -78,11 +78,10 @@ class Options:
 
 def main(arguments: list[str], began: float | None = None) -> int:
     """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
-    began = time.monotonic() if began is None else began
-    return command(__doc__, Options, "study")(lambda options: sweep(options, began + (options.limit or math.inf)))(arguments)
+    return command(__doc__, Options, "study")(lambda options: sweep(options, began or time.monotonic()))(arguments)
 
 
-def sweep(options: Options, deadline: float) -> int | str:
+def sweep(options: Options, began: float) -> int | str:
     study = load_study(options.study)
     rows, folder = expand(study), Path(options.out) / study.name
     chosen, declaration = choose(rows, options), declare(study, rows, folder)
@@ -101,7 +100,7 @@ def sweep(options: Options, deadline: float) -> int | str:
         check_data(rows, folder)
     with alone(folder):         # several sweeps of one study may all be the first
         write_json(folder / "study.json", declaration)
-    return run(rows, chosen, folder, options, slots, deadline)
+    return run(rows, chosen, folder, options, slots, began + (options.limit or math.inf))
 
 
 def choose(rows: list[Row], options: Options) -> list[Row]:
