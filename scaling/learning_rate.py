@@ -56,8 +56,7 @@ def main(options: Options) -> int:
     return 0 if found["base"] else 3
 
 
-# N: params_nonembed; lr: peak learning rate; status: "ok", "diverged" or "unfinished"; loss: nats per validation token, evaluated
-# in BF16, None unless status is "ok".
+# N: params_nonembed; lr: peak rate; status: "ok", "diverged" or "unfinished"; loss: nats per validation token in BF16, if "ok".
 Trial = namedtuple("Trial", "run N tokens lr seed status loss", defaults=(None,))
 
 

@@ -83,8 +83,7 @@ def main(options: Options) -> str:
         "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)])
 
 
-# One of the repository's sizes, with what a token costs there on one GPU. mfu: of the BF16 peak; speedup: FP8's tokens per second
-# over BF16's.
+# One of the repository's sizes. mfu: in BF16, of one GPU's BF16 peak; speedup: FP8's tokens per second over BF16's.
 Size = namedtuple("Size", "name N flops_per_token mfu speedup")
 
 

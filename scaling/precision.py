@@ -63,8 +63,7 @@ def analyse(records, found, arm: str, margin) -> dict:
             **logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "over_sizes": pairs.over_sizes(chosen, arm),
             "over_tokens": pairs.over_tokens(chosen, arm), **pairs.judged(chosen, logs[arm], margin)}
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
-            "null": pairs.measure(records, nulls, arm), "common": common,
-            "ranking": pairs.rank(found, arm), "sizes": sizes,
+            "null": pairs.measure(records, nulls, arm), "common": common, "ranking": pairs.rank(found, arm), "sizes": sizes,
             "laws": {law.name: law.source for some in laws.values() for law in some}, "no_own_law": reason,
             "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
                        **pairs.at(p.fp8), **{f"gap_{name}": gap for name, gap in p.gap.items()},

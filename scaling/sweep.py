@@ -120,9 +120,8 @@ def choose(rows: list[Row], options: Options) -> list[Row]:
 def declare(study: Study, rows: list[Row], folder: Path) -> dict:
     """What `folder`/study.json is to say before the first run: the margin, what is held out, every run. Raises UserError where it
     says otherwise and one of its runs has finished: only additions are left then."""
-    new = {"format_version": 1, "study": study.name,
-           "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "margin_percent": study.margin_percent,
-           "params": study.params, "held_out": [row.run for row in rows if row.held_out],
+    new = {"format_version": 1, "study": study.name, "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+           "margin_percent": study.margin_percent, "params": study.params, "held_out": [row.run for row in rows if row.held_out],
            "runs": [{**asdict(row), "overrides": list(row.overrides)} for row in rows]}
     old, now = read_study(folder) or new, {row["run"]: row for row in new["runs"]}
     changes = [key for key in ("study", "margin_percent", "params") if old.get(key) != new[key]]
