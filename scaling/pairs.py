@@ -444,9 +444,8 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
                   f"{surface.B * D**-surface.beta:.4f}, or next to nothing")
     elif ratio is not None:
         speedup, error = surface.speedup(D, nats.mean, nats.se, ratio, se_log or 0.0)
-        if error is not None and se_log is not None:        # one ratio of throughputs has no error to pass on
-            spread = float(stats.t.ppf(0.975, nats.n - 1)) * error
-            ends = [speedup * math.exp(-spread), speedup * math.exp(spread)] if spread < BEYOND else ends
+        if None not in (error, se_log) and (spread := float(stats.t.ppf(0.975, nats.n - 1)) * error) < BEYOND:
+            ends = [speedup * math.exp(-spread), speedup * math.exp(spread)]  # one ratio of throughputs has no error to pass on
     return {"law": surface.name, "extra_tokens": tokens[0], "extra_tokens_ci95": tokens[1:],
             "effective_parameters": parameters[0], "effective_parameters_ci95": parameters[:0:-1],
             "speedup": speedup, "speedup_ci95": ends, "reason": None if speedup else reason}

@@ -134,8 +134,7 @@ def declare(study: Study, rows: list[Row], folder: Path) -> dict:
 
 def check_predicted(rows: list[Row], folder: Path) -> None:
     """Raises UserError where a held-out run would begin before its prediction is frozen: it could never be scored."""
-    waiting = [row for row in rows if row.held_out and not summary_of(row, folder)]
-    if not waiting:
+    if not (waiting := [row for row in rows if row.held_out and not summary_of(row, folder)]):
         return
     from scaling.predict import is_at, load  # here: matplotlib and scipy.stats would be a second of every start
     goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)}
