@@ -32,6 +32,7 @@ from runtime.machine import metrics_rows, read_rows, write_atomically
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
       "font.family": "DejaVu Sans"}
+styled = matplotlib.rc_context(RC)      # decorates what draws a figure
 # Okabe-Ito colours, told apart by colour-blind readers; marker and dash differ too, for grey prints.
 STYLES = (
     {"color": "#0072B2", "shades": "Blues", "marker": "o", "markersize": 5.8, "linestyle": "-", "linewidth": 2.0, "hollow": True},
@@ -201,7 +202,7 @@ def _number(value) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
 
 
-@matplotlib.rc_context(RC)
+@styled
 def draw(history: History, name: str) -> Figure:
     """The page of one run, called `name`; panels for what the rows hold."""
     keys = [key for key in LABELS if key != "gpu_util_pct" or np.isfinite(history.train[key]).any()]
@@ -342,7 +343,7 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
         return np.nanpercentile(values, percents, axis=0)
 
 
-@matplotlib.rc_context(RC)
+@styled
 def draw_fp8(run: Path, folder: Path) -> str:
     """Draw the probes of a run and of its inference (run/eval/probe_*.jsonl); returns the worst losses, what was written."""
     probe, figures, name = read_probe(run / "probe.jsonl"), {}, run.resolve().name

@@ -129,7 +129,7 @@ def _fit_runs(o: Options, folder: Path) -> None:
     except UserError as error:        # the laws do not need the losses of single sequences
         found, alone = [], [f"no paired gap: {error}"]
     notes += alone
-    gaps = [pair.in_bf16.percent for pair in found]
+    gaps = [pair.gap["bf16"].percent for pair in found]
     said = [f"Seed noise: {'unknown' if estimate is None else f'SD {100 * estimate:.3f} % of the loss'} from {degrees} degrees "
             f"of freedom; intervals rest on at least {100 * seed_sd:.3f} % (seed_sd=)",
             f"{len(gaps)} BF16/FP8 pairs, gaps of {min(gaps):+.3f} to {max(gaps):+.3f} % in BF16; scaling/precision.py judges "
@@ -520,7 +520,7 @@ def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
-        chosen = [(pair, pair.gap(loss_key.removeprefix("loss_"))) for pair in pairs if pair.fp8.run_id in at]
+        chosen = [(pair, pair.gap[loss_key.removeprefix("loss_")]) for pair in pairs if pair.fp8.run_id in at]
         if chosen:
             se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for pair, gap in chosen]
             panel.errorbar([at[pair.fp8.run_id] for pair, _ in chosen], [gap.percent for _, gap in chosen], yerr=se,

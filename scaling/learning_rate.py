@@ -18,12 +18,11 @@ from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 from runtime.cli import UserError, command, run_command, si
-from scaling.figures import RC, STYLES, counts_axis, sheet, write_with
+from scaling.figures import STYLES, counts_axis, sheet, styled, write_with
 from scaling.pairs import grouped
 from scaling.precision import fixed, table
 from scaling.records import LAW_FOLDER, read_runs, read_study, without_repeats
@@ -57,8 +56,7 @@ def main(options: Options) -> int:
     return 0 if found["base"] else 3
 
 
-# N: params_nonembed; lr: peak learning rate; status: "ok", "diverged" or "unfinished"; loss: nats per validation token, evaluated
-# in BF16, None unless status is "ok".
+# N: params_nonembed; lr: peak rate; status: "ok", "diverged" or "unfinished"; loss: nats per validation token in BF16, if "ok".
 Trial = namedtuple("Trial", "run N tokens lr seed status loss", defaults=(None,))
 
 
@@ -154,7 +152,7 @@ def tables(found: dict) -> str:
     return "\n\n".join(blocks)
 
 
-@matplotlib.rc_context(RC)
+@styled
 def draw(found: dict, name: str) -> Figure:
     runs = sum(len(row["runs"]) for sweep in found["sweeps"] for row in sweep["rows"])
     figure, ((panel,),) = sheet((7.4, 3.4), 1, 1, f"Peak learning rate, {name} (n = {runs} runs)",

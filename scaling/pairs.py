@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
+from scipy import stats
 from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
-from scipy.stats import chi2, linregress, norm
-from scipy.stats import t as student
 
 from runtime.cli import UserError, si
 from scaling.laws import Points, fit_form
@@ -25,7 +24,6 @@ from scaling.records import Record, check_comparable, listed, read_study
 ALPHA = 0.05
 POWER = 0.8
 LOSS_TOLERANCE = 1e-4       # of val_losses.npz against summary.json: float32 sums on a GPU, no more
-IDLE = "BF16 again: no Linear converted"      # the verdict on runs that were not FP8
 KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # Record.convention -> what stands before "parameters"
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)   # of an integral over -1 to 1
 
@@ -56,7 +54,7 @@ def estimate(values) -> Estimate:
     if sd <= 1e-12 * abs(values).max():
         return Estimate(n, mean)
     se = sd / math.sqrt(n)
-    half = float(student.ppf(1 - ALPHA / 2, n - 1)) * se
+    half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * se
     return Estimate(n, mean, sd, se, mean - half, mean + half)
 
 
@@ -103,15 +101,15 @@ def read_margin(records, given: float | None = None) -> Margin | None:
 
 def tost(found: Estimate, margin: float) -> float | None:
     """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the larger; None: no interval."""
-    return None if found.se is None else float(student.sf((margin - abs(found.mean)) / found.se, found.n - 1))
+    return None if found.se is None else float(stats.t.sf((margin - abs(found.mean)) / found.se, found.n - 1))
 
 
 def power(n: int, gap: float) -> float:
     """Probability that n values of standard deviation 1 around `gap` give a t-interval without 0: the noncentral t's tails, by
     quadrature over the sample's sd, because scipy.stats.nct gives nan where n is 2 or the shift large."""
-    spreads = np.sqrt(chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))       # of the sample's sd over the true one: even quantiles
-    spread, shift = float(student.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
-    return 0.5 * float(WEIGHTS @ (norm.sf(spread - shift) + norm.sf(spread + shift)))
+    spreads = np.sqrt(stats.chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))   # of the sample's sd over the true one: even quantiles
+    spread, shift = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
+    return 0.5 * float(WEIGHTS @ (stats.norm.sf(spread - shift) + stats.norm.sf(spread + shift)))
 
 
 def smallest_seen(sd: float, n: int) -> float:
@@ -133,8 +131,8 @@ def verdict(found: Estimate, margin: Margin | None = None) -> str:
 
 def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
     """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%]; None where unknown."""
-    return {"verdict": IDLE if is_idle(chosen) else verdict(found, margin), "tost_p": margin and tost(found, margin.percent),
-            "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n)}
+    return {"verdict": "BF16 again: no Linear converted" if is_idle(chosen) else verdict(found, margin),
+            "tost_p": margin and tost(found, margin.percent), "smallest_seen": found.se and smallest_seen(found.sd, found.n)}
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs of runs
@@ -146,23 +144,20 @@ class Gap:
     percent: float                      # of the BF16 run's loss
     se: float | None                    # standard error of nats over validation sequences; none with one in a source
 
+    @property
+    def log_percent(self) -> float:
+        return 100 * math.log1p(self.percent / 100)
+
 
 @dataclass(frozen=True)
 class Pair:
     """A BF16 run beside the FP8 run that shares all but the precision; a null has the BF16 run's repeat in FP8's place."""
     bf16: Record
     fp8: Record
-    as_trained: Gap                     # each run evaluated in the precision that it was trained in
-    in_bf16: Gap                        # both evaluated through BF16 matmuls: what FP8 did to the weights
+    gap: dict[str, Gap]                 # "bf16": both runs evaluated through BF16 matmuls, what FP8 did to the weights;
+                                        # "as_trained": each in the precision that it was trained in
     tok_per_s_ratio: float | None       # FP8 over BF16; none where not only the precision differs
     n_converted: int                    # Linears that the FP8 run trained in FP8; auto may find that none pays
-
-    def gap(self, arm: str) -> Gap:
-        """The gap under one evaluation, "bf16" or "as_trained"."""
-        return self.in_bf16 if arm == "bf16" else self.as_trained
-
-    def log_percent(self, arm: str) -> float:
-        return 100 * math.log1p(self.gap(arm).percent / 100)
 
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
@@ -189,11 +184,10 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
         if not np.array_equal(base[name], other[name]):
             raise UserError(f"{bf16.folder}/val_losses.npz and {fp8.folder}/val_losses.npz differ in {name!r}: a paired gap "
                             "needs the same validation sequences in the same order")
-    gaps = (_gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
-            for arm in ("as_trained", "bf16"))
+    gaps = {arm: _gap(other[arm] - base[arm], base, bf16, arm) for arm in ("bf16", "as_trained")}
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
     converted = fp8.summary["precision"]["layers_converted"]
-    return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
+    return Pair(bf16, fp8, gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
 
 
 def trajectories(chosen) -> list[np.ndarray]:
@@ -201,10 +195,10 @@ def trajectories(chosen) -> list[np.ndarray]:
     return clusters([{p.bf16.trunk, p.fp8.trunk} for p in chosen])
 
 
-def over(chosen, value) -> Estimate:
-    """Estimate over pairs; those that share a trunk count once, with their mean."""
-    values = np.array([value(pair) for pair in chosen])
-    return estimate([values[own].mean() for own in trajectories(chosen)])
+def over(chosen, unit: str) -> dict[str, Estimate]:
+    """Evaluation -> Estimate over pairs of their gaps, in a `unit` of Gap; those of one trunk count once, with their mean."""
+    gaps = {arm: np.array([getattr(pair.gap[arm], unit) for pair in chosen]) for arm in chosen[0].gap}
+    return {arm: estimate([values[own].mean() for own in trajectories(chosen)]) for arm, values in gaps.items()}
 
 
 def over_tokens(chosen, arm: str) -> Estimate | None:
@@ -212,7 +206,7 @@ def over_tokens(chosen, arm: str) -> Estimate | None:
     branches, within each size and seed, whose own level drops out; None where none has two budgets."""
     slopes = []
     for own in clusters([{p.bf16.trunk, p.fp8.trunk, (p.fp8.N, p.fp8.seed)} for p in chosen]):
-        x, y = np.log2([chosen[i].fp8.tokens for i in own]), np.array([chosen[i].gap(arm).percent for i in own])
+        x, y = np.log2([chosen[i].fp8.tokens for i in own]), np.array([chosen[i].gap[arm].percent for i in own])
         if np.ptp(x) > 0:
             slopes.append((x - x.mean()) @ y / np.sum((x - x.mean())**2))
     return estimate(slopes) if slopes else None
@@ -224,14 +218,9 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
     x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
     if len(np.unique(x)) < 3 or len(x) < 4:
         return None
-    line = linregress(x, [np.mean([chosen[i].gap(arm).percent for i in some]) for some in own])
-    half = float(student.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
+    line = stats.linregress(x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
+    half = float(stats.t.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
     return Estimate(len(x), float(line.slope), None, float(line.stderr), float(line.slope) - half, float(line.slope) + half)
-
-
-def percents(chosen) -> dict[str, Estimate]:
-    """The gap in per cent of BF16's loss under both evaluations."""
-    return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}
 
 
 def is_idle(chosen) -> bool:
@@ -239,10 +228,10 @@ def is_idle(chosen) -> bool:
     return not any(pair.n_converted or ">" in pair.fp8.recipe for pair in chosen)
 
 
-def _gap(difference, losses, weights, reference: float) -> Gap:
-    """Weighted gap of per-sequence differences (nats), with the ratio estimator's standard error per source."""
-    nats, variance = 0.0, 0.0
-    for i, weight in enumerate(weights):
+def _gap(difference, losses, base: Record, arm: str) -> Gap:
+    """Weighted gap of per-sequence differences (nats) to `base`, with the ratio estimator's standard error per source."""
+    nats, variance, reference = 0.0, 0.0, getattr(base, f"loss_{arm}")
+    for i, weight in enumerate(base.weights.values()):
         chosen = losses["source"] == i
         d, t = difference[chosen], losses["n_tokens"][chosen]
         per_token, n = d.sum() / t.sum(), len(d)
@@ -257,7 +246,7 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file, np.errstate(divide="ignore", invalid="ignore"):
             losses = {name: file[name] for name in names}
-            said = {arm: _gap(losses[arm], losses, record.weights.values(), 1.0).nats for arm in names[:2]}
+            said = {arm: _gap(losses[arm], losses, record, arm).nats for arm in names[:2]}
     except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): leave the run out, copy the file from where it was "
                         "trained, or write it again: delete summary.json and repeat the run's command") from None
@@ -272,7 +261,7 @@ def measure(records, repeated, arm: str) -> dict:
     """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed"), from the
     null Pairs `repeated`; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one
     trunk add no freedom. Same seed: root mean square around 0, as the order is arbitrary; equal to the last bit: no null."""
-    rows, trunks, sizes, pooled, pooled_again = [], {}, [], None, None
+    rows, trunks, pooled, same = [], {}, None, None
     for (N, _), some in grouped([r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)):
         runs = list({r.trunk: r for r in some}.values())
         if len(runs) > 1:
@@ -283,19 +272,18 @@ def measure(records, repeated, arm: str) -> dict:
         variance = np.average([row["sd_percent"]**2 for row in rows], weights=[row["dof"] for row in rows])
         freedom = sum(min(len(some) - 1, sum(row["dof"] for row in rows if row["N"] == N)) for N, some in trunks.items())
         pooled = {"runs": sum(row["runs"] for row in rows), **_null(variance, freedom)}
-    again = [p for p in repeated if not p.in_bf16.nats == p.as_trained.nats == 0]
+    again = [p for p in repeated if any(gap.nats for gap in p.gap.values())]
     if again:
-        variance = np.mean([p.gap(arm).percent**2 for p in again])
-        pooled_again = {"pairs": len(again), **_null(variance, len(trajectories(again)))}
-    for _, some in grouped(again, lambda p: (p.bf16.N, p.bf16.tokens)):
-        sizes.append({**at(some[0].bf16), "pairs": len(some), **percents(some)})
-    return {"sizes": rows, "pooled": pooled,
-            "same_seed": {"sizes": sizes, "equal": len(repeated) - len(again), "pooled": pooled_again}}
+        variance = np.mean([p.gap[arm].percent**2 for p in again])
+        same = {"pairs": len(again), **_null(variance, len(trajectories(again)))}
+    sizes = [{**at(some[0].bf16), "pairs": len(some), **over(some, "percent")}
+             for _, some in grouped(again, lambda p: (p.bf16.N, p.bf16.tokens))]
+    return {"sizes": rows, "pooled": pooled, "same_seed": {"sizes": sizes, "equal": len(repeated) - len(again), "pooled": same}}
 
 
 def _null(variance: float, dof: int) -> dict:
     """band: half of what holds 95 % of differences whose variance is known from so many degrees of freedom."""
-    return {"dof": dof, "sd_percent": math.sqrt(variance), "band": float(student.ppf(0.975, dof)) * math.sqrt(variance)}
+    return {"dof": dof, "sd_percent": math.sqrt(variance), "band": float(stats.t.ppf(0.975, dof)) * math.sqrt(variance)}
 
 
 def at(record) -> dict:
@@ -325,7 +313,7 @@ def rank(found, arm: str) -> dict:
     logs = {}                           # recipe -> its gaps where all are compared
     for recipe, own in cells.items():
         if compared and own.keys() >= set(compared):
-            logs[recipe] = [own[cell].log_percent(arm) for cell in compared]
+            logs[recipe] = [own[cell].gap[arm].log_percent for cell in compared]
         else:
             lacking = [f"{si(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
             left_out.append({"recipe": recipe, "reason": f"no finished pair at {listed(lacking) or 'what most recipes share'}"})
@@ -456,9 +444,8 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
                   f"{surface.B * D**-surface.beta:.4f}, or next to nothing")
     elif ratio is not None:
         speedup, error = surface.speedup(D, nats.mean, nats.se, ratio, se_log or 0.0)
-        if error is not None and se_log is not None:        # one ratio of throughputs has no error to pass on
-            spread = float(student.ppf(0.975, nats.n - 1)) * error
-            ends = [speedup * math.exp(-spread), speedup * math.exp(spread)] if spread < BEYOND else ends
+        if None not in (error, se_log) and (spread := float(stats.t.ppf(0.975, nats.n - 1)) * error) < BEYOND:
+            ends = [speedup * math.exp(-spread), speedup * math.exp(spread)]  # one ratio of throughputs has no error to pass on
     return {"law": surface.name, "extra_tokens": tokens[0], "extra_tokens_ci95": tokens[1:],
             "effective_parameters": parameters[0], "effective_parameters_ci95": parameters[:0:-1],
             "speedup": speedup, "speedup_ci95": ends, "reason": None if speedup else reason}
@@ -483,14 +470,12 @@ def kumar_gap(N, offsets=True):
     Kumar et al. 2024, arXiv:2411.04330, Table 2: A N_eff^-alpha - A N^-alpha, N_eff / N the product of 1 - e^-(P / gamma + n).
     465 runs of 30M to 220M parameters, integer fake quantisation in the forward pass alone. The main text's formula has no n,
     their fit has: both are given. The authors: the constants are unlikely to be useful elsewhere."""
-    share = 1.0                         # N_eff / N
-    for gamma, n in ((2.6745, 0.3037), (2.2102, 1.4072)):       # of weights, of activations
-        share *= 1 - math.exp(-(8 / gamma + n * offsets))
+    # N_eff / N: a factor of the weights, one of the activations
+    share = math.prod(1 - math.exp(-(8 / gamma + n * offsets)) for gamma, n in ((2.6745, 0.3037), (2.2102, 1.4072)))
     return 4.299e3 * N**-0.4965 * (share**-0.4965 - 1)
 
 
 def sun_gap(N, D, exponent_bits=4, mantissa_bits=3, block=128):
     """Nats that floats of so many bits cost, one scale for `block` values; of the shape of N and D. Sun et al. 2025,
     arXiv:2501.02423: D^beta / N^alpha * log2(block) / (gamma (E + .5)^delta (M + .5)^nu); 366 runs of 41M to 679M parameters."""
-    return (D**0.5162 / N**0.2368 * math.log2(block)
-            / (11334.5197 * (exponent_bits + 0.5)**3.1926 * (mantissa_bits + 0.5)**2.9543))
+    return D**0.5162 / N**0.2368 * math.log2(block) / (11334.5197 * (exponent_bits + 0.5)**3.1926 * (mantissa_bits + 0.5)**2.9543)

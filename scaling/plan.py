@@ -83,33 +83,30 @@ def main(options: Options) -> str:
         "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)])
 
 
-# One of the repository's sizes, with what a token costs there on one GPU. mfu: of the BF16 peak; speedup: FP8's tokens per second
-# over BF16's.
+# One of the repository's sizes. mfu: in BF16, of one GPU's BF16 peak; speedup: FP8's tokens per second over BF16's.
 Size = namedtuple("Size", "name N flops_per_token mfu speedup")
 
 
 def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     """The repository's sizes with exact counts; MFU and FP8's speed-up as measured on that GPU, else assumed and bounded."""
-    found, (bf16_peak, fp8_peak) = {}, peak_flops(options.gpu)
+    found, peaks = {}, peak_flops(options.gpu)
     configs = {path.stem.removesuffix("_bf16"): load_config(path, fp8_overrides(options.recipe))
                for path in sorted((ROOT / "configs").glob("gpt*_bf16.py"))}
     every = [config.model.params_total for config in configs.values()]
     for record in without_repeats(usable(read_runs([options.runs])[0])[0])[0] if options.runs else []:
-        is_there = peak_flops(record.device) == (bf16_peak, fp8_peak) and options.gpu.lower() in record.device.lower()
+        is_there = peak_flops(record.device) == peaks and options.gpu.lower() in record.device.lower()
         if is_there and min(every) / REACH <= record.params_total <= max(every) * REACH:
-            mfu = record.tok_per_s_median * record.flops_per_token / (record.n_gpu * bf16_peak)
+            mfu = record.tok_per_s_median * record.flops_per_token / (record.n_gpu * peaks[0])
             found.setdefault((record.recipe, record.params_total), []).append(mfu)
     base = {N: float(np.median(mfu)) for (recipe, N), mfu in found.items() if recipe == "bf16"}
     both = {N: float(np.median(mfu)) / base[N] for (recipe, N), mfu in found.items() if recipe == options.recipe and N in base}
     sizes = []
     for name, config in configs.items():
-        model = GPT.on_meta(config.model)
-        counts = model.counts()
+        model, modelled = GPT.on_meta(config.model), modelled_ratio(config, options.gpu)
+        N, per_token = config.model.params_total, model.counts()["flops_per_token"]
         in_fp8 = sum(layer.params for layer in fp8.select(model, config.fp8, options.gpu.upper()) if layer.recipe)
-        most = highest_ratio(config, in_fp8, counts["flops_per_token"], (bf16_peak, fp8_peak))
-        N, modelled = counts["params_total"], modelled_ratio(config, options.gpu)
-        sizes.append(Size(name, N, counts["flops_per_token"],
-                          _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else modelled or most))
+        assumed = modelled or highest_ratio(config, in_fp8, per_token, peaks)
+        sizes.append(Size(name, N, per_token, _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else assumed))
     notes = [f"speed: mfu_bf16 {'as measured, between sizes by interpolation' if base else f'assumed, {ASSUMED_MFU:.0%}'}",
              "FP8's speed-up: " + (f"measured, {options.recipe} at {len(both)} sizes" if both else
                                    "MODELLED by python -m runtime.roofline, nothing measured" if modelled else

@@ -9,22 +9,20 @@ size beside the null (BF16 against BF16 with another seed, and with the same one
 compute under two laws. Intervals are over independent pairs and hold for this validation set.
 """
 
-import itertools
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from runtime.cli import UserError, command, grid, run_command, si
 from scaling import pairs
-from scaling.figures import RC, STYLES, counts_axis, settle, sheet, styles, write_with
+from scaling.figures import STYLES, counts_axis, settle, sheet, styled, styles, write_with
 from scaling.records import check_comparable, law_folder, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
@@ -33,8 +31,8 @@ SHOWN = 5                   # warnings among them
 FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
 MARGIN_LINE = {"color": "#000000", "linewidth": 0.8, "linestyle": (0, (4, 2))}
 # The published laws that the figure draws: name, nats(N, D), range of N that the law was fitted to, look.
-LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False) + 0 * D, (30e6, 220e6), "#444444", "-"),
-        ("Kumar INT8", lambda N, D: pairs.kumar_gap(N) + 0 * D, (30e6, 220e6), "#888888", (0, (5, 1))),
+LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False), (30e6, 220e6), "#444444", "-"),
+        ("Kumar INT8", lambda N, D: pairs.kumar_gap(N), (30e6, 220e6), "#888888", (0, (5, 1))),
         ("Sun E4M3, block 128", pairs.sun_gap, (41e6, 679e6), "#000000", "-."))
 
 
@@ -54,22 +52,21 @@ def analyse(records, found, arm: str, margin) -> dict:
     nulls, found = ([p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False))
     sizes, common = [], {}
     for (N, D, recipe), chosen in pairs.grouped(found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)):
-        nats, speed, gaps = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), pairs.percents(chosen)
+        nats, gaps, speed = pairs.over(chosen, "nats")[arm], pairs.over(chosen, "percent"), pairs.throughput(chosen)
         run = chosen[0].fp8
         price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
         sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
                       "throughput": speed, "costs": price, **pairs.judged(chosen, gaps[arm], margin)})
     for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):      # over all sizes: 100 ln(L_FP8 / L_BF16)
-        logs = {name: pairs.over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
+        logs = pairs.over(chosen, "log_percent")
         common[recipe] = {
             **logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "over_sizes": pairs.over_sizes(chosen, arm),
             "over_tokens": pairs.over_tokens(chosen, arm), **pairs.judged(chosen, logs[arm], margin)}
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
-            "null": pairs.measure(records, nulls, arm), "common": common,
-            "ranking": pairs.rank(found, arm), "sizes": sizes,
+            "null": pairs.measure(records, nulls, arm), "common": common, "ranking": pairs.rank(found, arm), "sizes": sizes,
             "laws": {law.name: law.source for some in laws.values() for law in some}, "no_own_law": reason,
             "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
-                       **pairs.at(p.fp8), "gap_bf16": p.in_bf16, "gap_as_trained": p.as_trained,
+                       **pairs.at(p.fp8), **{f"gap_{name}": gap for name, gap in p.gap.items()},
                        "tok_per_s_ratio": p.tok_per_s_ratio, "device": p.fp8.device} for p in found]}
 
 
@@ -125,9 +122,8 @@ def _ranking(ranking: dict) -> str:
 
 def _sizes(result: dict) -> str:
     """A row per size, tokens and recipe with its verdict, below both nulls of that size."""
-    null, same = result["null"], result["null"]["same_seed"]
-    rows = [(row, "bf16, two seeds", f"{row['runs']} runs", *[f"SD {row['sd_percent']:.3f}"] * 2, "null")
-            for row in null["sizes"]]
+    other, same = result["null"]["sizes"], result["null"]["same_seed"]
+    rows = [(row, "bf16, two seeds", f"{row['runs']} runs", *[f"SD {row['sd_percent']:.3f}"] * 2, "null") for row in other]
     rows += [(row, "bf16, same seed", row["pairs"], row["bf16"], row["as_trained"], "null: rounded otherwise")
              for row in same["sizes"]]
     rows += [(row, row["recipe"], row["bf16"].n, row["bf16"], row["as_trained"], row["verdict"]) for row in result["sizes"]]
@@ -162,7 +158,7 @@ def _ends(values, form: str) -> str:
     return "none" if value == "?" else value if ends == ["?", "?"] else f"{value} [{ends[0]} to {ends[1]}]"
 
 
-@matplotlib.rc_context(RC)
+@styled
 def draw_precision(result: dict):
     """The figure of analyse's result. Left: each gap in per cent at its size; rows that share a size stand side by side, more
     tokens further right. Right: each gap above 0 in nats at its total parameters, as the published laws beside them count."""
@@ -185,8 +181,7 @@ def draw_precision(result: dict):
 
     levels, place, ticks = sorted({row["N"] for row in sizes}), [], []
     room = min([0.9, *(0.6 * np.diff(np.log(levels)))])
-    for N, some in itertools.groupby(row["N"] for row in sizes):
-        n = len(list(some))
+    for N, n in Counter(row["N"] for row in sizes).items():
         place += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
         if not ticks or math.log(N / ticks[-1]) > 0.08 * math.log(2.25 * levels[-1] / levels[0]):
             ticks.append(N)             # labels at the sizes, where they have room
@@ -204,10 +199,9 @@ def draw_precision(result: dict):
     left.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
     left.set(ylabel="gap [%]", xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
     counts_axis(left.xaxis)
-    left.xaxis.set_major_locator(FixedLocator(ticks))
-    left.xaxis.set_minor_locator(NullLocator())
+    left.set_xticks(ticks)
+    left.set_xticks([], minor=True)
 
-    right.set_yscale("log", nonpositive="clip")
     totals, values = [row["params_total"] for row in sizes], []
     N = np.geomspace(min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST), 200)
     for name, law, fitted, color, dash in LAWS:
@@ -219,11 +213,9 @@ def draw_precision(result: dict):
         if (found := row["nats"]).mean > 0:
             right.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
             values.append(found.mean)
-    right.set(xscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)), xlabel="parameters N, all",
-              ylabel="gap [nats/token]")
+    right.set(xscale="log", yscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)),
+              xlabel="parameters N, all", ylabel="gap [nats/token]")
     counts_axis(right.xaxis)
-    right.yaxis.set_major_locator(LogLocator(10, numticks=9))
-    right.yaxis.set_minor_formatter(NullFormatter())
     right.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
     return settle(figure)
 

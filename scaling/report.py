@@ -15,14 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from runtime.cli import UserError, command, run_command, si
 from scaling import figures, learning_rate, precision
-from scaling.figures import RC, STYLES, finite, running_mean, settle, sheet, steps_axis, styles, write_files, write_with
+from scaling.figures import STYLES, finite, running_mean, settle, sheet, steps_axis, styled, styles, write_files, write_with
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
 from scaling.predict import held_out, load
@@ -52,8 +51,7 @@ def main(options: Options) -> str:
 
 # ------------------------------------------------------------------------------------------------------- one training
 
-# A run. label: its recipe, with its name where several have that one; history: NaN is the loss of a step without a target, which
-# is logged as 0.
+# label: the run's recipe, with its name where several have that one; history: the loss of a step without a target, 0, is NaN.
 Arm = namedtuple("Arm", "record label history")
 
 
@@ -102,9 +100,8 @@ def _row(arm: Arm, pair: Pair | None) -> dict:
     usual = math.inf if is_first.all() else float(np.nanmedian(train["step_s"][~is_first]))
     whole = float(np.nansum(train["step_s"]) + sum(np.nansum(lost["step_s"]) for lost in arm.history.undone))
     compiling = float(np.nansum(np.maximum(train["step_s"][is_first] - usual, 0)))
-    gaps = pair and {name: asdict(pair.gap(name)) | {
-        "se_percent": pair.gap(name).se and 100 * pair.gap(name).se / getattr(pair.bf16, f"loss_{name}")}
-        for name in ("as_trained", "bf16")}
+    gaps = pair and {name: asdict(gap) | {"se_percent": gap.se and 100 * gap.se / getattr(pair.bf16, f"loss_{name}")}
+                     for name, gap in reversed(pair.gap.items())}
     return {
         **{key: getattr(arm.record, key) for key in (
             "run_id", "recipe", "status", "device", "n_gpu", "is_compiled", "tokens", "summary_sha256", "loss_as_trained",
@@ -154,7 +151,7 @@ def tables(rows: list[dict]) -> str:
         + CPU * any(row["device"].startswith("cpu") for row in rows)])
 
 
-@matplotlib.rc_context(RC)
+@styled
 def draw_losses(arms: list[Arm]) -> Figure:
     """Training loss, validation loss, and the difference to the BF16 arm where there is one, over steps."""
     train, val = ({arm.label: finite(getattr(arm.history, key), "loss") for arm in arms} for key in ("train", "val"))
@@ -303,14 +300,13 @@ def _predictions(predictions, folder: Path) -> str:
     for one in predictions:
         path = folder / LAW_FOLDER / f"score_{one.target}.json"
         score = read_json(path) if path.exists() else {}
-        if score.get("prediction_sha256") != one.sha256:
-            score = {"runs": []}
-            lacking.append(f"the score of {one.target} (`python scaling/fit.py {folder} --score`)")
+        runs = score["runs"] if score.get("prediction_sha256") == one.sha256 else []
+        lacking += [f"the score of {one.target} (`python scaling/fit.py {folder} --score`)"] * (not runs)
         lines += [{"target": one.target, "frozen (UTC)": one.date, "sha256": f"`{one.sha256[:12]}`",
                    "predicted [nats]": f"{one.loss:.4f}", "95 % interval": f"{one.low:.4f} to {one.high:.4f}",
                    "by": one.headline, "run": run.get("run_id"), "measured [nats]": fixed(run.get("loss"), 4),
                    "error [%]": run and f"{run['error_percent']:+.2f}",
-                   "interval": run and ("inside" if run["inside"] else "**outside**")} for run in score["runs"] or [{}]]
+                   "interval": run and ("inside" if run["inside"] else "**outside**")} for run in runs or [{}]]
     return "\n\n".join([*[table(lines)] * bool(lines), *(f"**Missing:** {one}." for one in lacking),
                         "Only a commit that holds a prediction and not its run shows that it is older."])
 

@@ -22,8 +22,6 @@ from runtime.config import Config, FP8Config, fp8_overrides, load_config
 from runtime.log import pair_id
 from runtime.machine import ROOT
 
-COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
@@ -110,12 +108,13 @@ def expand(study: Study) -> list[Row]:
     """All runs: by size, seed and recipe, a trunk before its branches. Raises UserError for what cannot be trained."""
     rows = []
     for size in study.sizes:
-        base = load_config(ROOT / size.config, list(study.overrides))
+        base = load_config(ROOT / size.config, study.overrides)
         if not set(size.null_seeds) <= set(size.seeds if study.null else ()):
             raise UserError(f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null= must not be empty")
         if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
             raise UserError(f"{size.config} must be in BF16 and give data.micro_batch as a number: all arms share it")
-        counts = GPT.on_meta(base.model).counts()
+        every = GPT.on_meta(base.model).counts()
+        counts = {key: every[key] for key in ("params_total", "params_nonembed", "params_matmul", "flops_per_token")}
         for seed, lr, recipe in itertools.product(size.seeds, size.lr or (None,), size.recipes or study.recipes):
             for repeat in range(2 if recipe == "bf16" and seed in size.null_seeds else 1):
                 rows += _family(study, size, base, counts, seed, recipe, lr, repeat)
@@ -124,12 +123,12 @@ def expand(study: Study) -> list[Row]:
 
 def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, recipe: str, lr: float | None,
             repeat: int) -> list[Row]:
-    size_name = base.run.removesuffix("_bf16")
-    name = f"{size_name}_{_in_name(recipe)}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
+    size_name, switch = base.run.removesuffix("_bf16"), study.switch if size.switch is None else size.switch
+    switches = [] if repeat else [after for before, after in (s.split(">") for s in switch) if before == recipe]
+    arm, *others = (re.sub(r"[^\w.]+", "-", label) for label in (recipe, *switches))      # in names of runs
+    name = f"{size_name}_{arm}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
     largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
     rows, switched, warmup = [], [], base.optim.warmup_steps(base.total_steps)
-    switch = study.switch if size.switch is None else size.switch
-    switches = [] if repeat else [after for before, after in (s.split(">") for s in switch) if before == recipe]
     for budget in (*smaller, largest):
         steps = math.ceil(budget * counts[f"params_{study.params}"] / base.data.tokens_per_step)
         optim = replace(base.optim, schedule="wsd", decay_share=study.decay_share, warmup_share=min(1.0, warmup / steps))
@@ -149,16 +148,12 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
             raise UserError(f"recipes= names {recipe!r}: write it {config.fp8.label!r}, as its runs are called in every table")
         rows.insert(0, Row(
             run=config.run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
-            steps=steps, tokens_per_step=config.data.tokens_per_step, **{key: counts[key] for key in COUNTS}, lr=lr,
+            steps=steps, tokens_per_step=config.data.tokens_per_step, **counts, lr=lr,
             repeat=repeat, parent=name.format(largest) if is_branch else None, parent_step=leaves if is_branch else None,
             config=size.config, overrides=tuple(overrides), held_out=size.held_out, pair_id=pair_id(config)))
-        for after in switches:
-            run = config.run.replace(f"_{_in_name(recipe)}_", f"_{_in_name(recipe)}-{_in_name(after)}_")
+        for after, other in zip(switches, others, strict=True):
+            run = config.run.replace(f"_{arm}_", f"_{arm}-{other}_")
             rest = [o for o in overrides if not o.startswith(("run=", "fp8.", "checkpoint.at="))]
             switched.append(replace(rows[0], run=run, recipe=f"{recipe}>{after}", parent=name.format(largest),
                                     parent_step=leaves, overrides=(f"run={run}", *fp8_overrides(after), *rest)))
     return rows + switched
-
-
-def _in_name(recipe: str) -> str:
-    return re.sub(r"[^\w.]+", "-", recipe)

@@ -26,7 +26,6 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import IO
 
 if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
@@ -38,7 +37,7 @@ from runtime.cli import UserError, command, duration, grid, nearest, run_command
 from runtime.config import load_config, positive, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
-from runtime.machine import ROOT, metrics_rows, read_rows, write_json
+from runtime.machine import ROOT, alone, metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
@@ -79,11 +78,10 @@ class Options:
 
 def main(arguments: list[str], began: float | None = None) -> int:
     """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
-    began = time.monotonic() if began is None else began
-    return command(__doc__, Options, "study")(lambda options: sweep(options, began + (options.limit or math.inf)))(arguments)
+    return command(__doc__, Options, "study")(lambda options: sweep(options, began or time.monotonic()))(arguments)
 
 
-def sweep(options: Options, deadline: float) -> int | str:
+def sweep(options: Options, began: float) -> int | str:
     study = load_study(options.study)
     rows, folder = expand(study), Path(options.out) / study.name
     chosen, declaration = choose(rows, options), declare(study, rows, folder)
@@ -100,11 +98,9 @@ def sweep(options: Options, deadline: float) -> int | str:
     slots = [names[i * n:(i + 1) * n] for i in range(options.jobs)]     # the GPUs of each job; none on a CPU
     if any(not summary_of(row, folder) for row in chosen):
         check_data(rows, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    own = folder / f".study.json.{os.getpid()}"     # several sweeps of one study may all be the first
-    write_json(own, declaration)
-    os.replace(own, folder / "study.json")
-    return run(rows, chosen, folder, options, slots, deadline)
+    with alone(folder):         # several sweeps of one study may all be the first
+        write_json(folder / "study.json", declaration)
+    return run(rows, chosen, folder, options, slots, began + (options.limit or math.inf))
 
 
 def choose(rows: list[Row], options: Options) -> list[Row]:
@@ -124,9 +120,8 @@ def choose(rows: list[Row], options: Options) -> list[Row]:
 def declare(study: Study, rows: list[Row], folder: Path) -> dict:
     """What `folder`/study.json is to say before the first run: the margin, what is held out, every run. Raises UserError where it
     says otherwise and one of its runs has finished: only additions are left then."""
-    new = {"format_version": 1, "study": study.name,
-           "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "margin_percent": study.margin_percent,
-           "params": study.params, "held_out": [row.run for row in rows if row.held_out],
+    new = {"format_version": 1, "study": study.name, "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+           "margin_percent": study.margin_percent, "params": study.params, "held_out": [row.run for row in rows if row.held_out],
            "runs": [{**asdict(row), "overrides": list(row.overrides)} for row in rows]}
     old, now = read_study(folder) or new, {row["run"]: row for row in new["runs"]}
     changes = [key for key in ("study", "margin_percent", "params") if old.get(key) != new[key]]
@@ -139,8 +134,7 @@ def declare(study: Study, rows: list[Row], folder: Path) -> dict:
 
 def check_predicted(rows: list[Row], folder: Path) -> None:
     """Raises UserError where a held-out run would begin before its prediction is frozen: it could never be scored."""
-    waiting = [row for row in rows if row.held_out and not summary_of(row, folder)]
-    if not waiting:
+    if not (waiting := [row for row in rows if row.held_out and not summary_of(row, folder)]):
         return
     from scaling.predict import is_at, load  # here: matplotlib and scipy.stats would be a second of every start
     goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)}
@@ -247,8 +241,7 @@ def cost_of(row: Row, rows: list[Row], folder: Path, options) -> tuple[float, fl
     done = [(one, summary) for one in rows if (one.size, one.recipe, one.repeat) == (row.size, row.recipe, row.repeat)
             and (summary := summary_of(one, folder))]
     if not done:
-        ratio = row.recipe != "bf16" and modelled_ratio(load_config(ROOT / row.config, list(row.overrides)), options.gpu,
-                                                        options.gpus)
+        ratio = row.recipe != "bf16" and modelled_ratio(load_config(ROOT / row.config, row.overrides), options.gpu, options.gpus)
         return peak_flops(options.gpu)[0] * options.mfu / row.flops_per_token * (ratio or 1.0), options.start, None
     apart = [max(0.0, summary["wall_s"] - one.own_tokens / summary["tok_per_s_median"]) for one, summary in done]
     speeds = [summary["tok_per_s_median"] / summary["n_gpu"] for _, summary in done]
@@ -300,7 +293,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
             if time.monotonic() + start_s + leave_s(row) > deadline:
                 late.append(f"{row.run}, which takes {start_s:.0f} s to start and end")
             elif started := start(row, folder, options, slots[0]):
-                running[row] = *started, slots.pop(0)
+                running[row] = started, slots.pop(0)
         if not running:
             break
         if time.monotonic() > looked + LOG_S:
@@ -314,10 +307,10 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
             say("asking the runs to save and leave")
             for process, *_ in running.values():
                 process.terminate()
-        for row, (process, log, slot) in list(running.items()):
+        for row, (process, slot) in list(running.items()):
             if process.poll() is not None:
-                print(f"{ENDED}{0 if asked else process.returncode}", file=log, flush=True)     # asked to leave is no failure
-                log.close()
+                with open(folder / f"{row.run}.log", "a") as log:
+                    print(f"{ENDED}{0 if asked else process.returncode}", file=log)     # asked to leave is no failure
                 del running[row]
                 slots.append(slot)
                 state, summary = state_of(row, folder), summary_of(row, folder)
@@ -341,25 +334,24 @@ def leave_s(row: Row) -> float:
     return LEAVE_S + 12 * row.params_total / SAVE_BYTES_PER_S
 
 
-def start(row: Row, folder: Path, options, gpus: list[str]) -> tuple[subprocess.Popen, IO] | None:
-    """The run as a process with its log, or None where another sweep has it. The log is the lock: the run inherits it open, so it
-    stays locked for as long as the run lives, though the sweep be killed."""
-    log = open(folder / f"{row.run}.log", "a")      # noqa: SIM115 - open as long as the run
-    if not can_lock(log, fcntl.LOCK_EX):
-        log.close()
-        say(f"{row.run} is being run by another sweep: left to it")
-        return None
+def start(row: Row, folder: Path, options, gpus: list[str]) -> subprocess.Popen | None:
+    """The run as a process, or None where another sweep has it. Its log is the lock: the run inherits it open, so it stays locked
+    for as long as the run lives, though the sweep be killed."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"] if options.gpus > 1 else []
     env = dict(os.environ)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif (processes := options.gpus * options.jobs) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    own, trunk = latest(folder / row.run), f"step {row.parent_step} of {row.parent}" if row.parent else "scratch"
-    say(f"{row.run} " + (f"goes on from step {step_of(own)}" if own else f"starts from {trunk}"))
-    # A session of its own: a terminal's Ctrl-C would reach it beside our signal, and a second one ends a run unsaved.
-    return subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)],
-                            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True), log
+    with open(folder / f"{row.run}.log", "a") as log:
+        if not can_lock(log, fcntl.LOCK_EX):
+            say(f"{row.run} is being run by another sweep: left to it")
+            return None
+        own, trunk = latest(folder / row.run), f"step {row.parent_step} of {row.parent}" if row.parent else "scratch"
+        say(f"{row.run} " + (f"goes on from step {step_of(own)}" if own else f"starts from {trunk}"))
+        # A session of its own: a terminal's Ctrl-C would reach it beside our signal, and a second one ends a run unsaved.
+        return subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)],
+                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True)
 
 
 def progress(chosen: list[Row], running, folder: Path) -> str:

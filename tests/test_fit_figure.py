@@ -104,7 +104,7 @@ def test_pairs_laws_and_words_of_a_surface(branches):
     assert figure.axes[0].get_ylabel() == "validation loss\n[nats/token]"
     assert caption(figure).startswith(f"BF16: {groups[0].laws['chinchilla'].formula()}.")
     assert legend(figure) == ["BF16", "FP8 tensorwise", "training loss", "law, 95 % interval"]
-    wanted = [(pair.fp8.params_total, pair.in_bf16.percent, 100 * pair.in_bf16.se / pair.bf16.loss_bf16) for pair in found]
+    wanted = [(one.fp8.params_total, one.gap["bf16"].percent, 100 * one.gap["bf16"].se / one.bf16.loss_bf16) for one in found]
     assert np.allclose(sorted(errorbars(figure.axes[5])), sorted((N, gap, gap - se, gap + se) for N, gap, se in wanted))
     for panel, axis, names in zip(figure.axes[1:], "DN", ("53M 124M 257M 360M", "5 10 20 40"), strict=False):
         key = panel.get_legend()

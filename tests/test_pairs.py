@@ -67,7 +67,8 @@ def fake(percent, N=1, D=1, trunk="", seed=0, recipe="tensorwise", speed=None, d
     """A pair as far as estimates over pairs and their ranking look at it; the gap as trained is 1.5 times as large."""
     shared = {"N": N, "params_total": N, "params_nonembed": N, "tokens": D, "seed": seed, "recipe": recipe, "device": device}
     bf16, fp8 = (SimpleNamespace(trunk=f"{arm}{trunk}", run_id=f"{recipe}_{N}_{seed}", **shared) for arm in "bf")
-    return pairs.Pair(bf16, fp8, pairs.Gap(1.5 * percent, 1.5 * percent, None), pairs.Gap(percent, percent, None), speed, linears)
+    gaps = {arm: pairs.Gap(factor * percent, factor * percent, None) for arm, factor in (("bf16", 1), ("as_trained", 1.5))}
+    return pairs.Pair(bf16, fp8, gaps, speed, linears)
 
 
 def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
@@ -76,7 +77,7 @@ def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_r
     for _ in range(2000):
         found = [fake(0.2 + shift + rng.normal(0, 0.03), trunk=i)
                  for i, shift in enumerate(rng.normal(0, 0.1, 6)) for _ in range(1 + i % 4)]
-        both = pairs.percents(found)["bf16"], estimate([pair.gap("bf16").percent for pair in found])
+        both = pairs.over(found, "percent")["bf16"], estimate([pair.gap["bf16"].percent for pair in found])
         covered.append([one.low < 0.2 < one.high for one in both])
     honest, naive = np.mean(covered, axis=0)
     assert both[0].n == 6 and honest == pytest.approx(0.95, abs=0.015) and naive < 0.85
@@ -103,7 +104,7 @@ def test_the_change_over_tokens_is_each_trunks_own_and_covers():
             found += [fake(level + truth * math.log2(D) + rng.normal(0, 0.01), 1 + i // 3, D * (1 + 9 * (i > 2)),
                            f"{i}" if is_branch else f"{i}_{D}", i % 3) for D in budgets]
         slope = pairs.over_tokens(found, "bf16")
-        line = linregress([math.log2(p.fp8.tokens) for p in found], [p.gap("").percent for p in found])
+        line = linregress([math.log2(p.fp8.tokens) for p in found], [p.gap["bf16"].percent for p in found])
         covered += slope.low < truth < slope.high
         naive += abs(line.slope - truth) < student.ppf(0.975, len(found) - 2) * line.stderr
     assert slope.n == 6 and covered / 1000 == pytest.approx(0.95, abs=0.02) and naive / 1000 < 0.85
@@ -119,7 +120,7 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
     runs, _ = read_runs([tmp_path])
     for order in (runs, runs[::-1]):
         found, notes = pairs.pairs(order)
-        assert sorted((p.bf16.run_id, p.fp8.run_id, round(p.in_bf16.nats, 6)) for p in found) == [
+        assert sorted((p.bf16.run_id, p.fp8.run_id, round(p.gap["bf16"].nats, 6)) for p in found) == [
             ("bf16_1", "fp8_1", 0.01), ("bf16_1", "null_1", 0.002), ("bf16_2", "fp8_2", 0.014), ("bf16_2", "null_2", -0.004)]
         assert sorted(note.split(":")[0] for note in notes) == ["unpaired fp8_again_1", "unpaired fp8_again_2"]
     null = analysed(tmp_path)["null"]
@@ -167,7 +168,7 @@ def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties():
     found, trained = (pairs.rank(some, arm) for arm in ("bf16", "as_trained"))
     assert [(row["recipe"], row["ties"]) for row in found["recipes"]] == [
         ("rowwise", True), ("tensorwise", True), ("cscale", False)]
-    logs = {name: [p.log_percent("bf16") for p in some if p.fp8.recipe == name] for name in ("rowwise", "tensorwise")}
+    logs = {name: [p.gap["bf16"].log_percent for p in some if p.fp8.recipe == name] for name in ("rowwise", "tensorwise")}
     difference = found["recipes"][1]["difference"]
     interval = ttest_1samp(np.subtract(logs["tensorwise"], logs["rowwise"]), 0).confidence_interval()
     assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))

@@ -135,12 +135,12 @@ def test_paired_gap_by_hand(tmp_path):
     assert notes == [] and pair.bf16.run_id == "x" and pair.fp8.run_id == "y"
     assert elsewhere.fp8.run_id == "z" and elsewhere.tok_per_s_ratio is None
     # In BF16: source p gains (1+3)/20 = 0.2, q (2+8)/50 = 0.2 nats per token.
-    assert pair.in_bf16.nats == pytest.approx(0.25 * 0.2 + 0.75 * 0.2, rel=1e-12)
-    assert pair.in_bf16.percent == pytest.approx(100 * 0.2 / (0.25 * 42 / 20 + 0.75 * 120 / 50), rel=1e-12)
+    assert pair.gap["bf16"].nats == pytest.approx(0.25 * 0.2 + 0.75 * 0.2, rel=1e-12)
+    assert pair.gap["bf16"].percent == pytest.approx(100 * 0.2 / (0.25 * 42 / 20 + 0.75 * 120 / 50), rel=1e-12)
     # Residuals d - g t: p -1, +1; q 2-4=-2, 8-6=+2, 0. Variance per source: n/(n-1) * sum of squares / tokens^2.
     variance = 0.25**2 * 2 * (1 + 1) / 20**2 + 0.75**2 * 3 / 2 * (4 + 4) / 50**2
-    assert pair.in_bf16.se == pytest.approx(variance**0.5, rel=1e-12)
+    assert pair.gap["bf16"].se == pytest.approx(variance**0.5, rel=1e-12)
     # As trained: p 6/20 = 0.3, q 10/50 = 0.2; residuals p -1, +1; q 4-4=0, 6-6=0.
-    assert pair.as_trained.nats == pytest.approx(0.25 * 0.3 + 0.75 * 0.2, rel=1e-12)
-    assert pair.as_trained.se == pytest.approx((0.25**2 * 2 * 2 / 20**2) ** 0.5, rel=1e-12)
+    assert pair.gap["as_trained"].nats == pytest.approx(0.25 * 0.3 + 0.75 * 0.2, rel=1e-12)
+    assert pair.gap["as_trained"].se == pytest.approx((0.25**2 * 2 * 2 / 20**2) ** 0.5, rel=1e-12)
     assert pair.tok_per_s_ratio == pytest.approx(1.3)
