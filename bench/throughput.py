@@ -42,8 +42,8 @@ from runtime.machine import GIB, ROOT, memory_error, nvidia_smi, read_rows, to_l
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 
-# Updates on one batch. Later ones fall too fast to be compared: half an update's lag was 0.49 nats in the twentieth of 1.5B
-# by torchao's own recipe, and in the tenth of 760M BF16's loss rose (on an H200).
+# Updates on one batch. Later ones fall too fast to be compared: torchao's own recipe was an update behind, 0.49 nats, in the
+# twentieth of 1.5B, and in the tenth of 760M BF16's loss rose (on an H200).
 SANITY_STEPS = 8
 # Of the config's peak rate, that these updates rise to: at all of it they learn a small batch by heart so fast that FP8's
 # rounding alone is 0.05 to 0.12 nats behind; at a tenth it is 0.01 (2 x 128 and 4 x 256 wide, on a CPU).
@@ -61,7 +61,7 @@ TIMED_S = {"cuda": 6.0, "cpu": 0.5}        # of whole steps, at least two
 WARM_S = 10.0           # of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
 CELL_LIMIT_S = 420      # a cell that has not ended by then never will
 TURN = 4                # FP8 cells, at most, between two of BF16
-GUESS_S = 40            # of a cell, until one of its size was timed here
+GUESS_S = 60            # of a cell, until one of its size was timed here
 BASELINE = "bf16"
 ATTENTION = re.compile(r"^(?!triton).*(sdpa|flash|fmha|attention)", re.IGNORECASE)
 FIT = re.compile(r"cudnn|flash.*sm90|sm90.*flash", re.IGNORECASE)       # for Hopper
@@ -258,7 +258,7 @@ class Timer:
         self.out, self.budget, self.end = out, budget, time.monotonic() + budget
         env, (driver, limit) = environment(torch.device(device), ROOT), nvidia_smi("driver_version", "power.limit")
         self.head = {"run": env["t_start"], "command": command, "commit": commit or env["git_commit"],
-                     "dirty": not commit and env["git_dirty"], "gpu": env["device"] if device == "cuda" else None,
+                     "dirty": None if commit else env["git_dirty"], "gpu": env["device"] if device == "cuda" else None,
                      "driver": driver, "power_limit_w": _number(limit),
                      **{key: env[key] for key in ("torch", "torchao", "triton", "cuda", "cudnn", "python")}}
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,8 @@ class Timer:
         for group in groups:
             self.time_group(group)
         left, open_groups = sum(len(self.due(group)) for group in groups), [group for group in groups if self.due(group)]
-        least = math.ceil(min((3 * self.estimate(group) for group in open_groups), default=0) + WARM_S + 1)    # what precedes
+        needed = [self.estimate(group[0], group[0], self.due(group)[0]) for group in open_groups]
+        least = math.ceil(min(needed, default=0) + WARM_S + 1)      # what precedes
         goes_on = "the same command goes on with them" if least <= self.budget else f"none fits: give budget={least} or more"
         print(f"\n{left} cells are left, {goes_on}" if left else "\nall is timed")
 
@@ -285,27 +286,30 @@ class Timer:
         done = {row["cell"] for row in self.here if "failure" in row or row["ratio"]}
         return [cell for cell in group[1:] if cell.name not in done]
 
-    def estimate(self, group: list[Cell]) -> float:
-        """Seconds that a cell of this group may take, and a tenth; of a first one three are timed."""
-        sizes = (group[0].size, self.due(group)[0].size)
-        return 1.1 * max((row["wall_s"] for row in self.here if row["size"] in sizes), default=GUESS_S)
+    def estimate(self, *cells: Cell) -> float:
+        """Seconds that these cells may take in all: each as long as the longest of its size did here, and a tenth."""
+        return sum(1.1 * max((row["wall_s"] for row in self.here if row["size"] == cell.size), default=GUESS_S) for cell in cells)
 
     def time_group(self, group: list[Cell]) -> None:
         """Time what is due of a BF16 cell's group and fits into the budget, TURN of them at most between two of BF16."""
-        before = None
+        baseline, before = group[0], None
         while due := self.due(group):
-            fits = int((self.end - time.monotonic()) / self.estimate(group)) - (1 if before else 2)
-            if fits < 1:
-                break
-            before = before or self.time(group[0])
-            if before.get("oom") and group[0].micro_batch > 1:
+            if before is None:
+                if time.monotonic() + self.estimate(baseline, due[0], baseline) > self.end:
+                    break
+                before = self.time(baseline)
+            if before.get("oom") and baseline.micro_batch > 1:
                 group, before = [replace(cell, micro_batch=cell.micro_batch // 2) for cell in group], None
+                baseline = group[0]
                 continue
             if "failure" in before:
                 break
-            rows = [self.time(cell, before) for cell in due[:min(TURN, fits)]]
+            rows = [self.time(cell, before) for cell in due[:TURN]      # asked of each anew, when its turn has come
+                    if time.monotonic() + self.estimate(cell, baseline) <= self.end]
+            if not rows:
+                break
             if rows := [row for row in rows if "failure" not in row]:
-                after = self.time(group[0])
+                after = self.time(baseline)
                 if "failure" in after:
                     break
                 for row in rows:

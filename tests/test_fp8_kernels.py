@@ -179,7 +179,7 @@ def launched(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("source, format, is_loss", [
-    (torch.bfloat16, E4M3, False), (torch.float32, E4M3, False), (torch.bfloat16, E5M2, True)])
+    (torch.bfloat16, E4M3, False), (torch.float32, E4M3, False), (torch.bfloat16, E5M2, False), (torch.bfloat16, E5M2, True)])
 def test_they_compile_for_an_h100(source, format, is_loss, launched, tmp_path):
     """Rounded by the hardware's saturating instruction; where a tile begins is counted in 64 bits, since 65,536 tokens of
     logits are more than 2^31 values."""

@@ -174,7 +174,7 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
         assert all(bool((t == step_of(path)).all()) for t in read.values()), path
 
 
-@pytest.mark.parametrize("recipe", ["off", "tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["off", "tensorwise", "rowwise", "tensorwise fp8.kernels=true"])
 def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_load_on_a_cpu(tiny, tmp_path, recipe):
     first, second = (changed(tiny, f"run={run} fp8.recipe={recipe} deterministic=true parallel.compile=true")
                      for run in ("first", "second"))

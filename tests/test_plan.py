@@ -23,7 +23,7 @@ from tests.conftest import ALONE, ROOT, asked, changed
 from tests.faults import children, wait_for
 
 FULL, BROKEN = MemoryError(), MachineError("a kernel's offset")
-FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py", ["fp8.kernels=false"])       # T=2048
+FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
 
 def planned(config, words="", gpu="h100"):

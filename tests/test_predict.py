@@ -199,7 +199,7 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
 
 
 @pytest.mark.parametrize("name, before, sentence", [
-    ("bog", None, "did you mean 'big'?"), ("../big", None, "there is no run"), ("gpt1p5b_bf16", None, "vocabulary of 50257"),
+    ("bog", None, "did you mean 'big'?"), ("../big", None, "there is no run"), ("gpt1p5b_fp8", None, "vocabulary of 50257"),
     ("big_row", None, "a run in rowwise, but the runs at hand are bf16, tensorwise"),
     ("big", lambda study: (study / "big/metrics.jsonl").mkdir(parents=True), "big has begun or is finished"),
     ("big", lambda study: (study / "seed2/checkpoints").mkdir(parents=True), "seed2 has begun or is finished"),   # the same point

@@ -22,7 +22,7 @@ from tests.conftest import ROOT, asked
 from tests.faults import children, wait_for
 
 TOY = Cell("toy", "bf16", 4, 32, 512, "cpu", {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257})
-TENSORWISE, ROWWISE, CSCALE = (replace(TOY, label=label) for label in ("tensorwise", "rowwise", "cscale"))
+TENSORWISE, ROWWISE, *MORE = (replace(TOY, label=label) for label in ("tensorwise", "rowwise", "cscale", "amax", "mxfp8"))
 CPU = torch.device("cpu")
 
 
@@ -136,8 +136,6 @@ def turns(tmp_path, monkeypatch):
     again. Returns the cells that were run, what is left, and the rows."""
     now = [0.0]
     monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(throughput, "TURN", 2)
-    monkeypatch.setattr(throughput, "GUESS_S", 70)
 
     def run(budget=1e4, again=(), out=tmp_path / "rows.jsonl", group=(TOY, TENSORWISE, ROWWISE), **script):
         asked = []
@@ -163,11 +161,11 @@ def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(turn
 
     with pytest.raises(KeyboardInterrupt):
         turns(rowwise=[looks])
-    asked, left, rows = turns(group=(TOY, TENSORWISE, ROWWISE, CSCALE), bf16=[answer(1000), answer(1020), answer(1060)],
-                              tensorwise=[answer(1212)], rowwise=[answer(505)], cscale=[answer(1144)])
-    assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16", "cscale", "bf16"], "no ratio, not done"
+    asked, left, rows = turns(group=(TOY, TENSORWISE, ROWWISE, *MORE), bf16=[answer(1000), answer(1020), answer(1060)],
+                              tensorwise=[answer(1212)], rowwise=[answer(505)], mxfp8=[answer(1144)])
+    assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "cscale", "amax", "bf16", "mxfp8", "bf16"]
     by = {row["label"]: row for row in throughput.newest(rows).values()}
-    found = *(by[label]["ratio"] for label in ("tensorwise", "rowwise", "cscale")), by["rowwise"]["drift"]
+    found = *(by[label]["ratio"] for label in ("tensorwise", "rowwise", "mxfp8")), by["rowwise"]["drift"]
     assert found == pytest.approx((1.2, 0.5, 1.1, 0.02)) and by["rowwise"]["baseline"] == "toy bf16" and left == 0
     assert len(by["bf16"]["commit"]) == 40 and by["bf16"].items() > {
         "torch": torch.__version__, "command": "the command", "gpu": None, "wall_s": 20}.items()
@@ -189,12 +187,15 @@ def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_bat
 
 
 def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path):
-    assert turns(budget=230)[:2] == ([], 2), "three cells of 70 s and a tenth"
-    asked, left, rows = turns(budget=240)
-    assert [label for label, _ in asked] == ["bf16", "tensorwise", "bf16", "rowwise", "bf16"] and left == 0, "20 s each"
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"wall_s": 5.0}) + "\n" for row in rows[:2]))
-    assert turns(budget=45)[1] == 2, "thought to take 5 s each"
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 4, "two of before, and two that ended in time"
+    assert turns(budget=190)[:2] == ([], 2), "three cells of 60 s and a tenth"
+    asked, left, rows = turns(budget=200)
+    assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16"] and left == 0, "20 s each, as is seen then"
+    short = "".join(json.dumps(row | {"wall_s": 5.0}) + "\n" for row in rows[:2])
+    for budget, due in ((80, ["bf16", "tensorwise", "bf16"]), (45, ["bf16"]), (18, ["bf16"])):     # thought to take 5 s each
+        (tmp_path / "rows.jsonl").write_text(short)
+        asked, left, rows = turns(budget=budget)
+        assert [label for label, _ in asked] == due, "the BF16 that closes has its time before a cell begins"
+        assert left == (1 if len(due) > 1 else 2) and len(rows) == {80: 6, 45: 3, 18: 2}[budget]
 
 
 def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
@@ -270,4 +271,4 @@ def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, cap
         assert told in said and (code < 2 or said.count("\n") == 1)
     assert (tmp_path / "old.png").exists() and asked(capsys, throughput.main, "--table", "out=absent.jsonl", code=2)
     said = asked(capsys, throughput.main, "suite=toy", "budget=0", f"out={tmp_path / 'none.jsonl'}")
-    assert "2 cells are left, none fits: give budget=143 or more" in said
+    assert "2 cells are left, none fits: give budget=209 or more" in said
