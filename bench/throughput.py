@@ -304,7 +304,7 @@ class Timer:
                 continue
             if "failure" in before:
                 break
-            rows = [self.time(cell, before) for cell in due[:TURN]      # asked of each anew, when its turn has come
+            rows = [self.time(cell, before, self.estimate(baseline)) for cell in due[:TURN]     # each asked when its turn comes
                     if time.monotonic() + self.estimate(cell, baseline) <= self.end]
             if not rows:
                 break
@@ -316,13 +316,15 @@ class Timer:
                     self._add(compared(row, before, after))
                 before = after
 
-    def time(self, cell: Cell, baseline: dict | None = None) -> dict:
-        """The row of one cell, timed in a process of its own; not kept where the budget cut it."""
+    def time(self, cell: Cell, baseline: dict | None = None, reserve_s: float = 0.0) -> dict:
+        """The row of one cell, timed in a process of its own, with so many seconds left after it; not kept where the budget
+        cut it."""
         began = time.monotonic()
         print(f"[{self.end - began:5.0f} s left] {cell.name}", end=" ", flush=True)
-        found = run_cell(cell, self.out.with_suffix(".log"), min(CELL_LIMIT_S, self.end - began))
+        limit_s = min(CELL_LIMIT_S, self.end - began - reserve_s)
+        found = run_cell(cell, self.out.with_suffix(".log"), limit_s)
         row = cell_row(cell, found, baseline) | self.head | {"wall_s": time.monotonic() - began}
-        if "failure" not in row or time.monotonic() < self.end:
+        if "failure" not in row or row["wall_s"] < limit_s or limit_s == CELL_LIMIT_S:
             self._add(row)
         return row
 

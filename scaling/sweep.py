@@ -26,6 +26,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import IO
 
 if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
@@ -37,7 +38,7 @@ from runtime.cli import UserError, command, duration, grid, nearest, run_command
 from runtime.config import load_config, positive, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
-from runtime.machine import ROOT, alone, metrics_rows, read_rows, write_json
+from runtime.machine import ROOT, metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
@@ -98,8 +99,10 @@ def sweep(options: Options, began: float) -> int | str:
     slots = [names[i * n:(i + 1) * n] for i in range(options.jobs)]     # the GPUs of each job; none on a CPU
     if any(not summary_of(row, folder) for row in chosen):
         check_data(rows, folder)
-    with alone(folder):         # several sweeps of one study may all be the first
-        write_json(folder / "study.json", declaration)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = folder / f".study.json.{os.getpid()}"     # several sweeps of one study may all be the first
+    write_json(own, declaration)
+    os.replace(own, folder / "study.json")
     return run(rows, chosen, folder, options, slots, began + (options.limit or math.inf))
 
 
@@ -293,7 +296,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
             if time.monotonic() + start_s + leave_s(row) > deadline:
                 late.append(f"{row.run}, which takes {start_s:.0f} s to start and end")
             elif started := start(row, folder, options, slots[0]):
-                running[row] = started, slots.pop(0)
+                running[row] = *started, slots.pop(0)
         if not running:
             break
         if time.monotonic() > looked + LOG_S:
@@ -307,10 +310,10 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
             say("asking the runs to save and leave")
             for process, *_ in running.values():
                 process.terminate()
-        for row, (process, slot) in list(running.items()):
+        for row, (process, log, slot) in list(running.items()):
             if process.poll() is not None:
-                with open(folder / f"{row.run}.log", "a") as log:
-                    print(f"{ENDED}{0 if asked else process.returncode}", file=log)     # asked to leave is no failure
+                print(f"{ENDED}{0 if asked else process.returncode}", file=log, flush=True)     # asked to leave is no failure
+                log.close()
                 del running[row]
                 slots.append(slot)
                 state, summary = state_of(row, folder), summary_of(row, folder)
@@ -334,24 +337,25 @@ def leave_s(row: Row) -> float:
     return LEAVE_S + 12 * row.params_total / SAVE_BYTES_PER_S
 
 
-def start(row: Row, folder: Path, options, gpus: list[str]) -> subprocess.Popen | None:
-    """The run as a process, or None where another sweep has it. Its log is the lock: the run inherits it open, so it stays locked
-    for as long as the run lives, though the sweep be killed."""
+def start(row: Row, folder: Path, options, gpus: list[str]) -> tuple[subprocess.Popen, IO] | None:
+    """The run as a process with its log, or None where another sweep has it. The log is the lock: the run inherits it open, so it
+    stays locked for as long as the run lives, though the sweep be killed."""
+    log = open(folder / f"{row.run}.log", "a")      # noqa: SIM115 - open as long as the run
+    if not can_lock(log, fcntl.LOCK_EX):
+        log.close()
+        say(f"{row.run} is being run by another sweep: left to it")
+        return None
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"] if options.gpus > 1 else []
     env = dict(os.environ)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif (processes := options.gpus * options.jobs) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    with open(folder / f"{row.run}.log", "a") as log:
-        if not can_lock(log, fcntl.LOCK_EX):
-            say(f"{row.run} is being run by another sweep: left to it")
-            return None
-        own, trunk = latest(folder / row.run), f"step {row.parent_step} of {row.parent}" if row.parent else "scratch"
-        say(f"{row.run} " + (f"goes on from step {step_of(own)}" if own else f"starts from {trunk}"))
-        # A session of its own: a terminal's Ctrl-C would reach it beside our signal, and a second one ends a run unsaved.
-        return subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)],
-                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True)
+    own, trunk = latest(folder / row.run), f"step {row.parent_step} of {row.parent}" if row.parent else "scratch"
+    say(f"{row.run} " + (f"goes on from step {step_of(own)}" if own else f"starts from {trunk}"))
+    # A session of its own: a terminal's Ctrl-C would reach it beside our signal, and a second one ends a run unsaved.
+    return subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)],
+                            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True), log
 
 
 def progress(chosen: list[Row], running, folder: Path) -> str:

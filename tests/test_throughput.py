@@ -132,19 +132,19 @@ def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp
 
 @pytest.fixture
 def turns(tmp_path, monkeypatch):
-    """run(script, ..) times a group with invented cells, 20 s each; script: label -> answers in turn, the last one again and
-    again. Returns the cells that were run, what is left, and the rows."""
+    """run(script, ..) times a group with invented cells, 20 s each but for `slow`; script: label -> answers in turn, the last one
+    again and again. Returns the cells that were run, what is left, and the rows."""
     now = [0.0]
     monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
 
-    def run(budget=1e4, again=(), out=tmp_path / "rows.jsonl", group=(TOY, TENSORWISE, ROWWISE), **script):
+    def run(budget=1e4, again=(), out=tmp_path / "rows.jsonl", group=(TOY, TENSORWISE, ROWWISE), slow=None, **script):
         asked = []
 
         def fake(cell, log, limit_s):
             asked.append((cell.label, cell.micro_batch))
             answers = script.get(cell.label, [answer()])
             found = answers.pop(0) if len(answers) > 1 else answers[0]
-            now[0] += min(20.0, limit_s)
+            now[0] += min(1e3 if cell.label == slow else 20.0, limit_s)
             return found(cell) if callable(found) else found if limit_s >= 20 else {"failure": "not done"}
         monkeypatch.setattr(throughput, "run_cell", fake)
         timer = Timer(out, "cpu", budget, "the command", again=again)
@@ -196,6 +196,14 @@ def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(tur
         asked, left, rows = turns(budget=budget)
         assert [label for label, _ in asked] == due, "the BF16 that closes has its time before a cell begins"
         assert left == (1 if len(due) > 1 else 2) and len(rows) == {80: 6, 45: 3, 18: 2}[budget]
+
+
+def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor_the_next_calls(turns, monkeypatch):
+    for limit, left, due in ((420, 1, ["bf16", "tensorwise", "rowwise", "bf16"]), (100, 0, ["bf16", "rowwise"])):
+        monkeypatch.setattr(throughput, "CELL_LIMIT_S", limit)
+        asked, still, rows = turns(budget=300, rowwise=[lambda cell: {"failure": "not done"}], slow="rowwise")
+        assert [label for label, _ in asked] == due and [row["cell"] for row in rows if row["ratio"]] == ["toy/tensorwise"]
+        assert still == left and any("failure" in row for row in rows) == (not left), "what the budget cut is tried again"
 
 
 def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
