@@ -146,6 +146,7 @@ def build(config: Config, world: World) -> Built:
     layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
     if world.size == 1:
         fp8.keep_bf16_copies(model)
+    model.counts()      # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
         for block in model.blocks():

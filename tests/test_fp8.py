@@ -350,9 +350,8 @@ def test_compiled_equals_eager_also_when_weights_and_delayed_scales_have_changed
                 torch.autograd.backward(ys, [g, g, g, g, torch.full((len(x),), 1 / 48)])
             results.append([model.scales.end(loss_scale), *ys, leaf.grad, *(p.grad for p in model.parameters())])
         distances = list(map(distance, *results))       # 1e-7 where both sum in the same order
-        # Before 2.13 Inductor adds a norm's gradients in another order.
-        most, of_head = (2e-3, 1e-2) if torch.__version__ >= "2.13" else (8e-3, 3e-2)
-        assert all(d < most for d in distances[:-2]) and all(d < of_head for d in distances[-2:]), distances
+        most = 2e-3 if torch.__version__ >= "2.13" else 4e-3        # before, Inductor adds a norm's gradients in another order
+        assert all(d < most for d in distances[:-2]) and all(d < 1e-2 for d in distances[-2:]), distances
         seen, due = compiled.scales.state(), eager.scales.state()
         assert seen.keys() == due.keys() == {"linears.3.0.x", "linears.3.0.g", "head.x"}, "the head's gradient has a bound"
         assert all(seen[name] == pytest.approx(due[name], rel=most) and due[name][0] > 0 for name in due)
