@@ -431,6 +431,7 @@ DEFAULTS: dict[str, dict] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
 }
+NEVER_NULL = {"MistralForCausalLM": "num_key_value_heads", "Qwen3ForCausalLM": "head_dim"}     # transformers refuses null there
 
 
 def import_checkpoint(folder: str, run_dir: str) -> Path:
@@ -596,8 +597,10 @@ def gpt_config(raw: dict) -> GPTConfig:
     given = HFConfig(**DEFAULTS[architecture] | {key: value for key, value in raw.items() if key in known})
     if problems := type_problems("", given):
         raise UserError(f"config.json has a value of the wrong kind: {'; '.join(problems)}; correct it or download it again")
-    if architecture == "Qwen3ForCausalLM" and given.head_dim is None:
-        raise UserError("config.json has head_dim=None: Qwen3 needs a number, or the key left out for 128")
+    never_null = NEVER_NULL.get(architecture)
+    if never_null and getattr(given, never_null) is None:
+        default = DEFAULTS[architecture][never_null]
+        raise UserError(f"config.json has {never_null}=None: {architecture} needs a number, or the key left out for {default}")
     if refused := [*_refused(given, architecture), *_refused_rope(given)]:
         raise UserError(f"config.json has {'; '.join(refused)}; this model cannot be held exactly")
     sizes = {ours: getattr(given, theirs) for ours, theirs in SIZES.items()}

@@ -9,12 +9,13 @@ import shutil
 import signal
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from eval_runs import call, generate, make_llama, refused, write_run
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prepare_data
 from configs.continue_llama import config as LLAMA_8B
 from eval import export
-from eval.export import gpt_config, import_checkpoint
+from eval.export import MODEL_TYPES, gpt_config, import_checkpoint
 from eval.sample import load_for_inference
 from runtime.checkpoint import branch, checkpoints, load_model, read_manifest
 from runtime.cli import UserError
@@ -35,7 +36,7 @@ from runtime.tokenizer import END_OF_TEXT, load_tokenizer
 from tests.conftest import ROOT, changed, process
 from tests.scaling_runs import edit
 from tests.test_fp8 import OPERANDS, distance, quantised
-from tests.test_model import TINY, build_rough, tokens
+from tests.test_model import TINY, build, build_rough, tokens
 from tests.test_tokenizer import TEXTS
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
@@ -312,7 +313,7 @@ def test_a_window_that_no_text_reaches_is_none(window, n_ctx, is_felt):
     (LLAMA_31_8B, {"architectures": ["Qwen2ForCausalLM"]}, "biases"),
     (LLAMA_31_8B, {"architectures": ["LlamaForCausalLM", "X"]}, "only LlamaForCausalLM, MistralForCausalLM"),
     (LLAMA_31_8B, {"architectures": None, "model_type": "gpt2"}, "model_type='gpt2'"),
-    (LLAMA_31_8B, {"model_type": "gemma"}, "model_type='gemma' but architectures=['LlamaForCausalLM'], whose model_type is 'llama'"),
+    (LLAMA_31_8B, {"model_type": "gemma"}, "model_type='gemma' but architectures=['LlamaForCausalLM'], whose model_type"),
     (QWEN3, {"head_dim": None}, "head_dim=None"),
     (QWEN3, {"layer_types": ["full_attention"]}, "layer_types of 1 layers where what fits is num_hidden_layers=36"),
     (LLAMA_31_8B, {"hidden_size": None}, "lacks hidden_size"), (LLAMA_31_8B, {"num_key_value_heads": 7}, "not divisible"),
@@ -321,6 +322,176 @@ def test_a_window_that_no_text_reaches_is_none(window, n_ctx, is_felt):
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
     with pytest.raises(UserError, match=rf"^config.json .*{re.escape(words)}.*$"):
         gpt_config(base | change)
+
+
+# Every attribute of transformers' four configurations: read (a field of HFConfig), a role of tokens, which the tokenizer's
+# part keeps, or without effect on logits and gradients, with the reason.
+WITHOUT_EFFECT = {
+    "initializer_range": "of new weights alone", "use_cache": "of speed alone", "dtype": "the files' own counts",
+    "transformers_version": "a remark", "output_hidden_states": "of what is returned beside the logits",
+    "return_dict": "of the form of what is returned", "chunk_size_feed_forward": "these classes do not read it",
+    "is_encoder_decoder": "these classes do not read it", "id2label": "of classifiers", "label2id": "of classifiers",
+    "problem_type": "of classifiers"}
+TOKEN_ROLES = {"pad_token_id", "bos_token_id", "eos_token_id"}
+READ_FIRST = {"architectures"}      # and model_type, which is the class's own
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
+def test_every_attribute_of_transformers_configurations_is_read_or_known_to_have_no_effect(name):
+    attributes = {f.name for f in fields(getattr(transformers, name))}
+    known = {f.name for f in fields(export.HFConfig)} | WITHOUT_EFFECT.keys() | TOKEN_ROLES | READ_FIRST
+    assert attributes - known == set()
+
+
+# Values that a config.json may have, as JSON reads them; None in place of a change takes the key away.
+VALUES = {
+    "hidden_act": ["gelu", "swish", None, 5],
+    "rms_norm_eps": [1e-3, "1e-3", None, 0.0],
+    "head_dim": [32, 6, 7, None, 0, "16", 16.0],
+    "num_key_value_heads": [1, 4, 3, None, "2", [2]],
+    "num_attention_heads": [2, 3, 0, "4", [4], None],
+    "hidden_size": [48, "64", None, 64.0],
+    "num_hidden_layers": [1, "2", None],
+    "vocab_size": [128, "96"],
+    "tie_word_embeddings": [True, None, "false", 1],
+    "attention_bias": [True, None, "no"],
+    "mlp_bias": [True, None],
+    "pretraining_tp": [2, 1],
+    "is_causal": [False, True],
+    "layer_types": [
+        ["full_attention"] * 2,
+        ["attention"] * 2,
+        ["full_attention"],
+        ["sliding_attention"] * 2,
+        3,
+        "full_attention",
+        [1, 2],
+    ],
+    "sliding_window": [4, 24, 25, 4096, None, "4"],
+    "use_sliding_window": [True, False, "true"],
+    "max_window_layers": [0, 1, 2, "1"],
+    "partial_rotary_factor": [0.5, 1, 1.0],
+    "attention_dropout": [0.5, "0.5"],
+    "per_layer_config": [{"0": {"sliding_window": 4}}, {}],
+    "rope_theta": [100.0, 1000, "10000", None, 0],
+    "rope_scaling": [
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "default"},
+        {"type": None},
+        "yarn",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        [],
+        {"rope_type": "mrope", "mrope_section": [1]},
+    ],
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 50.0},
+        {"rope_theta": 50.0},
+        {"rope_theta": "50"},
+        {"rope_theta": None},
+        {},
+        7,
+        {
+            "rope_type": "llama3",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+        {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4},
+        {"rope_type": "llama3", "factor": None, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": None, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+        {"full_attention": {"rope_type": "default", "rope_theta": 9.0}},
+    ],
+    "original_max_position_embeddings": [8, 12, "8"],
+    "final_logit_softcapping": [30.0],
+    "logit_scale": [0.1],
+    "several keys": [
+        {"use_sliding_window": True, "sliding_window": 4},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 2},
+        {"use_sliding_window": True, "sliding_window": 25, "max_window_layers": 0},
+        {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 50.0}},
+        {"rope_scaling": {"rope_type": "default"}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rope_theta": 7.0},
+        {"rope_parameters": None, "rope_scaling": None, "rope_theta": 7.0},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 100},
+    ],
+}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 24,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+def cases_of(key):
+    """Configurations with each value of the key, and one without it."""
+    base = dict(SMALL)
+    if key == "several keys":
+        return [base | changes for changes in VALUES[key]]
+    if key.startswith("rope"):
+        del base["rope_parameters"]
+    without = {name: value for name, value in base.items() if name != key}
+    return [*(base | {key: value} for value in VALUES[key]), without]
+
+
+def their_model(architecture, raw):
+    """The model that transformers builds of a config.json, with rough weights; None where it refuses the file."""
+    try:
+        config = transformers.CONFIG_MAPPING[MODEL_TYPES[architecture]].from_dict(raw)
+        model = getattr(transformers, architecture)(config).eval()
+        generator = torch.Generator().manual_seed(0)
+        for name, p in model.named_parameters():
+            p.data = torch.randn(p.shape, generator=generator) * 0.2 + ("norm" in name)
+        with torch.no_grad():
+            return model, model(tokens(TINY, 2, 24) % config.vocab_size).logits
+    except Exception:       # transformers refuses by errors of many classes, of which some come with the first pass
+        return None
+
+
+@pytest.mark.parametrize("key", VALUES)
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_no_value_of_a_config_json_changes_the_computation_without_a_word(architecture, key):
+    """What is taken computes transformers' logits; all else, and all that transformers itself refuses, is refused."""
+    taken = 0
+    for raw in cases_of(key):
+        raw = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **raw}
+        try:
+            config = gpt_config(raw)
+        except UserError as error:
+            assert str(error).startswith("config.json ") and str(error).count("\n") == 0
+            continue
+        theirs = their_model(architecture, json.loads(json.dumps(raw)))
+        assert theirs is not None, f"transformers refuses {raw}"
+        model, logits = theirs
+        weights = model.state_dict()
+        ours = build(config, 0)
+        ours.load_state_dict(dict(export.from_hf(config, weights, weights.__getitem__)), strict=False)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(tokens(TINY, 2, 24) % config.vocab_size), logits, rtol=0, atol=1e-5, msg=str(raw))
+        taken += 1
+    assert taken
 
 
 @pytest.mark.parametrize("changes, words", [
