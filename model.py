@@ -3,7 +3,7 @@
 A Llama-family decoder, so that a checkpoint exports to LlamaForCausalLM (Qwen3ForCausalLM with QK-norm)
 tensor for tensor: RMSNorm before each sub-layer, half-split RoPE, grouped-query attention, SwiGLU, no biases.
 
-    B batch   T time   C channels (n_embd)   H query heads   K key/value heads   D head size   F ffn   V vocabulary
+    B batch   T time   C channels (n_embd)   H query heads   K key/value heads   D head size (head_dim)   F ffn   V vocabulary
 
 Weights are stored in fp32. The activations carry the compute dtype (BF16 in training) from the embedding on, and each Linear
 casts its weight to it: no autocast, so the BF16 and FP8 arms of a comparison cast at the same places.
@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 class GPTConfig:
     n_layer: int                        # blocks
     n_head: int                         # query heads
-    n_embd: int                         # width C, in channels; a multiple of n_head
+    n_embd: int                         # width C, in channels; a multiple of n_head, or give head_size
     n_ffn: int                          # hidden width of the SwiGLU, in channels
     n_kv_head: int | None = None        # key/value heads (grouped-query attention); none = n_head
+    head_size: int | None = None        # channels of a head (HF's head_dim), even; none = n_embd / n_head
     n_ctx: int = 1024                   # context length T, in tokens
     vocab_size: int = 50257             # tokens the tokenizer can emit (gpt2 50257, byte 257)
     vocab_multiple: int = 128           # rows of embedding and head are padded to a multiple of this: whole tensor-core tiles
@@ -40,7 +41,10 @@ class GPTConfig:
     loss_chunk: int | None = None       # tokens per cross-entropy chunk, so that logits never exist whole; none = one chunk
 
     @property
-    def head_size(self) -> int:
+    def head_dim(self) -> int:
+        """D, the channels of a head: model.head_size where it is given, else an equal share of the width."""
+        if self.head_size is not None:
+            return self.head_size
         return self.n_embd // self.n_head
 
     @property
@@ -54,7 +58,7 @@ class GPTConfig:
     @property
     def params_total(self) -> int:
         """Parameters by closed form; GPT.counts() asserts that the modules agree."""
-        C, D = self.n_embd, self.head_size
+        C, D = self.n_embd, self.head_dim
         block = 2 * C * D * (self.n_head + self.kv_heads) + 3 * C * self.n_ffn + 2 * C + 2 * D * self.qk_norm
         return self.n_layer * block + C + self.vocab_padded * C * (1 if self.tied else 2)
 
@@ -64,11 +68,14 @@ class GPTConfig:
                if type(value := getattr(self, f.name)) in (int, float) and not 0 < value < math.inf]
         if out:
             return out
-        if self.n_embd % self.n_head:
-            out.append(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: "
-                       f"give a width that is a multiple of the number of heads")
-        elif self.head_size % 2:
-            out.append(f"model.n_embd={self.n_embd} over model.n_head={self.n_head} heads gives heads of {self.head_size} "
+        if self.head_size is not None:
+            if self.head_size % 2:
+                out.append(f"model.head_size={self.head_size} is odd, but RoPE rotates pairs of channels: give an even number")
+        elif self.n_embd % self.n_head:
+            out.append(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: give a width that is a "
+                       f"multiple of the number of heads, or the channels of a head in model.head_size")
+        elif self.head_dim % 2:
+            out.append(f"model.n_embd={self.n_embd} over model.n_head={self.n_head} heads gives heads of {self.head_dim} "
                        f"channels, but RoPE rotates pairs: give an even head size")
         if self.n_head % self.kv_heads:
             out.append(f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}: "
@@ -107,7 +114,7 @@ def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
 
     Source: RoFormer, 2104.09864 (equation 15); the stretch as published with Llama 3.1, its operations in the order of Hugging
     Face's transformers, whose last bits it shares: the difference grows with the position."""
-    D = config.head_size
+    D = config.head_dim
     freq = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
     if config.rope_factor is None:
         return freq
@@ -130,7 +137,7 @@ def rotate(x, cos, sin):
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.H, self.K, self.D = config.n_head, config.kv_heads, config.head_size
+        self.H, self.K, self.D = config.n_head, config.kv_heads, config.head_dim
         self.qkv = Linear(config.n_embd, (self.H + 2 * self.K) * self.D)    # one matmul: FP8 pays on wide outputs
         self.out = Linear(self.H * self.D, config.n_embd)
         self.q_norm, self.k_norm = (RMSNorm(self.D, config.norm_eps) if config.qk_norm else None for _ in "qk")
@@ -214,7 +221,7 @@ class GPT(nn.Module):
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Linear(config.n_embd, config.vocab_padded)
         for table in "cos", "sin":
-            self.register_buffer(table, torch.empty(config.n_ctx, config.head_size // 2), persistent=False)
+            self.register_buffer(table, torch.empty(config.n_ctx, config.head_dim // 2), persistent=False)
         self.tie()
 
     @classmethod
@@ -307,7 +314,7 @@ class GPT(nn.Module):
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         embed = self.wte.weight.numel()     # as the head's
         assert total == c.params_total, f"{total} parameters in the modules, {c.params_total} by the formula"
-        nonembed, attention = total - embed * (1 if c.tied else 2), 12 * c.n_layer * c.n_head * c.head_size * c.n_ctx
+        nonembed, attention = total - embed * (1 if c.tied else 2), 12 * c.n_layer * c.n_head * c.head_dim * c.n_ctx
         return {
             "params_total": total, "params_nonembed": nonembed, "params_matmul": matmul,
             "params_embed_tok": embed, "params_head": embed,

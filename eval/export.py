@@ -13,12 +13,13 @@ Source: configuration and modelling of both in transformers 5.23; both rotate Ro
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +42,8 @@ FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no lar
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
 ALIGNMENT = 64              # bytes, a cache line; torch allocates so
 FLOAT8 = torch.float8_e4m3fn
+# Classes of transformers that compute what model.py does -> the model_type by which transformers finds each.
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen3ForCausalLM": "qwen3"}
 Parts = dict[str, dict[str, tuple[int, ...]]]
 
 
@@ -146,12 +149,15 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
     """
     scaling = None if config.rope_factor is None else {
         "rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in ROPE.items()}}
+    architecture = _architecture_of(config)
+    window = {"sliding_window": None} if architecture == "MistralForCausalLM" else {}      # else its default of 4,096 tokens
     return {
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if config.qk_norm else "llama",
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
+        **window,
         "vocab_size": config.vocab_padded, "hidden_size": config.n_embd, "intermediate_size": config.n_ffn,
         "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head, "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size, "max_position_embeddings": config.n_ctx, "rms_norm_eps": config.norm_eps,
+        "head_dim": config.head_dim, "max_position_embeddings": config.n_ctx, "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
         "tie_word_embeddings": config.tied, "use_cache": True,
         "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
@@ -160,9 +166,22 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
     }
 
 
+def _architecture_of(config: GPTConfig) -> str:
+    """The class of transformers that computes what model.py does.
+
+    LlamaConfig refuses a width that is no multiple of the heads, whatever head_dim says; Mistral's, a Llama but for its
+    window, takes it.
+    """
+    if config.qk_norm:
+        return "Qwen3ForCausalLM"
+    if config.n_embd % config.n_head:
+        return "MistralForCausalLM"
+    return "LlamaForCausalLM"
+
+
 def layout(config: GPTConfig) -> Parts:
     """Our name -> {name: shape} of the tensors that lie in it, one below the other; in the order of the modules."""
-    C, D, H, K, F, V = config.n_embd, config.head_size, config.n_head, config.kv_heads, config.n_ffn, config.vocab_padded
+    C, D, H, K, F, V = config.n_embd, config.head_dim, config.n_head, config.kv_heads, config.n_ffn, config.vocab_padded
     out: Parts = {"wte.weight": {"model.embed_tokens.weight": (V, C)}}
     for i in range(config.n_layer):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
@@ -369,11 +388,50 @@ ORIGINAL_CTX = "original_max_position_embeddings"
 ROPE = {"rope_factor": "factor", "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor",
         "rope_original_ctx": ORIGINAL_CTX}
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE.values()}
-# The values with which model.py computes the same. Others: biases, another activation, sums in slices, windows, narrower
-# rotations, other position encodings, quantised weights, code of the model's own, which is never run.
-HELD = {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish"), "pretraining_tp": (1,),
-        "layer_types": (), "partial_rotary_factor": (1,), "rope_type": ("default", "llama3"), "rope_keys": (),
-        "quantization_config": ({},), "compression_config": ({},), "auto_map": ({},)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFConfig:
+    """The keys of a config.json that decide what is computed, with transformers' types; the defaults are LlamaConfig's."""
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    intermediate_size: int
+    max_position_embeddings: int
+    vocab_size: int
+    num_key_value_heads: int | None = None      # none = num_attention_heads
+    head_dim: int | None = None                 # none = hidden_size / num_attention_heads
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_theta: float | None = 10_000.0         # of versions that have no rope_parameters, whose own counts before it
+    rope_parameters: dict | None = None         # as transformers 5 writes it
+    rope_scaling: dict | None = None            # as the versions before wrote it; counts before rope_parameters
+    original_max_position_embeddings: int | None = None     # counts before the one in rope_parameters
+    partial_rotary_factor: float | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    pretraining_tp: int | None = 1
+    is_causal: bool = True
+    layer_types: list | None = None
+    sliding_window: int | None = None           # tokens that a token sees
+    use_sliding_window: bool = False            # Qwen3 alone: whether sliding_window applies
+    max_window_layers: int = 28                 # Qwen3 alone: layers before this one have no window
+    per_layer_config: dict | None = None        # layer -> keys that differ there
+    quantization_config: dict | None = None
+    compression_config: dict | None = None
+    auto_map: dict | None = None                # names code in the folder
+    transformers_weights: str | None = None     # the file or index to read instead of model.safetensors
+    attention_dropout: float | None = 0.0       # in training alone
+
+
+# What the architectures leave to their own defaults, where another than LlamaConfig's.
+DEFAULTS: dict[str, dict] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+}
+NEVER_NULL = {"MistralForCausalLM": "num_key_value_heads", "Qwen3ForCausalLM": "head_dim"}     # transformers refuses null there
 
 
 def import_checkpoint(folder: str, run_dir: str) -> Path:
@@ -390,11 +448,11 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
     source, target = Path(folder), Path(run_dir)
     if os.path.lexists(target):
         raise UserError(f"{target} exists: choose another out/RUN, or remove that one")
-    try:
-        raw = json.loads((source / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no downloaded model: its config.json cannot be read ({error})") from error
-    model, files, tokenizer = gpt_config(raw), _open_weights(source), load_tokenizer(str(source))
+    raw = _read_object(source / "config.json", f"{folder} is no downloaded model")
+    model = gpt_config(raw)
+    if (dropout := raw.get("attention_dropout")):
+        print(f"config.json's attention_dropout={dropout} is left out: nothing is dropped in training here")
+    files, tokenizer = _open_weights(source, raw.get("transformers_weights")), load_tokenizer(str(source))
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, config.json vocab_size={model.vocab_size}")
     config = Config(
@@ -407,7 +465,7 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         keep_tokenizer(part, folder)
         weights = dict(from_hf(model, files, lambda name: files[name].get_tensor(name)))
         write_checkpoint(checkpoint, config, weights, {"imported": {
-            "folder": source.resolve().name, "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer.sha256}})
+            "folder": source.resolve().name, "architecture": architecture_named(raw), "tokenizer_sha256": tokenizer.sha256}})
         (part / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
     return target / "checkpoints" / name_of(0)
 
@@ -426,11 +484,72 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
                 "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
 
 
-def _open_weights(source: Path) -> dict:
+def _read_object(path: Path, otherwise: str) -> dict:
+    """The JSON object that a file holds. Raises UserError, which begins with `otherwise`, where it holds none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{otherwise}: its {path.name} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{otherwise}: its {path.name} holds {type(content).__name__} where an object, {{...}}, is needed")
+    return content
+
+
+def weight_files(source: Path, named: str | None = None) -> list[Path]:
+    """The safetensors files that transformers would read: `named` (config.json's transformers_weights) or else model.safetensors,
+    else those of its index, else all there are. Prints which others are left out.
+
+    Raises UserError where there is none, one of the index is not there, or the folder is an adapter's.
+    """
+    every = sorted(source.glob("*.safetensors"))
+    if not every:
+        raise UserError(f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code")
+    if (source / "adapter_config.json").exists():
+        raise UserError(f"{source} has an adapter_config.json: transformers would load another model and put this adapter on it; "
+                        f"merge it first (peft's merge_and_unload, then save_pretrained), or remove adapter_config.json if "
+                        f"model.safetensors is the whole model")
+    single, index = source / "model.safetensors", source / "model.safetensors.index.json"
+    if named is not None:
+        single = index = _inside(source, named, "config.json's transformers_weights")
+    if single.is_file() and single.suffix == ".safetensors":
+        chosen, because = [single], "is the model"
+    elif index.is_file():
+        chosen, because = _files_of_index(index), f"are what {index.name} names"
+    elif named is not None:
+        raise UserError(f"config.json has transformers_weights={named!r}, but {source} has no such file: download it again")
+    else:
+        return every
+    if left_out := [path.name for path in every if path not in chosen]:
+        print(f"{source}: left out {listed(left_out, 5)}: {listed([path.name for path in chosen], 5)} {because}", flush=True)
+    return chosen
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    """The files that a *.safetensors.index.json names, each once. Raises UserError."""
+    weight_map = _read_object(index, f"{index.parent} is no whole model").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index} has no weight_map of tensor names to file names: download it again")
+    names = sorted(set(weight_map.values()))
+    if not names:
+        raise UserError(f"{index} names no file: download it again")
+    files = [_inside(index.parent, name, str(index)) for name in names]
+    if absent := [path.name for path in files if not path.is_file()]:
+        raise UserError(f"{index} names {listed(absent, 3)}, which the folder lacks: the download is incomplete, repeat it")
+    return files
+
+
+def _inside(folder: Path, name: str, where: str) -> Path:
+    """A file of the folder that `where` names. Raises UserError where the name leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"{where} names {name!r}, which lies outside {folder}: only files of that folder are read")
+    return folder / name
+
+
+def _open_weights(source: Path, named: str | None = None) -> dict:
     """The open file of each tensor; its header is checked against its length, nothing is read yet."""
     from safetensors import SafetensorError, safe_open
     files: dict = {}
-    for path in sorted(source.glob("*.safetensors")):
+    for path in weight_files(source, named):
         try:
             opened = safe_open(path, framework="pt")
         except SafetensorError as error:
@@ -439,9 +558,31 @@ def _open_weights(source: Path) -> dict:
             raise UserError(f"{path} and another file of the folder both hold {listed(sorted(twice), 3)}: keep those of one "
                             "download")
         files |= dict.fromkeys(opened.keys(), opened)
-    if not files:
-        raise UserError(f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code")
     return files
+
+
+def architecture_named(raw: dict) -> str:
+    """The class that a config.json names, by architectures or, where that is left out, model_type.
+
+    Raises UserError where it is none that model.py computes, or the two say different things: transformers goes by
+    model_type, vLLM by architectures.
+    """
+    known = ", ".join(MODEL_TYPES)
+    named, model_type = raw.get("architectures"), raw.get("model_type")
+    if named is None:
+        architecture = next((name for name, kind in MODEL_TYPES.items() if kind == model_type), None)
+        if architecture is None:
+            raise UserError(f"config.json has architectures=None and model_type={model_type!r}: only {known} can be held here")
+        return architecture
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in MODEL_TYPES:
+        biased = " (Qwen2's q, k and v have biases)" if named == ["Qwen2ForCausalLM"] else ""
+        raise UserError(f"config.json has architectures={named!r}: only {known} can be held here{biased}")
+    architecture = named[0]
+    if model_type not in (None, MODEL_TYPES[architecture]):
+        raise UserError(f"config.json has model_type={model_type!r} but architectures={named!r}, whose model_type is "
+                        f"{MODEL_TYPES[architecture]!r}: transformers would compute another model than vLLM; correct the one "
+                        f"that is wrong")
+    return architecture
 
 
 def gpt_config(raw: dict) -> GPTConfig:
@@ -449,30 +590,113 @@ def gpt_config(raw: dict) -> GPTConfig:
 
     Raises UserError in one sentence for whatever model.py cannot compute exactly, or where a size is missing.
     """
-    if (named := raw.get("architectures")) not in (["LlamaForCausalLM"], ["Qwen3ForCausalLM"]):
-        raise UserError(f"config.json has architectures={named!r}: only LlamaForCausalLM and Qwen3ForCausalLM can be held here")
+    architecture = architecture_named(raw)
     if missing := [theirs for theirs in SIZES.values() if not raw.get(theirs)]:
         raise UserError(f"config.json lacks {', '.join(missing)}: download it again")
-    is_qwen3, sizes = named == ["Qwen3ForCausalLM"], {ours: raw[theirs] for ours, theirs in SIZES.items()}
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}      # where transformers looks, in the same order
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = {} if kind == "default" else {ours: rope.get(theirs) for ours, theirs in ROPE.items()} | {
-        "rope_original_ctx": raw.get(ORIGINAL_CTX) or rope.get(ORIGINAL_CTX) or sizes["n_ctx"]}
+    known = {f.name for f in fields(HFConfig)}
+    given = HFConfig(**DEFAULTS[architecture] | {key: value for key, value in raw.items() if key in known})
+    if problems := type_problems("", given):
+        raise UserError(f"config.json has a value of the wrong kind: {'; '.join(problems)}; correct it or download it again")
+    never_null = NEVER_NULL.get(architecture)
+    if never_null and getattr(given, never_null) is None:
+        default = DEFAULTS[architecture][never_null]
+        raise UserError(f"config.json has {never_null}=None: {architecture} needs a number, or the key left out for {default}")
+    if refused := [*_refused(given, architecture), *_refused_rope(given)]:
+        raise UserError(f"config.json has {'; '.join(refused)}; this model cannot be held exactly")
+    sizes = {ours: getattr(given, theirs) for ours, theirs in SIZES.items()}
+    is_equal_share = given.head_dim is None or given.head_dim * given.num_attention_heads == given.hidden_size
     config = GPTConfig(
-        **sizes, **scaling, n_kv_head=raw.get("num_key_value_heads", 32 if is_qwen3 else sizes["n_head"]), qk_norm=is_qwen3,
-        vocab_multiple=1 if sizes["vocab_size"] % 128 else 128, tied=raw.get("tie_word_embeddings", False),
-        norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000))
-    # Llama knows no window; Qwen3's applies where it is switched on.
-    held = HELD | ({"use_sliding_window": (False,)} if is_qwen3 else {"sliding_window": ()}) | {
-        "head_dim": (config.n_embd / config.n_head,)}
-    found = {"head_dim": 128 if is_qwen3 else None} | raw | rope | {
-        "rope_type": kind, "rope_keys": sorted(rope.keys() - ROPE_KEYS) or None,
-        "layer_types": sorted({*(raw.get("layer_types") or ())} - {"full_attention"}) or None}
-    if refused := [f"{key}={found[key]!r}" for key, values in held.items() if found.get(key) not in (None, *values)]:
-        raise UserError(f"config.json has {', '.join(refused)}: this model cannot be held exactly")
+        **sizes, **_rope_of(given), n_kv_head=given.num_key_value_heads or given.num_attention_heads,
+        head_size=None if is_equal_share else given.head_dim, qk_norm=architecture == "Qwen3ForCausalLM",
+        vocab_multiple=1 if given.vocab_size % 128 else 128, tied=given.tie_word_embeddings, norm_eps=given.rms_norm_eps)
     if problems := type_problems("model.", config) or config.problems():
-        raise UserError("config.json describes no model that can be built: " + "; ".join(problems))
+        raise UserError(f"config.json describes no model that can be built: {_in_their_words('; '.join(problems))}")
     return config
+
+
+def _refused(given: HFConfig, architecture: str) -> list[str]:
+    """One phrase, with the key, its value and what would fit, for each value by which the computation is another than
+    model.py's."""
+    fits = {        # key -> the values with which it is the same, what would fit
+        "attention_bias": ((False,), "false: there are no biases here"),
+        "mlp_bias": ((False,), "false: there are no biases here"),
+        "hidden_act": (("silu", "swish"), "silu or swish"),
+        "pretraining_tp": ((None, 1), "1: sums in slices round otherwise"),
+        "is_causal": ((True,), "true: a token sees those before it alone"),
+        "partial_rotary_factor": ((None, 1), "1: the whole head is rotated"),
+        "per_layer_config": ((None, {}), "none: all layers are of one kind"),
+        "quantization_config": ((None, {}), "none: get the model in 16 or 32 bits"),
+        "compression_config": ((None, {}), "none: get the model in 16 or 32 bits"),
+        "auto_map": ((None, {}), "none: the folder's own code is never run"),
+    }
+    phrases = [f"{key}={getattr(given, key)!r} where what fits is {what}"
+               for key, (values, what) in fits.items() if getattr(given, key) not in values]
+    n_layer, n_ctx = given.num_hidden_layers, given.max_position_embeddings
+    if given.layer_types is not None:
+        if not all(kind in ("full_attention", "attention") for kind in given.layer_types):
+            phrases.append(f"layer_types={given.layer_types!r} where what fits is full_attention in every layer")
+        elif len(given.layer_types) != n_layer:
+            phrases.append(f"layer_types of {len(given.layer_types)} layers where what fits is num_hidden_layers={n_layer}")
+    window = _window_of(given, architecture)
+    if window is not None and window < n_ctx:
+        switch = f"use_sliding_window={given.use_sliding_window} and " if architecture == "Qwen3ForCausalLM" else ""
+        phrases.append(f"{switch}sliding_window={window} where what fits is none, or at least max_position_embeddings={n_ctx} "
+                       f"(in texts of {window} tokens no window is felt: max_position_embeddings={window} fits too)")
+    return phrases
+
+
+def _window_of(given: HFConfig, architecture: str) -> int | None:
+    """Tokens that a token sees in some layer, none = all before it."""
+    if architecture == "Qwen3ForCausalLM":
+        has_windows = given.use_sliding_window and given.max_window_layers < given.num_hidden_layers
+        if not has_windows or given.layer_types is not None:        # which say it of each layer
+            return None
+    return given.sliding_window
+
+
+def _rope_dict(given: HFConfig) -> dict:
+    """What a config.json says of the position encoding in an object, where transformers looks, in the same order."""
+    return given.rope_scaling or given.rope_parameters or {}
+
+
+def _rope_type(given: HFConfig):
+    rope = _rope_dict(given)
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _refused_rope(given: HFConfig) -> list[str]:
+    """The same as _refused() for the position encoding."""
+    rope, kind, phrases = _rope_dict(given), _rope_type(given), []
+    if kind not in ("default", "llama3"):
+        phrases.append(f"rope_type={kind!r} where what fits is default or llama3")
+    if unknown := sorted(map(str, rope.keys() - ROPE_KEYS)):
+        phrases.append(f"rope_keys={unknown!r} where what fits is one encoding for all layers, of {', '.join(sorted(ROPE_KEYS))}")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        phrases.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} where what fits is 1: the whole head is rotated")
+    numbers = {"rope_theta": rope.get("rope_theta", given.rope_theta)}
+    if kind == "llama3":
+        numbers |= {key: rope.get(key) for key in ROPE.values() if key != ORIGINAL_CTX}
+    phrases += [f"{key}={value!r} where what fits is a positive number" for key, value in numbers.items()
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf]
+    return phrases
+
+
+def _rope_of(given: HFConfig) -> dict:
+    """The keys of GPTConfig that say how positions are encoded."""
+    rope = _rope_dict(given)
+    keys = {"rope_theta": float(rope.get("rope_theta", given.rope_theta))}
+    if _rope_type(given) == "llama3":
+        keys |= {ours: rope.get(theirs) for ours, theirs in ROPE.items()}
+        keys["rope_original_ctx"] = (
+            given.original_max_position_embeddings or rope.get(ORIGINAL_CTX) or given.max_position_embeddings)
+    return keys
+
+
+def _in_their_words(sentence: str) -> str:
+    """A sentence about keys of the model section with the names of config.json."""
+    theirs = SIZES | ROPE | {"n_kv_head": "num_key_value_heads", "head_size": "head_dim", "norm_eps": "rms_norm_eps",
+                             "rope_theta": "rope_theta", "tied": "tie_word_embeddings"}
+    return re.sub(r"\bmodel\.(\w+)", lambda match: theirs.get(match[1], match[0]), sentence)
 
 
 def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -487,8 +711,9 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
     there = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
     missing, strange = wanted - there, there - wanted - {head}
     if missing or strange:
-        lacking, extra = (listed(sorted(names), 3) or "nothing" for names in (missing, strange))
-        raise UserError(f"of config.json's model the files lack {lacking}; {extra} has no place in the model")
+        lacking = missing and f"of config.json's model the files lack {listed(sorted(missing), 3)}"
+        extra = strange and f"{listed(sorted(strange), 3)} has no place in the model of config.json"
+        raise UserError("; ".join(filter(None, (lacking, extra))) + ": take config.json and weights of one download")
     for ours, parts in parts_of.items():
         tensors = {name: read(name) for name in parts}
         for name, tensor in tensors.items():

@@ -387,7 +387,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
                             f"{parent.total_steps}: finish that run, or put that checkpoint back")
         manifest |= {"step": 0, "state": {"imported": {
             "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
-    theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
+    theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads, head_size=c.model.head_dim)) for c in (parent, config))
     changes = [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
                if key not in ("n_ctx", "loss_chunk") and ours[key] != theirs[key]]      # on which no weight depends
     if tokenizer_sha256 != manifest["state"]["imported"]["tokenizer_sha256"]:

@@ -289,6 +289,8 @@ class Config:
         if self.optim.kind == "adamw":
             free.add("optim.momentum")
         later = [("optim.kind", "adamw"), ("fp8.fast_backward", False), ("fp8.scaling", "current")]     # not in older runs
+        if self.model.head_dim * self.model.n_head == self.model.n_embd:        # said or left to the default: one model
+            free.add("model.head_size")
         return {k: v for k, v in keys.items() if k not in free and (k, v) not in later} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
@@ -329,6 +331,7 @@ FOREIGN = {
     "model.n_embd": "hidden_size d_model dim model_dim",
     "model.n_head": "num_heads num_attention_heads",
     "model.n_kv_head": "num_kv_heads num_key_value_heads n_query_groups",
+    "model.head_size": "head_dim d_head kv_channels",
     "model.n_ffn": "intermediate_size ffn_dim hidden_dim ffn_hidden_size",
     "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions",
     "model.tied": "tie_word_embeddings weight_tying",

@@ -108,14 +108,15 @@ def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, i
     accumulating = shard > 1 and config.accumulation(gpus) > 1
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, of which v is a part,
     # the rotated q and k, gate+up, product
-    block = 2 * (5 * m.n_embd + (2 * m.n_head + 3 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
+    q_width = m.n_head * m.head_dim        # channels of q, and of attention's output
+    block = 2 * (4 * m.n_embd + 3 * q_width + 3 * m.kv_heads * m.head_dim + 3 * m.n_ffn)
     if f.recipe in ("tensorwise", "amax") and in_fp8 >= counts["params_matmul"] - counts["params_head"]:
         if f.kernels and f.scaling != "delayed":    # norms' outputs and product as FP8 alone, attention's output as both
-            block -= m.n_embd + m.n_ffn
+            block -= 2 * m.n_embd - q_width + m.n_ffn
         else:       # Inductor makes norms' outputs and product anew
             block -= 4 * m.n_embd + 2 * m.n_ffn
     # With parallel.recompute each block's input and attention's output, and one block at a time whole.
-    activations = tokens * (m.n_layer * 4 * m.n_embd + block if p.recompute else m.n_layer * block)
+    activations = tokens * (m.n_layer * 2 * (m.n_embd + q_width) + block if p.recompute else m.n_layer * block)
     # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm in fp32 (the root's).
     gathered = 2 * nonembed * (min(1, 2 / m.n_layer) if p.reshard else 1) + 4 * (n - nonembed) if shard > 1 else 0
     # BF16, overwritten by their gradient, in FP8 beside it; without the compiler also the fp32 copy, its softmax, their gradient

@@ -121,8 +121,15 @@ CASTS |= {f"amax{rest}": CASTS[f"tensorwise{rest}"] for rest in ("", "+kernels",
 def linears(model: GPTConfig, gated: bool = True) -> list[tuple[str, int, int, int]]:
     """(name, inputs K, outputs N, how many) of every Linear. gated: SwiGLU, as here; else one matrix up, one down."""
     C, F, L = model.n_embd, model.n_ffn, model.n_layer
-    return [("qkv", C, C + 2 * model.kv_heads * model.head_size, L), ("out", C, C, L), ("gate_up", C, (1 + gated) * F, L),
-            ("down", F, C, L), ("head", C, model.vocab_padded, 1)]
+    q_width = model.n_head * model.head_dim        # channels of q, and of attention's output
+    qkv_width = q_width + 2 * model.kv_heads * model.head_dim
+    return [
+        ("qkv", C, qkv_width, L),
+        ("out", q_width, C, L),
+        ("gate_up", C, (1 + gated) * F, L),
+        ("down", F, C, L),
+        ("head", C, model.vocab_padded, 1),
+    ]
 
 
 def matmul_seconds(bandwidth: float, format: str, M: int, K: int, N: int) -> float:
@@ -146,8 +153,8 @@ def step(bandwidth: float, model: GPTConfig, label: str, micro_batch: int, token
     """Modelled seconds of a micro-batch of `label`, a key of CASTS with or without +head, with its part of the optimizer step, by
     BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 / `shard` of the weights; norms' parameters are left out.
 
-    bf16: what the Linears do that stay in BF16. For other people's models: gated as in linears(); rope: bytes per value of a
-    block's input, forward and backward, which lays q, k, v side by side again."""
+    bf16: what the Linears do that stay in BF16. For other people's models: gated as in linears(); rope: bytes per value of
+    attention's output, forward and backward, which lays q, k, v side by side again."""
     M, recipe = micro_batch * model.n_ctx, label.removesuffix("+head")
     accumulation = max(1, tokens_per_step // M)
     buckets, within = dict.fromkeys(BUCKETS, 0.0), 0        # parameters whose gradients their matmul adds up
@@ -159,18 +166,18 @@ def step(bandwidth: float, model: GPTConfig, label: str, micro_batch: int, token
         buckets["cast"] += count * (casts.x[i].seconds(M * K, bandwidth) + casts.g[i].seconds(M * N, bandwidth)
                                     + casts.w.seconds(K * N, bandwidth) + casts.w_step.seconds(K * N, bandwidth) / accumulation)
         within += count * K * N if casts.adds and name != "head" and accumulation > 1 else 0
-    C, table = model.n_embd, model.vocab_padded * model.n_embd
+    C, table, q_width = model.n_embd, model.vocab_padded * model.n_embd, model.n_head * model.head_dim
     params = sum(count * K * N for _, K, N, count in linears(model, gated)) + (0 if model.tied else table)
     # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8 forward + 8 backward), RoPE,
     # the activation; then the embedding and the last norm.
-    pointwise = model.n_layer * ((32 + rope) * C + (16 if gated else 10) * model.n_ffn) + 16 * C
+    pointwise = model.n_layer * (32 * C + rope * q_width + (16 if gated else 10) * model.n_ffn) + 16 * C
     # Gradients added up (but for a step's first micro-batch), the embedding's scattered; within a matmul they are read once more,
     # and zeroed once a step.
     gradients = 12 * (accumulation - 1) / accumulation * (params - within) + (4 + 4 / accumulation) * within
     gradients += (14 if model.tied else 4) * table + 20 * M * C
     # Attention is 2 + 5 matmuls of T / 2 columns, the causal half.
-    rate = ATTENTION * model.n_ctx / (model.n_ctx + HALF_T) * (1.0 if model.head_size >= 128 else NARROW_HEAD)
-    buckets["attention"] = model.n_layer * M * 7 * C * model.n_ctx / rate
+    rate = ATTENTION * model.n_ctx / (model.n_ctx + HALF_T) * (1.0 if model.head_dim >= 128 else NARROW_HEAD)
+    buckets["attention"] = model.n_layer * M * 7 * q_width * model.n_ctx / rate
     buckets["pointwise"] = (M * pointwise + gradients) / bandwidth
     buckets["loss"] = 6 * M * model.vocab_padded / bandwidth         # logits read forward, read and written backward
     buckets["optimizer"] = 40 * params / shard / bandwidth / accumulation     # clip 4 + 8, AdamW 16 + 12

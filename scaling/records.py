@@ -40,7 +40,7 @@ class Record:
     params_total: int
     params_nonembed: int
     params_matmul: int
-    flops_per_token: float              # 6 params_matmul + 12 n_layer n_head head_size n_ctx
+    flops_per_token: float              # 6 params_matmul + 12 n_layer n_head head_dim n_ctx
     flops_per_token_causal: float       # the same with half the attention
     flops_per_token_6n_total: float
     flops_per_token_6n_nonembed: float

@@ -78,6 +78,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
     ("optim.lrr=3", "'optim.lrr'.*'optim.lr'"), ("xyzzy=3", "'xyzzy'.*--help"), ("n_layer=3", "'n_layer'.*'model.n_layer'"),
     ("optim.n_layer=3", "'optim.n_layer'.*'model.n_layer'"), ("optim.learning_rate=3", "'optim.learning_rate'.*optim.lr"),
     ("--max-seq-len=3", "'max-seq-len'.*model.n_ctx"), ("global_batch_size=3", "size'.*data.tokens_per_step, which"),
+    ("head_dim=64", "'head_dim'.*model.head_size"),
     ("tokens_per_param=2", None), ("optim.lr", "optim.lr"), ("optim.lr=fast", "optim.lr='fast'"),
     ("optim.lr=nan", "optim.lr='nan' is not float"), ("steps=0", "steps=0"),
     ("model.n_layer=2.5", "is not int"), ("model.tied=maybe", "is not bool"), ("optim.beta2=1", "optim.beta2=1.0"),
@@ -117,8 +118,10 @@ def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
     for how, held in ("current", None), ("delayed", "delayed"):     # a key that came later
         kernels = apply_overrides(tiny, ["fp8.recipe=tensorwise", "fp8.kernels=true", f"fp8.scaling={how}"])
         assert kernels.identity().get("fp8.scaling") == held
-    for change in ("seed=1", "optim.eps=1e-9", "model.qk_norm=true", "fp8.recipe=rowwise", "data.tokens_per_step=256", "steps=7",
-                   "data.mixture=web:1", "start_from=o/r/checkpoints/step_00000002"):
+    equal_share = apply_overrides(tiny, [f"model.head_size={tiny.model.n_embd // tiny.model.n_head}"])
+    assert equal_share.identity() == tiny.identity() and pair_id(equal_share) == pair_id(tiny)
+    for change in ("seed=1", "optim.eps=1e-9", "model.qk_norm=true", "model.head_size=64", "fp8.recipe=rowwise",
+                   "data.tokens_per_step=256", "steps=7", "data.mixture=web:1", "start_from=o/r/checkpoints/step_00000002"):
         other = apply_overrides(tiny, [change])
         assert other.identity() != tiny.identity(), change
         assert (pair_id(other) == pair_id(tiny)) == (change[:3] in ("fp8", "sta")), change     # a branch ends as from scratch

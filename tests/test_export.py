@@ -9,22 +9,23 @@ import shutil
 import signal
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from eval_runs import call, generate, make_llama, refused, write_run
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prepare_data
 from configs.continue_llama import config as LLAMA_8B
 from eval import export
-from eval.export import gpt_config, import_checkpoint
+from eval.export import MODEL_TYPES, gpt_config, import_checkpoint
 from eval.sample import load_for_inference
 from runtime.checkpoint import branch, checkpoints, load_model, read_manifest
 from runtime.cli import UserError
@@ -35,7 +36,7 @@ from runtime.tokenizer import END_OF_TEXT, load_tokenizer
 from tests.conftest import ROOT, changed, process
 from tests.scaling_runs import edit
 from tests.test_fp8 import OPERANDS, distance, quantised
-from tests.test_model import TINY, build_rough, tokens
+from tests.test_model import TINY, build, build_rough, tokens
 from tests.test_tokenizer import TEXTS
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
@@ -65,7 +66,9 @@ def auto_model(folder):
 @torch.no_grad()
 @pytest.mark.parametrize("variant", [
     {}, {"tokenizer": "gpt2", "n_kv_head": 2}, {"tied": False, "n_kv_head": 1, **LLAMA3}, {"qk_norm": True, "n_kv_head": 2},
-    {"tied": False, "qk_norm": True, "norm_eps": 1e-3, **LLAMA3}])
+    {"tied": False, "qk_norm": True, "norm_eps": 1e-3, **LLAMA3},
+    {"head_size": 32, "n_kv_head": 2, "qk_norm": True}, {"head_size": 24, "tied": False, "n_kv_head": 1, **LLAMA3},
+    {"head_size": 16, "n_head": 3}])        # 64 channels that no 3 heads share: LlamaConfig refuses them, Mistral's does not
 def test_transformers_computes_the_same_bits(tmp_path, variant):
     config, ours = write_run(tmp_path / "run", **variant)
     theirs = auto_model(folder := exported(tmp_path / "run", tmp_path / "hf", "dtype=fp32"))
@@ -260,25 +263,235 @@ def test_published_configurations_are_read_as_they_are_meant():
     for gone in ({}, {"rope_theta": None, "rope_scaling": None}, {"rope_parameters": None}):     # transformers 5 reads one
         assert gpt_config(export.hf_config(OURS_31_8B, "bfloat16") | gone) == OURS_31_8B
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
-    assert gpt_config({key: QWEN3[key] for key in QWEN3.keys() - {"head_dim"}}).head_size == 128      # its own default
+    assert gpt_config({key: QWEN3[key] for key in QWEN3.keys() - {"head_dim"}}).head_dim == 128      # its own default
+    assert qwen.head_size is None, "the equal share is no size of its own: an import of before is the same model"
     assert gpt_config({**LLAMA_31_8B, "vocab_size": 32001}).vocab_padded == 32001      # padded by no row that it does not have
+
+
+def sizes_of(hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, **more):
+    return {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads, "num_key_value_heads": 8, "head_dim": 128, **more}
+
+
+MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_theta": 1e6, "rms_norm_eps": 1e-5,
+                   "max_position_embeddings": 32768, "sliding_window": None, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("raw, params_total", [
+    (QWEN3 | sizes_of(1024, 3072, 28, 16, tie_word_embeddings=True), 596_049_920),      # Qwen3-0.6B: heads twice their share
+    (QWEN3 | sizes_of(2560, 9728, 36, 32, tie_word_embeddings=True), 4_022_468_096),    # Qwen3-4B
+    (QWEN3 | sizes_of(5120, 25600, 64, 64, tie_word_embeddings=False), 32_762_123_264),     # Qwen3-32B
+    (MISTRAL | sizes_of(4096, 14336, 32, 32, vocab_size=32768), 7_248_023_552),         # Mistral-7B-v0.3
+    (MISTRAL | sizes_of(5120, 14336, 40, 32, vocab_size=131072), 12_247_782_400)])      # Mistral-Nemo: heads under their share
+def test_published_models_with_heads_of_their_own_width_have_the_published_parameters(raw, params_total):
+    config = gpt_config(raw)
+    assert (config.params_total, config.head_dim) == (params_total, 128)
+    assert gpt_config(export.hf_config(config, "bfloat16")) == config
+
+
+@pytest.mark.parametrize("window, n_ctx, is_felt", [(4096, 32768, True), (4096, 4096, False), (4096, 2048, False)])
+def test_a_window_that_no_text_reaches_is_none(window, n_ctx, is_felt):
+    changes = {"sliding_window": window, "max_position_embeddings": n_ctx}
+    for raw in (MISTRAL | changes, QWEN3 | changes | {"use_sliding_window": True}):
+        with pytest.raises(UserError, match=f"max_position_embeddings={window} fits too") if is_felt else nullcontext():
+            assert gpt_config(raw).n_ctx == n_ctx
+    told = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}        # MistralConfig's default is 4096
+    with pytest.raises(UserError, match="sliding_window=4096 where"):
+        gpt_config(told)
+    assert gpt_config(QWEN3 | changes | {"use_sliding_window": True, "max_window_layers": 36}).n_layer == 36, "in no layer"
 
 
 @pytest.mark.parametrize("base, change, words", [
     *((LLAMA_31_8B, {key: value}, f"{key}={value!r}") for key, value in {
-        "architectures": ["MistralForCausalLM"], "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "head_dim": 64,
+        "architectures": ["MixtralForCausalLM"], "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "head_dim": 65,
         "pretraining_tp": 2, "sliding_window": 4096, "layer_types": ["sliding_attention"], "partial_rotary_factor": 0.5,
         "quantization_config": {"quant_method": "fp8"}, "auto_map": {"x": "y"}}.items()),
     (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
     (LLAMA_31_8B, {"rope_scaling": {"full_attention": {"rope_type": "llama3"}}}, "rope_keys=['full_attention']"),
-    (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_low_freq=None"),
+    (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
+    (LLAMA_31_8B, {"rope_scaling": {"type": None}}, "rope_type=None where what fits is default or llama3"),
+    (LLAMA_31_8B, {"architectures": ["Qwen2ForCausalLM"]}, "biases"),
+    (LLAMA_31_8B, {"architectures": ["LlamaForCausalLM", "X"]}, "only LlamaForCausalLM, MistralForCausalLM"),
+    (LLAMA_31_8B, {"architectures": None, "model_type": "gpt2"}, "model_type='gpt2'"),
+    (LLAMA_31_8B, {"model_type": "gemma"}, "model_type='gemma' but architectures=['LlamaForCausalLM'], whose model_type"),
+    (QWEN3, {"head_dim": None}, "head_dim=None"),
+    (QWEN3, {"layer_types": ["full_attention"]}, "layer_types of 1 layers where what fits is num_hidden_layers=36"),
     (LLAMA_31_8B, {"hidden_size": None}, "lacks hidden_size"), (LLAMA_31_8B, {"num_key_value_heads": 7}, "not divisible"),
     (LLAMA_31_8B, {"num_attention_heads": 0}, "lacks num_attention_heads"),
-    (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
-    (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128")])      # Qwen3-0.6B: heads wider than their share
+    (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True")])
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
     with pytest.raises(UserError, match=rf"^config.json .*{re.escape(words)}.*$"):
         gpt_config(base | change)
+
+
+# Every attribute of transformers' four configurations: read (a field of HFConfig), a role of tokens, which the tokenizer's
+# part keeps, or without effect on logits and gradients, with the reason.
+WITHOUT_EFFECT = {
+    "initializer_range": "of new weights alone", "use_cache": "of speed alone", "dtype": "the files' own counts",
+    "transformers_version": "a remark", "output_hidden_states": "of what is returned beside the logits",
+    "return_dict": "of the form of what is returned", "chunk_size_feed_forward": "these classes do not read it",
+    "is_encoder_decoder": "these classes do not read it", "id2label": "of classifiers", "label2id": "of classifiers",
+    "problem_type": "of classifiers"}
+TOKEN_ROLES = {"pad_token_id", "bos_token_id", "eos_token_id"}
+READ_FIRST = {"architectures"}      # and model_type, which is the class's own
+
+
+@pytest.mark.parametrize("name", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
+def test_every_attribute_of_transformers_configurations_is_read_or_known_to_have_no_effect(name):
+    attributes = {f.name for f in fields(getattr(transformers, name))}
+    known = {f.name for f in fields(export.HFConfig)} | WITHOUT_EFFECT.keys() | TOKEN_ROLES | READ_FIRST
+    assert attributes - known == set()
+
+
+# Values that a config.json may have, as JSON reads them; None in place of a change takes the key away.
+VALUES = {
+    "hidden_act": ["gelu", "swish", None, 5],
+    "rms_norm_eps": [1e-3, "1e-3", None, 0.0],
+    "head_dim": [32, 6, 7, None, 0, "16", 16.0],
+    "num_key_value_heads": [1, 4, 3, None, "2", [2]],
+    "num_attention_heads": [2, 3, 0, "4", [4], None],
+    "hidden_size": [48, "64", None, 64.0],
+    "num_hidden_layers": [1, "2", None],
+    "vocab_size": [128, "96"],
+    "tie_word_embeddings": [True, None, "false", 1],
+    "attention_bias": [True, None, "no"],
+    "mlp_bias": [True, None],
+    "pretraining_tp": [2, 1],
+    "is_causal": [False, True],
+    "layer_types": [
+        ["full_attention"] * 2,
+        ["attention"] * 2,
+        ["full_attention"],
+        ["sliding_attention"] * 2,
+        3,
+        "full_attention",
+        [1, 2],
+    ],
+    "sliding_window": [4, 24, 25, 4096, None, "4"],
+    "use_sliding_window": [True, False, "true"],
+    "max_window_layers": [0, 1, 2, "1"],
+    "partial_rotary_factor": [0.5, 1, 1.0],
+    "attention_dropout": [0.5, "0.5"],
+    "per_layer_config": [{"0": {"sliding_window": 4}}, {}],
+    "rope_theta": [100.0, 1000, "10000", None, 0],
+    "rope_scaling": [
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "default"},
+        {"type": None},
+        "yarn",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        [],
+        {"rope_type": "mrope", "mrope_section": [1]},
+    ],
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 50.0},
+        {"rope_theta": 50.0},
+        {"rope_theta": "50"},
+        {"rope_theta": None},
+        {},
+        7,
+        {
+            "rope_type": "llama3",
+            "rope_theta": 50.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+        {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4},
+        {"rope_type": "llama3", "factor": None, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": None, "high_freq_factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+        {"full_attention": {"rope_type": "default", "rope_theta": 9.0}},
+    ],
+    "original_max_position_embeddings": [8, 12, "8"],
+    "final_logit_softcapping": [30.0],
+    "logit_scale": [0.1],
+    "several keys": [
+        {"use_sliding_window": True, "sliding_window": 4},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 2},
+        {"use_sliding_window": True, "sliding_window": 25, "max_window_layers": 0},
+        {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 50.0}},
+        {"rope_scaling": {"rope_type": "default"}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 7.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rope_theta": 7.0},
+        {"rope_parameters": None, "rope_scaling": None, "rope_theta": 7.0},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 100},
+    ],
+}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 24,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+def cases_of(key):
+    """Configurations with each value of the key, and one without it."""
+    base = dict(SMALL)
+    if key == "several keys":
+        return [base | changes for changes in VALUES[key]]
+    if key.startswith("rope"):
+        del base["rope_parameters"]
+    without = {name: value for name, value in base.items() if name != key}
+    return [*(base | {key: value} for value in VALUES[key]), without]
+
+
+def their_model(architecture, raw):
+    """The model that transformers builds of a config.json, with rough weights; None where it refuses the file."""
+    try:
+        config = transformers.CONFIG_MAPPING[MODEL_TYPES[architecture]].from_dict(raw)
+        model = getattr(transformers, architecture)(config).eval()
+        generator = torch.Generator().manual_seed(0)
+        for name, p in model.named_parameters():
+            p.data = torch.randn(p.shape, generator=generator) * 0.2 + ("norm" in name)
+        with torch.no_grad():
+            return model, model(tokens(TINY, 2, 24) % config.vocab_size).logits
+    except Exception:       # transformers refuses by errors of many classes, of which some come with the first pass
+        return None
+
+
+@pytest.mark.parametrize("key", VALUES)
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_no_value_of_a_config_json_changes_the_computation_without_a_word(architecture, key):
+    """What is taken computes transformers' logits; all else, and all that transformers itself refuses, is refused."""
+    taken = 0
+    for raw in cases_of(key):
+        raw = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture], **raw}
+        try:
+            config = gpt_config(raw)
+        except UserError as error:
+            assert str(error).startswith("config.json ") and str(error).count("\n") == 0
+            continue
+        theirs = their_model(architecture, json.loads(json.dumps(raw)))
+        assert theirs is not None, f"transformers refuses {raw}"
+        model, logits = theirs
+        weights = model.state_dict()
+        ours = build(config, 0)
+        ours.load_state_dict(dict(export.from_hf(config, weights, weights.__getitem__)), strict=False)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(tokens(TINY, 2, 24) % config.vocab_size), logits, rtol=0, atol=1e-5, msg=str(raw))
+        taken += 1
+    assert taken
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -302,6 +515,10 @@ def test_half_precision_becomes_fp32_exactly_what_says_nothing_new_is_left_out_a
 @pytest.mark.parametrize("made", [
     {"max_position_embeddings": 5000},      # GQA, llama3 RoPE, untied, an odd vocabulary
     {"architecture": "Qwen3", "tie_word_embeddings": True, "vocab_size": 512, "shard_size": "100KB"},
+    {"architecture": "Qwen3", "tie_word_embeddings": True, "head_dim": 32},             # in Qwen3-0.6B's ratio to the width
+    {"architecture": "Qwen3", "hidden_size": 80, "num_attention_heads": 8},             # in Qwen3-4B's and 32B's
+    {"head_dim": 32}, {"architecture": "Mistral", "head_dim": 12, "sliding_window": None},
+    {"architecture": "Mistral", "sliding_window": 65},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_key_value_heads": 4, "dtype": torch.float16}])
 def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(made, tmp_path):
     real, source, run_dir = make_llama(tmp_path / "hub", **made), tmp_path / "0a1b", tmp_path / "out/run"
@@ -328,20 +545,56 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(made, tmp_path
 
 source = pytest.fixture(lambda tmp_path: make_llama(tmp_path / "source", shard_size="100KB"))
 FIRST, SECOND = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("harm, words", [
     (lambda s: edit(s / "config.json", vocab_size=300), "its tokenizer has 326 ids"),
     (lambda s: (s / "config.json").write_text('{"architectures": ['), "its config.json cannot be read"),
     (lambda s: [part.rename(part.with_suffix(".bin")) for part in s.glob("*.safetensors")], "pickles (.bin, .pth) can run code"),
-    (lambda s: (s / SECOND).unlink(), "the files lack"), (lambda s: os.truncate(s / FIRST, 5000), "no whole safetensors file"),
-    (lambda s: shutil.copy(s / SECOND, s / "old.safetensors"), "keep those of one download"),
+    (lambda s: (s / SECOND).unlink(), f"names {SECOND}, which the folder lacks"),
+    (lambda s: os.truncate(s / FIRST, 5000), "no whole safetensors file"),
+    (lambda s: (s / INDEX).unlink() or (s / SECOND).unlink(), "the files lack"),
+    (lambda s: (s / INDEX).unlink() or shutil.copy(s / SECOND, s / "old.safetensors"), "keep those of one download"),
+    (lambda s: (s / INDEX).write_text("[1]"), "its model.safetensors.index.json holds list"),
+    (lambda s: (s / INDEX).write_text('{"weight_map": 5}'), "has no weight_map of tensor names to file names"),
+    (lambda s: (s / INDEX).write_text('{"weight_map": {"x": "../x.safetensors"}}'), "lies outside"),
+    (lambda s: edit(s / "config.json", transformers_weights="x.safetensors"), "transformers_weights='x.safetensors'"),
+    (lambda s: (s / "adapter_config.json").write_text("{}"), "merge it first"),
+    (lambda s: (s / "config.json").write_text("[1, 2]"), "its config.json holds list where an object"),
     (lambda s: (s / "tokenizer.json").unlink(), "has no tokenizer.json")])
 def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(harm, words, source, tmp_path):
     harm(source)
     with pytest.raises(UserError, match=rf"^.*{re.escape(words)}.*$"):
         import_checkpoint(str(source), str(tmp_path / "out/run"))
     assert not list(tmp_path.glob("out/*"))
+
+
+def weights_of(run):
+    return dict(load_model(run)[0].named_parameters())
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "adapter_model.safetensors", "model_old.safetensors"])
+def test_a_stray_file_beside_an_index_is_left_out_and_named(name, source, tmp_path, capsys):
+    import_checkpoint(str(source), str(tmp_path / "clean"))
+    assert "left out" not in capsys.readouterr().out
+    save_file({"model.norm.weight": torch.ones(64)}, source / name)
+    import_checkpoint(str(source), str(tmp_path / "run"))
+    assert f"left out {name}: {FIRST}" in capsys.readouterr().out
+    clean, found = weights_of(tmp_path / "clean"), weights_of(tmp_path / "run")
+    assert all(torch.equal(found[key], clean[key]) for key in clean)
+
+
+@pytest.mark.parametrize("key, name", [(None, "model.safetensors"), ("transformers_weights", "ours.safetensors")])
+def test_a_single_file_counts_before_the_index_as_in_transformers(key, name, source, tmp_path, capsys):
+    other = make_llama(tmp_path / "other", tie_word_embeddings=True)
+    shutil.copy(other / "model.safetensors", source / name)
+    edit(source / "config.json", tie_word_embeddings=True, **({key: name} if key else {}))
+    import_checkpoint(str(source), str(tmp_path / "run"))
+    assert "left out model-00001-of-00003.safetensors" in capsys.readouterr().out
+    with torch.no_grad():
+        x, model = torch.arange(9)[None], load_model(tmp_path / "run", compute_dtype=torch.float32)[0]
+        assert torch.equal(model(x), auto_model(source).float()(x).logits)
 
 
 def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, run):

@@ -19,6 +19,8 @@ VARIANTS = {
     "gqa": replace(TINY, n_kv_head=2),
     "one_kv_head": replace(TINY, n_kv_head=1),
     "qk_norm": replace(TINY, qk_norm=True),
+    "wide_heads": replace(TINY, n_kv_head=2, head_size=20),         # 80 channels of attention in a width of 48
+    "narrow_heads": replace(TINY, n_head=3, n_embd=40, head_size=8, qk_norm=True),      # a width that no 3 heads share
     "everything": replace(TINY, tied=False, n_kv_head=2, qk_norm=True, rope_theta=300.0, norm_eps=1e-3),
 }
 
@@ -49,7 +51,7 @@ def reference_logits(model, x, seen=None):
     its attention logits (B, H, T, T), without the mask, and the inputs of its last Linear (B, T, F)."""
     c = model.config
     w = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
-    (B, T), H, K, D = x.shape, c.n_head, c.n_kv_head or c.n_head, c.n_embd // c.n_head
+    (B, T), H, K, D = x.shape, c.n_head, c.n_kv_head or c.n_head, c.head_size or c.n_embd // c.n_head
     h, frequencies = w["wte.weight"][x.numpy()], c.rope_theta ** (-np.arange(0, D, 2) / D)      # (B, T, C), (D / 2,)
     for i in range(c.n_layer):
         block = {n.removeprefix(f"layers.{i}."): v for n, v in w.items() if n.startswith(f"layers.{i}.")}
@@ -215,12 +217,13 @@ def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk):
 def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V):
     config = replace(VARIANTS[name], n_layer=n_layer, vocab_size=vocab_size, vocab_multiple=multiple)
     model = GPT.on_meta(config)
-    C, D, H, K, F, T = 48, 12, 4, config.n_kv_head or 4, 80, 24
+    C, H, F, T = config.n_embd, config.n_head, 80, 24
+    D, K = config.head_size or 12, config.n_kv_head or H
     matmul = n_layer * (C * H * D + 2 * C * K * D + H * D * C + C * F + C * F + F * C) + V * C
     nonembed = matmul - V * C + n_layer * (2 * C + (2 * D if config.qk_norm else 0)) + C
     total = nonembed + V * C * (1 if config.tied else 2)
-    # One token attends to T keys: 2 T C for the scores, 2 T C for the values, forward; three times that with the backward.
-    attention = n_layer * 3 * (2 + 2) * T * C
+    # One token attends to T keys: 2 T H D for the scores, 2 T H D for the values, forward; three times that with the backward.
+    attention = n_layer * 3 * (2 + 2) * T * H * D
     assert config.vocab_padded == V == len(model.wte.weight) and config.params_total == total
     assert model.counts() == {
         "params_total": total, "params_nonembed": nonembed, "params_matmul": matmul, "params_embed_tok": V * C,
@@ -237,6 +240,9 @@ def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V)
 @pytest.mark.parametrize("change, told", [
     ({"n_embd": 50}, "model.n_embd=50 is not divisible by model.n_head=4"),
     ({"n_embd": 12}, "model.n_embd=12 .* even head size"),
+    ({"n_embd": 50}, "channels of a head in model.head_size"),
+    ({"head_size": 7}, "model.head_size=7 is odd"),
+    ({"head_size": 0}, "model.head_size=0 must be a positive"),
     ({"n_kv_head": 3}, "model.n_head=4 is not divisible by model.n_kv_head=3"),
     ({"n_kv_head": 0}, "model.n_kv_head=0 must be a positive"),
     ({"norm_eps": float("nan")}, "model.norm_eps=nan must be a positive"),

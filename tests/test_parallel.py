@@ -35,6 +35,7 @@ from tests.conftest import ALONE, ROOT, changed, process, tiny_config, write_con
 from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import tokens
 
+WIDE_HEADS = "model.head_size=48 model.n_kv_head=1"      # 96 channels of attention in a width of 32
 SHARDED = ("off", *(name for name in fp8.RECIPES if fp8.FP8_MULTIPLES[name] <= 32))       # what tiny models can have
 
 
@@ -141,9 +142,11 @@ def work(folder: Path) -> None:
             "timeouts": [group._get_backend(world.device).options._timeout.total_seconds() for group in groups],
             "gathered": [gathered(whole, world, *how) for how in (
                 ("tensorwise", True), ("tensorwise", False), ("tensorwise_gw_hp", True))],
+            "gathered_wide": gathered(changed(whole, WIDE_HEADS), world, "tensorwise", True),
             "kernels": [descent(whole, world, f"fp8.head=true fp8.kernels={kernels} parallel.recompute={recompute}")
                         for kernels, recompute in ((False, False), (True, False), (True, True))],
-            "unsharded": [equals_unsharded(whole, *how) for how in ((world,), (world, False), (replicas,))],
+            "unsharded": [equals_unsharded(whole, *how) for how in ((world,), (world, False), (replicas,))]
+            + [equals_unsharded(changed(whole, WIDE_HEADS), world)],
             "compiled": [descent(whole, world, f"model.n_layer=1 parallel.compile={compiled}") for compiled in (False, True)],
             "graphs": counters["stats"]["unique_graphs"],
             "same": {}}
@@ -230,7 +233,7 @@ def ranks(data_dir, tmp_path_factory):
 
 
 def test_sharded_replicated_recomputed_or_kept_gathered_it_is_the_same_bits_and_our_kernels_follow_torchao(ranks):
-    assert all(map(all, ranks.unsharded)) and all(len(equal) > 10 for equal in ranks.unsharded)
+    assert all(map(all, ranks.unsharded)) and len(ranks.unsharded) == 4 and all(len(equal) > 10 for equal in ranks.unsharded)
     assert ranks.same == dict.fromkeys(SHARDED, [True, True, True])
     assert ranks.gathered[0] == ranks.gathered[1]
     torchao, ours, recomputed = map(torch.tensor, ranks.kernels)
@@ -295,13 +298,15 @@ def test_a_recomputed_deterministic_run_is_the_same_run(ranks, run, monkeypatch)
     assert record(config) == record(ranks.one)
 
 
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", [1, 2, "wide heads"])
 def test_weights_gathered_as_float8_send_half_and_evaluate_in_bf16_as_plain_ones(ranks, at):
-    seen, c = ranks.gathered[at], ranks.whole.model
+    seen, c = (ranks.gathered_wide, changed(ranks.whole, WIDE_HEADS).model) if at == "wide heads" else (
+        ranks.gathered[at], ranks.whole.model)
     (trained, in_bf16, after), plain = seen["losses"]
     assert [in_bf16] * 3 == plain and trained == after != in_bf16, "in_bf16 must end, even after an error"
     # Each of the 2 ranks sends half: a byte less for each of the Linears' values, BF16 else, three less for the head's, fp32.
-    linears = c.n_layer * (4 * c.n_embd**2 + 3 * c.n_embd * c.n_ffn)
+    attention = (2 + 2 * 1 + 2) * 48 if at == "wide heads" else 4 * c.n_embd       # heads of q, of k and v, of the output
+    linears = c.n_layer * c.n_embd * (attention + 3 * c.n_ffn)
     assert 2 * (seen["sent"][1] - seen["sent"][0]) == linears + 3 * c.vocab_padded * c.n_embd
     assert seen["all_reduces"] == 1
 

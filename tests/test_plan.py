@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
+import torch.nn as nn
 
 from bench.throughput import Cell, config_of
 from model import GPT, GPTConfig
@@ -71,6 +72,17 @@ def test_the_memory_is_what_a_gpu_took():
         assert planned_gib == pytest.approx(row["peak_gib"], rel=0.04), (row["cell"], planned_gib, row["peak_gib"])
 
 
+def test_heads_wider_than_their_share_take_what_attention_keeps_of_them():
+    """A block keeps q, k, v, the rotated q and k and attention's output in BF16; recomputed, its input and that output."""
+    config = load_config(ROOT / "configs/gpt1p5b_bf16.py")
+    tokens = config.micro_batch * config.model.n_ctx
+    H, L, wider = config.model.n_head, config.model.n_layer, 256 - config.model.head_dim
+    for words, bytes_a_token in ("", L * 2 * 6 * H * wider), ("parallel.recompute=true", (2 * L + 2 * 6) * H * wider):
+        before = gib_of(planned(config, words))["activations"]
+        after = gib_of(planned(config, f"{words} model.head_size=256"))["activations"]
+        assert (after - before) * 2**30 / tokens == pytest.approx(bytes_a_token, rel=0.01)
+
+
 @pytest.mark.parametrize("words, told", [
     (["--plan"], "name a GPU"), (["--plan", "steps=7"], "name a GPU"), (["--plan", "b200", "steps=7"], "on 1 x b200"),
     (["steps=7", "--plan", "h100"], "on 1 x h100")])
@@ -128,6 +140,10 @@ BIG = replace(load_config(ROOT / "configs/gpt1p5b_bf16.py").model, n_ctx=1024)
 @pytest.mark.parametrize("size", MICRO_BATCH)
 def test_parameters_are_the_models_own(size, tied):
     config = replace(load_config(ROOT / f"configs/gpt{size}_bf16.py").model, tied=tied)
+    for model in (config, replace(config, head_size=64), replace(config, head_size=192, n_kv_head=1)):
+        own = GPT.on_meta(model)
+        shapes = [(m.in_features, m.out_features) for m in own.modules() if isinstance(m, nn.Linear)]
+        assert sorted(shapes) == sorted((K, N) for _, K, N, count in linears(model) for _ in range(count))
     assert sum(K * N * count for _, K, N, count in linears(config)) == GPT.on_meta(config).counts()["params_matmul"]
 
 
