@@ -34,7 +34,16 @@ from runtime.cli import UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, cast, scale_of
 from runtime.machine import alone
-from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
+from runtime.tokenizer import (
+    END_OF_TEXT,
+    FOLDER_FILES,
+    GENERATION_FILE,
+    Tokenizer,
+    end_ids,
+    keep_tokenizer,
+    load_tokenizer,
+    with_ends,
+)
 from scaling.records import listed
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
@@ -229,7 +238,7 @@ def store_float8(config: GPTConfig, tensors: dict[str, torch.Tensor], weights: d
         "include_input_output_embeddings": False, "untie_embedding_weights": False}
 
 
-def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder: Path) -> dict[str, int]:
+def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder: Path) -> dict:
     """Put the tokenizer's files and generation_config.json into `folder`; returns the roles that config.json repeats.
 
     A built-in tokenizer becomes tokenizer.json (for the package tokenizers), vocab.json and merges.txt (for readers of GPT-2's
@@ -243,8 +252,11 @@ def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder:
     else:
         for name, content in _tokenizer_files(tokenizer, n_ctx).items():
             (folder / name).write_text(content, encoding="utf-8")
-    roles, path = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eot}, folder / "generation_config.json"
-    generation = json.loads(path.read_bytes()) if path.is_file() else dict(roles)
+    path = folder / GENERATION_FILE
+    ends = with_ends(end_ids(path), tokenizer.ends)
+    roles = {"bos_token_id": tokenizer.start, "eos_token_id": ends}
+    # transformers' generate() stops at what this file names alone, whatever config.json says.
+    generation = json.loads(path.read_bytes()) | {"eos_token_id": ends} if path.is_file() else dict(roles)
     if unused := set(range(tokenizer.vocab_size, vocab_padded)):
         generation["suppress_tokens"] = sorted(unused | set(generation.get("suppress_tokens") or []))
     path.write_text(as_json(generation))

@@ -326,6 +326,35 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(made, tmp_path
     assert not any(path.is_symlink() for path in run_dir.rglob("*"))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("named", [
+    {"config.json": [1, 5]},
+    {"generation_config.json": [5, 1]},
+    {"generation_config.json": 5, "config.json": 7},
+])
+def test_every_end_of_a_text_is_kept_at_import_and_written_back_at_export(tmp_path, named):
+    """transformers' generate() stops where one of the ends comes out."""
+    folder = make_llama(tmp_path / "hub")
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=None)
+    for name, ends in named.items():
+        edit(folder / name, eos_token_id=ends)
+    import_checkpoint(str(folder), str(tmp_path / "out/run"))
+    back = exported(tmp_path / "out/run", tmp_path / "back", "dtype=fp32")
+    ends = load_for_inference(str(tmp_path / "out/run"), "cpu", "float32").tokenizer.ends
+    model = auto_model(back)
+    assert set(model.generation_config.eos_token_id) == set(ends)
+    assert set(model.config.eos_token_id) == set(ends)
+    assert set(ends) == {1, *(end for ids in named.values() for end in (ids if type(ids) is list else [ids]))}
+    prompt = torch.tensor([[0, 9, 11]])
+    for end in ends:
+        # The head prefers one token alone, whatever the text.
+        model.lm_head.weight.zero_()
+        model.lm_head.register_forward_hook(lambda _, x, logits, end=end: logits.index_fill(-1, torch.tensor(end), 9.0))
+        assert model.generate(prompt, do_sample=False, max_new_tokens=12)[0].tolist() == [0, 9, 11, end]
+        model.lm_head._forward_hooks.clear()
+
+
 source = pytest.fixture(lambda tmp_path: make_llama(tmp_path / "source", shard_size="100KB"))
 FIRST, SECOND = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
 
