@@ -35,7 +35,16 @@ from runtime.cli import UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, cast, scale_of
 from runtime.machine import alone
-from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, keep_tokenizer, load_tokenizer
+from runtime.tokenizer import (
+    END_OF_TEXT,
+    FOLDER_FILES,
+    GENERATION_FILE,
+    Tokenizer,
+    end_ids,
+    keep_tokenizer,
+    load_tokenizer,
+    with_ends,
+)
 from scaling.records import listed
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
@@ -44,6 +53,7 @@ ALIGNMENT = 64              # bytes, a cache line; torch allocates so
 FLOAT8 = torch.float8_e4m3fn
 # Classes of transformers that compute what model.py does -> the model_type by which transformers finds each.
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen3ForCausalLM": "qwen3"}
+FILE_CLASS = "PreTrainedTokenizerFast"      # transformers' class that applies tokenizer.json as it is
 Parts = dict[str, dict[str, tuple[int, ...]]]
 
 
@@ -248,26 +258,47 @@ def store_float8(config: GPTConfig, tensors: dict[str, torch.Tensor], weights: d
         "include_input_output_embeddings": False, "untie_embedding_weights": False}
 
 
-def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder: Path) -> dict[str, int]:
+def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder: Path) -> dict:
     """Put the tokenizer's files and generation_config.json into `folder`; returns the roles that config.json repeats.
 
     A built-in tokenizer becomes tokenizer.json (for the package tokenizers), vocab.json and merges.txt (for readers of GPT-2's
-    own format) and the tokens' roles; an imported one is copied. The ids of every text are those of runtime/tokenizer.py but
+    own format) and the tokens' roles; an imported one is copied, but for the name of its class. The ids of
+    every text are those of runtime/tokenizer.py but
     for one thing: a text that spells a special token is text here, and the token there (unless split_special_tokens=True is
     set). vocab_padded: rows of the embedding; the ids behind the tokenizer's own are never generated, there as in eval/sample.py.
     """
     if tokenizer.kind == "folder":
         for path in filter(Path.is_file, [Path(tokenizer.name) / name for name in FOLDER_FILES]):
             shutil.copyfile(path, folder / path.name)
+        _let_the_file_decide(folder / "tokenizer_config.json")
     else:
         for name, content in _tokenizer_files(tokenizer, n_ctx).items():
             (folder / name).write_text(content, encoding="utf-8")
-    roles, path = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eot}, folder / "generation_config.json"
-    generation = json.loads(path.read_bytes()) if path.is_file() else dict(roles)
+    path = folder / GENERATION_FILE
+    ends = with_ends(end_ids(path), tokenizer.ends)
+    roles = {"bos_token_id": tokenizer.start, "eos_token_id": ends}
+    # transformers' generate() stops at what this file names alone, whatever config.json says.
+    generation = json.loads(path.read_bytes()) | {"eos_token_id": ends} if path.is_file() else dict(roles)
     if unused := set(range(tokenizer.vocab_size, vocab_padded)):
         generation["suppress_tokens"] = sorted(unused | set(generation.get("suppress_tokens") or []))
     path.write_text(as_json(generation))
     return roles
+
+
+def _let_the_file_decide(path: Path) -> None:
+    """Change a copied tokenizer_config.json so that transformers makes the ids of tokenizer.json.
+
+    By the name of one of its own classes (LlamaTokenizer, Qwen2Tokenizer, GPT2Tokenizer) transformers 5
+    takes vocabulary and merges alone from tokenizer.json and splits text by the rules of the class:
+    not the ids that the model was trained on. An auto_map names code, which no export has.
+    The class of that name also leaves to tokenizer.json what is put around a text, whatever
+    add_bos_token says.
+    """
+    settings = json.loads(path.read_bytes())
+    changed = {key: value for key, value in settings.items() if key != "auto_map"}
+    changed["tokenizer_class"] = FILE_CLASS
+    if changed != settings:
+        path.write_text(as_json(changed), encoding="utf-8")
 
 
 def as_json(content) -> str:
@@ -297,7 +328,7 @@ def _tokenizer_files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
     }
     kind = {"tokenizer_class": "GPT2Tokenizer", "unk_token": END_OF_TEXT} if tokenizer.kind == "gpt2" else {
         # Else transformers 4 gives token_type_ids too, which generate() refuses.
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+        "tokenizer_class": FILE_CLASS, "model_input_names": ["input_ids", "attention_mask"]}
     settings = {**kind, **roles, "add_prefix_space": False, "clean_up_tokenization_spaces": False, "model_max_length": n_ctx,
                 "added_tokens_decoder": {str(tokenizer.eot): {k: v for k, v in special.items() if k != "id"}}}
     return {"tokenizer.json": json.dumps(rules, ensure_ascii=False), "vocab.json": json.dumps(vocab, ensure_ascii=False),

@@ -30,6 +30,7 @@ import json
 import math
 import os
 import re
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -160,14 +161,56 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
                 self.logits_cache = True
                 return scores
         # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds a log-likelihood to 3 digits.
-        return PublicLM(pretrained=os.path.expanduser(name), device=str(device), dtype=dtype, batch_size=micro_batch,
-                        use_safetensors=True, softmax_dtype="float32")
+        name_or_path = os.path.expanduser(name)
+        return PublicLM(pretrained=name_or_path, device=str(device), dtype=dtype, batch_size=micro_batch,
+                        use_safetensors=True, softmax_dtype="float32", tokenizer=_file_tokenizer(name_or_path))
     except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
             raise
         said = (str(error).strip().splitlines() or [""])[0][:300]
         raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install transformers "
                         f"accelerate` and safetensors, on the Hub or in a folder, without code of their own") from error
+
+
+# Texts on which rules of splitting differ: runs of digits, of blanks and of line ends, a blank at the
+# beginning and at the end, abbreviations, marks, letters of several scripts, a composed letter.
+PROBE_TEXTS = (
+    "In 2024 he'll pay $1,234,567.89 (50%) for it.",
+    " one  two   three\tfour",
+    "def f(x):\n    return x**2\n\n\n",
+    "  NA\u00cfVE caf\u00e9 cafe\u0301 \u0434\u0430 \u65e5\u672c\u8a9e \U0001f642 ",
+    "",
+)
+
+
+def _file_tokenizer(name: str):
+    """The tokenizer of a public model by the rules of its tokenizer.json, where transformers' class for
+    it makes other ids; None where both agree or the model has no such file.
+
+    By the name of one of its own classes transformers 5 takes vocabulary and merges alone from that
+    file and splits text by the rules of the class. Says on stderr which one is taken.
+    """
+    import tokenizers
+    import transformers
+    from transformers.utils import cached_file
+
+    path = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return None
+    theirs = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    file = tokenizers.Tokenizer.from_file(path)
+    file.no_truncation()
+    file.no_padding()
+    differing = [
+        text
+        for text in PROBE_TEXTS
+        if theirs.encode(text, add_special_tokens=False) != file.encode(text, add_special_tokens=False).ids
+    ]
+    if not differing:
+        return None
+    print(f"hf:{name}: transformers' {type(theirs).__name__} makes other tokens than the model's tokenizer.json, of "
+          f"{differing[0]!r} for one: scored with those of tokenizer.json", file=sys.stderr)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(name)
 
 
 def join() -> World:

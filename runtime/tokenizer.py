@@ -18,11 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
+from runtime.machine import write_json
 
 VOCAB_SIZE = {"gpt2": 50257, "byte": 257}      # the built-in ones
 # The files of a tokenizer folder. The first two are read and must be there; the others only go with a copy.
 FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                 "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
+GENERATION_FILE = "generation_config.json"
+ENDS_FILES = (GENERATION_FILE, "config.json")      # which name the ids that end a generated text
 
 # OpenAI's vocab.bpe (2019, modified MIT licence), compressed: the 50,000 merges of GPT-2, and their hash, gpt2's identity.
 MERGES_FILE = Path(__file__).with_name("gpt2_vocab_bpe.xz")
@@ -54,6 +57,7 @@ class Tokenizer:
     _encode: Callable[[str], list[int] | np.ndarray]    # text without lone surrogates -> ids
     _decode: Callable[[list[int]], str]
     adds_start: bool = False                        # whether it puts `start` before a text itself, as Llama's does
+    other_ends: tuple[int, ...] = ()                # ids beside `eot` that end a generated text
 
     @property
     def kind(self) -> str:
@@ -62,6 +66,11 @@ class Tokenizer:
     @property
     def eot(self) -> int:
         return self.prefix[0]       # ends a text
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Each of these ids ends a generated text; `eot` is the first."""
+        return (self.eot, *self.other_ends)
 
     @property
     def start(self) -> int:
@@ -132,7 +141,8 @@ def vocab_bpe() -> bytes:
 
 
 def _load_folder(name: str) -> Tokenizer:
-    """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template."""
+    """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template. generation_config.json
+    and config.json, where the folder has them, may name more tokens that end a text."""
     import tokenizers
     file, config = (Path(name) / file for file in FOLDER_FILES[:2])
     if not file.is_file():
@@ -157,7 +167,47 @@ def _load_folder(name: str) -> Tokenizer:
     digest = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
     return Tokenizer(name, digest, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,
                      lambda ids: fast.decode(ids, skip_special_tokens=False),
-                     adds_start=first == [prefix[-1]])      # by its post-processor; a bos_token's name alone adds none
+                     adds_start=first == [prefix[-1]],      # by its post-processor; a bos_token's name alone adds none
+                     other_ends=_other_ends(Path(name), eos, vocab_size))
+
+
+def _other_ends(folder: Path, eot: int, vocab_size: int) -> tuple[int, ...]:
+    """The ids beside `eot` that the folder's generation_config.json and config.json call the end of
+    a text, in their order. transformers' generate() stops at any of them.
+
+    An id that the tokenizer does not have is left out: no text becomes it and nothing generates it.
+    Raises UserError where a file cannot be read or names something else than ids.
+    """
+    ends = [eot]
+    for name in ENDS_FILES:
+        for end in end_ids(folder / name):
+            if end not in ends and end < vocab_size:
+                ends.append(end)
+    return tuple(ends[1:])
+
+
+def end_ids(path: Path) -> list[int]:
+    """The eos_token_id of a generation_config.json or config.json, a number or a list in the file.
+
+    Empty where there is no such file or it names none. Raises UserError where it cannot be read.
+    """
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__}, not a JSON object: fetch it again")
+    named = content.get("eos_token_id")
+    if named is None:
+        return []
+    ids = named if isinstance(named, list) else [named]
+    for end in ids:
+        # A bool is an int to Python.
+        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
+            raise UserError(f"{path} has eos_token_id={named!r:.80}: it must be an id or a list of ids")
+    return ids
 
 
 def tokenizer_of(run_dir: Path, name: str) -> str:
@@ -173,4 +223,21 @@ def keep_tokenizer(run_dir: Path, name: str) -> None:
         return
     shutil.rmtree(part, ignore_errors=True)     # of a run that was killed
     shutil.copytree(name, part, ignore=lambda _, names: set(names) - set(FOLDER_FILES))
+    _keep_ends(part / GENERATION_FILE, load_tokenizer(name).ends)
     part.rename(own)
+
+
+def _keep_ends(path: Path, ends: tuple[int, ...]) -> None:
+    """Let the copy's generation_config.json name the ends that only the folder's config.json names,
+    which is the model's and stays behind. Where it lacks none it stays as it is."""
+    known = {ends[0], *end_ids(path)}
+    if known >= set(ends):
+        return
+    content = json.loads(path.read_bytes()) if path.is_file() else {}
+    write_json(path, content | {"eos_token_id": with_ends(end_ids(path), ends)})
+
+
+def with_ends(named: list[int], ends: tuple[int, ...]) -> int | list[int]:
+    """The eos_token_id of a file that names `named`, with all `ends`: a number where it is one."""
+    every = list(dict.fromkeys([*named, *ends]))
+    return every[0] if len(every) == 1 else every

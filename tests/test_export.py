@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -38,6 +39,7 @@ from tests.scaling_runs import edit
 from tests.test_fp8 import OPERANDS, distance, quantised
 from tests.test_model import TINY, build, build_rough, tokens
 from tests.test_tokenizer import TEXTS
+from tests.text_files import BEGINS, DIGITS_APART, write_sentencepiece, write_tokenizer
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 
@@ -83,13 +85,18 @@ def test_transformers_computes_the_same_bits(tmp_path, variant):
     assert texts.size(1) == 24 + 1      # the last token needs no place
     assert variant or (ours(tokens(config.model, 16, 24)).argmax(-1) >= 257).float().mean() > 0.1
 
-    # And back: the weights' bits, the tokenizer's files; the second export is the first one.
+    # And back: the weights' bits, the tokenizer's files; the second export is the first one, but for the
+    # name of the class, which then leaves all rules to tokenizer.json.
     import_checkpoint(str(folder), str(tmp_path / "back"))
     found, wanted = (dict(load_model(tmp_path / run)[0].named_parameters()) for run in ("back", "run"))
     assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
     again = exported(tmp_path / "back", tmp_path / "again", "dtype=fp32")
     for file in folder.iterdir():
-        assert file.name == "README.md" or (again / file.name).read_bytes() == file.read_bytes(), file.name
+        if file.name == "tokenizer_config.json":
+            first, second = (json.loads((path / file.name).read_text()) for path in (folder, again))
+            assert second == first | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        elif file.name != "README.md":
+            assert (again / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
@@ -112,6 +119,41 @@ def test_the_tokens_of_300_documents(tmp_path, name):
     # Versions of transformers differ in what a tokenizer gives where its file does not say it.
     about = json.loads((folder / "tokenizer_config.json").read_text())
     assert about["tokenizer_class"] == "GPT2Tokenizer" or about["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+BYTE_LEVEL_ROLES = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte level"])
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None])
+def test_transformers_makes_the_ids_of_a_folders_tokenizer_json_whatever_class_the_folder_names(tmp_path, kind, name):
+    """Documents that begin with blanks, runs of digits: where the rules of transformers' classes differ."""
+    roles = {} if name is None else {"tokenizer_class": name}
+    source = tmp_path / "tokenizer"
+    if kind == "sentencepiece":
+        write_sentencepiece(source, **roles)
+    else:
+        write_tokenizer(source, BYTE_LEVEL_ROLES | roles, pre_tokenizer=DIGITS_APART)
+    write_run(tmp_path / "run", tokenizer=str(source))
+    folder = exported(tmp_path / "run", tmp_path / "hf")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    reference = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    texts = [text for text in documents() if "<|" not in text]
+    texts += [f" {text}" for text in texts] + ["1234 x56"]
+    for text in texts:
+        assert theirs.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False).ids
+        assert theirs.encode(text) == reference.encode(text).ids
+    assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("adds", [{"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
+@pytest.mark.parametrize("frame", [{}, {"post_processor": BEGINS}])
+def test_what_tokenizer_json_puts_around_a_text_goes_before_the_settings_beside_it(tmp_path, adds, frame):
+    write_tokenizer(tmp_path / "tokenizer", BYTE_LEVEL_ROLES | adds, **frame)
+    write_run(tmp_path / "run", tokenizer=str(tmp_path / "tokenizer"))
+    folder = exported(tmp_path / "run", tmp_path / "hf")
+    reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert AutoTokenizer.from_pretrained(folder).encode("a word") == reference.encode("a word").ids
 
 
 def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_several_files(tmp_path, monkeypatch):
@@ -541,6 +583,35 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(made, tmp_path
     facts = manifest["state"]["imported"]
     assert (facts["folder"], facts["architecture"]) == (source.name, theirs.config.architectures[0])
     assert not any(path.is_symlink() for path in run_dir.rglob("*"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("named", [
+    {"config.json": [1, 5]},
+    {"generation_config.json": [5, 1]},
+    {"generation_config.json": 5, "config.json": 7},
+])
+def test_every_end_of_a_text_is_kept_at_import_and_written_back_at_export(tmp_path, named):
+    """transformers' generate() stops where one of the ends comes out."""
+    folder = make_llama(tmp_path / "hub")
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=None)
+    for name, ends in named.items():
+        edit(folder / name, eos_token_id=ends)
+    import_checkpoint(str(folder), str(tmp_path / "out/run"))
+    back = exported(tmp_path / "out/run", tmp_path / "back", "dtype=fp32")
+    ends = load_for_inference(str(tmp_path / "out/run"), "cpu", "float32").tokenizer.ends
+    model = auto_model(back)
+    assert set(model.generation_config.eos_token_id) == set(ends)
+    assert set(model.config.eos_token_id) == set(ends)
+    assert set(ends) == {1, *(end for ids in named.values() for end in (ids if type(ids) is list else [ids]))}
+    prompt = torch.tensor([[0, 9, 11]])
+    for end in ends:
+        # The head prefers one token alone, whatever the text.
+        model.lm_head.weight.zero_()
+        model.lm_head.register_forward_hook(lambda _, x, logits, end=end: logits.index_fill(-1, torch.tensor(end), 9.0))
+        assert model.generate(prompt, do_sample=False, max_new_tokens=12)[0].tolist() == [0, 9, 11, end]
+        model.lm_head._forward_hooks.clear()
 
 
 source = pytest.fixture(lambda tmp_path: make_llama(tmp_path / "source", shard_size="100KB"))

@@ -19,6 +19,7 @@ import pytest
 import torch
 from eval_runs import TINY, build, build_lm, build_run, call, expected_pair, make_llama, refused, request, rolled
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import export, harness, precision, sample, tasks
@@ -28,6 +29,7 @@ from runtime.cli import UserError
 from tests.conftest import process, write_index
 from tests.hub_server import HubServer, write_repository
 from tests.scaling_runs import edit
+from tests.text_files import DIGITS_APART, write_tokenizer
 
 SUM = {"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}
 finished = pytest.fixture(build_run)
@@ -211,6 +213,19 @@ def test_lm_evals_own_model_scores_an_import_of_it_alike_and_stands_beside_it(pu
     assert ours["rolled"]["word_perplexity"] == pytest.approx(theirs["rolled"]["word_perplexity"], rel=1e-5)
     call(harness, "--table", "out", "out=table")
     assert "| tiny-llama, float32" in capsys.readouterr().out
+
+
+def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json_not_of_transformers_class(public, tmp_path, capsys):
+    folder = shutil.copytree(public, tmp_path / "split")
+    harness.public_lm(str(folder), "cpu", "float32", 1)
+    assert "scored with" not in capsys.readouterr().err, "both agree"
+    roles = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "tokenizer_class": "Qwen2Tokenizer"}
+    write_tokenizer(folder, roles, pre_tokenizer=DIGITS_APART)
+    reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    lm = harness.public_lm(str(folder), "cpu", "float32", 1)
+    assert "Qwen2Tokenizer makes other tokens than the model's tokenizer.json" in capsys.readouterr().err
+    for text in harness.PROBE_TEXTS:
+        assert lm.tok_encode(text) == reference.encode(text, add_special_tokens=False).ids
 
 
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from runtime import tokenizer as room
 from runtime.cli import UserError
-from runtime.tokenizer import BYTE_LETTERS, GPT2_PATTERN, VOCAB_SIZE, load_tokenizer, token_bytes, vocab_bpe
+from runtime.tokenizer import BYTE_LETTERS, GPT2_PATTERN, VOCAB_SIZE, keep_tokenizer, load_tokenizer, token_bytes, vocab_bpe
 from tests.text_files import BEGINS, DOCUMENTS, write_tokenizer
 
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
@@ -147,4 +147,53 @@ def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, se
     path = write_tokenizer(tmp_path) / file
     path.write_text(content) if content else path.unlink()
     with pytest.raises(UserError, match=sentence):
+        load_tokenizer(str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------- ends
+
+ENDS = [
+    ({}, (1,)),
+    ({"generation_config.json": {"eos_token_id": [1, 5]}}, (1, 5)),
+    ({"generation_config.json": {"eos_token_id": 5}}, (1, 5)),
+    ({"config.json": {"eos_token_id": [5, 1, 7]}}, (1, 5, 7)),
+    ({"generation_config.json": {"eos_token_id": 7}, "config.json": {"eos_token_id": 5}}, (1, 7, 5)),
+    ({"generation_config.json": {"eos_token_id": None}, "config.json": {"model_type": "x"}}, (1,)),
+    ({"config.json": {"eos_token_id": [70_000, 5]}}, (1, 5)),  # no token of it has that id
+]
+
+
+def write_files(folder, files):
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("files, ends", ENDS)
+def test_the_ends_are_those_of_the_tokenizer_generation_config_and_config(tmp_path, files, ends):
+    write_files(write_tokenizer(tmp_path / "hub"), files)
+    hub = load_tokenizer(str(tmp_path / "hub"))
+    assert hub.ends == ends and hub.eot == 1
+    assert hub.sha256 == load_tokenizer(str(write_tokenizer(tmp_path / "plain"))).sha256
+    keep_tokenizer(tmp_path, str(tmp_path / "hub"))
+    assert load_tokenizer(str(tmp_path / "tokenizer")).ends == ends, "the run's copy has them all"
+    assert not (tmp_path / "tokenizer/config.json").exists()
+    assert load_tokenizer("gpt2").ends == (50256,) and load_tokenizer("byte").ends == (256,)
+
+
+def test_a_copy_of_a_folder_that_names_its_ends_keeps_its_bytes(tmp_path):
+    folder = write_tokenizer(tmp_path / "hub")
+    (folder / "generation_config.json").write_text('{"eos_token_id":[5,\t1], "top_p": 0.9}')
+    write_files(folder, {"config.json": {"eos_token_id": 5}})
+    keep_tokenizer(tmp_path, str(folder))
+    copies = list((tmp_path / "tokenizer").iterdir())
+    assert len(copies) == 3
+    for copy in copies:
+        assert copy.read_bytes() == (folder / copy.name).read_bytes()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "<|end|>"}', '{"eos_token_id": [1, true]}'])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_ends_that_cannot_be_read_are_a_sentence(tmp_path, name, content):
+    (write_tokenizer(tmp_path) / name).write_text(content)
+    with pytest.raises(UserError, match=f"{name} (cannot be read|holds list|has eos_token_id=)"):
         load_tokenizer(str(tmp_path))

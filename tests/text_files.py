@@ -55,3 +55,40 @@ def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):
     roles = {"bos_token": "<|begin|>", "eos_token": "<|end|>"} if roles is None else roles
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
     return folder
+
+
+# Each digit is a piece of its own; what GPT-2's pattern cuts, it cuts here too.
+DIGITS_APART = {"type": "Sequence", "pretokenizers": [
+    {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]}
+
+
+def write_sentencepiece(folder, vocab=600, **roles):
+    """A folder with a tokenizer of SentencePiece's kind: BPE over the text with "▁" for each blank and
+    one more before the first word, bytes for unknown letters; <s> is 1, </s> is 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      decoders.Strip(" ", 1, 0)])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = [word for document in DOCUMENTS for word in document.split(" ")]
+    made.train_from_iterator(words, trainers.BpeTrainer(vocab_size=vocab, special_tokens=special,
+                                                        show_progress=False))
+    content = json.loads(made.to_str())
+    # The bytes are tokens like others; only the first three are special.
+    content["added_tokens"] = content["added_tokens"][:3]
+    # As Mistral's file has it: each text gets a blank before it, one that begins with blanks too.
+    content["pre_tokenizer"] = None
+    content["normalizer"] = {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}
+    made = Tokenizer.from_str(json.dumps(content))
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} | roles
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    return folder
