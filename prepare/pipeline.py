@@ -35,7 +35,7 @@ from typing import Literal
 import numpy as np
 
 from prepare.decontaminate import found_in, read_grams
-from prepare.sources import BadFile, InputFile, Source
+from prepare.sources import ENCODING_REMEDY, BadFile, InputFile, Reading, Source
 from runtime import shards
 from runtime.cli import MachineError, UserError, grid, progress_line, si
 from runtime.machine import ROOT, alone, end_with_parent, new_file, read_bytes, write_json
@@ -56,6 +56,7 @@ BLOCK = 1 << 24                 # bytes of a piece in memory at once
 TRAIN, VAL, EMPTY, CONTAMINATED, COPY = range(5)
 HOMES = {"train": TRAIN, "val": VAL}
 COUNTS = ("documents", "text_bytes", "tokens")      # of a split
+REPLACED_MOST = 0.01            # share of a file's characters that may stand for bytes that are not UTF-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,10 @@ class Piece:
     share: float = 0.0          # of the input file that was read
     end: str = ""               # "whole": read to its end; "enough": until there were tokens enough; "failed"; "": not yet
     reason: str = ""            # why it failed
+    replaced: int = 0           # characters, U+FFFD in place of bytes that are not UTF-8
+    joined_lists: int = 0       # texts that were lists of strings
+    odd_rows: int = 0           # left out by skip_bad=true
+    first_odd_row: str = ""     # where it is and why
     homes: np.ndarray | None = None     # uint16 (documents in use,): where each goes; None before Work._lay_out()
 
     def save(self) -> None:
@@ -140,17 +145,21 @@ def begun(folder: Path) -> dict:
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
 
 
-def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int) -> None:
-    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a second."""
+def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int, *,
+               skip_bad: bool = False) -> None:
+    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a second.
+    Raises UserError: a column or a row that cannot be used."""
     if read_piece(stem).serves(most):
         return
     piece = Piece(stem, [file.name, file.bytes, file.stamp])
     tokenizer, grams, told = cached_tokenizer(tokenizer_name), _cached_grams(stem.parent), time.monotonic()
+    reading = Reading(skips_odd_rows=skip_bad)
     stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
     try:
         with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
-            for read, piece.share in file.read():
-                texts = [clean(text) for text in read]
+            for read in file.read(reading):
+                piece.share = read.share
+                texts = [clean(text) for text in read.texts]
                 raw, row = [text.encode() for text in texts], [0, 0, 0]
                 if texts[-1] and not texts[-1].isspace():
                     row = [int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), 0, len(raw[-1])]
@@ -168,10 +177,20 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, ti
                     told = time.monotonic()
                     piece.save()
                     tick()
+        _check_encoding(file.name, reading)
+        piece.replaced, piece.joined_lists = reading.replaced, reading.joined_lists
+        piece.odd_rows, piece.first_odd_row = reading.odd_rows, reading.first_odd_row
         piece.share, piece.end = 1.0, "whole" if piece.tokens < most else "enough"
     except BadFile as error:
         piece = Piece(stem, piece.input, share=1.0, end="failed", reason=str(error))
     piece.save()
+
+
+def _check_encoding(name: str, reading: Reading) -> None:
+    """Raises BadFile where the texts that were read are not UTF-8."""
+    if reading.replaced > REPLACED_MOST * reading.characters:
+        raise BadFile(f"{name} is not UTF-8: {reading.replaced:,} of the {reading.characters:,} characters that were read "
+                      f"stand for bytes of another encoding: {ENCODING_REMEDY}")
 
 
 def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -306,7 +325,8 @@ class Work:
         self.parts.mkdir(parents=True, exist_ok=True)
         write_json(self.parts / "begun.json", {**self.identity, "files": len(self.files)})
         for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
-            if piece.end in ("", "failed") or piece.input != [file.name, file.bytes, file.stamp]:
+            has_refused_rows = piece.odd_rows > 0 and not self.job.skip_bad
+            if piece.end in ("", "failed") or has_refused_rows or piece.input != [file.name, file.bytes, file.stamp]:
                 if piece.end:
                     print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
                 piece.stem.with_suffix(".json").unlink(missing_ok=True)
@@ -326,7 +346,8 @@ class Work:
             if piece.serves(self.target):
                 held += piece.tokens
             else:
-                found.append(partial(make_piece, file, piece.stem.resolve(), tokenizer, self.target))
+                found.append(partial(make_piece, file, piece.stem.resolve(), tokenizer, self.target,
+                                     skip_bad=self.job.skip_bad))
                 held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
         return found
 
@@ -378,7 +399,7 @@ class Work:
                 "license": source.license, **layout, "files": [piece.input[0] for piece in pieces],
                 "skipped": [{"file": piece.input[0], "reason": piece.reason} for piece in failed
                             if layout["is_whole"] or piece.stem < pieces[-1].stem],
-                "budget": budget, **({"is_masked": True} if source.is_masked else {}),
+                "budget": budget, **({"is_masked": True} if source.is_masked else {}), **_remarks(pieces),
                 **write_shards(self.folder, pieces, splits, dtype)})
             shutil.rmtree(self.parts)
         show(self.folder)
@@ -419,6 +440,16 @@ class Work:
         empty, contaminated, *copies = map(int, totals[0, EMPTY:])
         duplicates = {key: n for key, n in zip([self.source.name, *earlier], copies, strict=True) if n}
         return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
+
+
+def _remarks(pieces: list[Piece]) -> dict:
+    """Index's fields that say what was replaced, joined and left out in the input files, where there is something to say."""
+    remarks = {
+        "replaced": {piece.input[0]: piece.replaced for piece in pieces if piece.replaced},
+        "joined_lists": {piece.input[0]: piece.joined_lists for piece in pieces if piece.joined_lists},
+        "odd_rows": [{"file": piece.input[0], "rows": piece.odd_rows, "first": piece.first_odd_row}
+                     for piece in pieces if piece.odd_rows]}
+    return {key: value for key, value in remarks.items() if value}
 
 
 def _find_copies(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
@@ -534,3 +565,9 @@ def _story(index: Index) -> Iterator[str]:
            f", empty {index.empty:,}, contaminated {index.contaminated:,}")
     yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
     yield from (f"skipped: {entry['file']} ({entry['reason']})" for entry in index.skipped)
+    for file, count in index.replaced.items():
+        yield f"replaced: {count:,} characters of {file} are U+FFFD in place of bytes that are not UTF-8"
+    for file, count in index.joined_lists.items():
+        yield f"joined: {count:,} texts of {file} were lists of strings, which became lines"
+    for entry in index.odd_rows:
+        yield f"left out: {entry['rows']:,} rows of {entry['file']}, the first: {entry['first']}"

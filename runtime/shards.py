@@ -9,7 +9,7 @@ of each of these files and of itself: a flipped bit or an edit is found.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +61,10 @@ class Index:
     hashes_sha256: str              # of hashes.npy
     splits: dict[str, Split]        # "train" and "val"
     is_masked: bool = False         # whether LOSS_MASK_BIT marks context tokens; absent in the file where it is false
+    # Of the input files that were read; each is absent in the file where there are none.
+    replaced: dict[str, int] = field(default_factory=dict)      # characters, U+FFFD in place of bytes that are not UTF-8
+    joined_lists: dict[str, int] = field(default_factory=dict)  # texts that were lists of strings, joined by line ends
+    odd_rows: list[dict] = field(default_factory=list)          # rows that skip_bad=true left out: {file, rows, first}
 
     @property
     def shards(self) -> list[Shard]:
