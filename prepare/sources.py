@@ -34,7 +34,7 @@ BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15
 HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
 ODD_ROWS_MOST = 1000            # a file that begins with so many rows of no use, and none of use, is another one than was meant
 SKIP_ROWS = "add skip_bad=true to leave out such rows"
-WIDE_BYTES, WIDE_SHARE = 4096, 0.2      # a file is UTF-16 or -32 where more than this share of its first bytes is NUL
+HEAD_LOOKED_AT = 4096           # bytes at the begin of a file whose NULs tell UTF-16 and -32
 NAMES_MOST = 20                 # columns that a message lists
 REPLACEMENT = "\ufffd"
 ENCODING_REMEDY = "convert it, such as by `iconv -f WINDOWS-1251 -t UTF-8 FILE`, with the encoding that it has"
@@ -48,23 +48,26 @@ class Row(NamedTuple):
     """What a reader takes of one row of a file."""
     texts: tuple[str, ...]          # (text,), or (prompt, response)
     share: float                    # of the file that was read so far
+    is_continued: bool = False      # whether it goes on with the document of the row before, which was cut
 
 
 @dataclass(kw_only=True)
 class Reading:
     """How a file shall be read, and what its reader reports beside the rows; one object a reading."""
+    borders: tuple[str, ...] = ()   # a line of a .txt that is one of these alone ends a document
     skips_odd_rows: bool = False    # rows that cannot be used are counted, not refused
     skips_broken_lines: bool = True     # whether a line that is not JSON is such a row; else the file is bad
     characters: int = 0             # of the texts
     replaced: int = 0               # of them, U+FFFD in place of bytes that are not UTF-8
     joined_lists: int = 0           # texts that were lists of strings, a line each
+    inner_borders: int = 0          # lines of a .txt that hold a border beside other text, and end no document
     rows: int = 0                   # that were taken
     odd_rows: int = 0               # that were skipped
     first_odd_row: str = ""         # where it is and what is wrong with it
 
     def restart(self) -> None:
         """Count from the first row of the file again."""
-        self.characters = self.replaced = self.joined_lists = self.rows = self.odd_rows = 0
+        self.characters = self.replaced = self.joined_lists = self.inner_borders = self.rows = self.odd_rows = 0
         self.first_odd_row = ""
 
     def skip_or_refuse(self, place: str, problem: str, remedy: str = "") -> None:
@@ -172,6 +175,11 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
                   local_files=tuple(files), is_masked=columns == PAIR)
 
 
+def is_text_file(name: str) -> bool:
+    """Whether the name is that of plain text, packed or not."""
+    return _format(PurePath(name)) == ".txt"
+
+
 def _format(path: PurePath) -> str:
     return PurePath(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
@@ -192,6 +200,7 @@ class _Record(NamedTuple):
     values: dict[str, Any]          # by column; texts that are not UTF-8 as bytes
     label: str = ":"                # before the number, in messages
     problem: str = ""               # why the row has no values
+    is_continued: bool = False      # as Row has it
     # The values without the bytes that are not UTF-8, where a line of JSON has such bytes.
     undamaged: dict[str, Any] | None = None
 
@@ -213,7 +222,7 @@ def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict
             continue
         is_first = False
         reading.rows += 1
-        yield Row(tuple(_text(record, column, reading) for column in columns), share)
+        yield Row(tuple(_text(record, column, reading) for column in columns), share, record.is_continued)
     reading.refuse_if_useless()
 
 
@@ -326,8 +335,8 @@ def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple
                 rows = _parquet_rows(file, where, columns, kept, reading)
             else:
                 stream = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 18)
-                _refuse_wide_characters(stream.peek(WIDE_BYTES)[:WIDE_BYTES], where)
-                rows = _stretches(stream, columns[0]) if is_txt else _json_lines(stream, where, reading)
+                _refuse_wide_characters(stream.peek(HEAD_LOOKED_AT)[:HEAD_LOOKED_AT], where)
+                rows = _stretches(stream, columns[0], reading) if is_txt else _json_lines(stream, where, reading)
             for row in rows:
                 yield row, file.tell() / size
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
@@ -344,9 +353,14 @@ def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple
 
 def _refuse_wide_characters(head: bytes, where: str) -> None:
     """Raises BadFile where the first bytes of a file are those of UTF-16 or UTF-32."""
-    has_mark = head[:2] in (b"\xff\xfe", b"\xfe\xff") or head[:4] == b"\0\0\xfe\xff"
-    if has_mark or head.count(0) > WIDE_SHARE * len(head):
-        raise BadFile(f"{where} is UTF-16 or UTF-32: save it as UTF-8, such as by `iconv -f UTF-16 -t UTF-8 FILE`")
+    nuls = head.count(0)
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or nuls > 0.6 * len(head):      # three of four bytes of Latin text
+        encoding = "UTF-32"
+    elif head[:2] in (b"\xff\xfe", b"\xfe\xff") or nuls > 0.2 * len(head):
+        encoding = "UTF-16"
+    else:
+        return
+    raise BadFile(f"{where} is {encoding}: save it as UTF-8, such as by `iconv -f {encoding} -t UTF-8 FILE`")
 
 
 def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterator[_Record]:
@@ -499,18 +513,37 @@ def _json_value(text: str | bytes) -> Any:
         return BrokenJson()
 
 
-def _stretches(stream: io.BufferedIOBase, column: str) -> Iterator[_Record]:
-    """Of a text file."""
+def _stretches(stream: io.BufferedIOBase, column: str, reading: Reading) -> Iterator[_Record]:
+    """The documents of a text file, long ones in pieces. Without borders the file is one document."""
     # Line ends of any system become \n; bytes that are not UTF-8 are kept, to be counted later.
     lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape"), io.StringIO()
-    number = 0
+    number, is_continued, has_borders = 1, False, False
+
+    def record(content: str) -> _Record:
+        return _Record(number, {column: _unescaped(content)}, ", piece ", is_continued=is_continued)
+
     while line := lines.readline(TXT_CHARS_MOST):
+        if any(border in line for border in reading.borders):
+            if line.strip() in reading.borders:
+                content = text.getvalue().rstrip("\n")
+                if content and not content.isspace():
+                    yield record(content if is_continued else content.lstrip("\n"))
+                    number += 1
+                text, is_continued, has_borders = io.StringIO(), False, True
+                continue
+            reading.inner_borders += 1
+        is_blank = line.isspace()
+        if is_blank and has_borders and not is_continued and not text.tell():
+            continue        # between a border and the document behind it
         text.write(line)
-        if text.tell() >= TXT_CHARS_MOST or (text.tell() >= TXT_CHARS and line.isspace()):
-            number += 1
-            yield _Record(number, {column: _unescaped(text.getvalue())}, label=", piece ")
-            text = io.StringIO()
-    yield _Record(number + 1, {column: _unescaped(text.getvalue())}, label=", piece ")
+        if text.tell() >= TXT_CHARS_MOST or (text.tell() >= TXT_CHARS and is_blank):
+            yield record(text.getvalue())
+            text, number, is_continued = io.StringIO(), number + 1, True
+    last = text.getvalue()
+    if not has_borders:
+        yield record(last)
+    elif last and not last.isspace():
+        yield record(last.rstrip("\n"))
 
 
 def _unescaped(text: str) -> str | bytes:

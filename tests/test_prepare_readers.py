@@ -1,16 +1,18 @@
 """What the readers of prepare_data.py take of a file: encodings, odd rows, layouts of JSON and parquet, borders of documents."""
 
 import json
+import re
 from datetime import datetime
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from prepare import pipeline, sources
 from prepare_data import main
 from runtime import shards
-from tests.test_prepare import due, found, local
-from tests.text_files import DOCUMENTS, PACK, write
+from tests.test_prepare import due, found, local, split_of
+from tests.text_files import DOCUMENTS, PACK, write, write_tokenizer
 
 RUSSIAN = [f"Не было гвоздя, подкова пропала, номер {n}. " * 5 for n in range(20)]
 
@@ -60,7 +62,7 @@ def test_text_of_another_encoding_is_a_bad_file(tmp_path, capsys, name, encoding
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
 def test_utf16_is_a_bad_file_with_and_without_a_byte_order_mark(tmp_path, capsys, encoding):
     (tmp_path / "a.txt").write_bytes(("for want of a nail" * 50).encode(encoding))
-    assert "a.txt is UTF-16 or UTF-32" in said(capsys, 1, tmp_path / "a.txt", out=tmp_path)
+    assert f"a.txt is {encoding[:6].upper()}: save it as UTF-8" in said(capsys, 1, tmp_path / "a.txt", out=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
@@ -213,3 +215,123 @@ def test_parquet_packed_as_a_whole_is_refused(tmp_path, capsys):
     (tmp_path / "a.parquet.gz").write_bytes(PACK[".gz"](b"PAR1"))
     assert "unpack it" in said(capsys, 2, tmp_path / "a.parquet.gz", out=tmp_path)
 
+
+
+# ------------------------------------------------------------------------------------------------- documents of text files
+
+STORIES = [f"Once upon a time, {n}.\n\n{text.strip()}" for n, text in enumerate(DOCUMENTS)]
+
+
+@pytest.mark.parametrize("layout", [
+    "{}\n<|endoftext|>\n", "\n{}\n\n<|endoftext|>\n\n", "<|endoftext|>\n{}\n", "{}\r\n <|endoftext|> \r\n"])
+def test_a_line_that_is_only_the_marker_ends_a_document(tmp_path, layout):
+    (tmp_path / "a.txt").write_text("".join(map(layout.format, STORIES)), newline="")
+    assert local(tmp_path / "a.txt", out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due(STORIES)
+    assert shards.read_index(tmp_path / "mine").empty == 0
+
+
+def test_the_tokenizers_own_end_of_text_is_a_marker(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer", {"eos_token": "<|end|>"})
+    (tmp_path / "a.txt").write_text("\n<|end|>\n".join(STORIES))
+    assert local(tmp_path / "a.txt", out=tmp_path, tokenizer=tmp_path / "tokenizer") == 0
+    assert found(tmp_path / "mine") == due(STORIES, str(tmp_path / "tokenizer"))
+
+
+def test_a_marker_within_a_line_stays_text_and_is_told(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join([*STORIES, "an end.<|endoftext|>\nThe next"]))
+    assert local(tmp_path / "a.txt", out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due([*STORIES, "an end.<|endoftext|>\nThe next"])
+    told = sum("<|endoftext|>" in line for story in STORIES for line in story.split("\n")) + 1
+    assert f"not borders: {told:,} lines of a.txt hold an end-of-text token" in shown(capsys, tmp_path)
+
+
+def paragraphs_of(book, count=8):
+    return [f"Chapter {n} of book {book}. {'and so on ' * 20}\n\n" for n in range(count)]
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """A text file is cut behind 100 characters, so that each paragraph becomes a piece."""
+    monkeypatch.setattr(sources, "TXT_CHARS", 100)
+
+
+@pytest.mark.parametrize("is_one_file", [True, False])
+def test_all_pieces_of_a_document_are_in_the_split_of_its_first_piece(tmp_path, capsys, short_pieces, is_one_file):
+    books = [paragraphs_of(book) for book in range(12)]
+    if is_one_file:
+        (tmp_path / "all.txt").write_text("<|endoftext|>\n".join(map("".join, books)))
+    else:
+        for n, book in enumerate(books):
+            (tmp_path / f"{n:02d}.txt").write_text("".join(book))
+    assert local(*sorted(tmp_path.glob("*.txt")), out=tmp_path) == 0
+    ids = found(tmp_path / "mine")
+    wanted = {"train": [], "val": []}
+    for book in books:
+        split = split_of(book[0].encode())
+        wanted[split] += [id for piece in book for id in (256, *piece.encode())]
+    assert ids == wanted and ids["val"]
+    told = shown(capsys, tmp_path)
+    assert "cut: 12 documents of text files" in told and "96 pieces, those of a document in one split" in told
+
+
+def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(tmp_path, capsys, short_pieces):
+    (tmp_path / "book.txt").write_text("".join(paragraphs_of(0, 40)))
+    assert local(tmp_path / "book.txt", out=tmp_path) == 0 and found(tmp_path / "mine") == due(paragraphs_of(0, 40))
+    assert "as there is no other document: validation text lies between training text" in shown(capsys, tmp_path)
+
+
+def test_a_budget_ends_within_a_document_that_was_cut(tmp_path, short_pieces):
+    """However much was read: whether there is another document behind the budget changes nothing."""
+    (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 40)))
+    (tmp_path / "b.txt").write_text("".join(paragraphs_of(1, 40)))
+    assert local(tmp_path / "a.txt", tmp_path / "b.txt", out=tmp_path / "one", tokens=3000) == 0
+    assert found(tmp_path / "one/mine") == due(paragraphs_of(0, 40), budget=3000)
+
+
+def test_text_files_of_a_half_made_folder_of_before_are_read_again(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
+    (tmp_path / "b.jsonl").write_text("no json")
+    assert local(tmp_path / "a.txt", tmp_path / "b.jsonl", out=tmp_path) == 1
+    piece = tmp_path / "mine/parts/00000.json"
+    earlier = {"stem", "input", "documents", "tokens", "bytes", "share", "end", "reason", "homes"}
+    written = {key: value for key, value in json.loads(piece.read_text()).items() if key in earlier}
+    piece.write_text(json.dumps(written))
+    write(tmp_path / "b.jsonl", DOCUMENTS)
+    errors = said(capsys, 0, tmp_path / "a.txt", tmp_path / "b.jsonl", out=tmp_path)
+    assert "a.txt was read by an earlier version" in errors
+    assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
+
+
+# ------------------------------------------------------------------------------------------------------------ the split
+
+def test_another_val_share_goes_on_with_what_was_read(tmp_path, capsys, monkeypatch):
+    """The first small file: nothing falls to validation by the default, and the sentence says which share would do."""
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    errors = said(capsys, 2, file, out=tmp_path, val_share=0.0001)
+    assert "mine has no documents for val; " in errors and "there are 40 documents, and val_share=0.0001 leaves" in errors
+    share, count = re.search(r"give val_share=([\d.]+), which keeps (\d+) of them", errors).groups()
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "make_piece", None)       # nothing is tokenised again
+        assert local(file, out=tmp_path, val_share=share) == 0
+    assert found(tmp_path / "mine") == due(DOCUMENTS, val_per_10k=round(float(share) * 10_000))
+    assert shards.read_index(tmp_path / "mine").splits["val"].documents == int(count) >= 5
+
+
+def test_a_book_of_a_megabyte_needs_no_more_than_the_proposed_share(tmp_path, capsys):
+    (tmp_path / "input.txt").write_text("".join(f"Line {n} of a play, spoken by someone.\n\n" for n in range(28_000)))
+    errors = said(capsys, 2, tmp_path / "input.txt", out=tmp_path, val_share=0.0001)
+    assert "pieces of its only document" in errors
+    share = re.search(r"give val_share=([\d.]+),", errors)[1]
+    assert local(tmp_path / "input.txt", out=tmp_path, val_share=share) == 0
+
+
+def test_few_long_documents_are_told_how_to_become_more(tmp_path, capsys, short_pieces):
+    for n in range(2):
+        (tmp_path / f"{n}.txt").write_text("".join(paragraphs_of(n)))
+    errors = said(capsys, 2, tmp_path / "0.txt", tmp_path / "1.txt", out=tmp_path, val_share=0.0001)
+    assert "there are 2 documents" in errors and "end documents within a text file by lines of <|endoftext|>" in errors
+
+
+def test_one_document_cannot_fill_two_splits(tmp_path, capsys):
+    assert "it holds 1 documents beside those" in said(capsys, 2, write(tmp_path / "a.jsonl", ["x"]), out=tmp_path)
