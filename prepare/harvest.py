@@ -17,7 +17,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from prepare.sources import InputFile, Source
+from prepare.sources import InputFile, Reading, Row, Source
 
 SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
 SCIENCE_CHARS = 4_000_000       # as much as the other sources hold, so that none drowns them
@@ -34,8 +34,11 @@ def demo_sources() -> list[Source]:
                    local_files=(InputFile(name, None, None, partial(_read, name)),)) for name, license in LICENSES.items()]
 
 
-def _read(source: str) -> Iterator[tuple[tuple[str], float]]:
-    yield from (((text,), 0.0) for text in documents(source))
+def _read(source: str, reading: Reading) -> Iterator[Row]:
+    for text in documents(source):
+        reading.rows += 1
+        reading.characters += len(text)
+        yield Row((text,), 0.0)
 
 
 def revision(source: str) -> str:

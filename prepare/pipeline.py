@@ -21,6 +21,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import ExitStack
@@ -35,12 +36,12 @@ from typing import Literal
 import numpy as np
 
 from prepare.decontaminate import found_in, read_grams
-from prepare.sources import BadFile, InputFile, Source
+from prepare.sources import ENCODING_REMEDY, TXT_CHARS, BadFile, InputFile, Reading, Source, is_text_file
 from runtime import shards
 from runtime.cli import MachineError, UserError, grid, progress_line, si
 from runtime.machine import ROOT, alone, end_with_parent, new_file, read_bytes, write_json
 from runtime.shards import LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
-from runtime.tokenizer import Tokenizer, clean, load_tokenizer
+from runtime.tokenizer import END_OF_TEXT, Tokenizer, clean, load_tokenizer
 
 BORDER = b"\0"                  # between prompt and response where the two are hashed as one
 TELL_S = 1.0                    # between two words of a task about its progress
@@ -56,6 +57,10 @@ BLOCK = 1 << 24                 # bytes of a piece in memory at once
 TRAIN, VAL, EMPTY, CONTAMINATED, COPY = range(5)
 HOMES = {"train": TRAIN, "val": VAL}
 COUNTS = ("documents", "text_bytes", "tokens")      # of a split
+READER = 2                      # pieces of text files by an earlier one know no borders, and split each piece by itself
+VAL_PERCENTS = (1, 2, 5, 10, 20, 50)    # of which a message proposes one
+VAL_DOCUMENTS = 5               # that a proposed share should keep
+REPLACED_MOST = 0.01            # share of a file's characters that may stand for bytes that are not UTF-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +107,9 @@ def prepare(sources: Iterable[Source], job: Job) -> None:
 
 @dataclass
 class Piece:
-    """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows) and .json (the rest), which
-    tells of the progress and, once the other two are there, of the end."""
+    """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows), .cuts where documents
+    were cut (int64: the rows that go on with the document of the row before) and .json (the rest), which tells of the progress
+    and, once the others are there, of the end."""
     stem: Path
     input: list | None = None   # name, bytes and stamp of the file (prepare.sources)
     documents: int = 0
@@ -112,6 +118,12 @@ class Piece:
     share: float = 0.0          # of the input file that was read
     end: str = ""               # "whole": read to its end; "enough": until there were tokens enough; "failed"; "": not yet
     reason: str = ""            # why it failed
+    reader: int = 1             # READER of the code that wrote it
+    inner_borders: int = 0      # lines of a .txt that hold an end-of-text token within other text
+    replaced: int = 0           # characters, U+FFFD in place of bytes that are not UTF-8
+    joined_lists: int = 0       # texts that were lists of strings
+    odd_rows: int = 0           # left out by skip_bad=true
+    first_odd_row: str = ""     # where it is and why
     homes: np.ndarray | None = None     # uint16 (documents in use,): where each goes; None before Work._lay_out()
 
     def save(self) -> None:
@@ -124,6 +136,21 @@ class Piece:
     def table(self) -> np.ndarray:
         """DOCUMENT (documents,)"""
         return np.fromfile(f"{self.stem}.docs", DOCUMENT)
+
+    def document_of_rows(self) -> np.ndarray:
+        """int64 (documents,): for each row of the table the first row of its document, which is itself where it was not cut."""
+        first = np.arange(self.documents)
+        cuts = self.stem.with_suffix(".cuts")
+        if cuts.exists():
+            first[np.fromfile(cuts, np.int64)] = 0
+        return np.maximum.accumulate(first)
+
+    def split_residues(self, is_by_document: bool) -> np.ndarray:
+        """uint64: what val_share is compared with, of each document that goes to a split, or of each of its pieces."""
+        table, rows = self.table(), np.flatnonzero(self.homes <= VAL)
+        if is_by_document:
+            rows = np.unique(self.document_of_rows()[rows])
+        return table["hash"][rows] % np.uint64(HASH_STEPS)
 
 
 def read_piece(stem: Path) -> Piece:
@@ -140,17 +167,23 @@ def begun(folder: Path) -> dict:
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
 
 
-def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int) -> None:
-    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a second."""
+def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int, *,
+               skip_bad: bool = False) -> None:
+    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a second.
+    Raises UserError: a column or a row that cannot be used."""
     if read_piece(stem).serves(most):
         return
-    piece = Piece(stem, [file.name, file.bytes, file.stamp])
+    piece = Piece(stem, [file.name, file.bytes, file.stamp], reader=READER)
     tokenizer, grams, told = cached_tokenizer(tokenizer_name), _cached_grams(stem.parent), time.monotonic()
+    reading = Reading(borders=_borders(tokenizer), skips_odd_rows=skip_bad)
+    cuts, has_begun = array("q"), False     # rows that continue a document; whether the document has a row with text
     stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
+    stem.with_suffix(".cuts").unlink(missing_ok=True)
     try:
         with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
-            for read, piece.share in file.read():
-                texts = [clean(text) for text in read]
+            for read in file.read(reading):
+                piece.share = read.share
+                texts = [clean(text) for text in read.texts]
                 raw, row = [text.encode() for text in texts], [0, 0, 0]
                 if texts[-1] and not texts[-1].isspace():
                     row = [int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), 0, len(raw[-1])]
@@ -159,6 +192,9 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, ti
                             ids.write(part)
                             row[1] += len(part)
                 table.write(np.array(tuple(row), DOCUMENT))
+                if is_continuation := read.is_continued and has_begun:
+                    cuts.append(piece.documents)
+                has_begun = is_continuation or row[2] > 0
                 piece.documents += 1
                 piece.tokens += row[1]
                 piece.bytes += row[2]
@@ -168,10 +204,30 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, ti
                     told = time.monotonic()
                     piece.save()
                     tick()
+        if cuts:
+            with new_file(stem.with_suffix(".cuts")) as rows:
+                rows.write(cuts.tobytes())
+        _check_encoding(file.name, reading)
+        piece.inner_borders = reading.inner_borders
+        piece.replaced, piece.joined_lists = reading.replaced, reading.joined_lists
+        piece.odd_rows, piece.first_odd_row = reading.odd_rows, reading.first_odd_row
         piece.share, piece.end = 1.0, "whole" if piece.tokens < most else "enough"
     except BadFile as error:
         piece = Piece(stem, piece.input, share=1.0, end="failed", reason=str(error))
     piece.save()
+
+
+def _borders(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The lines that end a document in a text file: how the tokenizer spells its end of text, and how GPT-2 does."""
+    spelled = tokenizer.decode([tokenizer.eot]).strip()
+    return tuple(dict.fromkeys(filter(None, [spelled, END_OF_TEXT])))
+
+
+def _check_encoding(name: str, reading: Reading) -> None:
+    """Raises BadFile where the texts that were read are not UTF-8."""
+    if reading.replaced > REPLACED_MOST * reading.characters:
+        raise BadFile(f"{name} is not UTF-8: {reading.replaced:,} of the {reading.characters:,} characters that were read "
+                      f"stand for bytes of another encoding: {ENCODING_REMEDY}")
 
 
 def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -289,6 +345,8 @@ class Work:
         pieces, there = read_pieces(self.parts), vars(index) if index else begun(self.folder)
         if self.source.may_age or not index:        # of pieces, the stamps of their files tell
             there = there | {"revision": self.source.revision}
+        if not index:       # pieces do not depend on it
+            there = there | {"split_rule": self.identity["split_rule"]}
         if index or any(piece.end in ("whole", "enough") for piece in pieces):
             for key, value in self.identity.items():
                 if there.get(key) != value:
@@ -306,8 +364,13 @@ class Work:
         self.parts.mkdir(parents=True, exist_ok=True)
         write_json(self.parts / "begun.json", {**self.identity, "files": len(self.files)})
         for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
-            if piece.end in ("", "failed") or piece.input != [file.name, file.bytes, file.stamp]:
-                if piece.end:
+            is_refused = piece.odd_rows > 0 and not self.job.skip_bad
+            is_outdated = piece.reader < READER and is_text_file(file.name)
+            if piece.end in ("", "failed") or is_refused or is_outdated or piece.input != [file.name, file.bytes, file.stamp]:
+                if piece.end and is_outdated:
+                    print(f"{self.parts}: {file.name} was read by an earlier version, which knew no borders of documents: it is "
+                          f"read again", file=sys.stderr)
+                elif piece.end:
                     print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
                 piece.stem.with_suffix(".json").unlink(missing_ok=True)
         return True
@@ -326,7 +389,8 @@ class Work:
             if piece.serves(self.target):
                 held += piece.tokens
             else:
-                found.append(partial(make_piece, file, piece.stem.resolve(), tokenizer, self.target))
+                found.append(partial(make_piece, file, piece.stem.resolve(), tokenizer, self.target,
+                                     skip_bad=self.job.skip_bad))
                 held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
         return found
 
@@ -370,7 +434,7 @@ class Work:
             if empty := [split for split, counts in splits.items() if not counts["documents"]]:
                 raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are copies "
                                 f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, "
-                                f"files {[piece.reason for piece in failed]}: give more documents, or another val_share=")
+                                f"files {[piece.reason for piece in failed]}: {self._split_advice(pieces, layout)}")
             print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
             dtype = np.dtype("<u4" if source.is_masked else self.tokenizer.dtype).name      # a context's mark lies beside the id
             write_index(self.folder, {
@@ -378,7 +442,7 @@ class Work:
                 "license": source.license, **layout, "files": [piece.input[0] for piece in pieces],
                 "skipped": [{"file": piece.input[0], "reason": piece.reason} for piece in failed
                             if layout["is_whole"] or piece.stem < pieces[-1].stem],
-                "budget": budget, **({"is_masked": True} if source.is_masked else {}),
+                "budget": budget, **({"is_masked": True} if source.is_masked else {}), **_remarks(pieces),
                 **write_shards(self.folder, pieces, splits, dtype)})
             shutil.rmtree(self.parts)
         show(self.folder)
@@ -386,6 +450,27 @@ class Work:
             print(f"{self.folder}: {train:,} training tokens are all there are, {budget:,} were asked for: a run that needs more "
                   f"sees some of them again (data.max_epochs)", file=sys.stderr)
         return True
+
+    def _split_advice(self, pieces: list[Piece], layout: dict) -> str:
+        """What to do where a split has no documents. layout: as _lay_out() returns it."""
+        is_by_document = layout.get("cut", {}).get("split_by") == "document"
+        residues = np.concatenate([np.empty(0, np.uint64), *(piece.split_residues(is_by_document) for piece in pieces)])
+        count = len(residues)
+        share = f"val_share={self.val_per_10k / HASH_STEPS:g}"
+        if count < 2:
+            return f"it holds {count} documents beside those, and a split needs one each: give more documents"
+        noun = "pieces of its only document" if layout.get("cut", {}).get("split_by") == "piece" else "documents"
+        remedies = []
+        kept = {percent: int((residues < percent * HASH_STEPS // 100).sum()) for percent in VAL_PERCENTS}
+        serving = [percent for percent, documents in kept.items() if 0 < documents < count]
+        if serving:
+            # Of a small source the least share that gives more than a document or two.
+            percent = next((percent for percent in serving if kept[percent] >= min(VAL_DOCUMENTS, count // 2)), serving[-1])
+            remedies.append(f"give val_share={percent / 100:g}, which keeps {kept[percent]:,} of them")
+        if is_by_document:
+            remedies.append(f"end documents within a text file by lines of {END_OF_TEXT}")
+        remedies.append("give more documents")
+        return f"there are {count:,} {noun}, and {share} leaves one split without any: {', or '.join(remedies)}"
 
     def _lay_out(self, pieces: list[Piece]) -> tuple[dict, dict]:
         """Sets the `homes` of the pieces, which stand in the source's order, up to the one that reaches the budget.
@@ -400,25 +485,74 @@ class Work:
                 if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
                 earlier[folder.name] = np.load(hashes, mmap_mode="r")
-        totals, is_whole = np.zeros((3, COPY + 1 + len(earlier))), True     # COUNTS by home
-        for piece, home in zip(pieces, _find_copies(pieces, list(earlier.values())), strict=True):
-            table = piece.table()
-            home[(home == TRAIN) & (table["hash"] % np.uint64(HASH_STEPS) < self.val_per_10k)] = VAL
+        copies = _find_copies(pieces, list(earlier.values()))
+        cut = any(piece.stem.with_suffix(".cuts").exists() for piece in pieces)
+        # A document's pieces go where its first one does, but those of an only document must fill both splits.
+        layout = self._place(pieces, copies, len(earlier), by_piece=cut)
+        if cut and layout.documents > 1:
+            layout = self._place(pieces, copies, len(earlier), by_piece=False)
+        splits = {split: dict(zip(COUNTS, map(int, layout.totals[:, home]), strict=True)) for split, home in HOMES.items()}
+        empty, contaminated, *copied = map(int, layout.totals[0, EMPTY:])
+        duplicates = {key: n for key, n in zip([self.source.name, *earlier], copied, strict=True) if n}
+        told = {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": layout.is_whole}
+        if layout.cut_documents:
+            split_by = "document" if layout.documents > 1 else "piece"
+            told["cut"] = {"documents": layout.cut_documents, "pieces": layout.cut_pieces, "split_by": split_by}
+        return splits, told
+
+    def _place(self, pieces: list[Piece], copies: list[np.ndarray], earlier: int, by_piece: bool) -> "Layout":
+        """Sets the `homes` of the pieces. copies: by _find_copies() against that many earlier sources. by_piece: whether the
+        pieces of a document that was cut are split each by itself."""
+        layout = Layout(np.zeros((3, COPY + 1 + earlier)))
+        for piece in pieces:
+            piece.homes = None
+        for piece, found in zip(pieces, copies, strict=True):
+            table, home, document = piece.table(), found.copy(), piece.document_of_rows()
+            key = table["hash"] if by_piece else table["hash"][document]
+            home[(home == TRAIN) & (key % np.uint64(HASH_STEPS) < self.val_per_10k)] = VAL
             home[table["tokens"] == 0] = CONTAMINATED
             home[(table["tokens"] == 0) & (table["bytes"] == 0)] = EMPTY
             if self.source.budget is not None:
                 train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
-                end = int(np.searchsorted(train, self.source.budget - totals[2, TRAIN])) + 1   # with the one that reaches it
-                is_whole = end > len(table)
+                left = self.source.budget - layout.totals[2, TRAIN]
+                end = int(np.searchsorted(train, left)) + 1     # with the one that reaches it
+                layout.is_whole = end > len(table)
                 table, home = table[:end], home[:end]
-            totals += [np.bincount(home, weights, totals.shape[1]) for weights in (None, table["bytes"], table["tokens"])]
+            weights = (None, table["bytes"], table["tokens"])
+            layout.totals += [np.bincount(home, weight, layout.totals.shape[1]) for weight in weights]
+            layout.count_documents(document[:len(home)][home <= VAL])
             piece.homes = home
-            if not is_whole:
+            if not layout.is_whole:
                 break
-        splits = {split: dict(zip(COUNTS, map(int, totals[:, home]), strict=True)) for split, home in HOMES.items()}
-        empty, contaminated, *copies = map(int, totals[0, EMPTY:])
-        duplicates = {key: n for key, n in zip([self.source.name, *earlier], copies, strict=True) if n}
-        return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}
+        return layout
+
+
+@dataclass
+class Layout:
+    """Where the documents of a source go."""
+    totals: np.ndarray          # (3, homes): COUNTS by home
+    is_whole: bool = True       # whether the budget was not reached
+    documents: int = 0          # that go to a split, a document that was cut as one
+    cut_documents: int = 0      # of them, those of more than one piece
+    cut_pieces: int = 0         # of these
+
+    def count_documents(self, first_rows: np.ndarray) -> None:
+        """first_rows: int64, for each row that goes to a split the first row of its document."""
+        rows_of_each = np.unique(first_rows, return_counts=True)[1]
+        self.documents += len(rows_of_each)
+        self.cut_documents += int((rows_of_each > 1).sum())
+        self.cut_pieces += int(rows_of_each[rows_of_each > 1].sum())
+
+
+def _remarks(pieces: list[Piece]) -> dict:
+    """Index's fields that say what was replaced, joined and left out in the input files, where there is something to say."""
+    remarks = {
+        "inner_borders": {piece.input[0]: piece.inner_borders for piece in pieces if piece.inner_borders},
+        "replaced": {piece.input[0]: piece.replaced for piece in pieces if piece.replaced},
+        "joined_lists": {piece.input[0]: piece.joined_lists for piece in pieces if piece.joined_lists},
+        "odd_rows": [{"file": piece.input[0], "rows": piece.odd_rows, "first": piece.first_odd_row}
+                     for piece in pieces if piece.odd_rows]}
+    return {key: value for key, value in remarks.items() if value}
 
 
 def _find_copies(pieces: list[Piece], earlier: list[np.ndarray]) -> list[np.ndarray]:
@@ -534,3 +668,17 @@ def _story(index: Index) -> Iterator[str]:
            f", empty {index.empty:,}, contaminated {index.contaminated:,}")
     yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
     yield from (f"skipped: {entry['file']} ({entry['reason']})" for entry in index.skipped)
+    if index.cut:
+        how = "those of a document in one split" if index.cut["split_by"] == "document" else (
+            "which are split one by one, as there is no other document: validation text lies between training text")
+        yield (f"cut: {index.cut['documents']:,} documents of text files, longer than {TXT_CHARS:,} characters, into "
+               f"{index.cut['pieces']:,} pieces, {how}")
+    for file, count in index.inner_borders.items():
+        yield (f"not borders: {count:,} lines of {file} hold an end-of-text token beside other text, and it stays text; alone on "
+               f"its line it ends a document")
+    for file, count in index.replaced.items():
+        yield f"replaced: {count:,} characters of {file} are U+FFFD in place of bytes that are not UTF-8"
+    for file, count in index.joined_lists.items():
+        yield f"joined: {count:,} texts of {file} were lists of strings, which became lines"
+    for entry in index.odd_rows:
+        yield f"left out: {entry['rows']:,} rows of {entry['file']}, the first: {entry['first']}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 from runtime.cli import MachineError, UserError
 
@@ -31,10 +32,58 @@ ASK_WAITS = (1, 3)              # seconds before a question is asked again
 READ_WAITS = (1, 5, 25, 60, 120, 300, 600)      # seconds before a block is: 18 minutes of silence cost no file
 BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
 HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
+ODD_ROWS_MOST = 1000            # a file that begins with so many rows of no use, and none of use, is another one than was meant
+SKIP_ROWS = "add skip_bad=true to leave out such rows"
+HEAD_LOOKED_AT = 4096           # bytes at the begin of a file whose NULs tell UTF-16 and -32
+NAMES_MOST = 20                 # columns that a message lists
+REPLACEMENT = "\ufffd"
+ENCODING_REMEDY = "convert it, such as by `iconv -f WINDOWS-1251 -t UTF-8 FILE`, with the encoding that it has"
 
 
 class BadFile(MachineError):
     """An input file that cannot be read; the message says why. It is skipped, counted and listed."""
+
+
+class Row(NamedTuple):
+    """What a reader takes of one row of a file."""
+    texts: tuple[str, ...]          # (text,), or (prompt, response)
+    share: float                    # of the file that was read so far
+    is_continued: bool = False      # whether it goes on with the document of the row before, which was cut
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """How a file shall be read, and what its reader reports beside the rows; one object a reading."""
+    borders: tuple[str, ...] = ()   # a line of a .txt that is one of these alone ends a document
+    skips_odd_rows: bool = False    # rows that cannot be used are counted, not refused
+    skips_broken_lines: bool = True     # whether a line that is not JSON is such a row; else the file is bad
+    characters: int = 0             # of the texts
+    replaced: int = 0               # of them, U+FFFD in place of bytes that are not UTF-8
+    joined_lists: int = 0           # texts that were lists of strings, a line each
+    inner_borders: int = 0          # lines of a .txt that hold a border beside other text, and end no document
+    rows: int = 0                   # that were taken
+    odd_rows: int = 0               # that were skipped
+    first_odd_row: str = ""         # where it is and what is wrong with it
+
+    def restart(self) -> None:
+        """Count from the first row of the file again."""
+        self.characters = self.replaced = self.joined_lists = self.inner_borders = self.rows = self.odd_rows = 0
+        self.first_odd_row = ""
+
+    def skip_or_refuse(self, place: str, problem: str, remedy: str = "") -> None:
+        """Count an odd row. Raises UserError where odd rows are refused, BadFile where the file has no other rows."""
+        if not self.skips_odd_rows:
+            remedies = [remedy] if remedy else []
+            raise UserError(f"{place}{problem}: {', or '.join([*remedies, SKIP_ROWS])}")
+        self.odd_rows += 1
+        self.first_odd_row = self.first_odd_row or f"{place}{problem}"
+        if self.odd_rows >= ODD_ROWS_MOST:
+            self.refuse_if_useless()
+
+    def refuse_if_useless(self) -> None:
+        """Raises BadFile where rows were skipped and none could be taken."""
+        if self.odd_rows and not self.rows:
+            raise BadFile(f"none of {self.odd_rows:,} rows can be used; the first: {self.first_odd_row}")
 
 
 @dataclass(frozen=True)
@@ -43,9 +92,9 @@ class InputFile:
     name: str
     bytes: int | None       # as it lies on disk or on the server; None where nobody knows
     stamp: str | int | None     # changes with its content
-    # Yields (texts, share of the file read), the same at each call: (text,), or (prompt, response). Raises BadFile: it cannot be
-    # read; UserError: another column is meant, or the Hub refuses.
-    read: Callable[[], Iterator[tuple[tuple[str, ...], float]]]
+    # Yields the rows, the same at each call. Raises BadFile: it cannot be read; UserError: another column is meant, a row is odd,
+    # or the Hub refuses.
+    read: Callable[[Reading], Iterator[Row]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +175,18 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
                   local_files=tuple(files), is_masked=columns == PAIR)
 
 
+def is_text_file(name: str) -> bool:
+    """Whether the name is that of plain text, packed or not."""
+    return _format(PurePath(name)) == ".txt"
+
+
 def _format(path: PurePath) -> str:
     return PurePath(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
 def _check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
+    if _format(path) == ".parquet" and path.suffix != ".parquet":
+        raise UserError(f"{where} is parquet packed as a whole: unpack it, parquet packs its columns itself")
     if _format(path) not in formats:
         raise UserError(f"{where} cannot be read: its name must end in {', '.join(formats)}, text optionally followed by "
                         f"{', '.join(PACKINGS)}")
@@ -138,26 +194,133 @@ def _check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- readers
 
-def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict,
-              is_strict: bool) -> Iterator[tuple[tuple[str, ...], float]]:
+class _Record(NamedTuple):
+    """A row as it lies in a file."""
+    number: int                     # from 1: the line, element or row
+    values: dict[str, Any]          # by column; texts that are not UTF-8 as bytes
+    label: str = ":"                # before the number, in messages
+    problem: str = ""               # why the row has no values
+    is_continued: bool = False      # as Row has it
+    # The values without the bytes that are not UTF-8, where a line of JSON has such bytes.
+    undamaged: dict[str, Any] | None = None
+
+
+def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict, is_strict: bool,
+              reading: Reading) -> Iterator[Row]:
     """InputFile.read of the file `where`, whose name says its format: the texts of the columns of each row, a null as an empty
     one. keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one
     alone."""
-    needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
-    for row, (found, share) in enumerate(_records(opened, where, needed), 1):
-        if not all(_nested(found, name) in values for name, values in keep.items()):
+    is_first = True
+    for record, share in _records(opened, where, columns, tuple(keep), reading):
+        is_wanted = all(_nested(record.values, name) in values for name, values in keep.items())
+        if not record.problem and not is_wanted:
+            is_first = False
             continue
-        for column in columns:
-            if column not in found and (is_strict or row == 1):
-                raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
-                    f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
-            if not isinstance(found.get(column), str | None):
-                raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: set column=")
-        yield tuple(found.get(column) or "" for column in columns), share
+        problem, remedy = _problem(record, columns, is_strict or is_first)
+        if problem:
+            reading.skip_or_refuse(f"{where}{record.label}{record.number}", problem, remedy)
+            continue
+        is_first = False
+        reading.rows += 1
+        yield Row(tuple(_text(record, column, reading) for column in columns), share, record.is_continued)
+    reading.refuse_if_useless()
 
 
-def _records(opened: Callable, where: str, columns: list[str]) -> Iterator[tuple[dict, float]]:
-    """The rows of a file, each with the share of the file that was read. Raises BadFile and UserError."""
+def _problem(record: _Record, columns: tuple[str, ...], is_strict: bool) -> tuple[str, str]:
+    """What keeps a row from being used, "" where nothing does, and the remedy for a wrong column."""
+    if record.problem:
+        return record.problem, ""
+    for column in columns:
+        is_there, value = _look_up(record.values, column)
+        if not is_there and is_strict:
+            return _no_column(column, _column_names(record.values))
+        is_text = value is None or isinstance(value, str | bytes)
+        is_list_of_texts = column not in PAIR and isinstance(value, list) and all(isinstance(v, str | bytes) for v in value)
+        if not is_text and not is_list_of_texts:
+            return f": column {column!r} holds {_kind(value)}, not text", "set column="
+    return "", ""
+
+
+def _no_column(column: str, names: list[str]) -> tuple[str, str]:
+    """What there is to say of a row or a file without a column, and the remedy. names: the columns that it has."""
+    listed = ", ".join(names[:NAMES_MOST]) + (", ..." if len(names) > NAMES_MOST else "")
+    remedy = f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"
+    return f" has no column {column!r}, only {listed or '(none)'}", remedy
+
+
+def _kind(value) -> str:
+    """What a value is, as messages say it."""
+    if isinstance(value, list) and any(isinstance(element, str | bytes) for element in value):
+        others = {type(element).__name__ for element in value if not isinstance(element, str | bytes)}
+        return " and ".join(["a list with text", *sorted(others)]) if others else "list"
+    return type(value).__name__
+
+
+def _text(record: _Record, column: str, reading: Reading) -> str:
+    """The text of a column, "" for null. Counts its characters and those that stand for bytes that are not UTF-8."""
+    value = _look_up(record.values, column)[1]
+    parts = value if isinstance(value, list) else [value]
+    reading.joined_lists += isinstance(value, list)
+    text, replaced = _joined(parts)
+    if record.undamaged is not None:
+        value = _look_up(record.undamaged, column)[1]
+        undamaged = "\n".join(value) if isinstance(value, list) else value or ""
+        replaced = text.count(REPLACEMENT) - undamaged.count(REPLACEMENT)
+    reading.characters += len(text)
+    reading.replaced += replaced
+    return text
+
+
+def _joined(parts: list[str | bytes | None]) -> tuple[str, int]:
+    """The parts as one text, a line each, and how often U+FFFD stands in it for bytes that are not UTF-8."""
+    texts, replaced = [], 0
+    for part in parts:
+        text, count = _decoded(part) if isinstance(part, bytes) else (part or "", 0)
+        texts.append(text)
+        replaced += count
+    return "\n".join(texts), replaced
+
+
+def _decoded(raw: bytes) -> tuple[str, int]:
+    """The text that UTF-8 bytes are, and how often U+FFFD stands in it for bytes that are not UTF-8."""
+    try:
+        return raw.decode(), 0
+    except UnicodeDecodeError:
+        text = raw.decode(errors="replace")
+        return text, text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())      # the text may have had some itself
+
+
+def _look_up(values: dict, column: str) -> tuple[bool, Any]:
+    """Whether a row has a column, nested by dots unless that is its own name, and the value: None below a null."""
+    if column in values:
+        return True, values[column]
+    inner: Any = values
+    for name in column.split("."):
+        if inner is None:
+            return True, None
+        if not isinstance(inner, dict) or name not in inner:
+            return False, None
+        inner = inner[name]
+    return True, inner
+
+
+def _nested(values: dict, column: str) -> Any:
+    return _look_up(values, column)[1]
+
+
+def _column_names(values: dict, prefix: str = "") -> list[str]:
+    """The columns of a row, those of objects within it by dots."""
+    names = []
+    for name, value in values.items():
+        is_object = isinstance(value, dict) and value
+        names += _column_names(value, f"{prefix}{name}.") if is_object else [f"{prefix}{name}"]
+    return names
+
+
+def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple[str, ...],
+             reading: Reading) -> Iterator[tuple[_Record, float]]:
+    """The rows of a file, each with the share of the file that was read. kept: columns that are looked at as well. Raises BadFile
+    and UserError."""
     import pyarrow
     packing, is_txt = PurePath(where).suffix, _format(PurePath(where)) == ".txt"
     try:
@@ -169,67 +332,227 @@ def _records(opened: Callable, where: str, columns: list[str]) -> Iterator[tuple
             elif packing == ".zst":     # by pyarrow: the reader of `zstandard` takes a file cut short for a whole one
                 stream = pyarrow.CompressedInputStream(file, "zstd")
             if packing == ".parquet":
-                rows = _parquet_rows(file, columns)
+                rows = _parquet_rows(file, where, columns, kept, reading)
             else:
                 stream = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 18)
-                if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):     # its byte order marks
-                    raise UserError(f"{where} is UTF-16: save it as UTF-8")
-                rows = _stretches(stream, columns[0]) if is_txt else _json_rows(stream, where)
+                _refuse_wide_characters(stream.peek(HEAD_LOOKED_AT)[:HEAD_LOOKED_AT], where)
+                rows = _stretches(stream, columns[0], reading) if is_txt else _json_lines(stream, where, reading)
             for row in rows:
                 yield row, file.tell() / size
     except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
         # Of the disk or the network; pyarrow and gzip have OSErrors for content.
         is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
-        raise BadFile(f"{where} {'cannot be read' if is_unread else 'is damaged or was cut short'} ({_brief(error)}): fetch it "
-                      f"again") from error
+        if isinstance(error, ConnectionError):
+            sentence = f"{where} cannot be read: {_brief(error)}"
+        elif is_unread:
+            sentence = f"{where} cannot be read ({_brief(error)}): check that you may read it, and the disk"
+        else:
+            sentence = f"{where} is damaged or was cut short ({_brief(error)}): fetch it again"
+        raise BadFile(sentence) from error
 
 
-def _json_rows(lines: Iterable[bytes], where: str) -> Iterator[dict]:
-    decode, rows = json.JSONDecoder(strict=False).decode, filter(lambda line: line.strip(BLANK), lines)
-    for row, line in enumerate(rows, 1):
+def _refuse_wide_characters(head: bytes, where: str) -> None:
+    """Raises BadFile where the first bytes of a file are those of UTF-16 or UTF-32."""
+    nuls = head.count(0)
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or nuls > 0.6 * len(head):      # three of four bytes of Latin text
+        encoding = "UTF-32"
+    elif head[:2] in (b"\xff\xfe", b"\xfe\xff") or nuls > 0.2 * len(head):
+        encoding = "UTF-16"
+    else:
+        return
+    raise BadFile(f"{where} is {encoding}: save it as UTF-8, such as by `iconv -f {encoding} -t UTF-8 FILE`")
+
+
+def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterator[_Record]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip(BLANK):
+            continue
         try:
-            found = decode(line.decode("utf-8-sig", errors="replace"))
-            if not isinstance(found, dict):
-                raise ValueError("no object")
+            value, undamaged = _parsed(line)
         except (ValueError, RecursionError) as error:
-            raise BadFile(f"{where}:{row} is no line of JSON ({error})") from error
-        yield found
+            is_utf8 = REPLACEMENT not in line.decode(errors="replace")
+            hint = "" if is_utf8 else f"; it is not UTF-8: {ENCODING_REMEDY}"
+            if reading.skips_odd_rows and reading.skips_broken_lines:
+                yield _Record(number, {}, problem=f" is no line of JSON ({error}){hint}")
+                continue
+            raise BadFile(f"{where}:{number} is no line of JSON ({error}){hint}") from error
+        if isinstance(value, dict):
+            yield _Record(number, value, undamaged=undamaged)
+        else:
+            yield _Record(number, {}, problem=f" is no object but {type(value).__name__}")
 
 
-def _parquet_rows(file: io.BufferedIOBase, columns: list[str]) -> Iterator[dict]:
-    """Of a file that lacks one of the columns all columns."""
+def _parsed(raw: bytes) -> tuple[Any, Any]:
+    """The value that JSON spells, bytes that are not UTF-8 as U+FFFD, and the same without those bytes, None where
+    there are none. Raises ValueError and RecursionError."""
+    decode = json.JSONDecoder(strict=False).decode
+    try:
+        return decode(raw.decode("utf-8-sig")), None
+    except UnicodeDecodeError:
+        return decode(raw.decode("utf-8-sig", errors="replace")), decode(raw.decode("utf-8-sig", errors="ignore"))
+
+
+# ------------------------------------------------------------------------------------------------------------- parquet
+
+def _parquet_rows(file: io.BufferedIOBase, where: str, columns: tuple[str, ...],
+                  kept: tuple[str, ...], reading: Reading) -> Iterator[_Record]:
+    """Raises UserError or, where odd rows are skipped, BadFile: a column is missing or of a type that is no text."""
     import pyarrow.parquet
     # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    for batch in table.iter_batches(ROWS, columns=columns if set(columns) <= set(table.schema_arrow.names) else None):
-        for values in zip(*map(_values, batch.columns), strict=True):
-            yield dict(zip(batch.schema.names, values, strict=True))
+    schema = table.schema_arrow
+    if problem := _schema_problem(schema, columns):
+        if reading.skips_odd_rows:
+            raise BadFile(where + problem[0])
+        raise UserError(f"{where}{': '.join(problem)}, or add skip_bad=true to leave out such files")
+    needed = [name for name in dict.fromkeys([*columns, *kept]) if _type_of(schema, name) is not None]
+    number = 0
+    for batch in table.iter_batches(ROWS, columns=needed):
+        values = [_values(_array_of(batch, name), name, where) for name in needed]
+        for row in zip(*values, strict=True):
+            number += 1
+            yield _Record(number, dict(zip(needed, row, strict=True)), label=", row ")
 
 
-def _values(column) -> list:
-    """Of a column of parquet. A text that is not UTF-8 gets U+FFFD, not an error."""
+def _schema_problem(schema, columns: tuple[str, ...]) -> tuple[str, str] | None:
+    """What keeps a file of parquet from being used, and the remedy."""
+    for column in columns:
+        kind = _type_of(schema, column)
+        if kind is None:
+            return _no_column(column, _schema_names(schema))
+        if not _holds_text(kind, is_list_allowed=column not in PAIR):
+            return f": column {column!r} holds {_type_name(kind)}, not text", "set column= to another one"
+    return None
+
+
+def _type_of(schema, column: str):
+    """The type of a column, nested by dots unless that is its own name; None where there is none."""
+    import pyarrow
+    if column in schema.names:
+        return schema.field(column).type
+    first, *inner = column.split(".")
+    kind = schema.field(first).type if first in schema.names else None
+    for name in inner:
+        if kind is None or not pyarrow.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def _array_of(batch, column: str):
+    """The values of a column that _type_of() knows."""
+    import pyarrow.compute
+    if column in batch.schema.names:
+        return batch.column(column)
+    first, *inner = column.split(".")
+    return pyarrow.compute.struct_field(batch.column(first), inner)     # null where an outer one is
+
+
+def _schema_names(fields, prefix: str = "") -> list[str]:
+    """The columns of a schema or of a struct, those within structs by dots."""
+    import pyarrow
+    names = []
+    for field_ in fields:
+        name = prefix + field_.name
+        names += _schema_names(field_.type, f"{name}.") if pyarrow.types.is_struct(field_.type) else [name]
+    return names
+
+
+def _holds_text(kind, is_list_allowed: bool) -> bool:
+    """Whether values of an Arrow type are texts, or nulls; of type JSON the values decide."""
+    from pyarrow import JsonType, types
+    if types.is_dictionary(kind):
+        return _holds_text(kind.value_type, is_list_allowed)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if any(is_list(kind) for is_list in lists):
+        return is_list_allowed and _holds_text(kind.value_type, is_list_allowed=False)
+    texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_null, types.is_binary,
+             types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    return any(is_text(kind) for is_text in texts) or isinstance(kind, JsonType)
+
+
+def _type_name(kind) -> str:
+    """An Arrow type as messages name it: numbers by Python's names, as those of other formats."""
+    from pyarrow import types
+    if types.is_integer(kind):
+        return "int"
+    if types.is_floating(kind):
+        return "float"
+    return str(kind)
+
+
+def _values(array, column: str, where: str) -> list:
+    """Of a column of parquet: texts that are not UTF-8, and binary ones, as bytes; what JSON spells decoded. Raises BadFile."""
+    import pyarrow
+    if isinstance(array.type, pyarrow.JsonType):
+        return [None if text is None else _json_value(text) for text in _values(array.storage, column, where)]
     try:
-        return column.to_pylist()
+        return array.to_pylist()
     except UnicodeDecodeError:
-        return [(text or b"").decode(errors="replace") for text in column.cast("large_string").cast("large_binary").to_pylist()]
+        return array.cast(_as_binary(array.type)).to_pylist()
+    except (ArithmeticError, LookupError, ValueError) as error:     # dates beyond Python's years, time zones it does not know
+        raise BadFile(f"{where}: column {column!r} holds {array.type} that cannot be read ({_brief(error)})") from error
 
 
-def _stretches(stream: io.BufferedIOBase, column: str) -> Iterator[dict]:
-    """Of a text file."""
-    # Line ends of any system become \n; bytes that are not UTF-8 become U+FFFD.
-    lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace"), io.StringIO()
+def _as_binary(kind):
+    """The type of the same values as bytes, of an Arrow type of texts or of lists of them."""
+    import pyarrow
+    if _holds_text(kind, is_list_allowed=False):
+        return pyarrow.large_binary()
+    return pyarrow.list_(pyarrow.large_binary())
+
+
+class BrokenJson:
+    """In place of a value that is not the JSON which the type of its column promises."""
+
+
+def _json_value(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return BrokenJson()
+
+
+def _stretches(stream: io.BufferedIOBase, column: str, reading: Reading) -> Iterator[_Record]:
+    """The documents of a text file, long ones in pieces. Without borders the file is one document."""
+    # Line ends of any system become \n; bytes that are not UTF-8 are kept, to be counted later.
+    lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape"), io.StringIO()
+    number, is_continued, has_borders = 1, False, False
+
+    def record(content: str) -> _Record:
+        return _Record(number, {column: _unescaped(content)}, ", piece ", is_continued=is_continued)
+
     while line := lines.readline(TXT_CHARS_MOST):
+        if any(border in line for border in reading.borders):
+            if line.strip() in reading.borders:
+                content = text.getvalue().rstrip("\n")
+                if content and not content.isspace():
+                    yield record(content if is_continued else content.lstrip("\n"))
+                    number += 1
+                text, is_continued, has_borders = io.StringIO(), False, True
+                continue
+            reading.inner_borders += 1
+        is_blank = line.isspace()
+        if is_blank and has_borders and not is_continued and not text.tell():
+            continue        # between a border and the document behind it
         text.write(line)
-        if text.tell() >= TXT_CHARS_MOST or (text.tell() >= TXT_CHARS and line.isspace()):
-            yield {column: text.getvalue()}
-            text = io.StringIO()
-    yield {column: text.getvalue()}
+        if text.tell() >= TXT_CHARS_MOST or (text.tell() >= TXT_CHARS and is_blank):
+            yield record(text.getvalue())
+            text, number, is_continued = io.StringIO(), number + 1, True
+    last = text.getvalue()
+    if not has_borders:
+        yield record(last)
+    elif last and not last.isspace():
+        yield record(last.rstrip("\n"))
 
 
-def _nested(record: dict, path: str):
-    for name in path.split("."):
-        record = record.get(name) if isinstance(record, dict) else None
-    return record
+def _unescaped(text: str) -> str | bytes:
+    """A text that was read with surrogateescape: the bytes that were read, where some of them are not UTF-8."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape")
 
 
 # -------------------------------------------------------------------------------------------------------------- the Hub
@@ -268,7 +591,7 @@ def check(source: Source) -> None:
     print(f"{source.name}: {source.dataset}@{source.revision}, {source.license}", flush=True)
     files = source.list_files()
     print(f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB", flush=True)
-    texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
+    texts = (row.texts[0].strip() for file in files for row in islice(file.read(Reading()), HEAD_LINES))
     if (first := next(filter(None, texts), None)) is None:
         raise UserError(f"{source.name}: no row of {source.dataset} has {source.keep or 'any text'}: correct configs/sources.py")
     print(f"  {first[:100]!r}", flush=True)
@@ -278,8 +601,9 @@ def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, 
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
     def first_value(path: str) -> str | None:
         """The column of the first record that has it, by a request for the file's first bytes."""
-        rows = _records(partial(_opened, source, path, HEAD_BYTES), f"{source.dataset}/{path}", [column.split(".")[0]])
-        return next(filter(None, (_nested(row, column) for row, _ in islice(rows, HEAD_LINES))), None)
+        rows = _records(partial(_opened, source, path, HEAD_BYTES), f"{source.dataset}/{path}", (), (column,), Reading())
+        values = (_nested(record.values, column) for record, _ in islice(rows, HEAD_LINES))
+        return next(filter(None, values), None)
 
     with ThreadPoolExecutor(8) as pool:
         begins = list(pool.map(first_value, paths))
@@ -290,20 +614,22 @@ def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, 
 
 # ------------------------------------------------------------------------------------------------- the Hub over a network
 
-def _read_hub(source: Source, path: str) -> Iterator[tuple[tuple[str, ...], float]]:
+def _read_hub(source: Source, path: str, reading: Reading) -> Iterator[Row]:
     """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the rows that were read."""
-    read = partial(read_file, partial(_opened, source, path, BLOCK), f"{source.dataset}/{path}", (source.column,), source.keep,
-                   False)
-    rows = 0
+    opened, where = partial(_opened, source, path, BLOCK), f"{source.dataset}/{path}"
+    read = partial(read_file, opened, where, (source.column,), source.keep, False)
+    reading.skips_broken_lines = False      # one may be the transfer's fault: only a second reading skips it
     try:
-        for found in read():
-            rows += 1
-            yield found
+        yield from read(reading)
     except BadFile as error:
-        if isinstance(error.__cause__, ConnectionError):        # asked for again long enough
+        is_sound = error.__cause__ is None      # but of no use
+        if is_sound or isinstance(error.__cause__, ConnectionError):        # which was asked for again long enough
             raise
+        rows = reading.rows
         print(f"{error}; after {rows:,} rows it is opened again", file=sys.stderr)
-        yield from islice(read(), rows, None)
+        reading.restart()
+        reading.skips_broken_lines = True
+        yield from islice(read(reading), rows, None)
 
 
 def _opened(source: Source, path: str, block: int):

@@ -180,10 +180,10 @@ def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
                           keep={"more.n": ("0", "3")})
     for grouped_by, numbers in ((None, (0, 3)), ("more.n", (0,))):       # 3 is in a file that begins with another number
         files = replace(some, grouped_by=grouped_by).list_files()
-        assert {text for file in files for (text,), _ in file.read()} == {f"text {n} " * 9 for n in numbers}
+        assert {row.texts[0] for file in files for row in file.read(sources.Reading())} == {f"text {n} " * 9 for n in numbers}
     write_repository(hub.folder, "own/Set", {"only.test.jsonl": rows})
     for more, sentence in (({}, "give files= a pattern"),
-                           ({"column": "nope", "files": f"train-*{form}"}, "only body, more: set column="),
+                           ({"column": "nope", "files": f"train-*{form}"}, "only body, more.n: set column="),
                            ({"column": "more", "files": f"train-*{form}"}, "not text"),
                            ({"files": "data/*.csv"}, "has no file data/*.csv"), ({"files": "*"}, "README.md cannot be read"),
                            ({"revision": "nope"}, "RevisionNotFound")):

@@ -1,0 +1,337 @@
+"""What the readers of prepare_data.py take of a file: encodings, odd rows, layouts of JSON and parquet, borders of documents."""
+
+import json
+import re
+from datetime import datetime
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from prepare import pipeline, sources
+from prepare_data import main
+from runtime import shards
+from tests.test_prepare import due, found, local, split_of
+from tests.text_files import DOCUMENTS, PACK, write, write_tokenizer
+
+RUSSIAN = [f"Не было гвоздя, подкова пропала, номер {n}. " * 5 for n in range(20)]
+
+
+def said(capsys, code, *files, out, **options) -> str:
+    """What the command prints on stderr where it ends with `code`."""
+    capsys.readouterr()
+    assert local(*files, out=out, **options) == code
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors
+    return errors
+
+
+def shown(capsys, folder) -> str:
+    capsys.readouterr()
+    assert main(["--show", str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------- encodings
+
+def write_raw(path, texts: list[bytes]):
+    """The texts, which may be of any encoding, as .txt, .jsonl or strings of parquet."""
+    if path.suffix == ".parquet":
+        return write_parquet(path, text=pyarrow.array(texts).view(pyarrow.string()))
+    lines = [b'{"text": "%s"}\n' % text for text in texts] if path.suffix == ".jsonl" else [text + b"\n" for text in texts]
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("encoding", ["windows-1251", "gbk"])
+def test_text_of_another_encoding_is_a_bad_file(tmp_path, capsys, name, encoding):
+    texts = ["钉子缺，蹄铁卸。" * 9, "战马蹶" * 30] if encoding == "gbk" else RUSSIAN
+    file = write_raw(tmp_path / name, [text.encode(encoding) for text in texts])
+    good = write(tmp_path / "good.jsonl", DOCUMENTS)
+    errors = said(capsys, 1, file, good, out=tmp_path)
+    assert f"{name}: " in errors and "not UTF-8: " in errors and "iconv -f" in errors
+    assert local(file, good, out=tmp_path, skip_bad="true") == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_utf16_is_a_bad_file_with_and_without_a_byte_order_mark(tmp_path, capsys, encoding):
+    (tmp_path / "a.txt").write_bytes(("for want of a nail" * 50).encode(encoding))
+    assert f"a.txt is {encoding[:6].upper()}: save it as UTF-8" in said(capsys, 1, tmp_path / "a.txt", out=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_replaced_characters_are_counted_and_shown(tmp_path, capsys, name):
+    """Not those that the text holds itself, in UTF-8 or as JSON's escape."""
+    texts = [f"{n} café \ufffd {'shoe ' * 500}\n".encode() for n in range(40)]
+    if name == "a.jsonl":
+        texts = [text.replace(b"\n", b"\\n\\ufffd") for text in texts]
+    damaged = [text.replace("7 café".encode(), b"7 caf\xe9\xe9") for text in texts]
+    assert local(write_raw(tmp_path / name, damaged), write(tmp_path / "good.jsonl", DOCUMENTS), out=tmp_path) == 0
+    assert shards.read_index(tmp_path / "mine").replaced == {name: 8}, "4 texts, two bytes each"
+    assert f"replaced: 8 characters of {name}" in shown(capsys, tmp_path)
+
+
+def test_whole_utf8_is_not_remarked_on(tmp_path):
+    assert local(write(tmp_path / "a.jsonl", ["\ufffd" * 50, *DOCUMENTS]), out=tmp_path) == 0
+    assert "replaced" not in json.loads((tmp_path / "mine/index.json").read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------ odd rows
+
+ODD_ROWS = ['{"text": 3}', '{"body": "x"}', '["x"]', '{"text": ["a", 1]}', '{"text": {"a": "b"}}', '{"text": tru', "3"]
+
+
+@pytest.mark.parametrize("odd", ODD_ROWS)
+def test_an_odd_row_is_named_or_skipped_and_counted(tmp_path, capsys, odd):
+    rows = [json.dumps({"text": text}) for text in DOCUMENTS]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join([*rows[:5], "", odd, *rows[5:]]) + "\n")
+    errors = said(capsys, 1 if odd.endswith("tru") else 2, file, out=tmp_path)
+    assert "a.jsonl:7" in errors and "skip_bad=true" in errors, "lines are counted as editors count them"
+    assert local(file, out=tmp_path, skip_bad="true") == 0
+    assert found(tmp_path / "mine") == due(DOCUMENTS)
+    (entry,) = shards.read_index(tmp_path / "mine").odd_rows
+    assert (entry["file"], entry["rows"]) == ("a.jsonl", 1) and "a.jsonl:7" in entry["first"]
+    assert "left out: 1 rows of a.jsonl, the first: " in shown(capsys, tmp_path)
+
+
+def test_an_odd_first_row_is_skipped_too(tmp_path):
+    write(tmp_path / "a.jsonl", DOCUMENTS)
+    (tmp_path / "a.jsonl").write_text('{"text": 3}\n{"id": 3}\n' + (tmp_path / "a.jsonl").read_text())
+    assert local(tmp_path / "a.jsonl", out=tmp_path, skip_bad="true") == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+
+
+def test_rows_that_were_skipped_are_asked_about_again_without_skip_bad(tmp_path, capsys):
+    files = [write(tmp_path / "a.jsonl", DOCUMENTS[:9]), tmp_path / "b.jsonl"]
+    files[0].write_text(files[0].read_text() + '{"text": 3}\n')
+    files[1].write_text("")
+    assert local(*files, out=tmp_path, skip_bad="true", val_share=0.0001) == 2, "no documents for val"
+    assert "a.jsonl:10" in said(capsys, 2, *files, out=tmp_path, val_share=0.0001)
+
+
+def test_a_file_without_a_row_of_use_is_skipped_as_a_whole(tmp_path, capsys):
+    files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl", tmp_path / "c.parquet"]
+    files[1].write_text('{"body": "x"}\n' * 1500)
+    write_parquet(files[2], text=[1, 2])
+    assert local(*files, out=tmp_path, skip_bad="true") == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+    first, second = shards.read_index(tmp_path / "mine").skipped
+    assert first["reason"].startswith("none of 1,000 rows can be used; the first: ") and "b.jsonl:1 has no" in first["reason"]
+    assert "'text' holds int, not text" in second["reason"]
+
+
+# -------------------------------------------------------------------------------------------------------------- parquet
+
+TEXTS = [*DOCUMENTS[:20], None, "", "naïve \U0001f642"]
+PRESENT = [text for text in TEXTS if text]
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.binary(),
+                                  pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.dictionary(pyarrow.int32(), "string")])
+def test_text_of_every_type_of_parquet_is_read(tmp_path, kind):
+    is_binary = "binary" in str(kind)
+    values = pyarrow.array([text.encode() if text and is_binary else text for text in TEXTS]) if is_binary else TEXTS
+    column = pyarrow.array(TEXTS).dictionary_encode() if pyarrow.types.is_dictionary(kind) else pyarrow.array(values, kind)
+    assert local(write_parquet(tmp_path / "a.parquet", text=column), out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due(PRESENT)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_nested_column_is_read(tmp_path, form):
+    rows = [{"meta": {"source": {"text": text}, "when": 5}} for text in TEXTS] + [{"meta": None}, {"meta": {"source": None}}]
+    file = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert local(file, out=tmp_path, column="meta.source.text") == 0 and found(tmp_path / "mine") == due(PRESENT)
+
+
+def test_a_column_with_a_dot_in_its_own_name_is_read(tmp_path):
+    table = write_parquet(tmp_path / "a.parquet", **{"meta.text": TEXTS, "meta": [{"text": "other"}] * len(TEXTS)})
+    assert local(table, out=tmp_path, column="meta.text") == 0 and found(tmp_path / "mine") == due(PRESENT)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_lists_of_strings_become_lines(tmp_path, capsys, form):
+    lists = [DOCUMENTS[:3], [], None, ["naïve"], *[[text, "end"] for text in DOCUMENTS[3:]]]
+    file = tmp_path / f"a.{form}"
+    if form == "parquet":
+        write_parquet(file, text=lists)
+    else:
+        file.write_text("".join(json.dumps({"text": texts}) + "\n" for texts in lists))
+    wanted = ["\n".join(texts) for texts in lists if texts]
+    assert local(file, out=tmp_path) == 0 and found(tmp_path / "mine") == due(wanted)
+    assert f"joined: {len(lists) - 1} texts of a.{form} were lists of strings" in shown(capsys, tmp_path)
+
+
+def test_a_column_of_type_json_is_decoded(tmp_path, capsys):
+    """As `datasets` writes columns of mixed types."""
+    import datasets
+    datasets.disable_progress_bars()
+    texts = ['He said "no",\n\tnaïve \\ \U0001f642', *DOCUMENTS]
+    values = [*texts, None, ["two", "lines"]]
+    mixed = datasets.Dataset.from_list([{"text": value} for value in [*values, 3]], on_mixed_types="use_json")
+    mixed.to_parquet(tmp_path / "a.parquet")
+    assert "a.parquet, row 44: column 'text' holds int, not text" in said(capsys, 2, tmp_path / "a.parquet", out=tmp_path)
+    assert local(tmp_path / "a.parquet", out=tmp_path, skip_bad="true") == 0
+    assert found(tmp_path / "mine") == due([*texts, "two\nlines"])
+    assert shards.read_index(tmp_path / "mine").odd_rows[0]["rows"] == 1
+
+
+def test_a_broken_value_of_type_json_is_an_odd_row(tmp_path, capsys):
+    storage = pyarrow.array([*map(json.dumps, DOCUMENTS), "{"])
+    write_parquet(tmp_path / "a.parquet", text=pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage))
+    assert "row 41: column 'text' holds BrokenJson, not text" in said(capsys, 2, tmp_path / "a.parquet", out=tmp_path)
+
+
+FAR = pyarrow.array([10**17] * 3, pyarrow.timestamp("ms"))
+NOWHERE = pyarrow.array([1, 2, 3], pyarrow.timestamp("ms", tz="Mars/Olympus"))
+
+
+@pytest.mark.parametrize("odd", [FAR, NOWHERE])
+def test_dates_that_python_has_not_are_no_traceback(tmp_path, capsys, odd):
+    file = write_parquet(tmp_path / "a.parquet", body=["a", "b", "c"], created=odd)
+    errors = said(capsys, 2, file, out=tmp_path)
+    assert "a.parquet has no column 'text', only body, created: set column= to one of them" in errors
+    assert f"column 'created' holds {odd.type}, not text" in said(capsys, 2, file, out=tmp_path, column="created")
+    assert local(file, out=tmp_path, column="body", val_share=0.5) == 0
+
+
+@pytest.mark.parametrize("values, name", [
+    ([1], "int"), ([1.5], "float"), ([True], "bool"), ([datetime(2020, 1, 1)], "timestamp[us]"),
+    ([{"a": "x"}], "struct<a: string>"), ([[1]], "list<element: int64>"), ([[{"a": "x"}]], "list<element: struct<a: string>>")])
+def test_a_column_of_another_type_is_named(tmp_path, capsys, values, name):
+    file = write_parquet(tmp_path / "a.parquet", text=values)
+    assert f"column 'text' holds {name}, not text: set column=" in said(capsys, 2, file, out=tmp_path)
+
+
+def test_parquet_packed_as_a_whole_is_refused(tmp_path, capsys):
+    (tmp_path / "a.parquet.gz").write_bytes(PACK[".gz"](b"PAR1"))
+    assert "unpack it" in said(capsys, 2, tmp_path / "a.parquet.gz", out=tmp_path)
+
+
+
+# ------------------------------------------------------------------------------------------------- documents of text files
+
+STORIES = [f"Once upon a time, {n}.\n\n{text.strip()}" for n, text in enumerate(DOCUMENTS)]
+
+
+@pytest.mark.parametrize("layout", [
+    "{}\n<|endoftext|>\n", "\n{}\n\n<|endoftext|>\n\n", "<|endoftext|>\n{}\n", "{}\r\n <|endoftext|> \r\n"])
+def test_a_line_that_is_only_the_marker_ends_a_document(tmp_path, layout):
+    (tmp_path / "a.txt").write_text("".join(map(layout.format, STORIES)), newline="")
+    assert local(tmp_path / "a.txt", out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due(STORIES)
+    assert shards.read_index(tmp_path / "mine").empty == 0
+
+
+def test_the_tokenizers_own_end_of_text_is_a_marker(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer", {"eos_token": "<|end|>"})
+    (tmp_path / "a.txt").write_text("\n<|end|>\n".join(STORIES))
+    assert local(tmp_path / "a.txt", out=tmp_path, tokenizer=tmp_path / "tokenizer") == 0
+    assert found(tmp_path / "mine") == due(STORIES, str(tmp_path / "tokenizer"))
+
+
+def test_a_marker_within_a_line_stays_text_and_is_told(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join([*STORIES, "an end.<|endoftext|>\nThe next"]))
+    assert local(tmp_path / "a.txt", out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due([*STORIES, "an end.<|endoftext|>\nThe next"])
+    told = sum("<|endoftext|>" in line for story in STORIES for line in story.split("\n")) + 1
+    assert f"not borders: {told:,} lines of a.txt hold an end-of-text token" in shown(capsys, tmp_path)
+
+
+def paragraphs_of(book, count=8):
+    return [f"Chapter {n} of book {book}. {'and so on ' * 20}\n\n" for n in range(count)]
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """A text file is cut behind 100 characters, so that each paragraph becomes a piece."""
+    monkeypatch.setattr(sources, "TXT_CHARS", 100)
+
+
+@pytest.mark.parametrize("is_one_file", [True, False])
+def test_all_pieces_of_a_document_are_in_the_split_of_its_first_piece(tmp_path, capsys, short_pieces, is_one_file):
+    books = [paragraphs_of(book) for book in range(12)]
+    if is_one_file:
+        (tmp_path / "all.txt").write_text("<|endoftext|>\n".join(map("".join, books)))
+    else:
+        for n, book in enumerate(books):
+            (tmp_path / f"{n:02d}.txt").write_text("".join(book))
+    assert local(*sorted(tmp_path.glob("*.txt")), out=tmp_path) == 0
+    ids = found(tmp_path / "mine")
+    wanted = {"train": [], "val": []}
+    for book in books:
+        split = split_of(book[0].encode())
+        wanted[split] += [id for piece in book for id in (256, *piece.encode())]
+    assert ids == wanted and ids["val"]
+    told = shown(capsys, tmp_path)
+    assert "cut: 12 documents of text files" in told and "96 pieces, those of a document in one split" in told
+
+
+def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(tmp_path, capsys, short_pieces):
+    (tmp_path / "book.txt").write_text("".join(paragraphs_of(0, 40)))
+    assert local(tmp_path / "book.txt", out=tmp_path) == 0 and found(tmp_path / "mine") == due(paragraphs_of(0, 40))
+    assert "as there is no other document: validation text lies between training text" in shown(capsys, tmp_path)
+
+
+def test_a_budget_ends_within_a_document_that_was_cut(tmp_path, short_pieces):
+    """However much was read: whether there is another document behind the budget changes nothing."""
+    (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 40)))
+    (tmp_path / "b.txt").write_text("".join(paragraphs_of(1, 40)))
+    assert local(tmp_path / "a.txt", tmp_path / "b.txt", out=tmp_path / "one", tokens=3000) == 0
+    assert found(tmp_path / "one/mine") == due(paragraphs_of(0, 40), budget=3000)
+
+
+def test_text_files_of_a_half_made_folder_of_before_are_read_again(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
+    (tmp_path / "b.jsonl").write_text("no json")
+    assert local(tmp_path / "a.txt", tmp_path / "b.jsonl", out=tmp_path) == 1
+    piece = tmp_path / "mine/parts/00000.json"
+    earlier = {"stem", "input", "documents", "tokens", "bytes", "share", "end", "reason", "homes"}
+    written = {key: value for key, value in json.loads(piece.read_text()).items() if key in earlier}
+    piece.write_text(json.dumps(written))
+    write(tmp_path / "b.jsonl", DOCUMENTS)
+    errors = said(capsys, 0, tmp_path / "a.txt", tmp_path / "b.jsonl", out=tmp_path)
+    assert "a.txt was read by an earlier version" in errors
+    assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
+
+
+# ------------------------------------------------------------------------------------------------------------ the split
+
+def test_another_val_share_goes_on_with_what_was_read(tmp_path, capsys, monkeypatch):
+    """The first small file: nothing falls to validation by the default, and the sentence says which share would do."""
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    errors = said(capsys, 2, file, out=tmp_path, val_share=0.0001)
+    assert "mine has no documents for val; " in errors and "there are 40 documents, and val_share=0.0001 leaves" in errors
+    share, count = re.search(r"give val_share=([\d.]+), which keeps (\d+) of them", errors).groups()
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "make_piece", None)       # nothing is tokenised again
+        assert local(file, out=tmp_path, val_share=share) == 0
+    assert found(tmp_path / "mine") == due(DOCUMENTS, val_per_10k=round(float(share) * 10_000))
+    assert shards.read_index(tmp_path / "mine").splits["val"].documents == int(count) >= 5
+
+
+def test_a_book_of_a_megabyte_needs_no_more_than_the_proposed_share(tmp_path, capsys):
+    (tmp_path / "input.txt").write_text("".join(f"Line {n} of a play, spoken by someone.\n\n" for n in range(28_000)))
+    errors = said(capsys, 2, tmp_path / "input.txt", out=tmp_path, val_share=0.0001)
+    assert "pieces of its only document" in errors
+    share = re.search(r"give val_share=([\d.]+),", errors)[1]
+    assert local(tmp_path / "input.txt", out=tmp_path, val_share=share) == 0
+
+
+def test_few_long_documents_are_told_how_to_become_more(tmp_path, capsys, short_pieces):
+    for n in range(2):
+        (tmp_path / f"{n}.txt").write_text("".join(paragraphs_of(n)))
+    errors = said(capsys, 2, tmp_path / "0.txt", tmp_path / "1.txt", out=tmp_path, val_share=0.0001)
+    assert "there are 2 documents" in errors and "end documents within a text file by lines of <|endoftext|>" in errors
+
+
+def test_one_document_cannot_fill_two_splits(tmp_path, capsys):
+    assert "it holds 1 documents beside those" in said(capsys, 2, write(tmp_path / "a.jsonl", ["x"]), out=tmp_path)
