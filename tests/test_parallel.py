@@ -66,6 +66,24 @@ def test_a_command_of_two_processes_that_had_no_need_to_join_ends_with_its_own_c
     ended.assert_called_once_with(0)
 
 
+@pytest.mark.parametrize("environment, share", [
+    ({}, (0, 1)),
+    ({"LOCAL_RANK": "1"}, (0, 1)),
+    ({"LOCAL_WORLD_SIZE": "2"}, (0, 1)),
+    ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, (0, 1)),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, (0, 1)),     # of another job, which has left its environment behind
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2))])
+def test_a_rank_does_the_whole_work_of_its_machine_unless_the_launcher_tells_its_place_there(monkeypatch, environment, share):
+    """Else ranks of a pod each, started with RANK and WORLD_SIZE alone, all hash the same half of the shards."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    world = replace(ALONE, rank=1, local_rank=local_rank, size=4, local_size=parallel._local_size(4))
+    assert world.share_of_machine == share
+
+
 # ----------------------------------------------------------------------------------------------------- one process alone
 
 def test_recomputation_runs_a_block_twice_but_for_attention_and_changes_no_name_and_nothing_that_a_probe_sees(tiny, tmp_path):
