@@ -560,8 +560,8 @@ def refresh_weight_copies(model: nn.Module) -> None:
         operand = fp8[0].recipe.weight      # of all: what `auto` mixes rounds weights alike
         if is_sharded:      # of the weight as it is gathered: blocks in BF16, whose rounding keeps the order of magnitudes
             shards = [m.weight.to_local() for m in fp8]
-            plain = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
-            dist.all_reduce(plain, dist.ReduceOp.MAX)
+            plain = max_over_ranks(
+                torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]))
             in_bf16 = plain.bfloat16().float()
             amaxes = [p if m is model.head else rounded for m, p, rounded in zip(fp8, plain, in_bf16, strict=True)]
         else:
@@ -579,6 +579,16 @@ def refresh_weight_copies(model: nn.Module) -> None:
         for m in bf16:
             m.q = torch.empty_like(m.weight, dtype=dtype) if m.q is None else m.q
         torch._foreach_copy_([m.q for m in bf16], [m.weight for m in bf16])
+
+
+def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The largest of all ranks, of each of `values` (n,); NaN where it is NaN on any rank, as on one process. On the device.
+
+    gloo's own MAX compares, and a NaN compares as false: it is lost or kept by its rank, and can hide the maximum beside it."""
+    is_nan = values.isnan()
+    both = torch.stack((values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)))      # (2, n)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 @torch.library.custom_op("nanofp8::cast_both_layouts", mutates_args=())
@@ -717,7 +727,8 @@ class DelayedScales:
 
     A scale covers a margin times the amaxes of the last HISTORY steps: no pass over a tensor has to end before its cast begins.
     A head's gradient whose scale follows from a bound has no row. Gradients are kept as those of a loss that is not scaled: its
-    scale depends on ranks and targets. A run's first step has cscale's constants. Amaxes of zero or infinity leave no trace."""
+    scale depends on ranks and targets. A run's first step has cscale's constants. An amax that is zero, infinite or, on any rank,
+    NaN leaves no trace."""
 
     def __init__(self, model: nn.Module, ranks: int = 1):
         sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in model.named_modules()
@@ -753,9 +764,10 @@ class DelayedScales:
     def end(self, loss_scale: float) -> torch.Tensor:
         """Enter the step's amaxes into the history; how many tensors were saturated in it on any rank, (), on the device."""
         if self._names:
-            seen = torch.stack(self._amaxes).nan_to_num(nan=0.0, posinf=math.inf)
+            seen = torch.stack(self._amaxes)
             if self._ranks > 1:
-                dist.all_reduce(seen, dist.ReduceOp.MAX)
+                seen = max_over_ranks(seen)
+            seen = seen.nan_to_num(nan=0.0, posinf=math.inf)
             # A rounded scale may lift the amax slightly beyond the largest value.
             self._saturated.copy_(seen * torch.stack(self._scales) > self._largest * (1 + 2**-20))
             seen = seen / torch.where(self._is_grad, loss_scale, 1.0)

@@ -35,12 +35,17 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None                  # ("replicate", "shard"), or None with one process
-    local_size: int = 1                             # processes on this machine
+    local_size: int = 1     # processes on this machine, which share its disks; 1 where the launcher does not tell
     checkpoint_group: dist.ProcessGroup | None = None   # gloo; a save in the background must not meet the step's own
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def share_of_machine(self) -> tuple[int, int]:
+        """(which, of how many) part of the work that this machine's processes divide among themselves: (0, 1) is all of it."""
+        return (self.local_rank, self.local_size) if self.local_size > 1 else (0, 1)
 
 
 def start(config: Config) -> World:
@@ -82,8 +87,20 @@ def start(config: Config) -> World:
         transport = group._get_backend(device)
         if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
             transport._set_default_timeout(patience)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
+    return World(rank, local_rank, size, device, mesh, _local_size(size), dist.new_group(backend="gloo", timeout=patience))
+
+
+def _local_size(size: int) -> int:
+    """Processes on this machine, of the job's `size`; 1 unless LOCAL_RANK and LOCAL_WORLD_SIZE are both set and fit each other.
+
+    Ranks that are started with RANK and WORLD_SIZE alone may have a machine each. A rank that wrongly counts on others leaves
+    shards unhashed; one that does all of the work itself only takes longer."""
+    local_rank, local_size = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if local_rank is None or local_size is None:
+        return 1
+    if not 0 <= int(local_rank) < int(local_size) <= size:
+        return 1
+    return int(local_size)
 
 
 def own_store() -> dist.Store:

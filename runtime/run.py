@@ -80,7 +80,7 @@ class Run:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
             return
         self.data = Data(config, self.tokenizer.sha256)
-        self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
+        self.data.verify(*world.share_of_machine)       # each machine may have a copy of its own
         self._built = built = build(config, world)
         self.model, self.optimizer, self.loss_scale, self.scales = built.model, built.optimizer, built.loss_scale, built.scales
         self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,

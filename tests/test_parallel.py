@@ -2,6 +2,7 @@
 and compilation on two gloo ranks, in one start of torchrun; slurm.sh against stubs of srun and scontrol."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import torch._inductor.config as inductor
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +31,11 @@ from runtime.cli import UserError
 from runtime.config import config_from_dict
 from runtime.data import Data
 from runtime.machine import read_rows
+from runtime.optim import local
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ALONE, ROOT, changed, process, tiny_config, write_config
-from tests.faults import back_to, record, rows, summary
+from tests.faults import FORKS, back_to, record, rows, summary
 from tests.test_fp8 import tokens
 
 WIDE_HEADS = "model.head_size=48 model.n_kv_head=1"      # 96 channels of attention in a width of 32
@@ -65,6 +68,24 @@ def test_a_command_of_two_processes_that_had_no_need_to_join_ends_with_its_own_c
     monkeypatch.setattr(os, "_exit", (ended := mock.Mock()))
     parallel.finish(replace(ALONE, size=2), 0)
     ended.assert_called_once_with(0)
+
+
+@pytest.mark.parametrize("environment, share", [
+    ({}, (0, 1)),
+    ({"LOCAL_RANK": "1"}, (0, 1)),
+    ({"LOCAL_WORLD_SIZE": "2"}, (0, 1)),
+    ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, (0, 1)),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, (0, 1)),     # of another job, which has left its environment behind
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2))])
+def test_a_rank_does_the_whole_work_of_its_machine_unless_the_launcher_tells_its_place_there(monkeypatch, environment, share):
+    """Else ranks of a pod each, started with RANK and WORLD_SIZE alone, all hash the same half of the shards."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    world = replace(ALONE, rank=1, local_rank=local_rank, size=4, local_size=parallel._local_size(4))
+    assert world.share_of_machine == share
 
 
 # ----------------------------------------------------------------------------------------------------- one process alone
@@ -213,6 +234,64 @@ def descent(config, world, words) -> list[tuple[float, float]]:
         fp8.refresh_weight_copies(built.model)
     with fp8.in_bf16(built.model), torch.no_grad():
         return [*told, (parallel.all_sum(built.model(*tokens(10 * world.rank)).sum(), world).item(), 0.0)]
+
+
+# ------------------------------------------------------------------------------ a NaN on one rank is seen by all ranks
+
+def nan_on_one_rank(folder: Path, base, rank: int, size: int, port: int) -> None:
+    """One of `size` ranks: a NaN on each rank in turn, in all that a MAX over the ranks decides; writes what this rank saw."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    config = changed(base, f"data.tokens_per_step={size * 128} model.n_embd=48 model.n_ffn=96")     # for two ranks and three
+    world = parallel.start(config)
+    delayed = build(config, "fp8.recipe=tensorwise fp8.kernels=true fp8.scaling=delayed", world)
+    gathered_as_float8 = build(config, "fp8.recipe=tensorwise fp8.all_gather=true", world)
+    name = "layers.0.attn.qkv"
+    seen = []
+    for bad in range(size):
+        value = math.nan if rank == bad else float(rank)
+        largest = fp8.max_over_ranks(torch.tensor([value, float(rank), -math.inf, math.inf if rank == 0 else 0.0]))
+        linear = delayed.model.get_submodule(name)
+        linear.x_amax.fill_(value)
+        delayed.model.get_submodule("layers.1.attn.qkv").x_amax.fill_(1.0 + rank)
+        delayed.scales.end(1.0)
+        history = delayed.scales.state()
+        losses = {}
+        for kind, built in ("kernels", delayed), ("all_gather", gathered_as_float8):
+            shard = local(fp8.unwrap(built.model.get_submodule(name).weight.detach()))
+            before = shard.clone()
+            shard[0, 0] = value if rank == bad else shard[0, 0]
+            fp8.refresh_weight_copies(built.model)
+            if kind == "kernels":
+                scale = linear.scale.item()
+            with torch.no_grad():
+                losses[kind] = built.model(*tokens(rank)).sum().item()
+            fp8.reshard(built.model)
+            shard.copy_(before)
+            fp8.refresh_weight_copies(built.model)
+        seen.append({"largest": largest.tolist(), "history": history[f"{name}.x"][0], "scale": scale, "losses": losses,
+                     "history_beside_it": history["layers.1.attn.qkv.x"][0]})
+        delayed.scales.begin(1.0)
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    parallel.finish(world, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_nan_on_any_rank_is_seen_by_all_and_hides_no_maximum(tiny, tmp_path, size):
+    """gloo's own MAX drops it or keeps it by its rank: [0, NaN, 2] becomes 0 on all three."""
+    port = get_free_port()
+    ranks = [FORKS.Process(target=nan_on_one_rank, args=(tmp_path, tiny, rank, size, port)) for rank in range(size)]
+    for process_of_rank in ranks:
+        process_of_rank.start()
+    for process_of_rank in ranks:
+        process_of_rank.join(240)
+    assert [process_of_rank.exitcode for process_of_rank in ranks] == [0] * size
+    for rank in range(size):
+        for seen in json.loads((tmp_path / f"{rank}.json").read_text()):
+            assert str(seen["largest"]) == str([math.nan, size - 1.0, -math.inf, math.inf])
+            assert (seen["history"], seen["history_beside_it"]) == (0.0, float(size)), "delayed scales"
+            assert math.isnan(seen["scale"]), "of a sharded weight"
+            assert all(math.isnan(loss) for loss in seen["losses"].values()), "which the verdict on the step sums"
 
 
 # ------------------------------------------------------------------------------------------------- what they must have seen
