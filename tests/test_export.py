@@ -597,7 +597,8 @@ def test_a_single_file_counts_before_the_index_as_in_transformers(key, name, sou
         assert torch.equal(model(x), auto_model(source).float()(x).logits)
 
 
-def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, run):
+def test_an_imported_llama_learns_its_responses_and_goes_back(tmp_path, monkeypatch, run):
+    source = make_llama(tmp_path / "source", head_dim=32)       # 128 channels of attention in a width of 64
     monkeypatch.chdir(tmp_path)
     call(export, "--from-hf", source, "out/llama")
     Path("chat.jsonl").write_text("".join(
@@ -609,6 +610,8 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, 
         "steps=8 start_from=out/llama/checkpoints/step_00000000 data.tokenizer=out/llama/tokenizer data.tokens_per_step=512 "
         "data.micro_batch=8 data.max_epochs=9 optim.lr=5e-3 parallel.shard=none parallel.compile=off eval.every=none "
         "eval.tokens=640 checkpoint.every=none checkpoint.best=false")
+    with pytest.raises(UserError, match="model.head_size is 32 there, 16 here"):
+        branch(replace(config, model=replace(config.model, head_size=None)), "0" * 64, {}, None)
     with pytest.raises(UserError, match="data.tokenizer is out/llama/tokenizer there, "):
         branch(config, "0" * 64, {}, None)
     data, theirs = Data(config, load_tokenizer("out/llama/tokenizer").sha256), auto_model(source).float()
