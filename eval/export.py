@@ -736,7 +736,11 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
     Raises UserError, before anything is read, where a tensor is missing or has no place in the model, then where one has
     another shape than config.json says, a dtype that fp32 cannot hold, or a tied head differs from the embedding.
     """
-    parts_of, head = layout(config), "lm_head.weight"
+    names, head = set(names), "lm_head.weight"
+    if config.n_layer > len(names):     # of a layout of a billion layers nothing is built
+        raise UserError(f"config.json has num_hidden_layers={config.n_layer}, but the files hold {len(names)} tensors: take "
+                        f"config.json and weights of one download")
+    parts_of = layout(config)
     wanted = {name for parts in parts_of.values() for name in parts}
     # Old checkpoints carry the frequencies of RoPE, which follow from config.json.
     there = {name for name in names if not name.endswith("rotary_emb.inv_freq")}

@@ -427,6 +427,9 @@ def read_config(run_dir: str | Path) -> Config:
         content = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it or start the run anew") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__} where an object, {{...}}, is needed: restore it or start the "
+                        f"run anew")
     if "architectures" in content:
         raise UserError(f"{run_dir} is a model of Hugging Face's and no run: python -m eval.export --from-hf {run_dir} out/RUN "
                         f"makes one of it; eval.harness scores it as hf:{run_dir} too")

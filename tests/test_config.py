@@ -148,7 +148,11 @@ def test_config_json_is_read_back_or_refused(tiny, tmp_path):
     assert config_from_dict(json.loads(json.dumps(asdict(config)))) == config
     assert "does not fit this version" in refused(config_from_dict, {**asdict(tiny), "optim": {"momentum": 1}})
     assert "has no config.json" in refused(read_config, tmp_path / "nowhere")
-    for content, told in (("{ half", "is not JSON"), ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} ")):
+    older = asdict(tiny)
+    del older["model"]["head_size"]
+    assert config_from_dict(older) == tiny, "a run of before the key"
+    for content, told in (("{ half", "is not JSON"), ("5", "holds int where an object"),
+                          ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} ")):
         (tmp_path / "config.json").write_text(content)
         assert told in refused(read_config, tmp_path)
     for wrong in "2", True, 2.0:        # in a file of Python

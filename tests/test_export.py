@@ -180,9 +180,10 @@ def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_sever
 def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatch, own, recipe, kept, emulated_scaled_mm):
     """What the run kept in BF16 stays so, with the head, whatever the run did; a BF16 run gets the recipe's own choice."""
     monkeypatch.setattr(export, "FILE_BYTES", 60_000 if recipe == "rowwise" else 10**9)
-    config, ours = write_run(tmp_path / "run", fp8=own, n_kv_head=2, tied=not own.head)
+    head_size = 32 if recipe == "rowwise" else None     # twice its share of the width
+    config, ours = write_run(tmp_path / "run", fp8=own, n_kv_head=2, tied=not own.head, head_size=head_size)
     folder = exported(tmp_path / "run", tmp_path / "f8", f"float8={recipe}")
-    assert len(list(folder.glob("*.safetensors"))) == (2 if recipe == "rowwise" else 1)
+    assert len(list(folder.glob("*.safetensors"))) == (3 if recipe == "rowwise" else 1)
     theirs, about = auto_model(folder), json.loads((folder / "config.json").read_text())["quantization_config"]
     assert about["modules_to_not_convert"] == ["lm_head", *kept]
     for fused, names in export.layout(config.model).items():
@@ -627,6 +628,7 @@ INDEX = "model.safetensors.index.json"
     (lambda s: os.truncate(s / FIRST, 5000), "no whole safetensors file"),
     (lambda s: (s / INDEX).unlink() or (s / SECOND).unlink(), "the files lack"),
     (lambda s: (s / INDEX).unlink() or shutil.copy(s / SECOND, s / "old.safetensors"), "keep those of one download"),
+    (lambda s: edit(s / "config.json", num_hidden_layers=10**9), "num_hidden_layers=1000000000, but the files hold 21 tensors"),
     (lambda s: (s / INDEX).write_text("[1]"), "its model.safetensors.index.json holds list"),
     (lambda s: (s / INDEX).write_text('{"weight_map": 5}'), "has no weight_map of tensor names to file names"),
     (lambda s: (s / INDEX).write_text('{"weight_map": {"x": "../x.safetensors"}}'), "lies outside"),
@@ -668,7 +670,8 @@ def test_a_single_file_counts_before_the_index_as_in_transformers(key, name, sou
         assert torch.equal(model(x), auto_model(source).float()(x).logits)
 
 
-def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, run):
+def test_an_imported_llama_learns_its_responses_and_goes_back(tmp_path, monkeypatch, run):
+    source = make_llama(tmp_path / "source", head_dim=32)       # 128 channels of attention in a width of 64
     monkeypatch.chdir(tmp_path)
     call(export, "--from-hf", source, "out/llama")
     Path("chat.jsonl").write_text("".join(
@@ -680,6 +683,8 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, 
         "steps=8 start_from=out/llama/checkpoints/step_00000000 data.tokenizer=out/llama/tokenizer data.tokens_per_step=512 "
         "data.micro_batch=8 data.max_epochs=9 optim.lr=5e-3 parallel.shard=none parallel.compile=off eval.every=none "
         "eval.tokens=640 checkpoint.every=none checkpoint.best=false")
+    with pytest.raises(UserError, match="model.head_size is 32 there, 16 here"):
+        branch(replace(config, model=replace(config.model, head_size=None)), "0" * 64, {}, None)
     with pytest.raises(UserError, match="data.tokenizer is out/llama/tokenizer there, "):
         branch(config, "0" * 64, {}, None)
     data, theirs = Data(config, load_tokenizer("out/llama/tokenizer").sha256), auto_model(source).float()

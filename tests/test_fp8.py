@@ -311,6 +311,18 @@ def test_a_model_trains_near_bf16_in_bf16_it_is_the_plain_model_and_its_checkpoi
         assert torch.allclose(model(x, y), losses, rtol=1e-5)      # with gradients our kernels compute the loss in one piece
 
 
+@pytest.mark.parametrize("label", ["tensorwise", "rowwise", "mxfp8", "tensorwise+kernels"])
+def test_heads_wider_than_their_share_are_converted_whole_and_train_near_bf16(label):
+    sizes = {"head_size": 64, "n_kv_head": 1}       # 128 channels of attention in a width of 64
+    (plain, _), (model, layers), (x, y) = build(**sizes), build(label, **sizes), tokens()
+    assert [layer.shape for layer in layers if "attn" in layer.name] == 2 * [(64, 256), (128, 64)]
+    assert all(layer.recipe for layer in layers if layer.name != "head")
+    bf16, losses = plain(x, y).sum(), model(x, y).sum()
+    losses.backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+    assert 0 < abs(bf16 - losses) / bf16 < 2.5e-3
+
+
 class Piece(torch.nn.Module):
     """A norm, Linears with all kinds of scaling, the head's loss: what compilation fuses, for less compilation than a GPT."""
 
@@ -396,6 +408,7 @@ def test_selection_by_name(label, kept):
     ("tensorwise+skip=output", {}, r"fp8.skip='output' .*layers\.\*\.attn\.qkv"),
     ("rowwise", {"n_ffn": 100}, "layers.0.mlp.gate_up of 64 x 200: .* multiples of 16"),
     ("mxfp8", {"n_ffn": 112}, "layers.0.mlp.down of 112 x 64: .* multiples of 32"),
+    ("rowwise", {"head_size": 20}, "layers.0.attn.qkv of 64 x 120: .* multiples of 16"),
     ("tensorwise+skip=layers.*", {}, "nothing to convert"), ("rowwise+kernels", {}, "fp8.kernels=true .* fp8.recipe=rowwise")])
 def test_refusals(label, changes, told):
     with pytest.raises(UserError, match=told):

@@ -115,6 +115,8 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, mon
 
 def test_the_work_of_muon_is_dealt_evenly():      # FLOPs by hand: test_plan.py
     parts = optim.muon_parts(GPT.on_meta(GPTConfig(n_layer=28, n_head=16, n_embd=2048, n_ffn=5632)))
+    wide = optim.muon_parts(GPT.on_meta(GPTConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=64, n_ffn=96, head_size=48)))
+    assert list(wide.values()) == [(96, 48, 48), (64,), (96, 96), (64,)], "q, k and v of heads wider than their share"
     costs = [optim.newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()]
     for ranks, most in ((1, 1), (3, 1.01), (8, 1.03), (64, 1.5)):
         sums = torch.zeros(ranks).index_add_(0, torch.tensor(optim.deal(costs, ranks)), torch.tensor(costs) / sum(costs))

@@ -120,7 +120,8 @@ def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_w
 
 
 @pytest.mark.parametrize("at_once, seed, ahead, changes", [
-    (2**24, 4, 1, {}), (100, 30, 1, {"n_head": 4, "n_kv_head": 2}), (100, 12, 0, {"n_head": 4, "n_kv_head": 1, "qk_norm": True})])
+    (2**24, 4, 1, {}), (100, 30, 1, {"n_head": 4, "n_kv_head": 2}), (100, 12, 0, {"n_head": 4, "n_kv_head": 1, "qk_norm": True}),
+    (100, 18, 1, {"n_head": 2, "n_kv_head": 1, "head_size": 40})])
 def test_block_rows_against_a_naive_computation(changes, at_once, seed, ahead, tmp_path, monkeypatch):
     """Each case must show a mask that lets the next token through (ahead 1), or hides the token itself (0)."""
     monkeypatch.setattr(probe, "LOGITS_AT_ONCE", at_once)
