@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from runtime.cli import MachineError, UserError
 
-FORMATS, PACKINGS = (".txt", ".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
+FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet", ".json"), (".gz", ".xz", ".zst")
 PAIR_FORMATS = (".jsonl", ".json")      # of instructions
 PAIR = ("prompt", "response")   # columns of instructions
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,

@@ -1,7 +1,9 @@
 """What the readers of prepare_data.py take of a file: encodings, odd rows, layouts of JSON and parquet, borders of documents."""
 
+import errno
 import io
 import json
+import os
 import re
 import tracemalloc
 from datetime import datetime
@@ -12,10 +14,13 @@ import pytest
 import zstandard
 
 from prepare import pipeline, sources
+from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
 from runtime import shards
+from runtime.cli import UserError
+from runtime.tokenizer import load_tokenizer
 from tests.test_prepare import due, found, local, split_of
-from tests.text_files import DOCUMENTS, PACK, write, write_rows, write_tokenizer
+from tests.text_files import DOCUMENTS, PACK, some_documents, write, write_rows, write_tokenizer
 
 RUSSIAN = [f"Не было гвоздя, подкова пропала, номер {n}. " * 5 for n in range(20)]
 
@@ -451,3 +456,91 @@ def test_zeros_packed_by_zstd_are_unpacked_in_bounded_memory():
     ("{,a}b", ["b", "ab"]), ("a", ["a"]), ("{a}", ["{a}"]), ("{a", ["{a"]), ("{a}{b,c}", ["{a}b", "{a}c"])])
 def test_braces_are_expanded_as_a_shell_does(pattern, expanded):
     assert sources.expand_braces(pattern) == expanded
+
+
+# -------------------------------------------------------------------------------------------- what was made of these files
+
+def touch(file, content=None):
+    """Give a file, with another content or its own, a time of its own."""
+    file.write_bytes(content or file.read_bytes())
+    os.utime(file, (1, len(file.read_bytes())))
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens": 900}])
+def test_a_file_whose_time_alone_changed_is_still_the_same(tmp_path, capsys, options):
+    earlier = write(tmp_path / "earlier.jsonl", some_documents(9, 5) + DOCUMENTS[:4])
+    assert local(earlier, out=tmp_path, name="earlier") == 0
+    files = [write(tmp_path / "a.jsonl", [*DOCUMENTS[:30], "", *DOCUMENTS[:3]]), tmp_path / "b.txt"]
+    files[1].write_text("\n<|endoftext|>\n".join(STORIES))
+    (tmp_path / "eval.txt").write_text(" ".join(map(str, range(13))))
+    write(files[0], [" ".join(map(str, range(14))), *DOCUMENTS[:30], "", *DOCUMENTS[:3]])
+    options = {"decontaminate": tmp_path / "eval.txt", **options}
+    assert local(*files, out=tmp_path, **options) == 0
+    made = (tmp_path / "mine/index.json").read_bytes()
+    for file in files:
+        touch(file)
+    capsys.readouterr()
+    assert local(*files, out=tmp_path, **options) == 0
+    out, errors = capsys.readouterr()
+    assert "mine is complete" in out and "are read to compare their documents" in errors
+    assert (tmp_path / "mine/index.json").read_bytes() == made
+
+
+@pytest.mark.parametrize("change", [
+    lambda texts: texts[:-1], lambda texts: [*texts, "more"], lambda texts: [texts[0].upper(), *texts[1:]],
+    lambda texts: [*texts, texts[0]]])
+def test_a_file_with_other_documents_is_another_one(tmp_path, capsys, change):
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    assert local(file, out=tmp_path) == 0
+    touch(write(file, change(DOCUMENTS)))
+    assert "and these hold other documents than it does" in said(capsys, 2, file, out=tmp_path)
+
+
+def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path):
+    """An imported model's data is called so, and no source of configs/sources.py."""
+    with pytest.raises(UserError) as caught:
+        shards.read_index(tmp_path / "imported")
+    assert "prepare_data.py imported" not in str(caught.value)
+    assert f"`python prepare_data.py local FILE... name=imported out={tmp_path}`" in str(caught.value)
+    assert "set data.mixture= and data.dir= to what there is" in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(tmp_path, capsys, monkeypatch):
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(sources, "open", refuse, raising=False)
+    errors = said(capsys, 1, file, out=tmp_path)
+    assert "Permission denied): check that you may read it" in errors and "fetch" not in errors
+
+
+@pytest.mark.parametrize("roles, sentence", [
+    ({}, "says eos_token=None and bos_token=None, but a token of tokenizer.json must end each document"),
+    ({"eos_token": "</s>"}, "name one of its tokens there; its special ones are <|begin|>, <|end|>")])
+def test_a_tokenizer_without_an_end_is_not_to_be_fetched_again(tmp_path, roles, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer", roles)))
+    assert "fetch" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation files
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+@pytest.mark.parametrize("column", [
+    pyarrow.array([LONG.encode(), None, b"\xff"]), pyarrow.array([{"a": [LONG]}, None, {"a": None}]),
+    pyarrow.array([LONG, None, LONG]).dictionary_encode(),
+    pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array([json.dumps({"q": LONG.replace(" ", "\n")}), None, "3"]))])
+def test_evaluation_texts_of_every_type_of_parquet_are_looked_for(tmp_path, column):
+    file = write_parquet(tmp_path / "eval.parquet", when=FAR, where=NOWHERE, question=column)
+    _, grams = read_grams([str(file)])
+    assert len(grams) == 1 and found_in(grams, f"so: {LONG}!")
+
+
+@pytest.mark.parametrize("name, content", [("a.txt", f"café {LONG}"), ("a.jsonl", f'{{"q": "café {LONG}"}}')])
+def test_an_evaluation_file_that_is_not_utf8_is_a_sentence(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match="cannot be read .*utf-8"):
+        read_grams([str(tmp_path / name)])
