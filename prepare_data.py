@@ -2,7 +2,7 @@
 
     python prepare_data.py fineweb_edu python c arxiv tokens=31e9    the mixture of the 1.5B run, streamed from the Hub
     python prepare_data.py hf:OWNER/NAME column=text tokens=1e9      any parquet or JSON-lines data set there
-    python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl (also .gz, .xz, .zst), .parquet
+    python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl, .json (also .gz, .xz, .zst), .parquet
     python prepare_data.py demo                                      this Python installation's own text, a little
     python prepare_data.py --check-sources [NAME...]                 each source's first record: is it still there?
     python prepare_data.py --show [FOLDER...]                        what a data folder holds, finished or not
@@ -12,17 +12,20 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
     tokens=N                training tokens to prepare, split among several sources by configs/mixture.py (all there are)
     out=FOLDER              folder of the sources (data; demo: data/demo)
     tokenizer=NAME          gpt2, byte or a folder with tokenizer.json (gpt2; demo: byte)
-    val_share=0.005         share of the documents, by hash, that is kept for validation (demo: 0.04)
+    val_share=0.005         share of the documents, by hash, that is kept for validation (demo: 0.04); where a folder is
+                            unfinished, another share goes on with what was read
     processes=N             tasks at the same time, an input file each (local: one per core; demo: 1; slurm, ray: 100)
     on=slurm partition=P    submit an array of jobs, time=20:00:00 each, and one behind them that makes the shards;
                             --dry-run prints them. on=ray: a running Ray cluster. all see out= and this folder
     decontaminate=FILE,...  drop documents that share 13 words in a row with these evaluation files
-    skip_bad=true           finish without the files that could not be read, rather than stop before that
+    skip_bad=true           leave out files that cannot be read and rows that cannot be used, and count them, rather
+                            than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)
-    column=NAME             local, hf: which column holds the text (text)
+    column=NAME             local, hf: which column holds the text, nested by dots as in meta.text (text)
     instruct=true           local: .jsonl lines {"prompt": ..., "response": ...}; only responses are learned
     license=WORDS           local, hf: written to index.json (not stated; hf: what the data set's card says)
-    revision=, files=       hf: a commit or branch; a pattern of file names, such as files=sample/10BT/*.parquet
+    revision=, files=       hf: a commit or branch; a pattern of file names, such as files=sample/10BT/*.parquet or
+                            'files={en,de}/*.json.gz', quoted as the shell expands braces itself
 
 A document that came before, word for word, in this source or another one of the folder, is dropped. Killed at any
 moment, the same command goes on, and the shards end as if nothing had happened, however many processes there were.

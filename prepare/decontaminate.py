@@ -10,6 +10,7 @@ import json
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -54,14 +55,38 @@ def _values(path: Path) -> Iterable:
     """The texts of a file, in whatever lists and tables it has them."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
-        return (batch.to_pylist() for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000))
-    text = path.read_text("utf-8-sig", errors="replace")
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(1000)
+        return (value for batch in batches for column in batch.columns for value in _parquet_values(column))
+    text = path.read_text("utf-8-sig")      # a text of another encoding would match nothing
     try:
         return [text if path.suffix == ".txt" else json.loads(text)]
     except json.JSONDecodeError as error:       # many a .json holds a row a line, as .jsonl does
         if error.msg != "Extra data":
             raise
         return map(json.loads, filter(str.strip, text.split("\n")))
+
+
+def _parquet_values(array) -> Iterator:
+    """The texts of a column of parquet, and what values of type JSON spell; dates and numbers are not even converted."""
+    import pyarrow.compute
+    from pyarrow import types
+    kind = array.type
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if types.is_struct(kind):
+        for place in range(kind.num_fields):
+            yield from _parquet_values(pyarrow.compute.struct_field(array, place))
+    elif any(is_list(kind) for is_list in lists):
+        yield from _parquet_values(array.flatten())
+    elif types.is_dictionary(kind):
+        yield from _parquet_values(array.dictionary_decode())
+    elif isinstance(kind, pyarrow.JsonType):
+        yield from (json.loads(text) for text in array.storage.to_pylist() if text is not None)
+    elif types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        yield from array.to_pylist()
+    elif types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
+        for raw in filter(None, array.to_pylist()):
+            with suppress(UnicodeDecodeError):      # else it is no text
+                yield raw.decode()
 
 
 def _strings(value) -> Iterator[str]:

@@ -22,6 +22,7 @@ import sys
 import textwrap
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import ExitStack
@@ -185,8 +186,8 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, ti
                 piece.share = read.share
                 texts = [clean(text) for text in read.texts]
                 raw, row = [text.encode() for text in texts], [0, 0, 0]
-                if texts[-1] and not texts[-1].isspace():
-                    row = [int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), 0, len(raw[-1])]
+                if (name := document_hash(texts, raw)) is not None:
+                    row = [name, 0, len(raw[-1])]
                     if not (len(grams) and found_in(grams, " ".join(texts))):
                         for part in _ids(tokenizer, texts):
                             ids.write(part)
@@ -215,6 +216,14 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, ti
     except BadFile as error:
         piece = Piece(stem, piece.input, share=1.0, end="failed", reason=str(error))
     piece.save()
+
+
+def document_hash(texts: list[str], raw: list[bytes]) -> int | None:
+    """The name of a document, which is its text, or a prompt and a response: blake2b-64 of their UTF-8 bytes, `raw`; None where
+    there is no text to be learned."""
+    if not texts[-1] or texts[-1].isspace():
+        return None
+    return int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little")
 
 
 def _borders(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -349,9 +358,15 @@ class Work:
             there = there | {"split_rule": self.identity["split_rule"]}
         if index or any(piece.end in ("whole", "enough") for piece in pieces):
             for key, value in self.identity.items():
-                if there.get(key) != value:
-                    raise UserError(f"{self.folder} is of {key}={there.get(key)!r}, not {value!r}: give the same options and "
-                                    f"files again, delete it, or give another out=")
+                is_touched = key == "revision" and index is not None and bool(self.source.local_files)
+                if there.get(key) == value or (is_touched and self._holds_the_documents(index)):
+                    continue
+                meaning = ", which comes of val_share=, and a finished folder keeps its split" if key == "split_rule" else ""
+                if is_touched:
+                    meaning = (", which comes of the names, sizes and times of the input files, and these hold other documents "
+                               "than it does")
+                raise UserError(f"{self.folder} is of {key}={there.get(key)!r}, not {value!r}{meaning}: give the same options "
+                                f"and files again, delete it, or give another out=")
         if index:
             if not index.is_whole and index.splits["train"].tokens < (self.source.budget or math.inf):
                 raise UserError(f"{self.folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked "
@@ -374,6 +389,36 @@ class Work:
                     print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
                 piece.stem.with_suffix(".json").unlink(missing_ok=True)
         return True
+
+    def _holds_the_documents(self, index: Index) -> bool:
+        """Whether the folder, which is finished, holds what the input files do, though their names, sizes or times are others
+        than those it was made of: a copy of them, say. They are read, not tokenised; their order is not compared."""
+        print(f"{self.folder} is of files of other sizes or times: they are read to compare their documents", file=sys.stderr)
+        kept = np.load(self.folder / "hashes.npy")
+        is_seen, count = np.zeros(len(kept), bool), Counter()
+        counted_at_end = Counter()      # of a folder that a budget cut: at the last document that it holds
+        borders = _borders(self.tokenizer)
+        for file in self.source.list_files():
+            try:
+                for row in file.read(Reading(borders=borders, skips_odd_rows=True)):
+                    texts = [clean(text) for text in row.texts]
+                    name = document_hash(texts, [text.encode() for text in texts])
+                    if name is None:
+                        count["empty"] += 1
+                        continue
+                    place = int(np.searchsorted(kept, np.uint64(name)))
+                    is_kept = place < len(kept) and int(kept[place]) == name
+                    count["kept" if is_kept else "left out"] += 1
+                    if is_kept and not is_seen[place]:
+                        is_seen[place] = True
+                        counted_at_end = count.copy()
+            except BadFile:
+                continue
+        copies = index.duplicates.get(self.source.name, 0)
+        expected = Counter({
+            "kept": len(kept) + copies, "empty": index.empty,
+            "left out": sum(index.duplicates.values()) - copies + index.contaminated})
+        return bool(is_seen.all()) and (count if index.is_whole else counted_at_end) == expected
 
     def tasks(self) -> list[Callable]:
         """Those that lack of the first input files that hold `target` tokens, which is known of the finished ones, and guessed by

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from runtime.cli import MachineError, UserError
 
-LOCAL_FORMATS, HUB_FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet"), (".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
+FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet", ".json"), (".gz", ".xz", ".zst")
+PAIR_FORMATS = (".jsonl", ".json")      # of instructions
 PAIR = ("prompt", "response")   # columns of instructions
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
@@ -30,10 +31,16 @@ BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte ord
 TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)              # seconds before a question is asked again
 READ_WAITS = (1, 5, 25, 60, 120, 300, 600)      # seconds before a block is: 18 minutes of silence cost no file
+ZSTD_BYTES = 1 << 11            # unpacked at once: at most 64 MB, of a file of zeros
 BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
 HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
 ODD_ROWS_MOST = 1000            # a file that begins with so many rows of no use, and none of use, is another one than was meant
 SKIP_ROWS = "add skip_bad=true to leave out such rows"
+# How a file that is one array begins. A line of .jsonl may be a list by mistake, of objects hardly.
+ARRAY = {".json": re.compile(rb"\["), ".jsonl": re.compile(rb"\[\s*\{")}
+JSON_CHARS, JSON_CHARS_MOST = 1 << 18, 1 << 26      # of an array that are read at once; of one element
+JSON_WORD = 16                  # more characters than any literal or escape has, one of which may be cut
+JSON_BLANK = re.compile(r"[ \t\r\n]*")
 HEAD_LOOKED_AT = 4096           # bytes at the begin of a file whose NULs tell UTF-16 and -32
 NAMES_MOST = 20                 # columns that a message lists
 REPLACEMENT = "\ufffd"
@@ -133,7 +140,10 @@ class Source:
         from fsspec.utils import glob_translate
         from huggingface_hub import HfApi
         is_pattern = isinstance(self.files, str)
-        is_wanted = re.compile(glob_translate(self.files)).fullmatch if is_pattern else set(self.files).__contains__
+        patterns = [re.compile(glob_translate(pattern)) for pattern in expand_braces(self.files)] if is_pattern else []
+
+        def is_wanted(path: str) -> bool:
+            return any(pattern.fullmatch(path) for pattern in patterns) if is_pattern else path in self.files
 
         def ask() -> dict[str, int]:
             HfApi().dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
@@ -143,7 +153,7 @@ class Source:
         there = _ask(ask, self)
         found = sorted(filter(is_wanted, there))
         for path in found:
-            _check_format(PurePath(path), HUB_FORMATS, f"files= of {self.dataset}@{self.revision}: {path}")
+            _check_format(PurePath(path), FORMATS, f"files= of {self.dataset}@{self.revision}: {path}")
         if self.grouped_by:
             found = _of_group(self, found, self.grouped_by, self.keep[self.grouped_by])
         if not found:
@@ -164,7 +174,7 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
-        _check_format(path, (".jsonl",) if columns == PAIR else LOCAL_FORMATS, str(path))
+        _check_format(path, PAIR_FORMATS if columns == PAIR else FORMATS, str(path))
         # Files of one name in several folders need their folders to be told apart.
         known_as, stat, where = path.name if alike[path.name] == 1 else str(path), path.stat(), str(path.absolute())
         read = partial(read_file, partial(open, where, "rb"), where, columns, {}, True)
@@ -322,24 +332,30 @@ def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple
     """The rows of a file, each with the share of the file that was read. kept: columns that are looked at as well. Raises BadFile
     and UserError."""
     import pyarrow
-    packing, is_txt = PurePath(where).suffix, _format(PurePath(where)) == ".txt"
+    import zstandard
+    packing = PurePath(where).suffix
     try:
         with opened() as file:
             size, stream = max(1, file.seek(0, os.SEEK_END)), file
             file.seek(0)
             if packing in (".gz", ".xz"):
                 stream = (gzip if packing == ".gz" else lzma).open(file)
-            elif packing == ".zst":     # by pyarrow: the reader of `zstandard` takes a file cut short for a whole one
-                stream = pyarrow.CompressedInputStream(file, "zstd")
+            elif packing == ".zst":
+                stream = ZstdReader(file)
             if packing == ".parquet":
                 rows = _parquet_rows(file, where, columns, kept, reading)
             else:
                 stream = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 18)
                 _refuse_wide_characters(stream.peek(HEAD_LOOKED_AT)[:HEAD_LOOKED_AT], where)
-                rows = _stretches(stream, columns[0], reading) if is_txt else _json_lines(stream, where, reading)
+                if is_text_file(where):
+                    rows = _stretches(stream, columns[0], reading)
+                elif ARRAY[_format(PurePath(where))].match(stream.peek(HEAD_LOOKED_AT).lstrip(BLANK)):
+                    rows = _json_array(stream, where)
+                else:
+                    rows = _json_lines(stream, where, reading)
             for row in rows:
                 yield row, file.tell() / size
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
         # Of the disk or the network; pyarrow and gzip have OSErrors for content.
         is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
         if isinstance(error, ConnectionError):
@@ -349,6 +365,38 @@ def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple
         else:
             sentence = f"{where} is damaged or was cut short ({_brief(error)}): fetch it again"
         raise BadFile(sentence) from error
+
+
+class ZstdReader(io.RawIOBase):
+    """What .zst holds, of any window and any number of frames. Raises EOFError: it was cut short, which the reader of `zstandard`
+    takes for the end; ZstdError."""
+
+    def __init__(self, file: io.BufferedIOBase):
+        import zstandard
+        # By default windows end at 128 MB; `zstd --long=31` makes some of 2 GB, which then take as much memory.
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._file, self._frame, self._left = file, None, b""       # packed bytes of a frame that was not begun
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._unpacked:
+            packed = self._left or self._file.read(ZSTD_BYTES)
+            self._left = b""
+            if not packed:
+                if self._frame:
+                    raise EOFError("it ends within a frame of zstd")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._unpacked = memoryview(self._frame.decompress(packed))
+            if self._frame.eof:
+                self._left, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
 
 
 def _refuse_wide_characters(head: bytes, where: str) -> None:
@@ -380,6 +428,93 @@ def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterato
             yield _Record(number, value, undamaged=undamaged)
         else:
             yield _Record(number, {}, problem=f" is no object but {type(value).__name__}")
+
+
+def _json_array(stream: io.BufferedIOBase, where: str) -> Iterator[_Record]:
+    """The elements of a file that is one array, of which JSON_CHARS and an element are in memory at a time; a string is a row
+    whose column is "text". Raises BadFile: an element that is no JSON, behind which nothing can be read, or is too long."""
+    array, number = _JsonText(stream), 0
+    try:
+        array.take("[")
+        is_end = array.next() == "]"
+        while not is_end:
+            number += 1
+            value, undamaged = array.take_value()
+            if isinstance(value, str):
+                value, undamaged = {"text": value}, None if undamaged is None else {"text": undamaged}
+            if isinstance(value, dict):
+                yield _Record(number, value, ", element ", undamaged=undamaged)
+            else:
+                yield _Record(number, {}, ", element ", f" is no object but {type(value).__name__}")
+            is_end = array.next() == "]"
+            if not is_end:
+                array.take(",")
+        array.take("]")
+        if array.next():
+            raise ValueError("text follows the end of the array")
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"{where}, element {number} of its array: it cannot be read as JSON ({error})") from error
+
+
+class _JsonText:
+    """JSON that is read from its beginning to its end, a part in memory at a time."""
+
+    def __init__(self, stream: io.BufferedIOBase):
+        # Bytes that are not UTF-8 are kept, to be counted later.
+        self._rest = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        self._part, self._place = "", 0
+
+    def next(self) -> str:
+        """The next character that is no white space, which stays the next; "" at the end."""
+        while True:
+            blank = JSON_BLANK.match(self._part, self._place)
+            self._place = blank.end() if blank else self._place
+            if self._place < len(self._part):
+                return self._part[self._place]
+            if not self._read_on():
+                return ""
+
+    def take(self, letter: str) -> None:
+        """Raises EOFError and ValueError: something else is there."""
+        if not self.next():
+            raise EOFError("its array has no end")
+        if self.next() != letter:
+            raise ValueError(f"{letter!r} is expected, {self.next()!r} is there")
+        self._place += 1
+
+    def take_value(self) -> tuple[Any, Any]:
+        """As _parsed() returns it. Raises EOFError: the file ends within the value; ValueError and RecursionError."""
+        self.next()
+        decode = json.JSONDecoder(strict=False).raw_decode
+        while True:
+            error = None
+            try:
+                value, end = decode(self._part, self._place)
+                if end < len(self._part):       # else a number may go on
+                    break
+            except json.JSONDecodeError as failure:
+                error = failure
+            is_open = error is None or error.msg.startswith("Unterminated string")
+            letters_behind = len(self._part) - error.pos if error else 0
+            if error and not is_open and letters_behind >= JSON_WORD:
+                raise ValueError(error.msg)
+            if len(self._part) - self._place > JSON_CHARS_MOST:
+                raise ValueError(f"it is longer than {JSON_CHARS_MOST:,} characters")
+            if self._read_on():
+                continue
+            if error and not is_open and letters_behind > 0:
+                raise ValueError(error.msg)
+            raise EOFError("it ends within an element of its array")
+        raw = _unescaped(self._part[self._place:end])
+        self._place = end
+        return _parsed(raw) if isinstance(raw, bytes) else (value, None)
+
+    def _read_on(self) -> bool:
+        """Read as much again as is left, so that a long value is not tried too often; whether there was more."""
+        left = self._part[self._place:]
+        more = self._rest.read(max(JSON_CHARS, len(left)))
+        self._part, self._place = left + more, 0
+        return bool(more)
 
 
 def _parsed(raw: bytes) -> tuple[Any, Any]:
@@ -556,6 +691,40 @@ def _unescaped(text: str) -> str | bytes:
 
 
 # -------------------------------------------------------------------------------------------------------------- the Hub
+
+def expand_braces(pattern: str) -> list[str]:
+    """The patterns that one with {a,b} means, as a shell expands it; braces without a comma are themselves."""
+    for begin, end in _brace_pairs(pattern):
+        choices = _split_at_commas(pattern[begin + 1:end])
+        if len(choices) > 1:
+            return [expanded for choice in choices for expanded in expand_braces(pattern[:begin] + choice + pattern[end + 1:])]
+    return [pattern]
+
+
+def _brace_pairs(pattern: str) -> Iterator[tuple[int, int]]:
+    """Where outer braces begin and end."""
+    depth, begin = 0, 0
+    for place, letter in enumerate(pattern):
+        if letter == "{":
+            begin = place if depth == 0 else begin
+            depth += 1
+        elif letter == "}" and depth:
+            depth -= 1
+            if depth == 0:
+                yield begin, place
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """The parts of a text between commas that are not within braces."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "{") - (letter == "}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
 
 def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> Source:
     """A data set that configs/sources.py does not name: its train split, as datasets finds it, or what the pattern `files` means.

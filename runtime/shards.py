@@ -79,8 +79,10 @@ def read_index(folder: Path) -> Index:
     path, out = folder / "index.json", folder.parent
     if not path.exists():
         known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
-        raise UserError(f"there is no {path} ({out} holds {known}): make it with `python prepare_data.py {folder.name} "
-                        f"out={out}` (demo for the demo's sources, local FILE... name={folder.name} for text of your own)")
+        own_text = f"`python prepare_data.py local FILE... name={folder.name} out={out}`"
+        raise UserError(f"there is no {path} ({out} holds {known}): make it of your own text by {own_text}, or of a source of "
+                        f"configs/sources.py, if it is one, by its name in place of `local FILE...`, or set data.mixture= and "
+                        f"data.dir= to what there is")
     try:
         raw = json.loads(path.read_bytes())
         if raw.pop("sha256") != digest(raw) or raw.pop("format_version") != FORMAT_VERSION:

@@ -159,10 +159,13 @@ def _load_folder(name: str) -> Tokenizer:
         named = [role["content"] if isinstance(role, dict) else role for role in map(roles.get, ("eos_token", "bos_token"))]
         eos, bos = (None if token is None else fast.token_to_id(token) for token in named)
     except Exception as error:                  # the package has no class of its own
-        raise UserError(f"{file} and {config.name} cannot be read ({error}): fetch both again, from one place") from error
+        raise UserError(f"{file} and {config.name} cannot be read ({error}): both must be as transformers' save_pretrained(...) "
+                        f"writes them") from error
     if eos is None or (bos is None) != (named[1] is None):
+        special = [token.content for token in fast.get_added_tokens_decoder().values() if token.special]
         raise UserError(f"{config} says eos_token={named[0]!r:.60} and bos_token={named[1]!r:.60}, but a token of {file.name} "
-                        f"must end each document, and begin it where one is named: fetch both again, from one place")
+                        f"must end each document, and begin it where one is named: name one of its tokens there; its special "
+                        f"ones are {', '.join(special[:10]) or 'none'}")
     prefix = (eos,) if bos in (None, eos) else (eos, bos)
     digest = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
     return Tokenizer(name, digest, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,

@@ -17,6 +17,7 @@ from runtime import shards
 from tests.conftest import process
 from tests.hub_server import HubServer, write_repository
 from tests.test_prepare import content, found
+from tests.text_files import PACK
 
 ASKED = ["fineweb_edu", "python", "c", "arxiv"]
 ARXIV, BAD = SOURCES["arxiv"].dataset, "arxiv-papers-0001.json.gz"
@@ -216,3 +217,40 @@ def test_a_budget_is_shared_by_weight(tmp_path):
     for name, share in {"fineweb_edu": 0.8, "python": 0.07, "c": 0.03, "arxiv": 0.1}.items():
         index = json.loads((tmp_path / name / "index.json").read_text())
         assert 150_000 * share <= index["splits"]["train"]["tokens"] < 150_000 * share + 4_000
+
+
+def write_file(folder, repo, name, content: bytes):
+    path = folder / repo / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    write_repository(folder, repo, {})
+
+
+LAYOUTS = {
+    "a/array.json": lambda texts: json.dumps([{"text": text} for text in texts], indent=1).encode(),
+    "b/lines.json.gz": lambda texts: PACK[".gz"]("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()),
+    "c/array.json.zst": lambda texts: PACK[".zst"](json.dumps([{"text": text} for text in texts]).encode()),
+    "d/stories.txt": lambda texts: "\n<|endoftext|>\n".join(texts).encode()}
+
+
+@pytest.mark.parametrize("pattern, chosen", [("{a,b}/*", "ab"), ("{a,{c,d}}/{array,stories}.*", "acd"), ("d/*.txt", "d")])
+def test_layouts_of_the_hub_by_a_pattern_with_braces(hub, tmp_path, pattern, chosen):
+    texts = {name: [f"{name} {n} " * 9 for n in range(40)] for name in LAYOUTS}
+    for name, pack in LAYOUTS.items():
+        write_file(hub.folder, "own/Layouts", name, pack([text.strip() for text in texts[name]]))
+    assert main(words(tmp_path, "hf:own/Layouts", files=pattern)) == 0
+    wanted = [text.strip() for name in LAYOUTS if name[0] in chosen for text in texts[name]]
+    assert sorted(documents(tmp_path / "layouts")) == sorted(wanted)
+
+
+@pytest.mark.parametrize("odd", ['{"text": 3}', "no json"])
+def test_an_odd_row_of_the_hub_is_named_or_skipped(hub, tmp_path, capsys, odd):
+    """A line that is no JSON may be the transfer's fault: the file is opened again before it is skipped."""
+    rows = [json.dumps({"text": f"text {n} " * 9}) for n in range(60)]
+    write_file(hub.folder, "own/Odd", "a.jsonl", "\n".join([*rows[:30], odd, *rows[30:]]).encode())
+    assert main(words(tmp_path, "hf:own/Odd", files="a.jsonl")) == (1 if odd == "no json" else 2)
+    assert "a.jsonl:31" in capsys.readouterr().err
+    assert main(words(tmp_path, "hf:own/Odd", files="a.jsonl", skip_bad="true")) == 0
+    assert ("it is opened again" in capsys.readouterr().err) is (odd == "no json")
+    assert sorted(documents(tmp_path / "odd")) == sorted(json.loads(row)["text"] for row in rows)
+    assert shards.read_index(tmp_path / "odd").odd_rows[0]["rows"] == 1

@@ -1,18 +1,26 @@
 """What the readers of prepare_data.py take of a file: encodings, odd rows, layouts of JSON and parquet, borders of documents."""
 
+import errno
+import io
 import json
+import os
 import re
+import tracemalloc
 from datetime import datetime
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 
 from prepare import pipeline, sources
+from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
 from runtime import shards
+from runtime.cli import UserError
+from runtime.tokenizer import load_tokenizer
 from tests.test_prepare import due, found, local, split_of
-from tests.text_files import DOCUMENTS, PACK, write, write_tokenizer
+from tests.text_files import DOCUMENTS, PACK, some_documents, write, write_rows, write_tokenizer
 
 RUSSIAN = [f"Не было гвоздя, подкова пропала, номер {n}. " * 5 for n in range(20)]
 
@@ -335,3 +343,204 @@ def test_few_long_documents_are_told_how_to_become_more(tmp_path, capsys, short_
 
 def test_one_document_cannot_fill_two_splits(tmp_path, capsys):
     assert "it holds 1 documents beside those" in said(capsys, 2, write(tmp_path / "a.jsonl", ["x"]), out=tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------- layouts and packings
+
+ROWS = [{"id": n, "text": text, "more": {"list": [1, "]", {}]}} for n, text in enumerate(DOCUMENTS)]
+
+
+@pytest.mark.parametrize("packing", PACK)
+@pytest.mark.parametrize("layout", ["lines", "array", "indented", "strings"])
+def test_json_of_every_layout_and_packing_is_read(tmp_path, monkeypatch, packing, layout):
+    monkeypatch.setattr(sources, "JSON_CHARS", 50)      # elements are cut at every place
+    content = {"lines": "".join(json.dumps(row) + "\n" for row in ROWS), "array": json.dumps(ROWS, ensure_ascii=False),
+               "indented": "\ufeff\n " + json.dumps(ROWS, indent=2) + "\n\n", "strings": json.dumps(DOCUMENTS)}[layout]
+    file = tmp_path / f"a.json{packing}"
+    file.write_bytes(PACK[packing](content.encode()))
+    assert local(file, out=tmp_path) == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+
+
+def test_an_array_is_read_in_bounded_memory(tmp_path):
+    """15 MB of it, of which a part and an element are in memory at a time."""
+    (tmp_path / "a.json").write_text(json.dumps([{"text": f"{n} " + "x" * 50_000} for n in range(300)]))
+    tracemalloc.start()
+    try:
+        assert local(tmp_path / "a.json", out=tmp_path) == 0
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("content, sentence", [
+    ('[{"text": "a"}, {"text": "b"', "a.json is damaged or was cut short"), ('[{"text": "a"}, {"text": "b', "cut short"),
+    ('[{"text": "a"}', "cut short"), ('[{"text": "a"} {"text": "b"}]', "element 1 of its array"),
+    ('[{"text": "a"}, {"text": b}]', "element 2 of its array"), ('[{"text": "a"},]', "element 2 of its array"),
+    ('[{"text": "a"}] {}', "text follows the end"), ("[" * 200_000, "element 1 of its array")])
+def test_an_array_that_is_no_json_is_a_bad_file(tmp_path, capsys, monkeypatch, content, sentence):
+    monkeypatch.setattr(sources, "JSON_CHARS", 8)
+    (tmp_path / "a.json").write_text(content)
+    assert sentence in said(capsys, 1, tmp_path / "a.json", out=tmp_path)
+
+
+def test_an_element_without_end_is_not_read_into_memory(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sources, "JSON_CHARS_MOST", 1000)
+    (tmp_path / "a.json").write_text('[{"text": "' + "x" * 600_000)
+    assert "longer than 1,000 characters" in said(capsys, 1, tmp_path / "a.json", out=tmp_path)
+
+
+def test_an_odd_element_of_an_array_is_named_or_skipped(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps([*ROWS[:5], 7, {"text": 3}, *ROWS[5:]]))
+    assert "a.json, element 6 is no object but int" in said(capsys, 2, tmp_path / "a.json", out=tmp_path)
+    assert local(tmp_path / "a.json", out=tmp_path, skip_bad="true") == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+    assert shards.read_index(tmp_path / "mine").odd_rows[0]["rows"] == 2
+
+
+def test_replaced_characters_of_an_array_are_counted(tmp_path):
+    content = json.dumps([*ROWS, {"text": "caf!! " * 3 + "\ufffd" + "x" * 1000}], ensure_ascii=False).encode()
+    (tmp_path / "a.json").write_bytes(content.replace(b"!!", b"\xe9\xe9"))
+    assert local(tmp_path / "a.json", out=tmp_path) == 0
+    assert shards.read_index(tmp_path / "mine").replaced == {"a.json": 6}
+    assert found(tmp_path / "mine") == due([*DOCUMENTS, "caf\ufffd\ufffd " * 3 + "\ufffd" + "x" * 1000])
+
+
+def test_instructions_may_be_an_array(tmp_path):
+    rows = [{"prompt": f"What is {n}?", "response": text} for n, text in enumerate(DOCUMENTS)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    write_rows(tmp_path / "a.jsonl", rows)
+    for form in ("json", "jsonl"):
+        assert local(tmp_path / f"a.{form}", out=tmp_path / form, instruct="true") == 0
+    shard = "mine/train_00000.bin"
+    assert (tmp_path / "json" / shard).read_bytes() == (tmp_path / "jsonl" / shard).read_bytes()
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def zstd(data=LINES, **options):
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, **options)
+    return zstandard.ZstdCompressor(compression_params=parameters).compress(data)
+
+
+SKIPPABLE = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"
+
+
+@pytest.mark.parametrize("packed", [
+    zstd(window_log=28), zstd(window_log=31), zstd(write_checksum=True), zstd(LINES[:3000]) + zstd(b"") + zstd(LINES[3000:]),
+    SKIPPABLE + zstd(), zstd() + SKIPPABLE])
+def test_zstd_of_any_window_and_any_frames_is_read(tmp_path, packed):
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    assert local(tmp_path / "a.jsonl.zst", out=tmp_path) == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+
+
+@pytest.mark.parametrize("packed", [
+    zstd()[:-3], zstd(LINES[:3000]) + zstd()[:50], zstd() + b"more", zstd(write_checksum=True)[:-1] + b"?", b"no zstd"])
+def test_damaged_zstd_is_a_bad_file(tmp_path, capsys, packed):
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    assert "a.jsonl.zst is damaged or was cut short" in said(capsys, 1, tmp_path / "a.jsonl.zst", out=tmp_path)
+
+
+def test_zeros_packed_by_zstd_are_unpacked_in_bounded_memory():
+    packed = zstd(bytes(1 << 28))
+    tracemalloc.start()
+    try:
+        reader = io.BufferedReader(sources.ZstdReader(io.BytesIO(packed)))
+        assert sum(len(block) for block in iter(lambda: reader.read(1 << 16), b"")) == 1 << 28
+        assert tracemalloc.get_traced_memory()[1] < 1.5e8
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("pattern, expanded", [
+    ("{a,b}/*", ["a/*", "b/*"]), ("x{a,b{c,d}}.{e,f}", ["xa.e", "xa.f", "xbc.e", "xbc.f", "xbd.e", "xbd.f"]),
+    ("{,a}b", ["b", "ab"]), ("a", ["a"]), ("{a}", ["{a}"]), ("{a", ["{a"]), ("{a}{b,c}", ["{a}b", "{a}c"])])
+def test_braces_are_expanded_as_a_shell_does(pattern, expanded):
+    assert sources.expand_braces(pattern) == expanded
+
+
+# -------------------------------------------------------------------------------------------- what was made of these files
+
+def touch(file, content=None):
+    """Give a file, with another content or its own, a time of its own."""
+    file.write_bytes(content or file.read_bytes())
+    os.utime(file, (1, len(file.read_bytes())))
+
+
+@pytest.mark.parametrize("options", [{}, {"tokens": 900}])
+def test_a_file_whose_time_alone_changed_is_still_the_same(tmp_path, capsys, options):
+    earlier = write(tmp_path / "earlier.jsonl", some_documents(9, 5) + DOCUMENTS[:4])
+    assert local(earlier, out=tmp_path, name="earlier") == 0
+    files = [write(tmp_path / "a.jsonl", [*DOCUMENTS[:30], "", *DOCUMENTS[:3]]), tmp_path / "b.txt"]
+    files[1].write_text("\n<|endoftext|>\n".join(STORIES))
+    (tmp_path / "eval.txt").write_text(" ".join(map(str, range(13))))
+    write(files[0], [" ".join(map(str, range(14))), *DOCUMENTS[:30], "", *DOCUMENTS[:3]])
+    options = {"decontaminate": tmp_path / "eval.txt", **options}
+    assert local(*files, out=tmp_path, **options) == 0
+    made = (tmp_path / "mine/index.json").read_bytes()
+    for file in files:
+        touch(file)
+    capsys.readouterr()
+    assert local(*files, out=tmp_path, **options) == 0
+    out, errors = capsys.readouterr()
+    assert "mine is complete" in out and "are read to compare their documents" in errors
+    assert (tmp_path / "mine/index.json").read_bytes() == made
+
+
+@pytest.mark.parametrize("change", [
+    lambda texts: texts[:-1], lambda texts: [*texts, "more"], lambda texts: [texts[0].upper(), *texts[1:]],
+    lambda texts: [*texts, texts[0]]])
+def test_a_file_with_other_documents_is_another_one(tmp_path, capsys, change):
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    assert local(file, out=tmp_path) == 0
+    touch(write(file, change(DOCUMENTS)))
+    assert "and these hold other documents than it does" in said(capsys, 2, file, out=tmp_path)
+
+
+def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path):
+    """An imported model's data is called so, and no source of configs/sources.py."""
+    with pytest.raises(UserError) as caught:
+        shards.read_index(tmp_path / "imported")
+    assert "prepare_data.py imported" not in str(caught.value)
+    assert f"`python prepare_data.py local FILE... name=imported out={tmp_path}`" in str(caught.value)
+    assert "set data.mixture= and data.dir= to what there is" in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(tmp_path, capsys, monkeypatch):
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(sources, "open", refuse, raising=False)
+    errors = said(capsys, 1, file, out=tmp_path)
+    assert "Permission denied): check that you may read it" in errors and "fetch" not in errors
+
+
+@pytest.mark.parametrize("roles, sentence", [
+    ({}, "says eos_token=None and bos_token=None, but a token of tokenizer.json must end each document"),
+    ({"eos_token": "</s>"}, "name one of its tokens there; its special ones are <|begin|>, <|end|>")])
+def test_a_tokenizer_without_an_end_is_not_to_be_fetched_again(tmp_path, roles, sentence):
+    with pytest.raises(UserError, match=re.escape(sentence)) as caught:
+        load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer", roles)))
+    assert "fetch" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation files
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+@pytest.mark.parametrize("column", [
+    pyarrow.array([LONG.encode(), None, b"\xff"]), pyarrow.array([{"a": [LONG]}, None, {"a": None}]),
+    pyarrow.array([LONG, None, LONG]).dictionary_encode(),
+    pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array([json.dumps({"q": LONG.replace(" ", "\n")}), None, "3"]))])
+def test_evaluation_texts_of_every_type_of_parquet_are_looked_for(tmp_path, column):
+    file = write_parquet(tmp_path / "eval.parquet", when=FAR, where=NOWHERE, question=column)
+    _, grams = read_grams([str(file)])
+    assert len(grams) == 1 and found_in(grams, f"so: {LONG}!")
+
+
+@pytest.mark.parametrize("name, content", [("a.txt", f"café {LONG}"), ("a.jsonl", f'{{"q": "café {LONG}"}}')])
+def test_an_evaluation_file_that_is_not_utf8_is_a_sentence(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match="cannot be read .*utf-8"):
+        read_grams([str(tmp_path / name)])
