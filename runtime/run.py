@@ -321,7 +321,7 @@ class Run:
             probes = f", {summary['probe_share']:.1%} of it probes" if summary["probe_s"] else ""
             self.log.say(f"{self.config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, "
                          f"{summary['loss_bf16']:.4f} in BF16; {summary['tok_per_s_median']:,.0f} tok/s; "
-                         f"{summary['wall_s']:.0f} s{probes} -> {self.config.run_dir}/summary.json")
+                         f"{summary['wall_s']:.0f} s{probes}{_describe_skips(self.guard)} -> {self.config.run_dir}/summary.json")
         return True
 
     def _stream(self) -> None:
@@ -445,6 +445,19 @@ def stop_request() -> threading.Event:
     return requested
 
 
+def _last_train_loss(rows: list[dict]) -> float | None:
+    """Of the last step that had targets, nats per token; None where none had."""
+    losses = (row["loss"] for row in reversed(rows) if row["kind"] == "train" and row["verdict"] != Verdict.NO_TARGET.value)
+    return next(losses, None)
+
+
+def _describe_skips(guard: Guard) -> str:
+    """The steps of a run that left its weights alone, as the end of a line; "" where there were none."""
+    counts = ((guard.skipped, "skipped by the guard"), (guard.without_targets, "had no target"))
+    told = [f"{count:,} {what}" for count, what in counts if count]
+    return f"; steps that changed no weights: {', '.join(told)}" if told else ""
+
+
 def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     """The run's record, for scaling/: losses, precision, speed, identities; each count named by its convention."""
     config, world, data, counts, layers, guard = run.config, run.world, run.data, run.model.counts(), run._built.layers, run.guard
@@ -480,8 +493,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
             **{f"loss_{arm}": val.source_loss(source) for arm, val in arms},
             **{f"bpb_{arm}": bits_per_byte(val.source_loss(source), data.val[source]) for arm, val in arms},
         } for source in data.sources},
-        "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
-        "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks,
+        "train_loss_last": _last_train_loss(rows),
+        "skipped_steps": guard.skipped, "steps_without_targets": guard.without_targets, "rollbacks": guard.rollbacks,
         **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"], peak[0] * world.size if peak else None),
         "wall_s": run.progress.seconds, "probe_s": run.progress.probe_seconds,
         "probe_share": run.progress.probe_seconds / run.progress.seconds,
