@@ -85,6 +85,20 @@ def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_el
     assert record(finish(config)) == whole[1]
 
 
+@pytest.mark.parametrize("words, what", [
+    ("", ["kill_in_save:2:8"]),                                                         # during its first save
+    ("", ["fail_in_save:2:1:99", "fail_in_save:4:1:99", "signal_in_step:6:0:9"]),       # a full disk
+    ("checkpoint.every=none", ["signal_in_step:6:0:9"])],                               # and then a policy by which two were due
+    ids=["killed", "full", "policy"])
+def test_a_run_that_never_completed_a_checkpoint_begins_at_step_0_again(base, whole, request, words, what):
+    config = replace(base, run=f"first_{request.node.callspec.id}")
+    ended([-signal.SIGKILL], config, *words.split(), faults=what)
+    assert not saved_steps(config) and len(rows(config)) >= 2
+    told = ended([0], config).output
+    assert "starting at step 0; the " in told and "rows of an earlier start, which had not completed a checkpoint" in told
+    assert record(config) == whole[1]
+
+
 def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_it(base, whole):
     """No space left, from every stage of a save in turn on to its end; then files that may not grow, as on a full disk."""
     config = replace(base, run="no_space")
@@ -340,6 +354,11 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(
     assert rollbacks(config) == [(FORK + 2, FORK)]
     told = finish(replace(config, run=f"{branch.run}_told"), faults=[f"move_data:{FORK + 1}:2"], ranks=ranks)
     assert faults.digest(config) == faults.digest(told) and faults.trajectory(config) == faults.trajectory(told)
+    killed = changed(config, f"run={branch.run}_killed checkpoint.every={FORK + 1}")      # its own checkpoint undone
+    undone = [f"nan_weight:{FORK + 1}:0", f"signal_in_step:{FORK + 3}:0:9"]
+    assert KILLED in faults.Run(killed, faults=undone, ranks=ranks).wait()
+    assert rollbacks(killed) == [(FORK + 2, FORK)] and not saved_steps(killed)
+    assert f"branching off {branch.start_from}" in ended([0] * ranks, killed, ranks=ranks).output
     trunk = shutil.copytree(branch.start_from, tmp_path / "copy/checkpoints" / Path(branch.start_from).name)
     lost = replace(config, run=f"{branch.run}_lost", start_from=str(trunk))
     said = refused([1] * ranks, lost, faults=[f"nan_weight:{FORK + 1}:0", f"lose_trunk:{FORK + 2}"], ranks=ranks)
