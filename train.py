@@ -13,6 +13,7 @@ A run lives in out/<run>/. The same command again resumes it from its newest sou
 Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one of its kind leaves at once.
 """
 
+import math
 import sys
 
 import torch
@@ -38,8 +39,8 @@ def train(config: Config, world: World) -> None:
 
             # ---- forward and backward --------------------------------------------------------------------------------
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
-            targets = max(1, run.data.targets(step + run.progress.data_offset))   # all tokens, or fewer where prompts are masked
-            step_scale = run.loss_scale * (config.data.tokens_per_step / targets)
+            targets = run.data.targets(step + run.progress.data_offset)     # of all ranks: fewer than tokens, or 0, with prompts
+            step_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
             run.scales.begin(step_scale)                    # of fp8.scaling=delayed: from the steps before
             loss_sum = torch.zeros((), device=world.device)
             for micro in range(accumulation):
@@ -55,10 +56,10 @@ def train(config: Config, world: World) -> None:
             sums = parallel.all_sum(torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.is_set()))), world)
             n_saturated = run.scales.end(step_scale)        # tensors beyond their delayed scale
             loss, stops, grad_norm, n_saturated = torch.cat((sums, torch.stack((grad_norm, n_saturated)))).tolist()
-            loss /= targets
+            loss = loss / targets if targets else math.nan      # a mean over nothing
 
             # ---- judge, update ---------------------------------------------------------------------------------------
-            verdict = run.guard.judge(step, loss, grad_norm)
+            verdict = run.guard.judge(step, loss, grad_norm, targets)
             if verdict in (Verdict.OK, Verdict.SPIKE):
                 run.saver.staged()                          # the save under way has its copy of the weights
                 optimizer.step()

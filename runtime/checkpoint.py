@@ -5,6 +5,8 @@
                                                 DONE                             written last: the SHA-256 of manifest.json
     out/<run>/checkpoints/bad_step_00013500/    one that was found damaged, kept for inspection
     out/<run>/checkpoints/.tmp_step_00013500/   one that is being written or deleted; the next save or start removes leftovers
+    out/<run>/saved.json                        the step of the first checkpoint that was complete, or null before it: whether a
+                                                run without checkpoints has lost them
 
 Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background, DCP writes and syncs them
 under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE, renames the folder and deletes what the
@@ -26,7 +28,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -39,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from model import GPT
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
-from runtime.machine import GIB, file_sha256, sync_folder, write_atomically
+from runtime.machine import GIB, file_sha256, sync_folder, write_atomically, write_json
 from runtime.optim import check_branch, local
 from runtime.tokenizer import tokenizer_of
 
@@ -71,6 +73,34 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
+
+
+# ----------------------------------------------------------------------------------------- has a run ever had a checkpoint?
+
+SAVED = "saved.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """saved.json: outside of checkpoints/, so that it outlives that folder."""
+    schema_version: int = 1
+    first_checkpoint: int | None = None     # step of the first checkpoint that was complete; None before it
+
+
+def read_saved(run_dir: Path) -> Saved | None:
+    """None where there is none: the run was begun by a version that wrote none, or its file is damaged."""
+    with suppress(OSError, ValueError, TypeError):
+        return Saved(**json.loads((Path(run_dir) / SAVED).read_text()))
+    return None
+
+
+def note_saved(run_dir: Path, step: int | None, is_anew: bool = False) -> None:
+    """Note that the run has a complete checkpoint of `step`, or (None) that it begins without one. What was noted first stays,
+    unless the run begins anew."""
+    saved = read_saved(run_dir)
+    if not is_anew and saved is not None and (step is None or saved.first_checkpoint is not None):
+        return
+    write_json(Path(run_dir) / SAVED, asdict(Saved(first_checkpoint=step)))
 
 
 # ----------------------------------------------------------------------------------------------------------------- save
@@ -120,6 +150,8 @@ class Saver:
     def roll_back(self, step: int) -> None:
         """Delete the checkpoints of later steps, so that no resume continues from one."""
         self.wait()
+        if self.world.is_main and all(step_of(path) > step for path in checkpoints(self.dir.parent)):
+            note_saved(self.dir.parent, None, is_anew=True)     # a branch goes back to its trunk, and on without any of its own
         # Newest first: a kill in between leaves the fewest of those that are to go.
         run_on_rank0(self.world, lambda: [_remove(p) for p in reversed(checkpoints(self.dir.parent)) if step_of(p) > step])
 
@@ -149,6 +181,9 @@ class Saver:
         finally:
             if is_main:
                 shutil.rmtree(tmp, ignore_errors=True)      # renamed by now, unless a stage failed
+        if is_main:
+            with suppress(OSError):     # the save itself is good; the next one tries again
+                note_saved(self.dir.parent, manifest["step"])
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
         if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             there = {step_of(path): path for path in checkpoints(self.dir.parent)}

@@ -24,11 +24,13 @@ import torch
 
 from runtime.cli import UserError
 from runtime.config import Config
+from runtime.guard import FEW_TARGETS
 from runtime.machine import digest
 from runtime.shards import LOSS_MASK_BIT, Index, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 
 NO_TARGET = -100            # F.cross_entropy's ignore_index
+SAMPLED_SEQUENCES = 4096    # read before the first step to say how many steps have no target: some milliseconds
 WEIGHT_STEPS = 2**20        # a mixture of no simple ratio is rounded to shares of this
 FEISTEL_ROUNDS = 6
 
@@ -127,6 +129,15 @@ class Windows:
     def targets(self, window: int) -> int:
         return int(np.count_nonzero(self.read(window)[1:] < LOSS_MASK_BIT)) if self.is_masked else self.n_ctx
 
+    def has_targets(self) -> bool:
+        return any(self.targets(window) for window in range(len(self)))
+
+    def target_share(self) -> float:
+        """Targets over tokens, of SAMPLED_SEQUENCES windows at most, evenly strided."""
+        count = min(len(self), SAMPLED_SEQUENCES)
+        sample = np.arange(count) * len(self) // count
+        return sum(self.targets(window) for window in sample.tolist()) / (count * self.n_ctx)
+
 
 class Validation:
     """The fixed validation windows of one source: the same, in the same order, in every run of equal n_ctx.
@@ -215,6 +226,9 @@ class Data:
             if not targets:
                 yield (f"{folder} has {self._indexes[name].splits[split].tokens} {split} tokens, too few for one window of "
                        f"model.n_ctx={self.n_ctx} tokens and a target, or prompts alone: prepare more text, or raise val_share=")
+        if there and not self._train[s].has_targets():
+            yield (f"{folder} has no target in its {self._indexes[name].splits['train'].tokens} training tokens: they are "
+                   f"prompts alone, from which nothing can be learned; prepare rows that have a response")
         if there and planned > limit * there:
             yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,} and "
                    f"data.max_epochs={limit:g}; set it to {math.ceil(100 * planned / there) / 100:g}, or give fewer steps, or "
@@ -226,11 +240,34 @@ class Data:
         return digest([files, *more])
 
     def describe(self) -> list[str]:
-        """A line per source: its share of the mixture, training tokens there are, planned ones, epochs."""
+        """A line per source: its share of the mixture, training tokens there are, planned ones, epochs; then what there is to say
+        of targets, where a source is masked."""
+        return [*self._describe_sources(), *self._describe_targets()]
+
+    def _describe_sources(self) -> list[str]:
         return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self._period})  "
                 f"{self._there[s] * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
                 f"= {self.epochs[name]:.2f} epochs; {self.val[name].tokens:,} to validate on"
                 for s, name in enumerate(self.sources)]
+
+    def _describe_targets(self) -> list[str]:
+        masked = {name: windows for name, windows in zip(self.sources, self._train, strict=True) if windows.is_masked}
+        lines = [f"data: {name:12} {windows.target_share():.2%} of its tokens are targets (responses), the rest is context"
+                 for name, windows in masked.items()]
+        if not masked:
+            return lines
+        steps = min(self.config.total_steps, max(1, SAMPLED_SEQUENCES // self.sequences_per_step))
+        targets = np.array([self.targets(step) for step in range(steps)])
+        without, few = int((targets == 0).sum()), int(((targets > 0) & (targets < FEW_TARGETS)).sum())
+        start = f"of the first {steps} steps have"
+        if without:
+            lines.append(f"data: {without} {start} no target: they are read and change no weight")
+        if few:
+            lines.append(f"data: {few} {start} fewer than {FEW_TARGETS} targets: too few for the guard to tell a spike")
+        if without or few:
+            tokens = self.config.data.tokens_per_step
+            lines.append(f"data: a larger data.tokens_per_step (now {tokens:,}) gives each step more targets")
+        return lines
 
     def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source number and training window, int64 each, of the run's sequences of these numbers (from 0).

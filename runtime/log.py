@@ -53,7 +53,8 @@ class Log:
         step, total, seconds = row["step"], self.config.total_steps, self._seconds or [row["step_s"]]
         if step == total or step % self.config.log.every == 0 or self._steps == 1:
             step_s = sum(seconds) / len(seconds)
-            self.say(f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {row['loss']:.4f}  "
+            loss = "none" if row["verdict"] == "NO_TARGET" else f"{row['loss']:.4f}"
+            self.say(f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {loss}  "
                      f"{si(self.config.data.tokens_per_step / step_s)} tok/s  {duration((total - step) * step_s)} left"
                      + ("" if row["verdict"] == "OK" else f"  {row['verdict']}"))
 

@@ -23,7 +23,7 @@ import torch
 
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
-from runtime.checkpoint import Saver, branch, restore, run_on_rank0
+from runtime.checkpoint import Saver, branch, note_saved, read_saved, restore, run_on_rank0, step_of
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.data import Data
@@ -143,6 +143,8 @@ class Run:
         config, world, step, total = self.config, self.world, self.progress.step, self.config.model.params_total
         write_json(config.run_dir / "config.json", asdict(config))        # first: it marks the folder as a run
         keep_tokenizer(config.run_dir, config.data.tokenizer)
+        note_saved(config.run_dir, step_of(restored[0]) if restored and self._is_resumed else None)
+        lost = 0 if self._is_resumed else len(metrics_rows(read_rows(config.run_dir / "metrics.jsonl")))
         self._meter = cleanup.enter_context(closing(Meter(world.device)))
         env = config.run_dir / "env.json"       # keeps the t_start of the run's first start: a prediction counts only if older
         first = {"t_start": json.loads(env.read_text())["t_start"]} if env.exists() else {}
@@ -157,7 +159,8 @@ class Run:
             *self._built.flags, *self.data.describe(),
             *fp8.table(self._built.layers, config.fp8.recipe, world.device.type),
             (f"{begins} {restored[0]}" if restored else "starting at step 0")
-            + (f"; trained in {self._switched_from} before its branch point" if self._switched_from else ""),
+            + (f"; trained in {self._switched_from} before its branch point" if self._switched_from else "")
+            + (f"; the {lost} rows of an earlier start, which had not completed a checkpoint, are dropped" if lost else ""),
         ]))
         if restored:
             self.log.event({"event": "resume" if self._is_resumed else "branch", "step": step})
@@ -321,7 +324,7 @@ class Run:
             probes = f", {summary['probe_share']:.1%} of it probes" if summary["probe_s"] else ""
             self.log.say(f"{self.config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, "
                          f"{summary['loss_bf16']:.4f} in BF16; {summary['tok_per_s_median']:,.0f} tok/s; "
-                         f"{summary['wall_s']:.0f} s{probes} -> {self.config.run_dir}/summary.json")
+                         f"{summary['wall_s']:.0f} s{probes}{_describe_skips(self.guard)} -> {self.config.run_dir}/summary.json")
         return True
 
     def _stream(self) -> None:
@@ -407,16 +410,28 @@ def is_finished(config: Config) -> bool:
 
 
 def refuse_to_start_over(config: Config) -> None:
-    """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more; MachineError
-    where only damaged ones are. The first save that was due may have been cut short; the second one has waited for it."""
-    rows = metrics_rows(read_rows(config.run_dir / "metrics.jsonl"))
-    steps = {row["step"] for row in rows if row["kind"] == "train"}      # a branch has rows of its own alone
-    bad = ", ".join(sorted(path.name for path in config.run_dir.glob("checkpoints/bad_step_*")))
+    """Raises UserError where the run has had a checkpoint, yet none is there any more; MachineError where only damaged ones are.
+
+    A run that was killed during its first save, or whose saves failed for a full disk, has had none: it begins at step 0."""
+    damaged = ", ".join(sorted(path.name for path in config.run_dir.glob("checkpoints/bad_step_*")))
+    steps = {row["step"] for row in metrics_rows(read_rows(config.run_dir / "metrics.jsonl")) if row["kind"] == "train"}
+    if not damaged and not _has_had_a_checkpoint(config, steps):
+        return
+    error = MachineError if damaged else UserError
+    but_damaged = f" but damaged {damaged}" if damaged else ""
+    raise error(f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is left{but_damaged}: put "
+                f"its checkpoints/ back, or delete the folder to start the run anew")
+
+
+def _has_had_a_checkpoint(config: Config, steps: set[int]) -> bool:
+    """By saved.json. A run of a version that wrote none: where two saves were due by its rows (a branch has rows of its own
+    alone), as the first may have been cut short, but the second has waited for it."""
+    saved = read_saved(config.run_dir)
+    if saved is not None:
+        return saved.first_checkpoint is not None
     policy = config.checkpoint
-    if bad or sum(step in policy.at or is_due(step, policy.every, policy.rolling) for step in steps) > 1:
-        raise (MachineError if bad else UserError)(
-            f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is left{bad and ' but damaged '}"
-            f"{bad}: put its checkpoints/ back, or delete the folder to start the run anew")
+    due = [step for step in steps if step in policy.at or is_due(step, policy.every, policy.rolling)]
+    return len(due) > 1
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)      # the last is Slurm's warning
@@ -443,6 +458,19 @@ def stop_request() -> threading.Event:
         signal.signal(number, lambda *_: None)      # so that it is written to the pipe
     threading.Thread(target=count_signals, name="signals", daemon=True).start()
     return requested
+
+
+def _last_train_loss(rows: list[dict]) -> float | None:
+    """Of the last step that had targets, nats per token; None where none had."""
+    losses = (row["loss"] for row in reversed(rows) if row["kind"] == "train" and row["verdict"] != Verdict.NO_TARGET.value)
+    return next(losses, None)
+
+
+def _describe_skips(guard: Guard) -> str:
+    """The steps of a run that left its weights alone, as the end of a line; "" where there were none."""
+    counts = ((guard.skipped, "skipped by the guard"), (guard.without_targets, "had no target"))
+    told = [f"{count:,} {what}" for count, what in counts if count]
+    return f"; steps that changed no weights: {', '.join(told)}" if told else ""
 
 
 def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
@@ -480,8 +508,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
             **{f"loss_{arm}": val.source_loss(source) for arm, val in arms},
             **{f"bpb_{arm}": bits_per_byte(val.source_loss(source), data.val[source]) for arm, val in arms},
         } for source in data.sources},
-        "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
-        "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks,
+        "train_loss_last": _last_train_loss(rows),
+        "skipped_steps": guard.skipped, "steps_without_targets": guard.without_targets, "rollbacks": guard.rollbacks,
         **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"], peak[0] * world.size if peak else None),
         "wall_s": run.progress.seconds, "probe_s": run.progress.probe_seconds,
         "probe_share": run.progress.probe_seconds / run.progress.seconds,

@@ -351,3 +351,9 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
     assert "prompts has 101 val tokens" in refusal(tmp_path, "data.mixture=prompts:1")
+
+
+def test_training_tokens_that_are_prompts_alone_are_refused(tmp_path):
+    split = {"train": [np.full(1001, MASK)], "val": [np.full(1001, 97, "<u4")]}
+    conftest.write_shards(tmp_path / "prompts", split, **OURS, is_masked=True)
+    assert "prompts has no target in its 1001 training tokens" in refusal(tmp_path, "data.mixture=prompts:1")

@@ -85,6 +85,20 @@ def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_el
     assert record(finish(config)) == whole[1]
 
 
+@pytest.mark.parametrize("words, what", [
+    ("", ["kill_in_save:2:8"]),                                                         # during its first save
+    ("", ["fail_in_save:2:1:99", "fail_in_save:4:1:99", "signal_in_step:6:0:9"]),       # a full disk
+    ("checkpoint.every=none", ["signal_in_step:6:0:9"])],                               # and then a policy by which two were due
+    ids=["killed", "full", "policy"])
+def test_a_run_that_never_completed_a_checkpoint_begins_at_step_0_again(base, whole, request, words, what):
+    config = replace(base, run=f"first_{request.node.callspec.id}")
+    ended([-signal.SIGKILL], config, *words.split(), faults=what)
+    assert not saved_steps(config) and len(rows(config)) >= 2
+    told = ended([0], config).output
+    assert "starting at step 0; the " in told and "rows of an earlier start, which had not completed a checkpoint" in told
+    assert record(config) == whole[1]
+
+
 def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_it(base, whole):
     """No space left, from every stage of a save in turn on to its end; then files that may not grow, as on a full disk."""
     config = replace(base, run="no_space")
@@ -228,6 +242,52 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     assert [row["loss"] for row in rows(config)] == pytest.approx(due, rel=1e-3)
 
 
+@pytest.fixture(scope="module")
+def long_prompts(base, tmp_path_factory):
+    """Prompts of 90 tokens, responses of 10, two sequences of 32 tokens a step: of 24 steps many have no target."""
+    folder, rng = tmp_path_factory.mktemp("long_prompts"), np.random.default_rng(0)
+    is_prompt = np.arange(100) < 90
+    splits = {split: [np.tile(rng.integers(97, 123, 100, "<u4") | is_prompt << np.uint32(31), rows)]
+              for split, rows in (("train", 90), ("val", 9))}
+    write_shards(folder / "chat", splits, is_masked=True)
+    return changed(base, f"fp8.recipe=off data.dir={folder} data.mixture=chat:1 data.tokens_per_step=64 data.micro_batch=1 "
+                   "checkpoint.every=1 checkpoint.keep=99 optim.weight_decay=0.1 eval.every=none")
+
+
+def weights_and_moments(config: Config, step: int) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((config.run_dir / f"checkpoints/step_{step:08d}").glob("__*"))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_without_targets_change_no_weight_and_are_counted_and_said(long_prompts, ranks):
+    """Their loss of 0 filled the guard's window, by which the others were skipped as spikes."""
+    config = replace(long_prompts, run=f"long_prompts{ranks}")
+    told = ended([0] * ranks, config, ranks=ranks).output
+    data = Data(config, load_tokenizer("byte").sha256)
+    targets = [data.targets(step) for step in range(STEPS)]
+    without = targets.count(0)
+    assert 4 < without < STEPS - 4
+    assert [row["verdict"] == "NO_TARGET" for row in rows(config)] == [count == 0 for count in targets]
+    assert {row["verdict"] for row in rows(config)} == {"OK", "NO_TARGET"}
+    assert {row["loss"] for row in rows(config) if row["verdict"] == "NO_TARGET"} == {None}
+    is_unchanged = [weights_and_moments(config, step) == weights_and_moments(config, step + 1) for step in range(1, STEPS)]
+    assert is_unchanged == [count == 0 for count in targets[1:]]
+    assert (summary(config)["steps_without_targets"], summary(config)["skipped_steps"]) == (without, 0)
+    assert f"{without} of the first {STEPS} steps have no target" in told and f"{without} had no target ->" in told
+    tokens = np.fromfile(f"{config.data.dir}/chat/train_00000.bin", "<u4")
+    share = (tokens[1:(len(tokens) - 1) // 32 * 32 + 1] < 1 << 31).mean()      # a window's first token is no target
+    assert f"{share:.2%} of its tokens are targets" in told
+
+
+def test_a_resume_among_steps_without_targets_ends_in_the_same_bits(long_prompts):
+    whole = finish(replace(long_prompts, run="prompts_whole"))
+    config = replace(long_prompts, run="prompts_killed")
+    for at in 9, 17:
+        ended([-signal.SIGKILL], config, faults=[f"signal_in_step:{at}:0:9"])
+    assert record(finish(config)) == record(whole)
+    assert summary(config)["steps_without_targets"] == summary(whole)["steps_without_targets"]
+
+
 @pytest.mark.parametrize("spoilt, rollbacks, replicas, told, saved", [
     (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1", 4), (["nan_weight:8:1"], 0, 1, "step 8: validation loss nan", 8),
     (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan", 8),
@@ -294,6 +354,11 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(
     assert rollbacks(config) == [(FORK + 2, FORK)]
     told = finish(replace(config, run=f"{branch.run}_told"), faults=[f"move_data:{FORK + 1}:2"], ranks=ranks)
     assert faults.digest(config) == faults.digest(told) and faults.trajectory(config) == faults.trajectory(told)
+    killed = changed(config, f"run={branch.run}_killed checkpoint.every={FORK + 1}")      # its own checkpoint undone
+    undone = [f"nan_weight:{FORK + 1}:0", f"signal_in_step:{FORK + 3}:0:9"]
+    assert KILLED in faults.Run(killed, faults=undone, ranks=ranks).wait()
+    assert rollbacks(killed) == [(FORK + 2, FORK)] and not saved_steps(killed)
+    assert f"branching off {branch.start_from}" in ended([0] * ranks, killed, ranks=ranks).output
     trunk = shutil.copytree(branch.start_from, tmp_path / "copy/checkpoints" / Path(branch.start_from).name)
     lost = replace(config, run=f"{branch.run}_lost", start_from=str(trunk))
     said = refused([1] * ranks, lost, faults=[f"nan_weight:{FORK + 1}:0", f"lose_trunk:{FORK + 2}"], ranks=ranks)

@@ -17,7 +17,7 @@ from runtime.guard import Guard, Verdict, diagnose
 from tests.test_fp8 import build, tokens
 
 SMALL = GuardConfig(window=16, skips=4, rollbacks=2)
-OK, SPIKE, SKIP, ROLLBACK, STOP = Verdict
+OK, SPIKE, SKIP, ROLLBACK, STOP, NO_TARGET = Verdict
 
 
 def quiet(rng, loss=3.0, norm=1.0):
@@ -110,7 +110,7 @@ def test_the_first_steps_are_no_spike_and_log_mode_follows_a_shift():
     assert filled(steps=8).judge(8, 300.0, 100.0) is SKIP
 
 
-@pytest.mark.parametrize("mode, seen", [("off", {OK, SKIP}), ("log", {OK, SKIP, SPIKE}), ("act", set(Verdict))])
+@pytest.mark.parametrize("mode, seen", [("off", {OK, SKIP}), ("log", {OK, SKIP, SPIKE}), ("act", set(Verdict) - {NO_TARGET})])
 def test_a_resume_at_any_step_changes_no_verdict_and_no_rollback_undoes_a_count(mode, seen):
     def values(sick, step):
         loss = math.nan if step % 53 == 0 else 4 if step % 90 > 80 or step % 41 == 0 else 1
@@ -120,6 +120,40 @@ def test_a_resume_at_any_step_changes_no_verdict_and_no_rollback_undoes_a_count(
     resumed_verdicts, resumed = run(replace(SMALL, mode=mode), 400, values, is_resumed=True)
     assert resumed_verdicts == verdicts and resumed.state() == guard.state() and set(verdicts) == seen
     assert guard.skipped == sum(verdict not in (OK, SPIKE) for verdict in verdicts)
+
+
+@pytest.mark.parametrize("mode", ["act", "log", "off"])
+def test_a_step_without_targets_is_not_judged_and_leaves_no_trace_but_its_count(mode):
+    guard = filled(replace(SMALL, mode=mode))
+    before = guard.state()
+    assert [guard.judge(64 + i, math.nan, 0.0, targets=0) for i in range(50)] == [NO_TARGET] * 50
+    assert guard.state() == before | {"without_targets": 50} and "prompts" in guard.reason
+
+
+def test_a_step_without_targets_neither_ends_nor_lengthens_a_row_of_skips():
+    guard = filled()
+    assert [guard.judge(64 + i, loss, 1.0, targets) for i, (loss, targets) in enumerate(
+        [(300.0, 500), (math.nan, 0), (300.0, 500), (math.nan, 0), (300.0, 500), (300.0, 500)])] == [
+        SKIP, NO_TARGET, SKIP, NO_TARGET, SKIP, ROLLBACK]
+    assert (guard.skipped, guard.suspect_since) == (4, 64)
+    guard.judge(70, math.nan, 0.0, targets=0)
+    state = json.loads(json.dumps(guard.state()))
+    guard.rolled_back(filled().state())
+    assert (guard.without_targets, state["without_targets"]) == (3, 3), "no rollback undoes the count"
+
+
+def test_steps_of_few_targets_are_no_spikes_and_only_what_is_not_finite_is_skipped():
+    """Means over 1 to 8 tokens, of which most are easy and some hard: nearly half of them would be spikes."""
+    guard, rng = Guard(GuardConfig()), np.random.default_rng(0)
+    for step in range(1000):
+        targets = int(rng.integers(1, 9))
+        is_easy = rng.random(targets) < 0.8
+        loss = float(np.where(is_easy, rng.exponential(0.03, targets), rng.exponential(3.0, targets)).mean())
+        assert guard.judge(step, loss, 2 * loss, targets) is OK
+    assert guard.accepted == [], "nor are they what a larger step is compared with"
+    for step in range(3):
+        assert guard.judge(1000 + step, math.nan, 1.0, 4) is SKIP
+        assert guard.judge(1000 + step, 1.0, 1.0, 4) is OK and guard.consecutive == 0, "which ends a row"
 
 
 def overflow(model, moments):

@@ -29,7 +29,7 @@ from runtime import fp8, parallel
 from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
 from runtime.cli import UserError
 from runtime.config import config_from_dict
-from runtime.data import Data
+from runtime.data import NO_TARGET, Data
 from runtime.machine import read_rows
 from runtime.optim import local
 from runtime.probe import Probe
@@ -114,6 +114,17 @@ def test_recomputation_runs_a_block_twice_but_for_attention_and_changes_no_name_
         seen.append(([name for name, _ in model.named_modules()], path.read_text()))
     assert seen[0] == seen[1] and '"gradient"' in seen[0][1]
     assert counts == [(4, 4), (6, 4)] and kept[1] < kept[0] / 2     # two blocks, twice forward
+
+
+@pytest.mark.parametrize("recipe", SHARDED)
+def test_a_micro_batch_without_targets_has_a_loss_and_gradients_of_zero(tiny, recipe):
+    """As one rank of several may have it: no 0 / 0, and no scale of a gradient that is zero."""
+    model = build(tiny, f"fp8.recipe={recipe}").model
+    x, y = tokens()
+    losses = model(x, torch.full_like(y, NO_TARGET))
+    losses.sum().backward()
+    assert losses.tolist() == [0.0] * len(x)
+    assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
 def test_compiled_whole_and_recomputed_it_differs_by_rounding_alone(tiny):

@@ -121,12 +121,33 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
     shutil.rmtree(config.run_dir / "checkpoints")
     assert "has come to step 6, yet no checkpoint" in run(config, code=2)
     assert (config.run_dir / "metrics.jsonl").read_bytes() == before
+    (config.run_dir / "metrics.jsonl").write_bytes(b"")
+    assert "yet no checkpoint" in run(config, code=2), "however far its rows say that it came"
+
+
+def test_a_run_of_a_version_without_saved_json_is_judged_by_its_rows(tiny, run):
+    config = changed(tiny, "checkpoint.every=none checkpoint.rolling=2")
+    run(config)
+    before = (config.run_dir / "metrics.jsonl").read_bytes()
+    for name in "summary.json", "saved.json":
+        (config.run_dir / name).unlink()
+    shutil.rmtree(config.run_dir / "checkpoints")
+    assert "has come to step 6, yet no checkpoint" in run(config, code=2)
+    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
     # Killed over its very first save a run has nothing to go back to, and begins anew; not where that save was found damaged.
     (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
     (config.run_dir / "checkpoints/bad_step_00000002").mkdir(parents=True)
     assert "but damaged bad_step_00000002: " in run(config, code=1)
     shutil.rmtree(config.run_dir / "checkpoints")
-    run(config)
+    assert "starting at step 0; the 3 rows of an earlier start" in run(config)
+
+
+def test_a_resumed_run_of_a_version_without_saved_json_gets_one(tiny, run):
+    run(tiny)
+    faults.back_to(tiny, 3)
+    (tiny.run_dir / "saved.json").unlink()
+    run(tiny)
+    assert json.loads((tiny.run_dir / "saved.json").read_text()) == {"schema_version": 1, "first_checkpoint": 3}
 
 
 def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(
