@@ -7,11 +7,12 @@ from os.path import commonprefix
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import chunks as batched
-from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows
 from torch.nn.utils.rnn import pad_sequence
 
-from eval.sample import stream
+from eval.generation import read_generation
+from eval.sample import ends_of, stream
 from model import GPT, KVCache
 from runtime.checkpoint import gather
 from runtime.cli import progress_line
@@ -45,13 +46,19 @@ class CheckpointLM(TemplateLM):
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
         self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
         self.eot_token_id, self.prefix_token_id = tokenizer.eot, tokenizer.start
+        self.ends = ends_of(tokenizer)
+        self.start_text, self.end_text = (tokenizer.decode([i]) for i in (tokenizer.start, tokenizer.eot))
         tokens = micro_batch * min(self.n_ctx, LONG_ROW)
         self.budget = min(tokens, CPU_TOKENS) if device.type == "cpu" else tokens       # of a forward pass; longer rows go alone
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """A text's ids, after the token that begins a text where the tokenizer itself adds it, as lm-eval's HFLM has them."""
-        begins = self.tokenizer_ours.adds_start and add_special_tokens is not False
-        return [self.prefix_token_id] * begins + self.tokenizer_ours.encode(string).tolist()
+        """A text's ids as lm-eval's HFLM has them: text that spells a special token is that token, and first comes the token
+        that begins a text, where the tokenizer itself adds it and the text does not spell it."""
+        ids = self.tokenizer_ours.encode_prompt(string).tolist()
+        if not self.tokenizer_ours.adds_start or add_special_tokens is False:
+            return ids
+        is_spelled = add_special_tokens is None and string.startswith(self.start_text)
+        return ids if is_spelled else [self.prefix_token_id, *ids]
 
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
@@ -170,11 +177,11 @@ class CheckpointLM(TemplateLM):
         """
         jobs = []
         for i, request in enumerate(requests):
-            prompt, settings = request.args
-            until = settings.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
+            prompt, keys = request.args
+            asked = read_generation(keys, getattr(request, "task_name", None) or "of this request")
+            until = handle_stop_sequences(list(asked.until), self.end_text)      # spelled in letters it ends an answer too
             ids = self.tok_encode(prompt) or [self.eot_token_id]
-            n_new = min(int(settings.get("max_gen_toks", 256)), max(self.n_ctx - len(ids), self.n_ctx // 2, 1))
+            n_new = min(asked.n_new, max(self.n_ctx - len(ids), self.n_ctx // 2, 1))
             kept = ids[-max(1, self.n_ctx - n_new):]
             self.n_truncated += len(kept) < len(ids)
             jobs.append((kept, n_new, until, i))
@@ -190,14 +197,14 @@ class CheckpointLM(TemplateLM):
         done = [False] * len(batch)
         for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None, n_ids=self.tokenizer_ours.vocab_size):
             for row, (token, (_, n_new, until, _)) in enumerate(zip(tokens.tolist(), batch, strict=True)):
-                done[row] |= token == self.eot_token_id
+                done[row] |= token in self.ends
                 if not done[row]:
                     new[row].append(token)
-                    text = self.tokenizer_ours.decode(new[row]) if until else ""
+                    text = self.tokenizer_ours.decode(new[row])
                     done[row] = len(new[row]) == n_new or any(stop in text for stop in until)
             if all(done):
                 break
-        return [(i, postprocess_generated_text(self.tokenizer_ours.decode(row), until, None))
+        return [(i, postprocess_generated_text(self.tokenizer_ours.decode(row, skip_special=True), until, None))
                 for row, (_, _, until, i) in zip(new, batch, strict=True)]
 
 
