@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.generation import read_generation
 from eval.sample import ends_of, stream
+from eval.tasks import empty_answer
 from model import GPT, KVCache
 from runtime.checkpoint import gather
 from runtime.cli import progress_line
@@ -31,6 +32,14 @@ LIKE = 0.75             # sequences share a beginning while it is at least this 
 # (past, groups of rows) for one forward pass; with `past`, for one over each group's first `past` tokens and some over what
 # follows. Rows are told by their indices; those of a group are alike in their first `past` tokens.
 Batch = tuple[int, list[list[int]]]
+
+
+class NoTokens(Exception):
+    """The request at `place` asks for the log-likelihood of nothing."""
+
+    def __init__(self, place: int):
+        super().__init__(f"request {place} has no token to score")
+        self.place = place
 
 
 class CheckpointLM(TemplateLM):
@@ -63,10 +72,18 @@ class CheckpointLM(TemplateLM):
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)       # ours shows its progress, lm-eval need not
+        """(log-likelihood in nats, whether greedy decoding would say it) of each request's answer. Raises UserError where one
+        has no token, as the text of a token that begins every text."""
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)   # ours shows its progress, lm-eval need not
+        except NoTokens as error:
+            raise empty_answer(requests[error.place]) from None
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, **kwargs) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding would say it) of each continuation after its context."""
+        for place, (_, _, continuation) in enumerate(requests):
+            if not continuation:
+                raise NoTokens(place)
         return self._score([self._windows(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:

@@ -94,6 +94,28 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
     return loaded
 
 
+def refuse_empty_answers(task) -> None:
+    """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError where an answer is empty:
+    without a token its log-likelihood is 0, above that of every other, and acc_norm divides by its length."""
+    build = task.build_all_requests
+
+    def build_and_check(*args, **settings) -> None:
+        build(*args, **settings)
+        delimiter = task.config.target_delimiter if task.OUTPUT_TYPE == "multiple_choice" else ""
+        for request in task.instances:
+            if request.request_type == "loglikelihood" and request.args[1].removeprefix(delimiter) == "":
+                raise empty_answer(request)
+
+    task.build_all_requests = build_and_check
+
+
+def empty_answer(request) -> UserError:
+    """What is said of a request of lm-eval whose answer has nothing that could be scored."""
+    return UserError(f"the task {request.task_name!r} has an empty answer in its document {request.doc_id} (counted from 0, "
+                     f"answer {request.idx + 1} of its requests), which would score best with a log-likelihood of 0: "
+                     f"mend that row, or leave it out by the task's process_docs")
+
+
 def fetch(folder: str, words: tuple[str, ...], include: str | None) -> str:
     """Save the data of the tasks in `folder`, which is then a cache of datasets; a line for each task."""
     names = [name for name in expand(words) if name not in DEMO]        # those are made from a run's own shards

@@ -279,6 +279,20 @@ def test_a_task_gets_answers_of_the_length_that_it_asks_for(run, tmp_path, lengt
     assert record_of(run, "short_float32")["tasks"]["short"]["exact_match"] == 1
 
 
+@pytest.mark.parametrize("answers, more", [
+    (["2", "3"], {}), (["2", ""], {}), (["2", ""], {"target_delimiter": ""}),
+    (["2", ""], {"output_type": "loglikelihood", "doc_to_choice": None, "doc_to_target": "{{answers[1]}}"})])
+def test_an_empty_answer_is_refused_with_its_task_and_document(run, tmp_path, capsys, monkeypatch, answers, more):
+    """It would score 0.0, above every other answer, and win."""
+    folder = make_task(tmp_path / "mine", [SUM, SUM, SUM | {"answers": answers}], **more)
+    if all(answers):
+        call(harness, run, "tasks=sums", f"include={folder}")
+        return
+    monkeypatch.setattr(eval_runs.CheckpointLM, "_score", lambda *_: pytest.fail("scored for nothing"))
+    said = refused(capsys, harness, run, "tasks=sums", f"include={folder}")
+    assert "the task 'sums' has an empty answer in its document 2" in said and not list((run / "eval").iterdir())
+
+
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, tmp_path, monkeypatch):
     def cannot_load(name, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
