@@ -45,7 +45,8 @@ class NoTokens(Exception):
 class CheckpointLM(TemplateLM):
     """lm-eval's view of a model: log-likelihoods of token sequences, and greedy continuations.
 
-    n_truncated counts the requests that did not fit the context and lost their beginning. micro_batch is in sequences of a
+    n_truncated counts the requests that did not fit the context and lost their beginning, n_shortened the generated answers
+    that the end of the context cut before the length that was asked for. micro_batch is in sequences of a
     full context. In a `world` of several ranks they share the batches: each is asked everything, and answers the same.
     """
     eot_token_id = prefix_token_id = -1         # properties of TemplateLM, set here for each model
@@ -54,6 +55,7 @@ class CheckpointLM(TemplateLM):
         super().__init__()
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
         self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
+        self.n_shortened = 0
         self.eot_token_id, self.prefix_token_id = tokenizer.eot, tokenizer.start
         self.ends = ends_of(tokenizer)
         self.start_text, self.end_text = (tokenizer.decode([i]) for i in (tokenizer.start, tokenizer.eot))
@@ -192,7 +194,7 @@ class CheckpointLM(TemplateLM):
 
         A prompt that leaves no room loses its beginning: at most half of the context is freed for the answer.
         """
-        jobs = []
+        jobs, lengths = [], []
         for i, request in enumerate(requests):
             prompt, keys = request.args
             asked = read_generation(keys, getattr(request, "task_name", None) or "of this request")
@@ -202,27 +204,36 @@ class CheckpointLM(TemplateLM):
             kept = ids[-max(1, self.n_ctx - n_new):]
             self.n_truncated += len(kept) < len(ids)
             jobs.append((kept, n_new, until, i))
+            lengths.append(asked.n_new)
         batch_list = []
         for length, alike in groupby(sorted(jobs, key=lambda job: -len(job[0])), key=lambda job: len(job[0])):
             batch_list += batched(alike, max(1, min(self.micro_batch, self.budget // length)))      # the cache knows no padding
-        return [text for _, text in sorted(self._shared_out(batch_list, self._answer, list(map(len, batch_list))))]
+        found = sorted(self._shared_out(batch_list, self._answer, list(map(len, batch_list))))
+        n_allowed = {i: n_new for _, n_new, _, i in jobs}
+        self.n_shortened += sum(not has_ended and n_allowed[i] < lengths[i] for i, _, has_ended in found)
+        return [text for _, text, _ in found]
 
-    def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[tuple[int, str]]:
-        """(request, text) of each job: prompt, new tokens at most, stop strings, request."""
+    def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[tuple[int, str, bool]]:
+        """(request, text, whether it ended by itself) of each job: prompt, new tokens at most, stop strings, request."""
         ids = torch.tensor([job[0] for job in batch], device=self._device)
         new: list[list[int]] = [[] for _ in batch]
-        done = [False] * len(batch)
+        done, has_ended = [False] * len(batch), [False] * len(batch)
         for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None, n_ids=self.tokenizer_ours.vocab_size):
             for row, (token, (_, n_new, until, _)) in enumerate(zip(tokens.tolist(), batch, strict=True)):
-                done[row] |= token in self.ends
-                if not done[row]:
-                    new[row].append(token)
-                    text = self.tokenizer_ours.decode(new[row])
-                    done[row] = len(new[row]) == n_new or any(stop in text for stop in until)
+                if done[row]:
+                    continue
+                if token in self.ends:
+                    done[row] = has_ended[row] = True
+                    continue
+                new[row].append(token)
+                text = self.tokenizer_ours.decode(new[row])
+                has_ended[row] = any(stop in text for stop in until)
+                done[row] = has_ended[row] or len(new[row]) == n_new
             if all(done):
                 break
-        return [(i, postprocess_generated_text(self.tokenizer_ours.decode(row, skip_special=True), until, None))
-                for row, (_, _, until, i) in zip(new, batch, strict=True)]
+        texts = [self.tokenizer_ours.decode(row, skip_special=True) for row in new]
+        return [(i, postprocess_generated_text(text, until, None), is_whole)
+                for text, is_whole, (_, _, until, i) in zip(texts, has_ended, batch, strict=True)]
 
 
 # -------------------------------------------------------------------------------------------------------------- batches

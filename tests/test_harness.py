@@ -293,6 +293,39 @@ def test_an_empty_answer_is_refused_with_its_task_and_document(run, tmp_path, ca
     assert "the task 'sums' has an empty answer in its document 2" in said and not list((run / "eval").iterdir())
 
 
+def test_answers_that_the_context_cuts_are_counted_and_said(run, tmp_path, capsys):
+    """Of 16 tokens where a context of 32 has room for 16 of the 40 that the task asks for."""
+    rows = [{"q": "0123456789" * 4, "gold": "x"}, {"q": "0123456789" * 5, "gold": "x"}]
+    folder = make_task(tmp_path / "mine", rows, "long", output_type="generate_until", doc_to_choice=None,
+                       metric_list=[{"metric": "exact_match", "aggregation": "mean"}],
+                       generation_kwargs={"max_gen_toks": 40, "until": ["never there"]})
+    call(harness, run, "tasks=long", f"include={folder}", "dtype=float32")
+    cut = [len(eval_runs.greedy_text(build(), row["q"].encode()[-16:], 16)) for row in rows]
+    assert min(cut) > 0 and record_of(run, "long_float32")["shortened_answers"] == 2
+    assert "2 answers were cut by the end of the context" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_computed_is_named_and_numpys_numbers_are_numbers(run, tmp_path, capsys):
+    (folder := tmp_path / "mine").mkdir()
+    (folder / "own.py").write_text("import numpy as np\n"
+                                   "def mean(values): return np.float32(np.mean(values))\n"
+                                   "def matrix(values): return [[1, 0], [0, 1]]\n"
+                                   "def score(doc, results): return {'half': 0.5, 'confusion': 1}\n")
+    make_task(folder, [SUM, SUM], metric_list=[{"metric": "acc"}, {"metric": "f1"}, {"metric": "perplexity"}])
+    text = json.dumps({"metric": "half", "aggregation": "MEAN", "higher_is_better": True})
+    other = json.dumps({"metric": "confusion", "aggregation": "MATRIX", "higher_is_better": True})
+    make_task(folder, [SUM, SUM], "own", process_results="SCORE", metric_list=[json.loads(text), json.loads(other)])
+    own = (folder / "own.yaml").read_text()
+    for word in ("MEAN", "MATRIX", "SCORE"):
+        own = own.replace(f'"{word}"', f"!function own.{word.lower()}")
+    (folder / "own.yaml").write_text(own)
+    call(harness, run, "tasks=sums,own", f"include={folder}", "dtype=float32")
+    found, said = record_of(run, "sums+own_float32")["tasks"], capsys.readouterr().out
+    assert (found["sums"]["not_scored"], found["own"]["not_scored"]) == (["perplexity"], ["confusion"])
+    assert found["own"]["half"] == 0.5 and "f1" in found["sums"]
+    assert "sums: no number was computed for perplexity" in said and "own: no number was computed for confusion" in said
+
+
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, tmp_path, monkeypatch):
     def cannot_load(name, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
