@@ -28,6 +28,7 @@ import importlib.metadata
 import io
 import json
 import math
+import numbers
 import os
 import re
 import sys
@@ -117,7 +118,8 @@ def score(options: Options, world: World) -> dict:
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
               "layers_fp8": [layer.name for layer in layers if layer.recipe],
               "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": importlib.metadata.version("lm_eval"),
-              "truncated_requests": getattr(lm, "n_truncated", None), "wall_s": round(time.perf_counter() - start, 1)}
+              "truncated_requests": getattr(lm, "n_truncated", None), "shortened_answers": getattr(lm, "n_shortened", None),
+              "wall_s": round(time.perf_counter() - start, 1)}
     if world.is_main:
         write(options, record, samples)
     return record
@@ -228,6 +230,8 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
     from lm_eval import evaluator
     from lm_eval.api import task as lm_eval_task
 
+    for task in loaded["tasks"].values():
+        tasks.refuse_empty_answers(task)
     lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)       # "0/125": the building of requests
     with contextlib.redirect_stdout(io.StringIO()):     # "bootstrapping for stddev"
         results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
@@ -235,18 +239,30 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
     for name, metrics in results["results"].items():
         samples = results["samples"].get(name, [])
         row = out[name] = {}
+        scored: set[str] = set()
+        unscored: set[str] = set()
         for key, value in metrics.items():
             metric, _, which = key.partition(",")       # "acc,none", "acc_stderr,none", "exact_match,strict-match"
-            if not which or not isinstance(value, (int, float)) or metric.endswith("_stderr"):
+            if not which or metric.endswith("_stderr"):
                 continue
+            number = to_number(value)
+            if number is None:
+                unscored.add(metric)
+                continue
+            scored.add(metric)
             label = metric if which == "none" else f"{metric}.{which}"
             error = metrics.get(f"{metric}_stderr,{which}")
             if not isinstance(error, (int, float)):
                 influences = influence(metric, [s[metric] for s in samples if metric in s])[1] if metric in RATIOS else ()
                 error = spread(influences) if len(influences) else None     # lm-eval gives a perplexity none
-            row[label], row[f"{label}_se"] = float(value), None if error is None else float(error)
+            row[label], row[f"{label}_se"] = number, None if error is None else float(error)
         row["version"] = results["versions"].get(name)
-        if task := loaded["tasks"].get(name):       # chance: of guessing, where one of several answers is right
+        task = loaded["tasks"].get(name)
+        if task:
+            unscored |= metrics_asked(task) - scored
+        if unscored:
+            row["not_scored"] = sorted(unscored)
+        if task:        # chance: of guessing, where one of several answers is right
             guesses = [1 / len(task.doc_to_choice(s["doc"])) for s in samples if task.OUTPUT_TYPE == "multiple_choice"]
             row |= {"n": len({s["doc_id"] for s in samples}), "num_fewshot": task.config.num_fewshot or 0,
                     "chance": sum(guesses) / len(guesses) if guesses else None,
@@ -262,6 +278,22 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
                 "chance": sum(row["chance"] * row["n"] for row in leaves) / n if n and None not in chances else None,
                 "docs_sha256": hash_of(row["docs_sha256"] for row in leaves), "subtasks": subtasks}
     return out, results["samples"]
+
+
+def to_number(value) -> float | None:
+    """A metric's value; of NumPy's and torch's numbers too. None where it is none, as a matrix of confusions."""
+    if hasattr(value, "item") and getattr(value, "size", 1) in (1, torch.Size([])):
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def metrics_asked(task) -> set[str]:
+    """The names in a task's metric_list under which lm-eval must have a value."""
+    if task.OUTPUT_TYPE == "generate_until" and not callable(task.config.process_results):
+        return set()        # lm-eval computes each; one function may give values of other names, as rouge gives rouge1
+    metrics = [entry["metric"] for entry in task.config.metric_list or []]
+    names = {metric if isinstance(metric, str) else metric.__name__ for metric in metrics}
+    return names - {"bypass"}
 
 
 def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
@@ -324,6 +356,12 @@ def table(record: dict) -> str:
     notes = [f"limit={record['limit']}: a part of each task, not to be compared with published scores"] * bool(record["limit"])
     if record["truncated_requests"]:
         notes.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
+    if record["shortened_answers"]:
+        notes.append(f"{record['shortened_answers']} answers were cut by the end of the context, before the length that their "
+                     f"task asks for")
+    for name, row in record["tasks"].items():
+        if row.get("not_scored"):
+            notes.append(f"{name}: no number was computed for {', '.join(row['not_scored'])}, which its YAML asks for")
     return "\n".join([grid(lines), *notes])
 
 

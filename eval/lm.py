@@ -7,11 +7,13 @@ from os.path import commonprefix
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import chunks as batched
-from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows
 from torch.nn.utils.rnn import pad_sequence
 
-from eval.sample import stream
+from eval.generation import read_generation
+from eval.sample import ends_of, stream
+from eval.tasks import empty_answer
 from model import GPT, KVCache
 from runtime.checkpoint import gather
 from runtime.cli import progress_line
@@ -32,10 +34,19 @@ LIKE = 0.75             # sequences share a beginning while it is at least this 
 Batch = tuple[int, list[list[int]]]
 
 
+class NoTokens(Exception):
+    """The request at `place` asks for the log-likelihood of nothing."""
+
+    def __init__(self, place: int):
+        super().__init__(f"request {place} has no token to score")
+        self.place = place
+
+
 class CheckpointLM(TemplateLM):
     """lm-eval's view of a model: log-likelihoods of token sequences, and greedy continuations.
 
-    n_truncated counts the requests that did not fit the context and lost their beginning. micro_batch is in sequences of a
+    n_truncated counts the requests that did not fit the context and lost their beginning, n_shortened the generated answers
+    that the end of the context cut before the length that was asked for. micro_batch is in sequences of a
     full context. In a `world` of several ranks they share the batches: each is asked everything, and answers the same.
     """
     eot_token_id = prefix_token_id = -1         # properties of TemplateLM, set here for each model
@@ -44,22 +55,37 @@ class CheckpointLM(TemplateLM):
         super().__init__()
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
         self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
+        self.n_shortened = 0
         self.eot_token_id, self.prefix_token_id = tokenizer.eot, tokenizer.start
+        self.ends = ends_of(tokenizer)
+        self.start_text, self.end_text = (tokenizer.decode([i]) for i in (tokenizer.start, tokenizer.eot))
         tokens = micro_batch * min(self.n_ctx, LONG_ROW)
         self.budget = min(tokens, CPU_TOKENS) if device.type == "cpu" else tokens       # of a forward pass; longer rows go alone
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """A text's ids, after the token that begins a text where the tokenizer itself adds it, as lm-eval's HFLM has them."""
-        begins = self.tokenizer_ours.adds_start and add_special_tokens is not False
-        return [self.prefix_token_id] * begins + self.tokenizer_ours.encode(string).tolist()
+        """A text's ids as lm-eval's HFLM has them: text that spells a special token is that token, and first comes the token
+        that begins a text, where the tokenizer itself adds it and the text does not spell it."""
+        ids = self.tokenizer_ours.encode_prompt(string).tolist()
+        if not self.tokenizer_ours.adds_start or add_special_tokens is False:
+            return ids
+        is_spelled = add_special_tokens is None and string.startswith(self.start_text)
+        return ids if is_spelled else [self.prefix_token_id, *ids]
 
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)       # ours shows its progress, lm-eval need not
+        """(log-likelihood in nats, whether greedy decoding would say it) of each request's answer. Raises UserError where one
+        has no token, as the text of a token that begins every text."""
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)   # ours shows its progress, lm-eval need not
+        except NoTokens as error:
+            raise empty_answer(requests[error.place]) from None
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, **kwargs) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding would say it) of each continuation after its context."""
+        for place, (_, _, continuation) in enumerate(requests):
+            if not continuation:
+                raise NoTokens(place)
         return self._score([self._windows(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
@@ -168,37 +194,46 @@ class CheckpointLM(TemplateLM):
 
         A prompt that leaves no room loses its beginning: at most half of the context is freed for the answer.
         """
-        jobs = []
+        jobs, lengths = [], []
         for i, request in enumerate(requests):
-            prompt, settings = request.args
-            until = settings.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
+            prompt, keys = request.args
+            asked = read_generation(keys, getattr(request, "task_name", None) or "of this request")
+            until = handle_stop_sequences(list(asked.until), self.end_text)      # spelled in letters it ends an answer too
             ids = self.tok_encode(prompt) or [self.eot_token_id]
-            n_new = min(int(settings.get("max_gen_toks", 256)), max(self.n_ctx - len(ids), self.n_ctx // 2, 1))
+            n_new = min(asked.n_new, max(self.n_ctx - len(ids), self.n_ctx // 2, 1))
             kept = ids[-max(1, self.n_ctx - n_new):]
             self.n_truncated += len(kept) < len(ids)
             jobs.append((kept, n_new, until, i))
+            lengths.append(asked.n_new)
         batch_list = []
         for length, alike in groupby(sorted(jobs, key=lambda job: -len(job[0])), key=lambda job: len(job[0])):
             batch_list += batched(alike, max(1, min(self.micro_batch, self.budget // length)))      # the cache knows no padding
-        return [text for _, text in sorted(self._shared_out(batch_list, self._answer, list(map(len, batch_list))))]
+        found = sorted(self._shared_out(batch_list, self._answer, list(map(len, batch_list))))
+        n_allowed = {i: n_new for _, n_new, _, i in jobs}
+        self.n_shortened += sum(not has_ended and n_allowed[i] < lengths[i] for i, _, has_ended in found)
+        return [text for _, text, _ in found]
 
-    def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[tuple[int, str]]:
-        """(request, text) of each job: prompt, new tokens at most, stop strings, request."""
+    def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[tuple[int, str, bool]]:
+        """(request, text, whether it ended by itself) of each job: prompt, new tokens at most, stop strings, request."""
         ids = torch.tensor([job[0] for job in batch], device=self._device)
         new: list[list[int]] = [[] for _ in batch]
-        done = [False] * len(batch)
+        done, has_ended = [False] * len(batch), [False] * len(batch)
         for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None, n_ids=self.tokenizer_ours.vocab_size):
             for row, (token, (_, n_new, until, _)) in enumerate(zip(tokens.tolist(), batch, strict=True)):
-                done[row] |= token == self.eot_token_id
-                if not done[row]:
-                    new[row].append(token)
-                    text = self.tokenizer_ours.decode(new[row]) if until else ""
-                    done[row] = len(new[row]) == n_new or any(stop in text for stop in until)
+                if done[row]:
+                    continue
+                if token in self.ends:
+                    done[row] = has_ended[row] = True
+                    continue
+                new[row].append(token)
+                text = self.tokenizer_ours.decode(new[row])
+                has_ended[row] = any(stop in text for stop in until)
+                done[row] = has_ended[row] or len(new[row]) == n_new
             if all(done):
                 break
-        return [(i, postprocess_generated_text(self.tokenizer_ours.decode(row), until, None))
-                for row, (_, _, until, i) in zip(new, batch, strict=True)]
+        texts = [self.tokenizer_ours.decode(row, skip_special=True) for row in new]
+        return [(i, postprocess_generated_text(text, until, None), is_whole)
+                for text, is_whole, (_, _, until, i) in zip(texts, has_ended, batch, strict=True)]
 
 
 # -------------------------------------------------------------------------------------------------------------- batches

@@ -2,14 +2,16 @@
 
     python -m eval.sample out/RUN "prompt" n=3 tokens=200 temperature=0.8 top_k=200 seed=1
 
-A continuation ends earlier with its document or with the model's context; of several the first is printed as it grows.
+A continuation ends earlier with its document (at any of the tokens that the tokenizer, its generation_config.json or
+config.json name as ends) or with the model's context; of several the first is printed as it grows. A prompt that spells a
+special token, such as <|endoftext|>, holds that token.
 Without a prompt the model starts a document of its own. A prompt that looks like key=value goes as prompt="key=value".
 """
 
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO, get_type_hints
@@ -49,19 +51,20 @@ class Options:
 
 @torch.no_grad()        # and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input
 def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k: int | None,
-           generator: torch.Generator | None = None, eot: int | None = None,
+           generator: torch.Generator | None = None, ends: Sequence[int] = (),
            n_ids: int | None = None) -> Iterator[torch.Tensor]:
     """Yield the next token of each row, (B,) int64, n_new times, or until the context is full or all rows have ended.
 
-    ids (B, T) are prompts of equal length, T >= 1. A row that has emitted `eot` goes on with `eot`. Only ids below
-    vocab_size can come out, never the rows that pad the vocabulary, and only those below `n_ids` where the tokenizer has
-    fewer, as an imported model's may. temperature 0 is argmax. Raises UserError where the model has diverged.
+    ids (B, T) are prompts of equal length, T >= 1. A row that has emitted one of `ends` goes on with the first of them.
+    Only ids below vocab_size can come out, never the rows that pad the vocabulary, and only those below `n_ids` where the
+    tokenizer has fewer, as an imported model's may. temperature 0 is argmax. Raises UserError where the model has diverged.
     """
     config = model.config
     n_ids = min(config.vocab_size, n_ids or config.vocab_size)
     assert 1 <= ids.size(1) <= config.n_ctx, f"a prompt of {ids.size(1)} tokens in a context of {config.n_ctx}"
     cache, x = KVCache(), ids
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    end_ids = torch.tensor(list(ends), dtype=torch.int64, device=ids.device)
     # The last token needs no place of its own in the context: nothing is computed from it.
     for _ in range(min(n_new, config.n_ctx - ids.size(1) + 1)):
         logits = model.head(model.hidden(x, cache)[:, -1]).float()[:, :n_ids]      # (B, V)
@@ -75,9 +78,9 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
                 least = logits.topk(min(top_k, n_ids), dim=-1).values[:, -1:]       # (B, 1)
                 logits = logits.masked_fill(logits < least, -math.inf)
             token = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
-        if eot is not None:
-            token = token.masked_fill(ended, eot)
-            ended = token == eot
+        if ends:
+            token = token.masked_fill(ended, ends[0])
+            ended = torch.isin(token, end_ids)
         yield token
         if ended.all():
             return
@@ -163,22 +166,30 @@ def read_json(path: Path) -> dict:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """What a model reads before it goes on: the prompt, after the token that begins a text where the tokenizer adds it by
-    itself; without a prompt what stands before a document's first token."""
-    ids = tokenizer.encode(prompt).tolist()
-    return [tokenizer.start, *ids] if tokenizer.adds_start or not ids else ids
+    itself; without a prompt what stands before a document's first token. A prompt that spells a special token holds it."""
+    ids = tokenizer.encode_prompt(prompt).tolist()
+    if not ids:
+        return [tokenizer.start]
+    return [tokenizer.start, *ids] if tokenizer.adds_start and ids[0] != tokenizer.start else ids
+
+
+def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end a text, each of which stops a generation; end-of-text is the first."""
+    return getattr(tokenizer, "ends", (tokenizer.eot,))
 
 
 def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, out: TextIO) -> None:
     """Print n continuations one below the other, the first as it grows. `steps`: the next token of each, of
-    one that has ended the end-of-text token."""
-    begin = prompt_ids(tokenizer, prompt)
+    one that has ended a token that ends texts."""
+    begin, ends = prompt_ids(tokenizer, prompt), ends_of(tokenizer)
     rows, skipped = [list(begin) for _ in range(n)], len(tokenizer.decode(begin))
     shown = skipped
     headings = [f"{'-' * 32} {row + 1} of {n}\n" * (n > 1) + prompt for row in range(n)]
     out.write(headings[0])
     for tokens in steps:
         for row, token in enumerate(tokens):
-            rows[row] += [token] * (token != tokenizer.eot)
+            if token not in ends:
+                rows[row].append(token)
         whole = tokenizer.decode(rows[0]).rstrip(REPLACEMENT)       # without a character that a later token may complete
         out.write(whole[shown:])
         out.flush()
@@ -198,7 +209,7 @@ def main(options: Options) -> None:
     if len(ids) > n_ctx:
         raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
     steps = stream(model, torch.tensor([ids] * options.n, device=device), options.tokens, options.temperature, options.top_k,
-                   torch.Generator(device).manual_seed(options.seed), tokenizer.eot, tokenizer.vocab_size)
+                   torch.Generator(device).manual_seed(options.seed), ends_of(tokenizer), tokenizer.vocab_size)
     show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, sys.stdout)
     if len(ids) + options.tokens > n_ctx + 1:
         print(f"the context of {n_ctx} tokens allows {n_ctx - len(ids) + 1} new ones, not tokens={options.tokens}",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from eval.generation import read_generation
 from runtime.cli import UserError
 from runtime.config import read_config
 from runtime.shards import LOSS_MASK_BIT, read_index
@@ -88,9 +89,31 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
             loaded[key] |= part[key]
     for name, task in loaded["tasks"].items():
         task.set_fewshot_seed(seed=1234)        # lm-eval's own default, for equal few-shot examples
-        if (task.get_config("generation_kwargs") or {}).get("do_sample"):
-            raise UserError(f"the task {name!r} asks for sampled answers, but only greedy ones are generated here: leave it out")
+        if task.OUTPUT_TYPE == "generate_until":
+            read_generation(task.get_config("generation_kwargs"), name)     # refuses what is not greedy
     return loaded
+
+
+def refuse_empty_answers(task) -> None:
+    """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError where an answer is empty:
+    without a token its log-likelihood is 0, above that of every other, and acc_norm divides by its length."""
+    build = task.build_all_requests
+
+    def build_and_check(*args, **settings) -> None:
+        build(*args, **settings)
+        delimiter = task.config.target_delimiter if task.OUTPUT_TYPE == "multiple_choice" else ""
+        for request in task.instances:
+            if request.request_type == "loglikelihood" and request.args[1].removeprefix(delimiter) == "":
+                raise empty_answer(request)
+
+    task.build_all_requests = build_and_check
+
+
+def empty_answer(request) -> UserError:
+    """What is said of a request of lm-eval whose answer has nothing that could be scored."""
+    return UserError(f"the task {request.task_name!r} has an empty answer in its document {request.doc_id} (counted from 0, "
+                     f"answer {request.idx + 1} of its requests), which would score best with a log-likelihood of 0: "
+                     f"mend that row, or leave it out by the task's process_docs")
 
 
 def fetch(folder: str, words: tuple[str, ...], include: str | None) -> str:

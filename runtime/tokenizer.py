@@ -58,6 +58,9 @@ class Tokenizer:
     _decode: Callable[[list[int]], str]
     adds_start: bool = False                        # whether it puts `start` before a text itself, as Llama's does
     other_ends: tuple[int, ...] = ()                # ids beside `eot` that end a generated text
+    # As _encode, but text that spells a special token becomes that token; None where end of text is the only one.
+    _encode_special: Callable[[str], list[int] | np.ndarray] | None = None
+    special_ids: frozenset[int] = frozenset()       # tokens that are no text: end of text and what a folder marks as special
 
     @property
     def kind(self) -> str:
@@ -84,11 +87,23 @@ class Tokenizer:
         """The ids of clean(text), of self.dtype, without special tokens: text that spells <|endoftext|> stays text."""
         return np.array(self._encode(clean(text)), self.dtype)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; bytes that are not UTF-8 become U+FFFD. Raises ValueError for an id outside the vocabulary."""
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """As encode(), but text that spells a special token is that token, as transformers reads a text."""
+        text = clean(text)
+        if self._encode_special is not None:
+            return np.array(self._encode_special(text), self.dtype)
+        first, *rest = [np.array(self._encode(part), self.dtype) for part in text.split(END_OF_TEXT)]
+        end = np.array([self.eot], self.dtype)
+        return np.concatenate([first, *(piece for part in rest for piece in (end, part))])
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD. Special tokens are spelled, or left out with
+        skip_special. Raises ValueError for an id outside the vocabulary."""
         ids = [int(i) for i in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"{self.name} has ids 0 to {self.vocab_size - 1}, but was given {min(ids)} to {max(ids)}")
+        if skip_special:
+            ids = [i for i in ids if i not in self.special_ids]
         return self._decode(ids)
 
 
@@ -112,7 +127,8 @@ def _load_byte(name: str) -> Tokenizer:
     letters = [*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()]
     digest = sha256(b"one id per byte, then 256 for end of text").hexdigest()
     return Tokenizer(name, digest, VOCAB_SIZE[name], (256,), lambda text: np.frombuffer(text.encode(), np.uint8),
-                     lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"))
+                     lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"),
+                     special_ids=frozenset({256}))
 
 
 def _load_gpt2(name: str) -> Tokenizer:
@@ -125,7 +141,7 @@ def _load_gpt2(name: str) -> Tokenizer:
         cuts = [0, *(run.end() - 1 for run in runs if run.end() < len(text)), len(text)]
         return np.concatenate([gpt2.encode_to_numpy(text[a:b], disallowed_special=()) for a, b in pairwise(cuts)])
 
-    return Tokenizer(name, VOCAB_BPE_SHA256, VOCAB_SIZE[name], (50256,), encode, gpt2.decode)
+    return Tokenizer(name, VOCAB_BPE_SHA256, VOCAB_SIZE[name], (50256,), encode, gpt2.decode, special_ids=frozenset({50256}))
 
 
 def token_bytes() -> list[bytes]:
@@ -168,10 +184,20 @@ def _load_folder(name: str) -> Tokenizer:
                         f"ones are {', '.join(special[:10]) or 'none'}")
     prefix = (eos,) if bos in (None, eos) else (eos, bos)
     digest = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
+    special_ids = {i for i, token in fast.get_added_tokens_decoder().items() if token.special} | set(prefix)
+
+    def encode_special(text: str) -> list[int]:
+        fast.encode_special_tokens = False
+        try:
+            return fast.encode(text, add_special_tokens=False).ids
+        finally:
+            fast.encode_special_tokens = True
+
     return Tokenizer(name, digest, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,
                      lambda ids: fast.decode(ids, skip_special_tokens=False),
                      adds_start=first == [prefix[-1]],      # by its post-processor; a bos_token's name alone adds none
-                     other_ends=_other_ends(Path(name), eos, vocab_size))
+                     other_ends=_other_ends(Path(name), eos, vocab_size), _encode_special=encode_special,
+                     special_ids=frozenset(special_ids))
 
 
 def _other_ends(folder: Path, eot: int, vocab_size: int) -> tuple[int, ...]:

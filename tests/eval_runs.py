@@ -58,7 +58,7 @@ def generate(model, ids, n_new, temperature=0.0, top_k=None, generator=None, **m
 
 def greedy_text(model, prompt, n_new):
     """What a model says after the bytes of `prompt` until it ends the text, replacement characters for what is none."""
-    ids = generate(model, torch.tensor([list(prompt)]), n_new, eot=256)[0].tolist()
+    ids = generate(model, torch.tensor([list(prompt)]), n_new, ends=(256,))[0].tolist()
     return bytes(ids[:ids.index(256)] if 256 in ids else ids).decode(errors="replace")
 
 

@@ -81,7 +81,7 @@ def test_transformers_computes_the_same_bits(tmp_path, variant):
     # vocabulary never come out, though the rough models' padded rows are as likely as any.
     prompt, eot = tokens(config.model, 2, 5), load_tokenizer(config.data.tokenizer).eot
     texts = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20, pad_token_id=eot)
-    assert torch.equal(texts[:, 5:], generate(ours, prompt, 99, eot=eot)) and not torch.equal(*texts[:, 5:])
+    assert torch.equal(texts[:, 5:], generate(ours, prompt, 99, ends=(eot,))) and not torch.equal(*texts[:, 5:])
     assert texts.size(1) == 24 + 1      # the last token needs no place
     assert variant or (ours(tokens(config.model, 16, 24)).argmax(-1) >= 257).float().mean() > 0.1
 

@@ -29,7 +29,7 @@ from runtime.cli import UserError
 from tests.conftest import process, write_index
 from tests.hub_server import HubServer, write_repository
 from tests.scaling_runs import edit
-from tests.text_files import DIGITS_APART, write_tokenizer
+from tests.text_files import BEGINS, DIGITS_APART, write_tokenizer
 
 SUM = {"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}
 finished = pytest.fixture(build_run)
@@ -228,6 +228,118 @@ def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json_not_of_tran
         assert lm.tok_encode(text) == reference.encode(text, add_special_tokens=False).ids
 
 
+SPARE = "<|spare_7|>"
+
+
+@pytest.fixture
+def exported_pair(tmp_path, monkeypatch):
+    """(our model, lm-eval's own) of one export in fp32, whose vocabulary has twenty special tokens."""
+    monkeypatch.chdir(tmp_path)
+    folder = make_llama(tmp_path / "made", vocab_size=346, bos_token_id=0, eos_token_id=1)
+    write_tokenizer(folder, spare=20, post_processor=BEGINS)
+    call(export, "--from-hf", folder, "out/ours")
+    call(export, "out/ours", "exported", "dtype=fp32")
+    loaded = sample.load_for_inference("out/ours", "cpu", "float32")
+    return build_lm(loaded.model, tokenizer=loaded.tokenizer), harness.public_lm("exported", "cpu", "float32", 1)
+
+
+def answers(lm, requests):
+    return lm.generate_until(requests, True)
+
+
+def test_forty_answers_are_those_of_lm_evals_own_model(exported_pair):
+    """With every name of the length, stop texts that are special tokens, prompts that spell them, special tokens in answers."""
+    rng, requests, (ours, theirs) = random.Random(0), [], exported_pair
+    for i in range(40):
+        parts = [eval_runs.words(rng, rng.randint(1, 4)), "<|spare_3|>" * (i % 4 == 1), eval_runs.words(rng, i % 3)]
+        prompt = "<|begin|>" * (i % 5 == 0) + " ".join(parts)
+        until = rng.sample(["\n", " a", SPARE], i % 4)
+        length = ("max_new_tokens", "max_gen_toks", "max_tokens")[i % 3]
+        requests.append(request(prompt, {length: rng.choice([4, 8, 20]), "until": until, "temperature": 0.0}))
+    assert answers(ours, requests) == answers(theirs, requests)
+    ours.tokenizer_ours = replace(ours.tokenizer_ours, special_ids=frozenset())
+    assert sum("<|spare" in text for text in answers(ours, requests)) > 5, "special tokens do come out"
+
+
+def test_log_likelihoods_of_texts_that_spell_special_tokens_are_those_of_lm_evals_own_model(exported_pair):
+    rng, pairs = random.Random(1), []
+    for i in range(12):
+        context = "<|begin|>" * (i % 2) + eval_runs.words(rng, 3) + "<|spare_3|>" * (i % 3)
+        pairs.append(request(context, " " + eval_runs.words(rng, 2) + SPARE * (i % 2)))
+    found, wanted = (lm.loglikelihood(pairs, True) for lm in exported_pair)
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    found, wanted = (lm.loglikelihood_rolling([request(pair.args[0]) for pair in pairs], True) for lm in exported_pair)
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+def test_an_answer_ends_at_any_of_several_ends_as_in_lm_evals_own_model(exported_pair):
+    ours, theirs = exported_pair
+    requests = [request(f"{word} and", {"max_gen_toks": 20, "until": []}) for word in ("one", "two", "three", "four")]
+    before = answers(ours, requests)
+    likely = ours.tokenizer_ours.encode(before[0])[1]
+    ours.ends = (1, int(likely))
+    theirs.model.generation_config.eos_token_id = list(ours.ends)
+    spelled = ours.tokenizer_ours.decode([likely])      # there too: it is no special token
+    assert before != answers(ours, requests) == [text.removesuffix(spelled) for text in answers(theirs, requests)]
+
+
+@pytest.mark.parametrize("length", ["max_gen_toks", "max_new_tokens"])
+def test_a_task_gets_answers_of_the_length_that_it_asks_for(run, tmp_path, length):
+    said = [{"q": q, "gold": eval_runs.greedy_text(build(), q.encode(), 6)} for q in ("one", "two", "three")]
+    folder = make_task(tmp_path / "mine", said, "short", output_type="generate_until", doc_to_choice=None,
+                       metric_list=[{"metric": "exact_match", "aggregation": "mean"}],
+                       generation_kwargs={length: 6, "until": ["never there"], "do_sample": False})
+    call(harness, run, "tasks=short", f"include={folder}", "dtype=float32")
+    assert record_of(run, "short_float32")["tasks"]["short"]["exact_match"] == 1
+
+
+@pytest.mark.parametrize("answers, more", [
+    (["2", "3"], {}), (["2", ""], {}), (["2", ""], {"target_delimiter": ""}),
+    (["2", ""], {"output_type": "loglikelihood", "doc_to_choice": None, "doc_to_target": "{{answers[1]}}"})])
+def test_an_empty_answer_is_refused_with_its_task_and_document(run, tmp_path, capsys, monkeypatch, answers, more):
+    """It would score 0.0, above every other answer, and win."""
+    folder = make_task(tmp_path / "mine", [SUM, SUM, SUM | {"answers": answers}], **more)
+    if all(answers):
+        call(harness, run, "tasks=sums", f"include={folder}")
+        return
+    monkeypatch.setattr(eval_runs.CheckpointLM, "_score", lambda *_: pytest.fail("scored for nothing"))
+    said = refused(capsys, harness, run, "tasks=sums", f"include={folder}")
+    assert "the task 'sums' has an empty answer in its document 2" in said and not list((run / "eval").iterdir())
+
+
+def test_answers_that_the_context_cuts_are_counted_and_said(run, tmp_path, capsys):
+    """Of 16 tokens where a context of 32 has room for 16 of the 40 that the task asks for."""
+    rows = [{"q": "0123456789" * 4, "gold": "x"}, {"q": "0123456789" * 5, "gold": "x"}]
+    folder = make_task(tmp_path / "mine", rows, "long", output_type="generate_until", doc_to_choice=None,
+                       metric_list=[{"metric": "exact_match", "aggregation": "mean"}],
+                       generation_kwargs={"max_gen_toks": 40, "until": ["never there"]})
+    call(harness, run, "tasks=long", f"include={folder}", "dtype=float32")
+    cut = [len(eval_runs.greedy_text(build(), row["q"].encode()[-16:], 16)) for row in rows]
+    assert min(cut) > 0 and record_of(run, "long_float32")["shortened_answers"] == 2
+    assert "2 answers were cut by the end of the context" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_computed_is_named_and_numpys_numbers_are_numbers(run, tmp_path, capsys):
+    (folder := tmp_path / "mine").mkdir()
+    (folder / "own.py").write_text("import numpy as np\n"
+                                   "def mean(values): return np.float32(np.mean(values))\n"
+                                   "def matrix(values): return [[1, 0], [0, 1]]\n"
+                                   "def score(doc, results): return {'half': 0.5, 'confusion': 1}\n")
+    make_task(folder, [SUM, SUM], metric_list=[{"metric": "acc"}, {"metric": "f1"}, {"metric": "perplexity"}])
+    text = json.dumps({"metric": "half", "aggregation": "MEAN", "higher_is_better": True})
+    other = json.dumps({"metric": "confusion", "aggregation": "MATRIX", "higher_is_better": True})
+    make_task(folder, [SUM, SUM], "own", process_results="SCORE", metric_list=[json.loads(text), json.loads(other)])
+    own = (folder / "own.yaml").read_text()
+    for word in ("MEAN", "MATRIX", "SCORE"):
+        own = own.replace(f'"{word}"', f"!function own.{word.lower()}")
+    (folder / "own.yaml").write_text(own)
+    call(harness, run, "tasks=sums,own", f"include={folder}", "dtype=float32")
+    found, said = record_of(run, "sums+own_float32")["tasks"], capsys.readouterr().out
+    assert (found["sums"]["not_scored"], found["own"]["not_scored"]) == (["perplexity"], ["confusion"])
+    assert found["own"]["half"] == 0.5 and "f1" in found["sums"]
+    assert "sums: no number was computed for perplexity" in said and "own: no number was computed for confusion" in said
+
+
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, tmp_path, monkeypatch):
     def cannot_load(name, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
@@ -326,12 +438,13 @@ def test_the_groups_are_lm_evals_own_tasks():
 
 def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path):
     mine = make_task(tmp_path / "mine", [SUM] * 3)
-    make_task(mine, [SUM], "drawn", output_type="generate_until", doc_to_choice=None, generation_kwargs={"do_sample": True})
+    for name, keys in (("drawn", {"do_sample": True}), ("beams", {"num_beams": 4})):
+        make_task(mine, [SUM], name, output_type="generate_until", doc_to_choice=None, generation_kwargs=keys)
     (mine / "group.yaml").write_text("group: five\ntask: [{task: sums, num_fewshot: 2, fewshot_split: validation}]\n")
     assert tasks.load(["five"], str(mine))["tasks"]["sums"].config.num_fewshot == 2
     assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
     for names, words in ((["sums", "five"], "five shows 2 examples to 'sums', other tasks= another number"),
-                         (["drawn"], "'drawn' asks for sampled answers")):
+                         (["drawn"], "'drawn' asks for sampled answers"), (["beams"], "'beams' asks for .*: num_beams=4")):
         with pytest.raises(UserError, match=words):
             tasks.load(names, str(mine))
     (mine / "sums.jsonl").unlink()

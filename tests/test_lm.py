@@ -17,6 +17,7 @@ from eval import lm as eval_lm
 from eval.lm import CheckpointLM
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from model import GPTConfig
+from runtime.cli import UserError
 from runtime.parallel import World
 
 # ------------------------------------------------------------------------------------------------------------ losses
@@ -112,6 +113,14 @@ def test_loglikelihood_is_the_models_own_token_by_token(micro_batch):
     assert np.std([total for total, _ in got]) > 10
     assert lm.n_truncated == 2      # 33 tokens are not: the last needs no place in the context of 32
     assert build_lm(model).loglikelihood([]) == [] and build_lm(model).loglikelihood_rolling([request("")]) == [0.0]
+
+
+def test_an_answer_without_a_token_is_refused_as_lm_evals_own_model_does():
+    """The text of the token that stands before every text: lm-eval takes it for the context."""
+    asked = request("", "<|endoftext|>")
+    asked.task_name, asked.doc_id, asked.idx = "mine", 7, 1
+    with pytest.raises(UserError, match="'mine' has an empty answer in its document 7 .*answer 2 of"):
+        build_lm(build()).loglikelihood([request("a", "b"), asked])
 
 
 def test_the_longest_leads_so_that_memory_runs_out_at_once_or_never():

@@ -3,7 +3,7 @@
 import io
 import json
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from eval_runs import BYTES, build, build_run, call, generate, greedy_text, refused, rigged
 from tokenizers import decoders
+from transformers import AutoTokenizer
 
 from eval import export, sample
 from runtime.cli import UserError
 from runtime.config import read_config
-from runtime.tokenizer import load_tokenizer
+from runtime.tokenizer import Tokenizer, load_tokenizer
+from tests.text_files import BEGINS, write_tokenizer
 
 run = pytest.fixture(build_run)
 
@@ -45,8 +47,19 @@ def test_sampling_follows_the_models_distribution_and_top_k():
 def test_rows_that_ended_stay_ended_and_generation_stops():
     said = iter([[256, 66], [65, 66], [65, 256]])       # the third call is the last
     model = rigged(lambda h: F.one_hot(torch.tensor(next(said)), 384).float())
-    got = generate(model, torch.zeros(2, 1, dtype=torch.int64), 20, eot=256)
+    got = generate(model, torch.zeros(2, 1, dtype=torch.int64), 20, ends=(256,))
     assert got.tolist() == [[256, 256, 256], [66, 66, 256]]
+
+
+def test_any_of_several_ends_ends_a_row_which_goes_on_with_the_first():
+    said = iter([[70, 66], [65, 66], [65, 256]])
+    model = rigged(lambda h: F.one_hot(torch.tensor(next(said)), 384).float())
+    got = generate(model, torch.zeros(2, 1, dtype=torch.int64), 20, ends=(256, 70))
+    assert got.tolist() == [[70, 256, 256], [66, 66, 256]]
+
+
+class TwoEnds(Tokenizer):
+    ends = (256, *b"E")
 
 
 def shown(steps, tokenizer, prompt="", n=1):
@@ -78,7 +91,7 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
     pieces.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     llama = SimpleNamespace(decode=lambda ids: pieces.decode(ids, skip_special_tokens=False), adds_start=False, start=2, eot=-1,
-                            encode=lambda text: np.array([0] if text else []))
+                            encode_prompt=lambda text: np.array([0] if text else []))
     known = [0, 1, 2, *(5 + b for b in "é日🤖".encode()), 4, 0, 3, 4, *(5 + b for b in "日".encode()), 1]
     assert llama.decode(known) == "the catsé日🤖 sat the  sat日 cat"
     assert shown([[i] for i in known], llama, "the")[-1] == "the the catsé日🤖 sat the  sat日 cat\n"
@@ -104,6 +117,29 @@ def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
     for tokenizer, want in ((BYTES, [[97, 98], [256]]), (with_bos, [[97, 98], [3]]),
                             (replace(with_bos, adds_start=True), [[3, 97, 98], [3]])):
         assert [sample.prompt_ids(tokenizer, prompt) for prompt in ("ab", "")] == want
+
+
+def test_a_prompt_that_spells_a_special_token_holds_it_and_plain_text_does_not():
+    """As transformers and nanoGPT's sample.py read it; data that spells it stays text."""
+    gpt2 = load_tokenizer("gpt2")
+    assert sample.prompt_ids(gpt2, "<|endoftext|>Once<|endoftext|>") == [50256, *gpt2.encode("Once"), 50256]
+    assert sample.prompt_ids(BYTES, "a<|endoftext|>") == [97, 256] and len(BYTES.encode("<|endoftext|>")) == 13
+
+
+def test_a_folders_special_tokens_are_read_from_a_prompt_as_transformers_reads_them(tmp_path):
+    theirs = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "tok", spare=3, post_processor=BEGINS))
+    ours = load_tokenizer(str(tmp_path / "tok"))
+    for text in ("hi<|spare_1|> there", "<|spare_0|><|end|>", "no <|spare_9|>", ""):
+        assert sample.prompt_ids(ours, text) == theirs(text).input_ids
+    assert sample.prompt_ids(ours, "<|begin|>hi") == [0, *ours.encode("hi")], "once, as in lm-eval"
+    assert len(ours.encode("<|spare_1|>")) > 3, "data stays text"
+    ids = [0, *ours.encode("hi"), 1, ours.vocab_size - 1, *ours.encode(" ho")]
+    assert ours.decode(ids, skip_special=True) == theirs.decode(ids, skip_special_tokens=True) == "hi ho"
+
+
+def test_a_continuation_ends_at_any_of_the_tokenizers_ends():
+    two_ends = TwoEnds(**{field.name: getattr(BYTES, field.name) for field in fields(BYTES)})
+    assert shown([[*b"a"], [*b"E"], [256]], two_ends) == ["a", "a", "a", "a\n"]
 
 
 @pytest.mark.parametrize("temperature, value", [(0, torch.nan), (0, torch.inf), (1, torch.nan)])
