@@ -42,7 +42,7 @@ from configs.sources import SOURCES
 from prepare import harvest
 from prepare.pipeline import HASH_STEPS, Job, begun, prepare, show, verify
 from prepare.sources import PAIR, Source, any_dataset, check, local_source
-from runtime.cli import MachineError, UserError, help_page, nearest, read_options, run_command
+from runtime.cli import FilePath, MachineError, UserError, help_page, nearest, read_options, run_command
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes"}
@@ -55,7 +55,7 @@ DEFAULTS = {"demo": {"out": "data/demo", "tokenizer": "byte", "val_share": 0.04,
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Job):
-    words: tuple[str, ...] = ()         # files, folders or sources, as the command takes them
+    words: tuple[FilePath, ...] = ()    # files, folders or sources, as the command takes them
     tokens: float | None = None
     name: str | None = None
     column: str = "text"

@@ -15,12 +15,14 @@ Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one of 
 
 import math
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from runtime import fp8, optim, parallel
-from runtime.cli import MachineError, UserError, help_page
-from runtime.config import Config, help_text, load_config
+from runtime.cli import MachineError, UserError, help_page, run_command
+from runtime.config import Config, help_text, load_config_and_files, read_command_line
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
 from runtime.machine import check_device
@@ -29,9 +31,10 @@ from runtime.plan import plan, resolve_micro_batch
 from runtime.run import Run
 
 
-def train(config: Config, world: World) -> None:
-    """Train `config` on the ranks of `world`, from where it stands to summary.json. Raises UserError, MachineError."""
-    with Run.open(config, world) as run:
+def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
+    """Train `config`, made from `config_files`, on the ranks of `world`, from where it stands to summary.json. Raises UserError,
+    MachineError."""
+    with Run.open(config, world, config_files) as run:
         if run.is_finished:
             return
         model, optimizer, accumulation = run.model, run.optimizer, config.accumulation(world.size)
@@ -79,21 +82,20 @@ def main(argv: list[str]) -> int:
     world: World | None = None
     said: Exception | str | None = None
     try:
-        path, *overrides = argv
-        if "--plan" in overrides:
-            at = overrides.index("--plan")
-            del overrides[at]
-            gpu = overrides.pop(at) if at < len(overrides) and "=" not in overrides[at] else ""
-            print("\n".join(plan(load_config(path, overrides), gpu)))
+        words = read_command_line(argv)
+        config, config_files = load_config_and_files(words.file, words.overrides)
+        if words.plan_for is not None:
+            print("\n".join(plan(config, words.plan_for)))
             return 0
-        config = load_config(path, overrides)
         check_mirrors(config)
         check_device()
         world = parallel.start(config)
-        train(resolve_micro_batch(config, world), world)
+        train(resolve_micro_batch(config, world), world, config_files)
         code = 0
     except (UserError, MachineError) as error:
         said, code = error, 2 if isinstance(error, UserError) else 1
+    except BrokenPipeError:     # `| head` has what it wanted; of a run the log goes on without a reader
+        raise
     except OSError as error:
         said, code = f"{error.filename or 'a file'}: {error.strerror or error}; correct it and run the same command again", 1
     except KeyboardInterrupt:
@@ -108,4 +110,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main))

@@ -26,7 +26,7 @@ import torch
 
 from prepare import harvest
 from runtime import tokenizer
-from runtime.cli import command, run_command
+from runtime.cli import FilePath, command, run_command
 from runtime.config import load_config
 from runtime.data import Data
 from runtime.machine import ROOT, device_name
@@ -40,7 +40,7 @@ class Options:
     mb: float = 100                     # megabytes of text
     processes: tuple[int, ...] = (1, 2)
     repeats: int = 3                    # turns of each
-    folder: str = "out"                 # on the disk to be measured; what is written there is removed
+    folder: FilePath = "out"            # on the disk to be measured; what is written there is removed
 
 
 @command(__doc__, Options)

@@ -28,7 +28,7 @@ import torch.nn as nn
 
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
-from runtime.cli import UserError, command, run_command
+from runtime.cli import FilePath, UserError, command, run_command
 from runtime.config import load_config
 from runtime.log import environment
 from runtime.machine import ROOT, nvidia_smi, write_atomically
@@ -39,7 +39,7 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 @dataclass(frozen=True, kw_only=True)
 class Options:
     what: Literal["linears", "casts", "matmuls"] = "linears"
-    out: str = str(speed.SHIPPED.relative_to(ROOT))     # table that receives the rows of linears
+    out: FilePath = str(speed.SHIPPED.relative_to(ROOT))  # table that receives the rows of linears
     shapes: tuple[str, ...] = ()    # Linears to time, inputs x outputs, as 2048x11264,2048x2048; () = those of the six sizes
     recipes: tuple[str, ...] = ()   # recipes to time; () = those that auto chooses from
     tokens: int = 16384             # M, rows of the input: the tokens of a micro-batch

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from bench import throughput
 from bench.throughput import BASELINE, Cell, Subject
-from runtime.cli import UserError, run_command
+from runtime.cli import FilePath, UserError, run_command
 from runtime.machine import git
 from runtime.roofline import MICRO_BATCH
 
@@ -67,9 +67,9 @@ USED = {"nanogpt": ("karpathy/nanoGPT", "3adf61e", "model.py"), "nanochat": ("ka
 
 @dataclass(frozen=True, kw_only=True)
 class Options(throughput.Options):
-    nanogpt: str | None = None      # folder of a checkout
-    nanochat: str | None = None     # the same
-    torchtitan: str | None = None   # the same
+    nanogpt: FilePath | None = None  # folder of a checkout
+    nanochat: FilePath | None = None  # the same
+    torchtitan: FilePath | None = None  # the same
 
 
 def main(arguments: list[str]) -> int:

@@ -35,7 +35,7 @@ import torch
 import torch.nn as nn
 
 from runtime import fp8, parallel
-from runtime.cli import UserError, command, grid, nearest, run_command
+from runtime.cli import FilePath, UserError, command, grid, nearest, run_command
 from runtime.config import Config, fp8_overrides, load_config
 from runtime.log import environment, peak_flops
 from runtime.machine import GIB, ROOT, memory_error, nvidia_smi, read_rows, to_line, write_atomically
@@ -498,11 +498,11 @@ def check(old: list[dict], new: list[dict]) -> list[str]:
 class Options:
     suite: Literal["h100", "toy"] = "h100"      # what to time: on one GPU, or a rehearsal on a CPU
     budget: float = 560.0           # seconds after which nothing runs any more
-    out: str | None = None          # JSON lines that receive the rows; none = a file of the suite's name in bench/results
+    out: FilePath | None = None     # JSON lines that receive the rows; none = a file of the suite's name in bench/results
     cells: tuple[str, ...] = ()     # time only these, as SIZE/LABEL, though they have rows; () = all that have none
     commit: str | None = None       # of these files, where git does not tell it
     table: bool = False             # print the rows of OUT, draw the figure beside it
-    check: str | None = None        # JSON lines to hold against OUT
+    check: FilePath | None = None   # JSON lines to hold against OUT
 
 
 def main(arguments: list[str]) -> int:

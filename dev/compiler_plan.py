@@ -40,6 +40,7 @@ from triton.backends.compiler import GPUTarget
 
 from model import GPT
 from runtime import fp8
+from runtime.cli import UserError, run_command
 from runtime.config import load_config
 from runtime.parallel import COMPUTE_DTYPE
 
@@ -50,12 +51,16 @@ H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory":
 BUILT: dict[str, tuple[int, int]] = {}      # kernel and configuration -> registers a thread, bytes of its spills
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        return
+        return 0
     path, *overrides = arguments or ["configs/gpt1p5b_bf16.py", "data.micro_batch=16", "model.n_ctx=1024"]
-    config = load_config(path, overrides)
+    try:
+        config = load_config(path, overrides)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     tokens, depth = config.data.micro_batch * config.model.n_ctx, config.model.n_layer
     pretend_h100()
     one, two = (read_step(config, n, config.data.micro_batch) for n in (1, 2))
@@ -65,6 +70,7 @@ def main(arguments: list[str]) -> None:
         print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
     most, spilled = max(BUILT.values()), [name for name, (_, local) in BUILT.items() if local]
     print(f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills: {', '.join(spilled) or 'none'}")
+    return 0
 
 
 # ---------------------------------------------------------------------------------------------------- reading one step
@@ -210,4 +216,4 @@ def pretend_h100() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(run_command(main))

@@ -31,7 +31,7 @@ from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
 from runtime import tokenizer as gpt2
 from runtime.checkpoint import FORMAT_VERSION, cause, describe, dump, name_of, read_manifest, seal, sync_folder
-from runtime.cli import UserError, command, grid, run_command, type_problems
+from runtime.cli import FilePath, UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, cast, scale_of
 from runtime.machine import alone
@@ -59,8 +59,8 @@ Parts = dict[str, dict[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str                            # folder of a run
-    folder: str                         # the folder to write
+    run: FilePath                       # folder of a run
+    folder: FilePath                    # the folder to write
     dtype: Literal["bf16", "fp32"] = "bf16"     # fp32, the weights' own: then the logits of both sides are equal bit by bit
     float8: Recipe = "off"              # a recipe of training: which Linears, and how they are rounded
     license: str = "other"              # the model's, as the Hub names it (apache-2.0, mit, ..), for the card
@@ -69,8 +69,8 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    from_hf: str                        # a folder in Hugging Face's format
-    run: str                            # the run to make
+    from_hf: FilePath                   # a folder in Hugging Face's format
+    run: FilePath                       # the run to make
 
 
 def main(argv: list[str]) -> int:

@@ -48,7 +48,7 @@ from eval import tasks
 from eval.sample import Recipe, load_for_inference, pick_device
 from runtime import fp8
 from runtime.checkpoint import gather, together
-from runtime.cli import UserError, command, grid, run_command
+from runtime.cli import FilePath, UserError, command, grid, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error, write_atomically
 from runtime.parallel import World, finish, own_store
@@ -59,10 +59,10 @@ PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str                            # folder of a run, hf:NAME or hf:/a/folder
+    run: FilePath                       # folder of a run, hf:NAME or hf:/a/folder
     tasks: tuple[str, ...]              # demo, core, full, or names of lm-eval's
-    offline: str | None = None          # folder that --fetch filled, a cache of Hugging Face's datasets
-    include: str | None = None          # folder with task YAMLs of your own
+    offline: FilePath | None = None     # folder that --fetch filled, a cache of Hugging Face's datasets
+    include: FilePath | None = None     # folder with task YAMLs of your own
     limit: int | None = None            # documents per task at most; none = all. For trying things out: such scores are marked
     micro_batch: int = 16               # sequences of a full context per forward pass; of shorter ones more
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
@@ -94,9 +94,9 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    fetch: str                          # the folder
+    fetch: FilePath                     # the folder
     tasks: tuple[str, ...]
-    include: str | None = None
+    include: FilePath | None = None
 
 
 def score(options: Options, world: World) -> dict:

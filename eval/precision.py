@@ -22,7 +22,7 @@ import torch
 from eval.loss import ValLoss, evaluate
 from eval.sample import Recipe, check_recipe, load_for_inference, pick_device, read_json, read_tokenizer
 from runtime import fp8, probe
-from runtime.cli import UserError, command, grid, run_command
+from runtime.cli import FilePath, UserError, command, grid, run_command
 from runtime.config import Config, read_config
 from runtime.data import Data
 from runtime.machine import to_line, write_atomically, write_json
@@ -30,7 +30,7 @@ from runtime.machine import to_line, write_atomically, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str                            # folder of a run, trained in any precision
+    run: FilePath                       # folder of a run, trained in any precision
     recipes: tuple[Recipe, ...] = ("tensorwise", "rowwise")
     micro_batch: int | None = None      # sequences per forward pass; none = the run's own
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda

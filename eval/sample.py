@@ -21,7 +21,7 @@ import torch
 from model import GPT, KVCache
 from runtime import fp8
 from runtime.checkpoint import latest, load_model, step_of
-from runtime.cli import UserError, command, run_command
+from runtime.cli import FilePath, UserError, command, run_command
 from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
@@ -31,7 +31,7 @@ REPLACEMENT = "\ufffd"      # what an incomplete UTF-8 sequence decodes to
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str                        # folder of a run
+    run: FilePath                   # folder of a run
     prompt: str = ""
     n: int = 1                      # continuations of the same prompt, drawn together
     tokens: int = 200               # new tokens at most

@@ -25,7 +25,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.harness import RATIOS, hash_of, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
-from runtime.cli import UserError, command, grid, run_command, si
+from runtime.cli import FilePath, UserError, command, grid, run_command, si
 from scaling.figures import RC, name_recipe, settle, sheet, write_with
 
 PUBLISHED = Path(__file__).with_name("published.md")
@@ -36,8 +36,8 @@ BEYOND = 1e6                    # scores of models that exploded have no place o
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    paths: tuple[str, ...]      # runs, or folders of runs
-    out: str = "out/table"      # folder that gets the files
+    paths: tuple[FilePath, ...]  # runs, or folders of runs
+    out: FilePath = "out/table"  # folder that gets the files
 
 
 class Column(NamedTuple):

@@ -39,7 +39,7 @@ import numpy as np
 from prepare.decontaminate import found_in, read_grams
 from prepare.sources import ENCODING_REMEDY, TXT_CHARS, BadFile, InputFile, Reading, Source, is_text_file
 from runtime import shards
-from runtime.cli import MachineError, UserError, grid, progress_line, si
+from runtime.cli import FilePath, MachineError, UserError, grid, progress_line, si
 from runtime.machine import ROOT, alone, end_with_parent, new_file, read_bytes, write_json
 from runtime.shards import LOSS_MASK_BIT, Index, damage, file_sha256, read_index, remove_shards, write_index
 from runtime.tokenizer import END_OF_TEXT, Tokenizer, clean, load_tokenizer
@@ -67,15 +67,15 @@ REPLACED_MOST = 0.01            # share of a file's characters that may stand fo
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The options that all sources of a command share; prepare_data.py says what they mean."""
-    out: str = "data"
-    tokenizer: str = "gpt2"
+    out: FilePath = "data"
+    tokenizer: FilePath = "gpt2"
     val_share: float = 0.005
     processes: int | None = None
     on: Literal["local", "slurm", "ray"] = "local"
     partition: str | None = None
     time: str = "20:00:00"
     dry_run: bool = False
-    decontaminate: tuple[str, ...] = ()
+    decontaminate: tuple[FilePath, ...] = ()
     skip_bad: bool = False
 
     @property

@@ -8,12 +8,15 @@ import re
 import sys
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
+# The annotation of an option that names a file or folder, or may name one (hf:~/model, gpt2): ~ in it is expanded.
+FilePath = Annotated[str, "path"]
 WORDS: dict = {type(None): {"none": None}, bool: {"true": True, "1": True, "false": False, "0": False}}
 EXAMPLE = re.compile(r"^ {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)\n?", re.M)      # program, arguments
 LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines of progress, live and in a log
@@ -36,9 +39,10 @@ def read_options(cls, arguments: list[str], positional: tuple[str, ...] = (), ke
     A flag is a field of type bool: `--serve` stands for serve=true. Bare words (also files with "=" in their names) fill the
     fields named `positional` in order; one of type tuple[str, ...] takes all that are left, commas and all.
     keys: the fields that may be given, none = all. defaults: those that differ from the class's own. Raises UserError."""
-    hints, given, bare, rest = get_type_hints(cls), {}, [], iter(arguments)
+    hints, given, bare, rest = get_type_hints(cls, include_extras=True), {}, [], deque(arguments)
     names = [f.name for f in fields(cls) if keys is None or f.name in keys]
-    for argument in rest:
+    while rest:
+        argument = rest.popleft()
         name, equals, value = argument.removeprefix("--").partition("=")
         key = name.replace("-", "_")
         is_named = argument.startswith("--") or (equals and key.isidentifier())
@@ -49,14 +53,17 @@ def read_options(cls, arguments: list[str], positional: tuple[str, ...] = (), ke
             raise UserError(f"there is no key {name!r}{nearest(name, names)}")
         if key in given:
             raise UserError(f"{key} is given twice")
-        if not equals:
-            value = "true" if hints[key] is bool else next(rest, "")
+        if not equals and hints[key] is bool:
+            value = rest.popleft() if rest and rest[0] in ("true", "false") else "true"
+        elif not equals:
+            value = rest.popleft() if rest else ""
         if not value or (not equals and value.startswith("--")):
             raise UserError(f"--{name} needs a value: write {key}=VALUE")
         given[key] = parse(key, value, hints[key])
     for key in [key for key in positional if key not in given]:
-        if bare and hints[key] == tuple[str, ...]:
-            given[key], bare = tuple(bare), []
+        if bare and hints[key] in (tuple[str, ...], tuple[FilePath, ...]):
+            read_word = get_args(hints[key])[0]
+            given[key], bare = tuple(_read(word, read_word) for word in bare), []
         elif bare:
             given[key] = parse(key, bare.pop(0), hints[key])
     if bare:
@@ -105,11 +112,21 @@ def run_command(main, *more) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes stdout once more at its end
+        drop_output()
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+
+
+def drop_output() -> None:
+    """From here on what is printed goes nowhere, where nobody reads it any more: Python would flush it once more at its end, fail,
+    and exit with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def nearest(word: str, choices: list[str]) -> str:
@@ -147,9 +164,14 @@ def field_lines(prefix: str, cls) -> dict[str, str]:
 def parse(key: str, text: str, hint):
     """The value that `text` spells under the annotation `hint`. Raises UserError naming the form."""
     for part in sorted(_parts(hint), key=lambda part: part is not type(None)):      # "none" is a word, too
-        with suppress(ValueError, KeyError):
-            if _fits(value := _read(text, part), part):
-                return value
+        try:
+            value = _read(text, part)
+        except UserError as error:
+            raise UserError(f"{key}={error}") from error
+        except (ValueError, KeyError):
+            continue
+        if _fits(value, part):
+            return value
     raise UserError(_mismatch(key, text, hint))
 
 
@@ -161,6 +183,8 @@ def _parts(hint) -> tuple:
 def _read(text: str, hint):
     """What `text` says under a hint that is no union. Raises ValueError or KeyError where it says nothing."""
     origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return expand_home(text)
     if hint in WORDS:
         return WORDS[hint][text.lower()]
     if hint is int and text.lstrip("+-").isdigit():
@@ -170,6 +194,8 @@ def _read(text: str, hint):
         return int(number) if hint is int and number.is_integer() else number       # 1e6 is a whole number
     if origin not in (tuple, dict):
         return text
+    if origin is tuple and text.lower() == "none":
+        return ()
     if text[:1] + text[-1:] in ("()", "[]", "{}"):
         text = text[1:-1]
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -178,6 +204,25 @@ def _read(text: str, hint):
     pairs = [part.rsplit(":", 1) for part in parts]      # fineweb_edu:0.8,python:0.1
     weights = {source.strip(): float(weight) for source, weight in pairs}
     return weights if len(weights) == len(pairs) else text      # a source named twice
+
+
+def expand_home(path: str) -> str:
+    """`path` with the home folder in the place of a leading ~ or ~user. Raises UserError for a user that does not exist: a folder
+    by the name "~user" is hardly ever meant."""
+    prefix = "hf:" if path.startswith("hf:~") else ""
+    expanded = os.path.expanduser(path.removeprefix(prefix))
+    if expanded.startswith("~") and not os.path.lexists(expanded.partition("/")[0]):
+        raise UserError(f"{path!r}: there is no user {expanded[1:].partition('/')[0]!r} whose home folder it could mean; write "
+                        f"./{expanded} for a folder of that name")
+    return prefix + expanded
+
+
+def expand_paths(value) -> None:
+    """Expand ~ in the fields of the dataclass `value`, frozen or not, that name a file or folder. Raises UserError as above."""
+    for name, hint in get_type_hints(type(value), include_extras=True).items():
+        path = getattr(value, name)
+        if FilePath in _parts(hint) and isinstance(path, str) and path[:1] == "~":
+            object.__setattr__(value, name, expand_home(path))
 
 
 def type_problems(prefix: str, value) -> list[str]:
@@ -193,18 +238,23 @@ def _mismatch(key: str, value, hint) -> str:
     words = value if isinstance(value, tuple) else str(value).split(",")
     wrong = next((str(word) for word in words if word not in choices), "")
     meant = nearest(wrong, choices) if len(choices) > 1 else ""
+    form += " (write true or false)" * (bool in _parts(hint))
     return f"{key}={value!r} is not {' or '.join(map(_type_name, _parts(hint)))}{form}{meant}"
 
 
 def _type_name(hint) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
+    if get_origin(hint) is Annotated:
+        return "a path"
     return "none" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")
 
 
 def _fits(value, hint) -> bool:
     """Whether `value` is of the annotated type; a whole number passes as a float, a bool, inf and NaN never as a number."""
     origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, inner[0])
     if len(parts := _parts(hint)) > 1:
         return any(_fits(value, part) for part in parts)
     if origin is Literal:

@@ -3,19 +3,21 @@
 A config file is Python that binds `config = Config(...)`; a derived one, as configs/gpt350m_fp8.py, replaces what differs.
 """
 
+import difflib
 import json
 import math
 import os
 import re
-import runpy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from model import GPTConfig
-from runtime.cli import UserError, field_lines, nearest, parse, type_problems
+from runtime.cli import FilePath, UserError, expand_home, expand_paths, field_lines, nearest, parse, type_problems
+from runtime.config_file import OWN_NAMES, run_file
+from runtime.machine import ROOT
 from runtime.tokenizer import tokenizer_kind
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -33,11 +35,11 @@ FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {"mxfp8": 32, "blockwi
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    dir: str                                # folder that holds one sub-folder of token shards per source
+    dir: FilePath                           # folder that holds one sub-folder of token shards per source
     mixture: dict[str, float]               # source -> its share of the training tokens; any positive scale
     tokens_per_step: int                    # training tokens per optimizer step, over all ranks
     micro_batch: int | Literal["auto"]      # sequences per forward pass and rank; auto = the fastest that fits, by trial
-    tokenizer: str = "gpt2"                 # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
+    tokenizer: FilePath = "gpt2"            # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     max_epochs: float = 1.0                 # times that a source may be seen before the run is refused
 
 
@@ -176,12 +178,14 @@ class Config:
     tokens_per_param: float | None = None   # training tokens per parameter (all parameters); give this or steps
     seed: int = 1337                        # of initialisation and token order; a BF16/FP8 pair shares it
     repeat: int = 0                         # 1 = a null run: the same training once more, to see what rounding alone does
-    out: str = "out"                        # folder of all runs
+    out: FilePath = "out"                   # folder of all runs
     deterministic: bool = False             # the same bits from every run of a GPU too, at some cost in speed
     profile: str | None = None              # steps to trace, first:last such as 10:15; none = no trace
-    start_from: str | None = None           # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
+    start_from: FilePath | None = None      # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
 
     def __post_init__(self):
+        for name in SECTIONS:
+            expand_paths(getattr(self, name, self))
         types = [p for name in SECTIONS for p in type_problems(f"{name}.".lstrip("."), getattr(self, name, self))]
         if problems := types or [*self._value_problems()] or [*self._cross_problems()]:     # each relies on those before it
             raise UserError("\n".join(problems))
@@ -359,22 +363,102 @@ FOREIGN = {
 }
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """What the words of train.py's command line say."""
+    file: str               # the config file
+    overrides: list[str]    # section.key=value, each key once
+    plan_for: str | None    # --plan: the name of a GPU, "" where none is named; none = train
+
+
+def read_command_line(words: Sequence[str]) -> CommandLine:
+    """The config file, in any place, `section.key=value`, `--section.key=value`, `--section.key value`, for a bool `--section.key`,
+    and --plan. Raises UserError for any other word, and for a key that is given twice."""
+    bare: list[str] = []
+    given: dict[str, str] = {}
+    plan_for: str | None = None
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name == "plan" and word.startswith("--"):
+            if plan_for is not None:
+                raise UserError("--plan is given twice")
+            plan_for = value if equals else rest.pop(0) if rest and _may_name_a_gpu(rest[0]) else ""
+            continue
+        if name not in KEYS and (os.path.isfile(word) or not (equals or word.startswith("--"))):
+            bare.append(word)
+            continue
+        if name.rpartition(".")[2].replace("-", "_") in ("config", "config_file", "cfg"):
+            raise UserError(f"{word!r}: train.py takes the config file as a word of its own: python train.py "
+                            f"{value or next(iter(rest), 'FILE')} [section.key=value ...]")
+        if name not in KEYS:
+            raise UserError(f"there is no key {name!r}{_meant(name)}")
+        if not equals and _hint(name) is bool:
+            value = rest.pop(0) if rest and rest[0] in ("true", "false") else "true"
+        elif not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"{word} needs a value: write {name}=VALUE")
+            value = rest.pop(0)
+        if name in given:
+            raise UserError(f"{name} is given twice, as {given[name]!r} and as {value!r}: give it once")
+        given[name] = value
+    files = [word for word in bare if word.endswith(".py") or os.path.isfile(word)] or bare[:1]
+    if stray := [word for word in bare if word not in files[:1]] or files[1:]:
+        raise UserError(f"{stray[0]!r} is no override: write section.key=value, such as optim.lr=3e-4, after one config file")
+    if not files:
+        raise UserError("no config file is named: python train.py FILE [section.key=value ...], such as configs/demo_s_bf16.py")
+    return CommandLine(files[0], [f"{name}={value}" for name, value in given.items()], plan_for)
+
+
+def _may_name_a_gpu(word: str) -> bool:
+    return not word.startswith("--") and not word.endswith(".py") and not {"=", "/"} & set(word)
+
+
+def _hint(key: str):
+    """The annotation of a key."""
+    section, _, name = key.rpartition(".")
+    return get_type_hints(SECTIONS[section], include_extras=True)[name]
+
+
+def _no_config_file(path: Path) -> str:
+    """The sentence for a path that is no file, with the path that was probably meant."""
+    if path.is_dir():
+        return f"{path} is a folder: name a config file, such as configs/gpt350m_fp8.py"
+    shipped = [file for file in (ROOT / "configs").glob("*.py") if not re.match("study_|mixture|sources", file.stem)]
+    beside = [file for file in path.parent.glob("*.py") if file.stem not in OWN_NAMES]
+    near: list[Path] = []
+    for files in (beside, shipped):
+        stems = [file.stem for file in files]
+        near += [file for stem in difflib.get_close_matches(path.stem, stems, 1, 0.5) for file in files if file.stem == stem]
+    if not near:
+        return f"there is no config file {path}; the repository's own are configs/*.py, such as configs/gpt350m_fp8.py"
+    meant = max(near, key=lambda file: difflib.SequenceMatcher(None, path.stem, file.stem).ratio())
+    meant = meant.relative_to(Path.cwd()) if meant.is_relative_to(Path.cwd()) else meant
+    return f"there is no config file {path}; did you mean {meant}?"
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The Config that the file at `path` binds, with `section.key=value` overrides applied and validated. Raises UserError."""
-    path = Path(path)
+    return load_config_and_files(path, overrides)[0]
+
+
+def load_config_and_files(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[Path]]:
+    """As load_config(), with the files that the config was made from, `path` first. Raises UserError."""
+    path = Path(expand_home(str(path)))
     if not os.path.isfile(path):
-        raise UserError(f"there is no config file {path}{nearest(path.stem, [p.stem for p in path.parent.glob('*.py')])}")
+        raise UserError(_no_config_file(path))
     try:
-        config = runpy.run_path(str(path)).get("config")
+        config, files = run_file(path, "config")
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         told = f"{type(error).__name__}: {error}" + (_meant(unknown[1]) if unknown else "")
         raise UserError(f"{path} could not be run: {told}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path} must bind config = Config(...), but config is {type(config).__name__}")
-    return apply_overrides(config, overrides)
+    return apply_overrides(config, overrides), files
 
 
 def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
@@ -386,8 +470,10 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
             raise UserError(f"{text!r} is no override: write section.key=value, such as optim.lr=3e-4")
         if key not in KEYS:
             raise UserError(f"there is no key {key!r}{_meant(key)}")
+        if not value and get_origin(_hint(key)) is not tuple:
+            raise UserError(f"{key} needs a value: write {key}=VALUE")
         section, _, name = key.rpartition(".")
-        changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS[section])[name])
+        changes.setdefault(section, {})[name] = parse(key, value, _hint(key))
     top = changes.pop("", {})
     if len(top.keys() & {"steps", "tokens_per_param"}) == 1:        # the command line's budget replaces the file's
         top = {"steps": None, "tokens_per_param": None} | top

@@ -21,7 +21,7 @@ from statistics import median_high
 import torch
 from torch.profiler import ProfilerAction, profile
 
-from runtime.cli import UserError, duration, si
+from runtime.cli import UserError, drop_output, duration, si
 from runtime.config import Config
 from runtime.machine import device_name, digest, git, metrics_rows, read_rows, to_line, write_atomically
 
@@ -78,8 +78,12 @@ class Log:
         self._show("write", {"kind": "event", **event})
 
     def say(self, text: str) -> None:
-        with suppress(OSError):     # a terminal that is gone, a full disk under the log
+        try:
             print(text, flush=True)
+        except BrokenPipeError:     # `| head` has ended, the run has not
+            drop_output()
+        except OSError:     # a terminal that is gone, a full disk under the log
+            pass
 
     def close(self) -> None:
         self._flush()
@@ -239,7 +243,8 @@ SECRET = re.compile("key|token|secret|pass|auth|cred", re.IGNORECASE)
 
 
 def environment(device: torch.device, root: Path) -> dict:
-    """Commit, uncommitted changes, versions, hardware and command of this process; null for what cannot be told."""
+    """Commit, uncommitted changes, versions, hardware and command of this process; null for what cannot be told. Of a run env.json
+    holds `config_files` too: the files that its config was made from, the one that was named first."""
     return {
         "command": shlex.join(sys.argv).replace(f"{root}/", ""),    # the same wherever the repository lies
         "t_start": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

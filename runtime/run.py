@@ -10,9 +10,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from runtime import fp8, optim, parallel
 from runtime.checkpoint import Saver, branch, note_saved, read_saved, restore, run_on_rank0, step_of
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
+from runtime.config_file import shown
 from runtime.data import Data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, environment, lineage, pair_id, peak_flops, throughput
@@ -51,13 +53,13 @@ class Run:
 
     @classmethod
     @contextmanager
-    def open(cls, config: Config, world: World) -> Iterator["Run"]:
+    def open(cls, config: Config, world: World, config_files: Sequence[Path] = ()) -> Iterator["Run"]:
         """Lock the folder, read the data's index, build the model, resume | branch | initialise; close all of it at the end.
         Raises UserError, MachineError: also for torch's errors of a known cause, no memory or a lost rank."""
         with (Watchdog(world, config.run_dir, config.parallel.start_timeout) as watchdog,
               ExitStack() as cleanup):      # closes the log however the run ends: an error begins on a line of its own
             try:
-                yield cls(config, world, watchdog, cleanup)
+                yield cls(config, world, watchdog, cleanup, config_files)
             except (RuntimeError, MemoryError) as error:
                 if message := out_of_memory(error, config, world) or watchdog.explain(error):
                     fault = MachineError(message)
@@ -65,8 +67,9 @@ class Run:
                     raise fault from error
                 raise
 
-    def __init__(self, config: Config, world: World, watchdog: Watchdog, cleanup: ExitStack):
+    def __init__(self, config: Config, world: World, watchdog: Watchdog, cleanup: ExitStack, config_files: Sequence[Path] = ()):
         self.config, self.world, self.watchdog = config, world, watchdog
+        self._config_files = [shown(file) for file in config_files]     # the one that was named, then those that it imports
         self._began = time.perf_counter()
         self.log: Log | None = None     # rank 0's
         self.progress, self.guard = Progress(), Guard(config.guard)
@@ -79,6 +82,7 @@ class Run:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
             return
+        self._first_start = run_on_rank0(world, lambda: read_first_start(config.run_dir))
         self.data = Data(config, self.tokenizer.sha256)
         self.data.verify(*world.share_of_machine)       # each machine may have a copy of its own
         self._built = built = build(config, world)
@@ -146,12 +150,13 @@ class Run:
         note_saved(config.run_dir, step_of(restored[0]) if restored and self._is_resumed else None)
         lost = 0 if self._is_resumed else len(metrics_rows(read_rows(config.run_dir / "metrics.jsonl")))
         self._meter = cleanup.enter_context(closing(Meter(world.device)))
-        env = config.run_dir / "env.json"       # keeps the t_start of the run's first start: a prediction counts only if older
-        first = {"t_start": json.loads(env.read_text())["t_start"]} if env.exists() else {}
-        write_json(env, environment(world.device, ROOT) | first)
+        # The time of the run's first start stays: a prediction counts only if it is older.
+        self.env = environment(world.device, ROOT) | {"config_files": self._config_files} | self._first_start
+        write_json(config.run_dir / "env.json", self.env)
         self.log = cleanup.enter_context(closing(Log(config, step)))
         begins = "resuming" if self._is_resumed else "branching off" if step else "on from"
         self.log.say("\n".join([
+            *_told_files(self._config_files),
             f"{config.run}: {total:,} parameters, {config.total_steps:,} steps of {config.data.tokens_per_step:,} tokens = "
             f"{config.total_tokens:,} tokens ({config.total_tokens / total:.1f} per parameter)",
             f"device: {world.size} x {device_name(world.device)}; {config.accumulation(world.size)} micro-batches of "
@@ -340,6 +345,14 @@ class Run:
             self.log.say(reason)
 
 
+def _told_files(config_files: list[str]) -> list[str]:
+    """A line that names the files that a config was made from; none where it was made by a program."""
+    if not config_files:
+        return []
+    named, *imported = config_files
+    return [f"config: {named}" + (f", which imports {', '.join(imported)}" if imported else "")]
+
+
 def is_due(step: int, *periods: int | None) -> bool:
     return any(step % every == 0 for every in periods if every)
 
@@ -407,6 +420,21 @@ def is_finished(config: Config) -> bool:
                    if before.get(key) != now.get(key)]:
         raise UserError(f"{run_dir} holds another run: {'; '.join(changes)}; choose another run=, or give the same settings")
     return "summary.json" in names
+
+
+def read_first_start(run_dir: Path) -> dict[str, str]:
+    """{"t_start": when the run in this folder was started first}, {} before its first start. Raises UserError where env.json does
+    not tell it: with a later time a prediction that was frozen meanwhile would count as older than the run."""
+    path = run_dir / "env.json"
+    if not path.exists():
+        return {}
+    try:
+        t_start = json.loads(path.read_bytes())["t_start"]
+        datetime.fromisoformat(t_start)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}) and no longer tells when this run was first started: "
+                        f"restore it, or delete it, and the run counts as started now") from error
+    return {"t_start": t_start}
 
 
 def refuse_to_start_over(config: Config) -> None:
@@ -477,7 +505,6 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     """The run's record, for scaling/: losses, precision, speed, identities; each count named by its convention."""
     config, world, data, counts, layers, guard = run.config, run.world, run.data, run.model.counts(), run._built.layers, run.guard
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
-    env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")
     name, converted = device_name(world.device), [layer for layer in layers if layer.recipe]
     peak = peak_flops(name)
@@ -485,7 +512,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     return {
         "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, run._origin), **lineage(config, run._origin),
         "status": "ok" if guard.consecutive == 0 else "diverged",
-        **{key: env[key] for key in ("git_commit", "torch", "torchao", "t_start")},
+        **{key: run.env[key] for key in ("git_commit", "torch", "torchao", "t_start")},
         "device": name, "n_gpu": world.size, "seed": config.seed, "repeat": config.repeat,
         "data_sha256": data.train_sha256, "val_sha256": data.val_sha256, "tokenizer_sha256": run.tokenizer.sha256,
         **{key: getattr(m, key) for key in ("vocab_size", "vocab_padded", "n_layer", "n_head", "n_embd", "n_ffn", "n_ctx")},

@@ -26,7 +26,7 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullFormatter
 
-from runtime.cli import UserError, command, grid, run_command, si
+from runtime.cli import FilePath, UserError, command, grid, run_command, si
 from runtime.machine import metrics_rows, read_rows, write_atomically
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
@@ -458,9 +458,9 @@ def _log2(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str                    # folder of a run, such as out/RUN
+    run: FilePath               # folder of a run, such as out/RUN
     fp8: bool = False           # what FP8 did inside it
-    out: str | None = None      # folder that receives the figures
+    out: FilePath | None = None  # folder that receives the figures
 
 
 @command(__doc__, Options, "run")

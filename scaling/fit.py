@@ -37,7 +37,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullLocator
 from scipy.stats import binned_statistic
 
-from runtime.cli import UserError, command, nearest, run_command, si
+from runtime.cli import FilePath, UserError, command, nearest, run_command, si
 from scaling import predict, records
 from scaling.figures import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
@@ -62,14 +62,14 @@ FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    paths: tuple[str, ...] = ()     # run folders such as out/RUN, or folders that hold them
-    out: str = ""                   # folder for law.json, figure.png, figure.svg (one folder of runs: its law/)
+    paths: tuple[FilePath, ...] = ()  # run folders such as out/RUN, or folders that hold them
+    out: FilePath = ""              # folder for law.json, figure.png, figure.svg (one folder of runs: its law/)
     n: str = ""                     # runs: total or nonembed, which parameters N counts (as the study does). Table: N's column
     loss: str = ""                  # runs: bf16 (through BF16 matmuls; the default) or as_trained. Table: the column of losses
     seed_sd: float | None = None    # runs: SD of ln(loss) between seeds, a floor in the intervals (estimated from seeds)
     predict: str = ""               # runs: a run to come, whose prediction is frozen in out
     score: bool = False             # runs: compare the predictions in out with the runs that have come
-    points: str = ""                # a table with a header line, instead of runs
+    points: FilePath = ""           # a table with a header line, instead of runs
     d: str = ""                     # table: column of training tokens; C = 6 N D
     c: str = ""                     # table: column of training FLOPs; D = C / (6 N). Neither d nor c: the power law in N alone
     cluster: str = ""               # table: column that names the training run; its points are not independent

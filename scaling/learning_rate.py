@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from runtime.cli import UserError, command, run_command, si
+from runtime.cli import FilePath, UserError, command, run_command, si
 from scaling.figures import STYLES, counts_axis, sheet, styled, write_with
 from scaling.pairs import grouped
 from scaling.precision import fixed, table
@@ -36,9 +36,9 @@ SAME = ("val_sha256", "data_sha256", "tokenizer_sha256", "n_ctx", "tokens_per_st
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    runs: str                   # the folder of the sweep's runs, such as out/h100_lr
+    runs: FilePath              # the folder of the sweep's runs, such as out/h100_lr
     at: tuple[float, ...] = ()  # non-embedding parameters to give rates for; none = 2, 4 and 8 times the smallest size's
-    out: str | None = None      # folder that receives learning_rate.json, .png and .svg; none = law beside the runs
+    out: FilePath | None = None  # folder that receives learning_rate.json, .png and .svg; none = law beside the runs
 
     def __post_init__(self):
         if wrong := [n for n in self.at if not n > 0]:

@@ -18,7 +18,7 @@ from scipy.optimize import minimize_scalar
 
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, command, grid, run_command, si
+from runtime.cli import FilePath, UserError, command, grid, run_command, si
 from runtime.config import fp8_overrides, load_config, positive
 from runtime.log import peak_flops
 from runtime.machine import ROOT
@@ -43,11 +43,11 @@ class Options:
     gpus: int                           # number of GPUs
     hours: float                        # hours on them
     gpu: str                            # their name, as in runtime/log.py
-    law: str | None = None              # law.json of scaling/fit.py; without one, Epoch's published law
-    runs: str | None = None             # a folder of runs, whose measured speed on that GPU counts in place of an assumed one
+    law: FilePath | None = None         # law.json of scaling/fit.py; without one, Epoch's published law
+    runs: FilePath | None = None        # a folder of runs, whose measured speed on that GPU counts in place of an assumed one
     gap: float | None = None            # FP8's loss over BF16's in per cent; without it precision.json beside law.json, else 0
     recipe: str = "tensorwise"          # the FP8 recipe, or a study's arm such as tensorwise+kernels+head
-    study: str | None = None            # whose trunks with branches are the candidates; none = configs/study_chinchilla.py
+    study: FilePath | None = None       # whose trunks with branches are the candidates; none = configs/study_chinchilla.py
 
     def __post_init__(self):
         if problems := positive(self, "gpus", "hours"):

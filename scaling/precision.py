@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from runtime.cli import UserError, command, grid, run_command, si
+from runtime.cli import FilePath, UserError, command, grid, run_command, si
 from scaling import pairs
 from scaling.figures import STYLES, counts_axis, settle, sheet, styled, styles, write_with
 from scaling.records import check_comparable, law_folder, read_runs, usable
@@ -38,8 +38,8 @@ LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    paths: tuple[str, ...]          # a folder of runs such as out/study, or run folders
-    out: str | None = None          # folder for precision.json, precision.png, precision.svg (default: PATH/law)
+    paths: tuple[FilePath, ...]     # a folder of runs such as out/study, or run folders
+    out: FilePath | None = None     # folder for precision.json, precision.png, precision.svg (default: PATH/law)
     loss: Literal["bf16", "as_trained"] = "bf16"    # which is judged; bf16: both arms evaluated through BF16 matmuls
     margin: float | None = None     # per cent of the loss that counts as equivalent (default: the study's; here: after the fact)
     n: Literal["total", "nonembed"] | None = None   # which parameters N counts (default: what study.json says, else total)

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from runtime.cli import UserError, command, run_command, si
+from runtime.cli import FilePath, UserError, command, run_command, si
 from scaling import figures, learning_rate, precision
 from scaling.figures import STYLES, finite, running_mean, settle, sheet, steps_axis, styled, styles, write_files, write_with
 from scaling.pairs import Pair, pairs
@@ -35,9 +35,9 @@ CPU = " A CPU has no FP8 units: its speeds say nothing about a GPU."
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    runs: tuple[str, ...] = ()      # of one training in several precisions
-    study: str | None = None        # a folder of runs in their place
-    out: str | None = None          # folder that receives the report; none = law beside the first run
+    runs: tuple[FilePath, ...] = ()  # of one training in several precisions
+    study: FilePath | None = None   # a folder of runs in their place
+    out: FilePath | None = None     # folder that receives the report; none = law beside the first run
 
     def __post_init__(self):
         if bool(self.runs) == bool(self.study) or self.study and self.out:

@@ -11,21 +11,21 @@ seed and the same tokens, which differs in rounding alone: what a difference of 
 import itertools
 import math
 import re
-import runpy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from model import GPT
-from runtime.cli import UserError, nearest, type_problems
+from runtime.cli import UserError, expand_home, nearest, type_problems
 from runtime.config import Config, FP8Config, fp8_overrides, load_config
+from runtime.config_file import run_file
 from runtime.log import pair_id
 from runtime.machine import ROOT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One model size. `config` is its BF16 config file, from the repository's root; the rest as in Study."""
+    """One model size. `config` is its BF16 config file, beside the study or from the repository's root; the rest as in Study."""
     config: str
     seeds: tuple[int, ...] = (1337,)
     tokens_per_param: tuple[float, ...] | None = None   # none = the study's
@@ -89,19 +89,39 @@ class Row:
     def arguments(self, folder: Path) -> list[str]:
         """Of train.py, for a study whose runs lie in `folder`."""
         start = [f"start_from={self.branch_point(folder)}"] if self.parent else []
-        return [str(ROOT / self.config), *self.overrides, f"out={folder}", *start]
+        words = [*self.overrides, f"out={folder}", *start]
+        last_of_each = {word.partition("=")[0]: word for word in words}     # a study's overrides may name a key again
+        return [str(ROOT / self.config), *last_of_each.values()]
 
     def branch_point(self, folder: Path) -> Path:
         return folder / self.parent / "checkpoints" / f"step_{self.parent_step:08d}"
 
 
 def load_study(path: str | Path) -> Study:
+    """The Study that the file at `path` binds. A size's config is the file of its name beside the study, where the study lies
+    outside the repository's configs/ and there is one. Raises UserError."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"there is no study file {path}{nearest(path.stem, [o.stem for o in path.parent.glob('study_*.py')])}")
-    if not isinstance(study := runpy.run_path(str(path)).get("study"), Study):
-        raise UserError(f"{path} must bind study = Study(...)")
-    return study
+    try:
+        study, _ = run_file(path, "study")
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from error
+    if not isinstance(study, Study):
+        raise UserError(f"{path} must bind study = Study(...), but study is {type(study).__name__}")
+    return replace(study, sizes=tuple(replace(size, config=_config_beside(path, size.config)) for size in study.sizes))
+
+
+def _config_beside(study_file: Path, config: str) -> str:
+    """As a copied config's imports: the file beside it comes before the repository's."""
+    config = expand_home(config)
+    folder = study_file.absolute().parent
+    beside = folder / Path(config).name
+    if folder == ROOT / "configs" or Path(config).is_absolute() or not beside.is_file():
+        return config
+    return str(beside)
 
 
 def expand(study: Study) -> list[Row]:

@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, command, duration, grid, nearest, run_command, si
+from runtime.cli import FilePath, UserError, command, duration, grid, nearest, run_command, si
 from runtime.config import load_config, positive, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
@@ -56,14 +56,14 @@ ENDED = "sweep.py: exit code "      # begins the last line of a log whose run ha
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    study: str                  # a file such as configs/study_demo.py
+    study: FilePath             # a file such as configs/study_demo.py
     run: bool = False           # what is missing, on this machine
     slurm: bool = False         # print an array script in its place
     only: str | None = None     # names and patterns of runs (gpt50m_*), with the trunks they branch off from
     gpus: int = 1               # processes per run, by torchrun above 1
     jobs: int = 1               # runs at a time
     limit: float | None = None  # seconds from the command's start: runs save and leave in time; none is begun only to start
-    out: str = "out"            # holds <study>/<run>/
+    out: FilePath = "out"       # holds <study>/<run>/
     gpu: str = "h100"           # times are estimated with its peak where no run of that size and recipe is done
     mfu: float = ASSUMED_MFU    # share of that peak
     start: float = 60.0         # seconds assumed there for imports, compilation, evaluation and saving
