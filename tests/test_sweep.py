@@ -131,7 +131,7 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
         assert row.params_total == m.params_total and row.pair_id == pair_id(config)
         counted = row.params_total if study.params == "total" else m.params_total - m.vocab_padded * m.n_embd * (2 - m.tied)
         assert row.tokens - config.data.tokens_per_step < row.tokens_per_param * counted <= row.tokens
-        assert row.flops_per_token == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_size * m.n_ctx
+        assert row.flops_per_token == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_dim * m.n_ctx
         base = load_config(ROOT / row.config)
         assert config.optim.warmup_steps(row.steps) == base.optim.warmup_steps(base.total_steps)
         if row.parent:
