@@ -22,7 +22,6 @@ import sys
 import textwrap
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import ExitStack
@@ -61,6 +60,7 @@ COUNTS = ("documents", "text_bytes", "tokens")      # of a split
 READER = 2                      # pieces of text files by an earlier one know no borders, and split each piece by itself
 VAL_PERCENTS = (1, 2, 5, 10, 20, 50)    # of which a message proposes one
 VAL_DOCUMENTS = 5               # that a proposed share should keep
+NO_DOCUMENT = 0                 # in place of the hash of an empty row
 REPLACED_MOST = 0.01            # share of a file's characters that may stand for bytes that are not UTF-8
 
 
@@ -138,12 +138,15 @@ class Piece:
         """DOCUMENT (documents,)"""
         return np.fromfile(f"{self.stem}.docs", DOCUMENT)
 
+    @property
+    def has_cuts(self) -> bool:
+        return self.stem.with_suffix(".cuts").exists()
+
     def document_of_rows(self) -> np.ndarray:
         """int64 (documents,): for each row of the table the first row of its document, which is itself where it was not cut."""
         first = np.arange(self.documents)
-        cuts = self.stem.with_suffix(".cuts")
-        if cuts.exists():
-            first[np.fromfile(cuts, np.int64)] = 0
+        if self.has_cuts:
+            first[np.fromfile(self.stem.with_suffix(".cuts"), np.int64)] = 0
         return np.maximum.accumulate(first)
 
     def split_residues(self, is_by_document: bool) -> np.ndarray:
@@ -395,30 +398,33 @@ class Work:
         than those it was made of: a copy of them, say. They are read, not tokenised; their order is not compared."""
         print(f"{self.folder} is of files of other sizes or times: they are read to compare their documents", file=sys.stderr)
         kept = np.load(self.folder / "hashes.npy")
-        is_seen, count = np.zeros(len(kept), bool), Counter()
-        counted_at_end = Counter()      # of a folder that a budget cut: at the last document that it holds
-        borders = _borders(self.tokenizer)
-        for file in self.source.list_files():
-            try:
-                for row in file.read(Reading(borders=borders, skips_odd_rows=True)):
-                    texts = [clean(text) for text in row.texts]
-                    name = document_hash(texts, [text.encode() for text in texts])
-                    if name is None:
-                        count["empty"] += 1
-                        continue
-                    place = int(np.searchsorted(kept, np.uint64(name)))
-                    is_kept = place < len(kept) and int(kept[place]) == name
-                    count["kept" if is_kept else "left out"] += 1
-                    if is_kept and not is_seen[place]:
-                        is_seen[place] = True
-                        counted_at_end = count.copy()
-            except BadFile:
-                continue
+        names = np.concatenate([np.empty(0, np.uint64), *map(self._document_hashes, self.source.list_files())])
+        place = np.minimum(np.searchsorted(kept, names), len(kept) - 1)
+        is_kept = (names != NO_DOCUMENT) & (kept[place] == names)
+        first_row = np.full(len(kept), -1)      # of each document kept
+        rows = np.flatnonzero(is_kept)
+        first_row[place[rows[::-1]]] = rows[::-1]
+        if (first_row < 0).any():
+            return False
+        if not index.is_whole:      # rows behind the last document that the budget took do not matter
+            end = int(first_row.max()) + 1
+            names, is_kept = names[:end], is_kept[:end]
         copies = index.duplicates.get(self.source.name, 0)
-        expected = Counter({
-            "kept": len(kept) + copies, "empty": index.empty,
-            "left out": sum(index.duplicates.values()) - copies + index.contaminated})
-        return bool(is_seen.all()) and (count if index.is_whole else counted_at_end) == expected
+        left_out = sum(index.duplicates.values()) - copies + index.contaminated
+        empty = int((names == NO_DOCUMENT).sum())
+        counts = int(is_kept.sum()), empty, len(names) - empty - int(is_kept.sum())
+        return counts == (len(kept) + copies, index.empty, left_out)
+
+    def _document_hashes(self, file: InputFile) -> np.ndarray:
+        """uint64 (rows,) of an input file, NO_DOCUMENT for empty ones; none where the file cannot be read."""
+        names = array("Q")
+        try:
+            for row in file.read(Reading(borders=_borders(self.tokenizer), skips_odd_rows=True)):
+                texts = [clean(text) for text in row.texts]
+                names.append(document_hash(texts, [text.encode() for text in texts]) or NO_DOCUMENT)
+        except BadFile:
+            return np.empty(0, np.uint64)
+        return np.frombuffer(names, np.uint64)
 
     def tasks(self) -> list[Callable]:
         """Those that lack of the first input files that hold `target` tokens, which is known of the finished ones, and guessed by
@@ -477,9 +483,12 @@ class Work:
                 self.target = there + SLACK * (budget - train) * there / max(1, train) + 1 if budget else math.inf
                 return False
             if empty := [split for split, counts in splits.items() if not counts["documents"]]:
-                raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are copies "
-                                f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, "
-                                f"files {[piece.reason for piece in failed]}: {self._split_advice(pieces, layout)}")
+                odd_rows = sum(piece.odd_rows for piece in pieces)
+                left_out = (f"copies {layout['duplicates'] or 0}, empty {layout['empty']}, "
+                            f"contaminated {layout['contaminated']}, odd rows {odd_rows}, "
+                            f"files {[piece.reason for piece in failed]}")
+                raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are {left_out}: "
+                                f"{self._split_advice(pieces, layout)}")
             print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
             dtype = np.dtype("<u4" if source.is_masked else self.tokenizer.dtype).name      # a context's mark lies beside the id
             write_index(self.folder, {
@@ -503,7 +512,7 @@ class Work:
         count = len(residues)
         share = f"val_share={self.val_per_10k / HASH_STEPS:g}"
         if count < 2:
-            return f"it holds {count} documents beside those, and a split needs one each: give more documents"
+            return f"each split needs a document, and there is {count or 'none'} beside those: give more documents"
         noun = "pieces of its only document" if layout.get("cut", {}).get("split_by") == "piece" else "documents"
         remedies = []
         kept = {percent: int((residues < percent * HASH_STEPS // 100).sum()) for percent in VAL_PERCENTS}
@@ -531,18 +540,18 @@ class Work:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
                 earlier[folder.name] = np.load(hashes, mmap_mode="r")
         copies = _find_copies(pieces, list(earlier.values()))
-        cut = any(piece.stem.with_suffix(".cuts").exists() for piece in pieces)
         # A document's pieces go where its first one does, but those of an only document must fill both splits.
-        layout = self._place(pieces, copies, len(earlier), by_piece=cut)
-        if cut and layout.documents > 1:
+        layout = self._place(pieces, copies, len(earlier), by_piece=True)
+        is_by_document = layout.documents > 1 and any(piece.has_cuts for piece in pieces)
+        if is_by_document:
             layout = self._place(pieces, copies, len(earlier), by_piece=False)
         splits = {split: dict(zip(COUNTS, map(int, layout.totals[:, home]), strict=True)) for split, home in HOMES.items()}
         empty, contaminated, *copied = map(int, layout.totals[0, EMPTY:])
         duplicates = {key: n for key, n in zip([self.source.name, *earlier], copied, strict=True) if n}
         told = {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": layout.is_whole}
         if layout.cut_documents:
-            split_by = "document" if layout.documents > 1 else "piece"
-            told["cut"] = {"documents": layout.cut_documents, "pieces": layout.cut_pieces, "split_by": split_by}
+            told["cut"] = {"documents": layout.cut_documents, "pieces": layout.cut_pieces,
+                           "split_by": "document" if is_by_document else "piece"}
         return splits, told
 
     def _place(self, pieces: list[Piece], copies: list[np.ndarray], earlier: int, by_piece: bool) -> "Layout":
@@ -552,8 +561,9 @@ class Work:
         for piece in pieces:
             piece.homes = None
         for piece, found in zip(pieces, copies, strict=True):
-            table, home, document = piece.table(), found.copy(), piece.document_of_rows()
-            key = table["hash"] if by_piece else table["hash"][document]
+            table, home, key = piece.table(), found.copy(), piece.table()["hash"]
+            if piece.has_cuts and not by_piece:
+                key = key[piece.document_of_rows()]
             home[(home == TRAIN) & (key % np.uint64(HASH_STEPS) < self.val_per_10k)] = VAL
             home[table["tokens"] == 0] = CONTAMINATED
             home[(table["tokens"] == 0) & (table["bytes"] == 0)] = EMPTY
@@ -565,7 +575,7 @@ class Work:
                 table, home = table[:end], home[:end]
             weights = (None, table["bytes"], table["tokens"])
             layout.totals += [np.bincount(home, weight, layout.totals.shape[1]) for weight in weights]
-            layout.count_documents(document[:len(home)][home <= VAL])
+            layout.count_documents(piece, home)
             piece.homes = home
             if not layout.is_whole:
                 break
@@ -581,9 +591,13 @@ class Layout:
     cut_documents: int = 0      # of them, those of more than one piece
     cut_pieces: int = 0         # of these
 
-    def count_documents(self, first_rows: np.ndarray) -> None:
-        """first_rows: int64, for each row that goes to a split the first row of its document."""
-        rows_of_each = np.unique(first_rows, return_counts=True)[1]
+    def count_documents(self, piece: Piece, home: np.ndarray) -> None:
+        """home: uint16, for the first rows of the piece, where each goes."""
+        if not piece.has_cuts:
+            self.documents += int((home <= VAL).sum())
+            return
+        first_rows = piece.document_of_rows()[:len(home)]
+        rows_of_each = np.unique(first_rows[home <= VAL], return_counts=True)[1]
         self.documents += len(rows_of_each)
         self.cut_documents += int((rows_of_each > 1).sum())
         self.cut_pieces += int(rows_of_each[rows_of_each > 1].sum())

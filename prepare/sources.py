@@ -31,7 +31,7 @@ BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte ord
 TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)              # seconds before a question is asked again
 READ_WAITS = (1, 5, 25, 60, 120, 300, 600)      # seconds before a block is: 18 minutes of silence cost no file
-ZSTD_BYTES = 1 << 11            # unpacked at once: at most 64 MB, of a file of zeros
+PACKED_BYTES = 1 << 11          # of .xz and .zst that are unpacked at once: at most 64 MB, of a file of zeros
 BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
 HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
 ODD_ROWS_MOST = 1000            # a file that begins with so many rows of no use, and none of use, is another one than was meant
@@ -43,6 +43,7 @@ JSON_WORD = 16                  # more characters than any literal or escape has
 JSON_BLANK = re.compile(r"[ \t\r\n]*")
 HEAD_LOOKED_AT = 4096           # bytes at the begin of a file whose NULs tell UTF-16 and -32
 NAMES_MOST = 20                 # columns that a message lists
+NOTHING = r"(?!)"               # a pattern that matches nowhere
 REPLACEMENT = "\ufffd"
 ENCODING_REMEDY = "convert it, such as by `iconv -f WINDOWS-1251 -t UTF-8 FILE`, with the encoding that it has"
 
@@ -336,16 +337,12 @@ def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple
     packing = PurePath(where).suffix
     try:
         with opened() as file:
-            size, stream = max(1, file.seek(0, os.SEEK_END)), file
+            size = max(1, file.seek(0, os.SEEK_END))
             file.seek(0)
-            if packing in (".gz", ".xz"):
-                stream = (gzip if packing == ".gz" else lzma).open(file)
-            elif packing == ".zst":
-                stream = ZstdReader(file)
             if packing == ".parquet":
                 rows = _parquet_rows(file, where, columns, kept, reading)
             else:
-                stream = stream if hasattr(stream, "peek") else io.BufferedReader(stream, 1 << 18)
+                stream = _unpacked(file, packing)
                 _refuse_wide_characters(stream.peek(HEAD_LOOKED_AT)[:HEAD_LOOKED_AT], where)
                 if is_text_file(where):
                     rows = _stretches(stream, columns[0], reading)
@@ -367,15 +364,14 @@ def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple
         raise BadFile(sentence) from error
 
 
-class ZstdReader(io.RawIOBase):
-    """What .zst holds, of any window and any number of frames. Raises EOFError: it was cut short, which the reader of `zstandard`
-    takes for the end; ZstdError."""
+class FramesReader(io.RawIOBase):
+    """What a packed file of any number of frames holds. new_frame: makes the decompressor of one, with decompress(), eof and
+    unused_data. Raises EOFError: the file was cut short, which the reader of `zstandard` takes for the end; what the
+    decompressor raises: it is damaged, which the reader of `lzma` takes for the end behind a first frame."""
 
-    def __init__(self, file: io.BufferedIOBase):
-        import zstandard
-        # By default windows end at 128 MB; `zstd --long=31` makes some of 2 GB, which then take as much memory.
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._file, self._frame, self._left = file, None, b""       # packed bytes of a frame that was not begun
+    def __init__(self, file: io.BufferedIOBase, new_frame: Callable[[], Any]):
+        self._file, self._new_frame, self._frame = file, new_frame, None
+        self._left, self._is_behind_frame = b"", False      # packed bytes behind the last frame; whether one has just ended
         self._unpacked = memoryview(b"")
 
     def readable(self) -> bool:
@@ -383,20 +379,39 @@ class ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._unpacked:
-            packed = self._left or self._file.read(ZSTD_BYTES)
+            packed = self._left or self._file.read(PACKED_BYTES)
             self._left = b""
             if not packed:
                 if self._frame:
-                    raise EOFError("it ends within a frame of zstd")
+                    raise EOFError("it ends within a frame")
                 return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
+            if self._is_behind_frame:       # zeros may fill the space between frames of xz
+                packed = packed.lstrip(b"\0")
+                if not packed:
+                    continue
+            self._is_behind_frame = False
+            self._frame = self._frame or self._new_frame()
             self._unpacked = memoryview(self._frame.decompress(packed))
             if self._frame.eof:
-                self._left, self._frame = self._frame.unused_data, None
+                self._left, self._frame, self._is_behind_frame = self._frame.unused_data, None, True
         count = min(len(buffer), len(self._unpacked))
         buffer[:count] = self._unpacked[:count]
         self._unpacked = self._unpacked[count:]
         return count
+
+
+def _unpacked(file: io.BufferedIOBase, packing: str) -> io.BufferedIOBase:
+    """The content of a file of that packing, of one of none itself."""
+    if packing == ".gz":
+        return gzip.open(file)
+    if packing == ".xz":
+        return io.BufferedReader(FramesReader(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)), 1 << 18)
+    if packing == ".zst":
+        import zstandard
+        # By default windows end at 128 MB; `zstd --long=31` makes some of 2 GB, which then take as much memory.
+        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        return io.BufferedReader(FramesReader(file, decompressor.decompressobj), 1 << 18)
+    return file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 18)
 
 
 def _refuse_wide_characters(head: bytes, where: str) -> None:
@@ -420,6 +435,8 @@ def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterato
         except (ValueError, RecursionError) as error:
             is_utf8 = REPLACEMENT not in line.decode(errors="replace")
             hint = "" if is_utf8 else f"; it is not UTF-8: {ENCODING_REMEDY}"
+            if number == 1 and _format(PurePath(where)) == ".json":
+                hint += "; a .json holds an object a line, or one array of objects"
             if reading.skips_odd_rows and reading.skips_broken_lines:
                 yield _Record(number, {}, problem=f" is no line of JSON ({error}){hint}")
                 continue
@@ -652,26 +669,28 @@ def _stretches(stream: io.BufferedIOBase, column: str, reading: Reading) -> Iter
     """The documents of a text file, long ones in pieces. Without borders the file is one document."""
     # Line ends of any system become \n; bytes that are not UTF-8 are kept, to be counted later.
     lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape"), io.StringIO()
-    number, is_continued, has_borders = 1, False, False
+    find_border = re.compile("|".join(map(re.escape, reading.borders)) or NOTHING).search
+    number, is_continued, has_borders, is_behind_border = 1, False, False, False
 
     def record(content: str) -> _Record:
         return _Record(number, {column: _unescaped(content)}, ", piece ", is_continued=is_continued)
 
     while line := lines.readline(TXT_CHARS_MOST):
-        if any(border in line for border in reading.borders):
+        if find_border(line):
             if line.strip() in reading.borders:
                 content = text.getvalue().rstrip("\n")
                 if content and not content.isspace():
                     yield record(content if is_continued else content.lstrip("\n"))
                     number += 1
-                text, is_continued, has_borders = io.StringIO(), False, True
+                text, is_continued, has_borders, is_behind_border = io.StringIO(), False, True, True
                 continue
             reading.inner_borders += 1
-        is_blank = line.isspace()
-        if is_blank and has_borders and not is_continued and not text.tell():
-            continue        # between a border and the document behind it
+        if is_behind_border and line.isspace():
+            continue
+        is_behind_border = False
         text.write(line)
-        if text.tell() >= TXT_CHARS_MOST or (text.tell() >= TXT_CHARS and is_blank):
+        size = text.tell()
+        if size >= TXT_CHARS_MOST or (size >= TXT_CHARS and line.isspace()):
             yield record(text.getvalue())
             text, number, is_continued = io.StringIO(), number + 1, True
     last = text.getvalue()

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import lzma
 import os
 import re
 import tracemalloc
@@ -342,7 +343,8 @@ def test_few_long_documents_are_told_how_to_become_more(tmp_path, capsys, short_
 
 
 def test_one_document_cannot_fill_two_splits(tmp_path, capsys):
-    assert "it holds 1 documents beside those" in said(capsys, 2, write(tmp_path / "a.jsonl", ["x"]), out=tmp_path)
+    errors = said(capsys, 2, write(tmp_path / "a.jsonl", ["x"]), out=tmp_path)
+    assert "each split needs a document, and there is 1 beside those" in errors
 
 
 # --------------------------------------------------------------------------------------------------- layouts and packings
@@ -440,11 +442,30 @@ def test_damaged_zstd_is_a_bad_file(tmp_path, capsys, packed):
     assert "a.jsonl.zst is damaged or was cut short" in said(capsys, 1, tmp_path / "a.jsonl.zst", out=tmp_path)
 
 
+@pytest.mark.parametrize("packed", [
+    lzma.compress(LINES[:3000]) + lzma.compress(LINES[3000:]),
+    lzma.compress(LINES[:3000]) + bytes(8) + lzma.compress(LINES[3000:]),
+    lzma.compress(LINES) + bytes(4)])
+def test_xz_of_any_frames_is_read(tmp_path, packed):
+    (tmp_path / "a.jsonl.xz").write_bytes(packed)
+    assert local(tmp_path / "a.jsonl.xz", out=tmp_path) == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
+
+
+@pytest.mark.parametrize("packed", [
+    lzma.compress(LINES[:3000]) + b"?" + lzma.compress(LINES[3000:])[1:], lzma.compress(LINES) + b"more",
+    lzma.compress(LINES)[:-4], bytes(5000)])
+def test_damaged_xz_is_a_bad_file(tmp_path, capsys, packed):
+    """Also behind its first frame, where Python's own reader takes the damage for the end."""
+    (tmp_path / "a.jsonl.xz").write_bytes(packed)
+    assert "a.jsonl.xz is damaged or was cut short" in said(capsys, 1, tmp_path / "a.jsonl.xz", out=tmp_path)
+
+
 def test_zeros_packed_by_zstd_are_unpacked_in_bounded_memory():
     packed = zstd(bytes(1 << 28))
     tracemalloc.start()
     try:
-        reader = io.BufferedReader(sources.ZstdReader(io.BytesIO(packed)))
+        frames = sources.FramesReader(io.BytesIO(packed), zstandard.ZstdDecompressor().decompressobj)
+        reader = io.BufferedReader(frames)
         assert sum(len(block) for block in iter(lambda: reader.read(1 << 16), b"")) == 1 << 28
         assert tracemalloc.get_traced_memory()[1] < 1.5e8
     finally:
