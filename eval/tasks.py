@@ -170,7 +170,8 @@ def watch_requests(task) -> None:
         except Exception as error:      # foreign code and foreign data: whatever it raises, name the task
             reason = (str(error).strip().splitlines() or [""])[0]
             raise UserError(f"the questions of the task {task.task_name!r} could not be made "
-                            f"({type(error).__name__}: {reason:.200}): its YAML and its data must fit each other, and num_fewshot the documents there are") from error
+                            f"({type(error).__name__}: {reason:.200}): its YAML and its data must fit each other, and "
+                            f"num_fewshot the documents there are") from error
         delimiter = task.config.target_delimiter if task.OUTPUT_TYPE == "multiple_choice" else ""
         for request in task.instances:
             if request.request_type == "loglikelihood" and request.args[1].removeprefix(delimiter) == "":
