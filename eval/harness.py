@@ -231,7 +231,7 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
     from lm_eval.api import task as lm_eval_task
 
     for task in loaded["tasks"].values():
-        tasks.refuse_empty_answers(task)
+        tasks.watch_requests(task)
     lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)       # "0/125": the building of requests
     with contextlib.redirect_stdout(io.StringIO()):     # "bootstrapping for stddev"
         results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -50,7 +51,8 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
     if offline is not None or set(names) <= set(DEMO):
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE"):
             os.environ[name] = "1"
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    say_warnings(include)
+    check_include(include)
     import datasets
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -89,18 +91,87 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
             loaded[key] |= part[key]
     for name, task in loaded["tasks"].items():
         task.set_fewshot_seed(seed=1234)        # lm-eval's own default, for equal few-shot examples
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f"the task {name!r} shows images or plays sound, but the models here read text: leave it out")
+        if getattr(task, "UNSAFE_CODE", False):
+            raise UserError(f"the task {name!r} runs code that the model has written, which is not done here: leave it out")
         if task.OUTPUT_TYPE == "generate_until":
             read_generation(task.get_config("generation_kwargs"), name)     # refuses what is not greedy
     return loaded
 
 
-def refuse_empty_answers(task) -> None:
-    """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError where an answer is empty:
-    without a token its log-likelihood is 0, above that of every other, and acc_norm divides by its length."""
+# What lm-eval says of nearly every task, and what its documentation promises: a default that it takes.
+ORDINARY = ("No `until` specified", "No `generation_kwargs` specified", "passed `generation_kwargs`, but",
+            "is defined, but aggregation is not", "is defined, but higher_is_better is not", "Custom kwargs can be passed")
+
+
+class _Once(logging.Handler):
+    """Prints each of lm-eval's warnings once, in a line: what it replaces or leaves out is not to be found in a score."""
+
+    def __init__(self, include: str | None):
+        super().__init__(logging.WARNING)
+        self.said: set[str] = set()
+        self.own_folders = {include, os.path.abspath(include), os.path.realpath(include)} if include else set()
+
+    def is_ordinary(self, text: str) -> bool:
+        if "overrides existing task" in text or "Duplicate task name" in text:      # lm-eval's own folders hold such twins
+            return not any(folder in text for folder in self.own_folders)
+        return any(words in text for words in ORDINARY)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())
+        # A warning with a document in it comes for each document.
+        kind = text[:60]
+        if kind in self.said or self.is_ordinary(text):
+            return
+        self.said.add(kind)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"lm-eval: {text[:300]}", file=sys.stderr)
+
+
+def say_warnings(include: str | None) -> None:
+    """Let lm-eval's logger say its warnings on stderr, once each, and nothing below them."""
+    logger = logging.getLogger("lm_eval")
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logger.handlers = [_Once(include)]
+
+
+def check_include(include: str | None) -> None:
+    """lm-eval passes over YAML that it cannot read, and over a folder that is not there. Raises UserError instead."""
+    if include is None:
+        return
+    folder = Path(include)
+    if not folder.is_dir():
+        raise UserError(f"include={include} is no folder: give the one that holds your task YAMLs")
+    from lm_eval.tasks._yaml_loader import load_yaml
+    paths = sorted(folder.glob("**/*.yaml"))
+    if not paths:
+        raise UserError(f"include={include} holds no file called *.yaml: give the folder of your task YAMLs")
+    for path in paths:
+        try:
+            load_yaml(path, resolve_func=False)
+        except Exception as error:      # whatever the package raises for a file of the user's
+            reason = " ".join(str(error).split())
+            raise UserError(f"{path} cannot be read as a task of lm-eval ({type(error).__name__}: {reason:.200}): mend it, "
+                            f"or take it out of include={include}") from error
+
+
+def watch_requests(task) -> None:
+    """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError where it fails, and where
+    an answer is empty: without a token its log-likelihood is 0, above that of every other, and acc_norm divides by its length."""
     build = task.build_all_requests
 
     def build_and_check(*args, **settings) -> None:
-        build(*args, **settings)
+        try:
+            build(*args, **settings)
+        except MemoryError:
+            raise
+        except Exception as error:      # foreign code and foreign data: whatever it raises, name the task
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise UserError(f"the questions of the task {task.task_name!r} could not be made "
+                            f"({type(error).__name__}: {reason:.200}): its YAML and its data must fit each other, and "
+                            f"num_fewshot the documents there are") from error
         delimiter = task.config.target_delimiter if task.OUTPUT_TYPE == "multiple_choice" else ""
         for request in task.instances:
             if request.request_type == "loglikelihood" and request.args[1].removeprefix(delimiter) == "":

@@ -38,8 +38,8 @@ def load():
 def kernels(monkeypatch):
     """The module, interpreted, with the interpreter's rounding to FP8 repaired and every address checked.
 
-    The interpreter (3.6 to 3.9) truncates subnormals, loses NaN and rounds some carries down. Hardware rounds as torch
-    does, which tests/test_gpu.py asserts by value. All else is the interpreter's.
+    The interpreter (3.6 to 3.9) truncates subnormals, rounds ties away from zero, loses NaN and some carries. Hardware rounds
+    as torch does, which tests/test_gpu.py asserts by value. All else is the interpreter's.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton import language as tl

@@ -340,6 +340,43 @@ def test_a_metric_that_is_not_computed_is_named_and_numpys_numbers_are_numbers(r
     assert "sums: no number was computed for perplexity" in said and "own: no number was computed for confusion" in said
 
 
+@pytest.mark.parametrize("changes, said", [
+    ({}, ""),
+    ({"num_fewshot": 1}, "num_fewshot > 0 but fewshot_split is None"),
+    ({"task": "piqa"}, "Task 'piqa' from ")])
+def test_what_lm_eval_warns_of_is_said_once(run, tmp_path, capsys, changes, said):
+    folder = make_task(tmp_path / "mine", [SUM, SUM | {"q": "2 + 0 ="}, SUM | {"q": "4 - 2 ="}], **changes)
+    call(harness, run, f"tasks={changes.get('task', 'sums')}", f"include={folder}", "dtype=float32")
+    err = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("scored")]
+    assert len(err) == bool(said) and all(line.startswith("lm-eval: ") and said in line for line in err)
+
+
+def test_an_include_that_lm_eval_would_pass_over_gets_a_sentence(run, tmp_path, capsys):
+    (folder := tmp_path / "mine").mkdir()
+
+    def what_is_said():
+        return refused(capsys, harness, run, "tasks=sums", f"include={folder}")
+    assert "holds no file called *.yaml" in what_is_said()
+    (folder / "sums.yaml").write_text("task: sums\n  doc_to_text: q\n")
+    assert f"{folder / 'sums.yaml'} cannot be read as a task of lm-eval (ScannerError: " in what_is_said()
+    shutil.rmtree(folder)
+    assert f"include={folder} is no folder" in what_is_said()
+
+
+def test_more_examples_than_documents_get_a_sentence(run, tmp_path, capsys):
+    folder = make_task(tmp_path / "mine", [SUM, SUM], num_fewshot=9, fewshot_split="validation")
+    said = refused(capsys, harness, run, "tasks=sums", f"include={folder}")
+    assert "the questions of the task 'sums' could not be made (ValueError: " in said
+
+
+@pytest.mark.parametrize("changes, words", [({"doc_to_image": "q"}, "shows images"), ({"unsafe_code": True}, "runs code")])
+def test_a_task_that_lm_eval_stops_at_is_refused_before_the_model_is_read(
+        run, tmp_path, capsys, monkeypatch, changes, words):
+    monkeypatch.setattr(harness, "load_for_inference", lambda *_: pytest.fail("read for nothing"))
+    folder = make_task(tmp_path / "mine", [SUM], output_type="generate_until", doc_to_choice=None, **changes)
+    assert f"the task 'sums' {words}" in refused(capsys, harness, run, "tasks=sums", f"include={folder}")
+
+
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, tmp_path, monkeypatch):
     def cannot_load(name, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
