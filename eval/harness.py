@@ -157,15 +157,18 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
         transformers.utils.logging.set_verbosity_error()
 
         class PublicLM(HFLM):
+            def _create_tokenizer(self, pretrained, *args, **kwargs):
+                super()._create_tokenizer(pretrained, *args, **kwargs)
+                self.tokenizer = _by_the_file(pretrained, self.tokenizer)
+
             def loglikelihood_rolling(self, requests, disable_tqdm=False):
                 self.logits_cache = False       # it mixes up windows of equal tokens whose scored parts begin elsewhere
                 scores = super().loglikelihood_rolling(requests, disable_tqdm)
                 self.logits_cache = True
                 return scores
         # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds a log-likelihood to 3 digits.
-        name_or_path = os.path.expanduser(name)
-        return PublicLM(pretrained=name_or_path, device=str(device), dtype=dtype, batch_size=micro_batch,
-                        use_safetensors=True, softmax_dtype="float32", tokenizer=_file_tokenizer(name_or_path))
+        return PublicLM(pretrained=os.path.expanduser(name), device=str(device), dtype=dtype, batch_size=micro_batch,
+                        use_safetensors=True, softmax_dtype="float32")
     except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
             raise
@@ -185,12 +188,12 @@ PROBE_TEXTS = (
 )
 
 
-def _file_tokenizer(name: str):
-    """The tokenizer of a public model by the rules of its tokenizer.json, where transformers' class for
-    it makes other ids; None where both agree or the model has no such file.
+def _by_the_file(name: str, theirs):
+    """The tokenizer of a public model: `theirs`, transformers' own, or where that makes other ids than
+    the model's tokenizer.json, one that takes its rules from that file; says so on stderr.
 
-    By the name of one of its own classes transformers 5 takes vocabulary and merges alone from that
-    file and splits text by the rules of the class. Says on stderr which one is taken.
+    By the name of one of its own classes transformers 5 takes vocabulary and merges alone from
+    tokenizer.json and splits text by the rules of the class.
     """
     import tokenizers
     import transformers
@@ -198,8 +201,7 @@ def _file_tokenizer(name: str):
 
     path = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if path is None:
-        return None
-    theirs = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return theirs
     file = tokenizers.Tokenizer.from_file(path)
     file.no_truncation()
     file.no_padding()
@@ -209,7 +211,7 @@ def _file_tokenizer(name: str):
         if theirs.encode(text, add_special_tokens=False) != file.encode(text, add_special_tokens=False).ids
     ]
     if not differing:
-        return None
+        return theirs
     print(f"hf:{name}: transformers' {type(theirs).__name__} makes other tokens than the model's tokenizer.json, of "
           f"{differing[0]!r} for one: scored with those of tokenizer.json", file=sys.stderr)
     return transformers.PreTrainedTokenizerFast.from_pretrained(name)
