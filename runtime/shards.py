@@ -69,11 +69,9 @@ class Index:
 
 def read_index(folder: Path) -> Index:
     """The index of one source, checked against its own hash; every shard is there in full length. Raises UserError."""
-    path, out = folder / "index.json", folder.parent
+    path = folder / "index.json"
     if not path.exists():
-        known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
-        raise UserError(f"there is no {path} ({out} holds {known}): make it with `python prepare_data.py {folder.name} "
-                        f"out={out}` (demo for the demo's sources, local FILE... name={folder.name} for text of your own)")
+        raise UserError(missing_source([folder]))
     try:
         raw = json.loads(path.read_bytes())
         if raw.pop("sha256") != digest(raw) or raw.pop("format_version") != FORMAT_VERSION:
@@ -90,6 +88,16 @@ def read_index(folder: Path) -> Index:
             raise UserError(f"{shard.path} {f'has {size} bytes' if size else 'is missing'}, but {path} promises {promised} "
                             f"bytes: {_restore(folder)}")
     return index
+
+
+def missing_source(folders: list[Path]) -> str:
+    """The sentence for sources that are not there: folders of one data folder that hold no index.json."""
+    out, names = folders[0].parent, [folder.name for folder in folders]
+    known = ", ".join(sorted(path.parent.name for path in out.glob("*/index.json"))) or "no source"
+    paths = " or ".join(str(folder / "index.json") for folder in folders)
+    them, name = ("them", "NAME") if len(names) > 1 else ("it", names[0])
+    return (f"there is no {paths} ({out} holds {known}): make {them} with `python prepare_data.py {' '.join(names)} out={out}` "
+            f"(demo for the demo's sources, local FILE... name={name} for text of your own)")
 
 
 def _restore(folder: Path) -> str:
