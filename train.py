@@ -26,7 +26,7 @@ from runtime.guard import Verdict
 from runtime.log import check_mirrors
 from runtime.machine import check_device
 from runtime.parallel import World
-from runtime.plan import plan, resolve_micro_batch
+from runtime.plan import cpu_estimate, plan, resolve_micro_batch
 from runtime.run import Run
 
 
@@ -79,6 +79,7 @@ def main(argv: list[str]) -> int:
         print(help_page(__doc__, help_text()))
         return 0 if argv else 2
     world: World | None = None
+    config: Config | None = None
     said: Exception | str | None = None
     try:
         words = read_command_line(argv)
@@ -89,6 +90,8 @@ def main(argv: list[str]) -> int:
         check_mirrors(config)
         check_device()
         world = parallel.start(config)
+        if estimate := cpu_estimate(config, world):
+            print(estimate, flush=True)
         train(resolve_micro_batch(config, world), world, config_files)
         code = 0
     except (UserError, MachineError) as error:
@@ -96,7 +99,8 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:     # `| head` has what it wanted; of a run the log goes on without a reader
         raise
     except OSError as error:
-        said, code = f"{error.filename or 'a file'}: {error.strerror or error}; correct it and run the same command again", 1
+        where = error.filename or (config.run_dir if config else "a file")      # a full disk names no file
+        said, code = f"{where}: {error.strerror or error}; correct it and run the same command again", 1
     except KeyboardInterrupt:
         said, code = "interrupted; what was saved stays, and the same command goes on from there", 130
     if said is not None and (world is None or world.is_main):
