@@ -463,7 +463,8 @@ def read_first_start(run_dir: Path) -> dict[str, str]:
         datetime.fromisoformat(t_start)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): it tells when this run was first started, which "
-                        f"frozen predictions are held against; restore it, or delete it: then the run counts as started now") from error
+                        f"frozen predictions are held against; restore it, or delete it: then the run counts as started "
+                        f"now") from error
     return {"t_start": t_start}
 
 

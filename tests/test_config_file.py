@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,13 @@ def test_a_copied_study_takes_the_sizes_beside_it(tmp_path):
         row.arguments(tmp_path)[0] for row in expand(load_study(study)) if row.recipe == "bf16"
     ]
     assert paths == [str(folder / "demo_s_bf16.py"), str(ROOT / "configs/demo_m_bf16.py")]
+
+
+def test_a_study_that_overrides_its_seeds_is_refused():
+    """Its rows would name seeds that its runs do not have."""
+    study = load_study(ROOT / "configs/study_demo.py")
+    with pytest.raises(UserError, match="overrides= sets run or seed"):
+        expand(replace(study, overrides=("seed=7",)))
 
 
 def test_a_mistake_in_a_study_file_gets_a_sentence(tmp_path):
