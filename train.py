@@ -2,13 +2,14 @@
 
     python train.py configs/demo_s_fp8.py                                   one process, GPU or CPU
     torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py             eight GPUs of one machine
-    python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value after the file
+    python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value, each key once
     python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
     python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run
     python train.py FILE start_from=out/<run>                               a training of its own on that run's weights
     python train.py configs/continue_llama.py                               on from an imported model (step_00000000)
     python train.py --help                                                  every key, its default and meaning
 
+What a config file imports is looked for beside it first: a copied pair of configs has its own _bf16 file as its parent.
 A run lives in out/<run>/. The same command again resumes it from its newest sound checkpoint, or says that it is finished.
 Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one of its kind leaves at once.
 """
@@ -27,7 +28,7 @@ from runtime.guard import Verdict
 from runtime.log import check_mirrors
 from runtime.machine import check_device
 from runtime.parallel import World
-from runtime.plan import plan, resolve_micro_batch
+from runtime.plan import cpu_estimate, plan, resolve_micro_batch
 from runtime.run import Run
 
 
@@ -80,6 +81,7 @@ def main(argv: list[str]) -> int:
         print(help_page(__doc__, help_text()))
         return 0 if argv else 2
     world: World | None = None
+    config: Config | None = None
     said: Exception | str | None = None
     try:
         words = read_command_line(argv)
@@ -90,6 +92,8 @@ def main(argv: list[str]) -> int:
         check_mirrors(config)
         check_device()
         world = parallel.start(config)
+        if estimate := cpu_estimate(config, world):
+            print(estimate, flush=True)
         train(resolve_micro_batch(config, world), world, config_files)
         code = 0
     except (UserError, MachineError) as error:
@@ -97,7 +101,8 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:     # `| head` has what it wanted; of a run the log goes on without a reader
         raise
     except OSError as error:
-        said, code = f"{error.filename or 'a file'}: {error.strerror or error}; correct it and run the same command again", 1
+        where = error.filename or (config.run_dir if config else "a file")      # a full disk names no file
+        said, code = f"{where}: {error.strerror or error}; correct it and run the same command again", 1
     except KeyboardInterrupt:
         said, code = "interrupted; what was saved stays, and the same command goes on from there", 130
     if said is not None and (world is None or world.is_main):

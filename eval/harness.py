@@ -51,7 +51,7 @@ from runtime.checkpoint import gather, together
 from runtime.cli import FilePath, UserError, command, grid, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error, write_atomically
-from runtime.parallel import World, finish, own_store
+from runtime.parallel import World, finish, own_store, read_launch
 
 RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
 PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part, which may take that long
@@ -219,8 +219,7 @@ def _by_the_file(name: str, theirs):
 
 def join() -> World:
     """This process among those that torchrun started; they exchange objects, not tensors."""
-    size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
-                              (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    size, rank, local_rank = read_launch(os.environ)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", store=own_store(), rank=rank, world_size=size, timeout=PATIENCE)
     return World(rank, local_rank, size, torch.device("cpu"))

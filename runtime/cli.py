@@ -10,7 +10,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -82,8 +82,8 @@ def command(doc: str, cls, *positional: str, is_shown: bool = True) -> Callable:
 
 
 def _main(doc: str, cls, positional: tuple[str, ...], work: Callable, is_shown: bool, arguments: list[str]) -> int:
-    is_help, needed = {"-h", "--help"} & set(arguments), any(f.default is MISSING for f in fields(cls))
-    if is_help or (needed and not arguments):
+    is_help = {"-h", "--help"} & set(arguments)
+    if is_help or (not arguments and not _takes_no_words(cls, positional)):
         print(help_page(doc, "\n".join(field_lines("", cls).values())))
         return 0 if is_help else 2
     try:
@@ -104,6 +104,15 @@ def _main(doc: str, cls, positional: tuple[str, ...], work: Callable, is_shown: 
     return code
 
 
+def _takes_no_words(cls, positional: tuple[str, ...]) -> bool:
+    """Whether a command without a word on its line has something to do."""
+    try:
+        read_options(cls, [], positional)
+    except UserError:
+        return False
+    return True
+
+
 def run_command(main, *more) -> int:
     """The exit code of main(words of the command line, *more); 1 without a traceback where the output is closed early, as by
     `| head`; 130 where interrupted."""
@@ -120,8 +129,8 @@ def run_command(main, *more) -> int:
 
 
 def drop_output() -> None:
-    """From here on what is printed goes nowhere, where nobody reads it any more: Python would flush it once more at its end, fail,
-    and exit with code 120."""
+    """Let what is printed go nowhere from here on, where nobody reads it any more. Python would flush it at its end, fail, and
+    exit with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -48,7 +48,7 @@ class OptimConfig:
     lr: float                               # peak learning rate
     kind: Literal["adamw", "muon"] = "adamw"    # muon: the blocks' matrices by Muon, the rest by AdamW
     momentum: float = 0.95                  # muon only: decay of its moment
-    min_lr_ratio: float = 0.1               # last learning rate as a share of the peak
+    min_lr_ratio: float = 0.1               # share of the peak that the rate falls to; a cosine reaches it after the last step
     warmup_share: float = 0.02              # share of all steps over which the rate climbs linearly
     schedule: Literal["cosine", "wsd"] = "cosine"   # after warm-up: cosine, or stable and then linear decay
     decay_share: float = 0.2                # wsd only: share of all steps spent decaying
@@ -372,8 +372,8 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str]) -> CommandLine:
-    """The config file, in any place, `section.key=value`, `--section.key=value`, `--section.key value`, for a bool `--section.key`,
-    and --plan. Raises UserError for any other word, and for a key that is given twice."""
+    """What the words say: the config file, in any place, `section.key=value`, `--section.key=value`, `--section.key value`,
+    `--section.key` of a bool, and --plan. Raises UserError for any other word, and for a key that is given twice."""
     bare: list[str] = []
     given: dict[str, str] = {}
     plan_for: str | None = None
@@ -384,9 +384,12 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
         if name == "plan" and word.startswith("--"):
             if plan_for is not None:
                 raise UserError("--plan is given twice")
-            plan_for = value if equals else rest.pop(0) if rest and _may_name_a_gpu(rest[0]) else ""
+            if not equals and rest and _may_name_a_gpu(rest[0]):
+                value = rest.pop(0)
+            plan_for = value
             continue
-        if name not in KEYS and (os.path.isfile(word) or not (equals or word.startswith("--"))):
+        is_bare = not word.startswith("--") and not (name and equals)
+        if is_bare or (name not in KEYS and os.path.isfile(word)):
             bare.append(word)
             continue
         if name.rpartition(".")[2].replace("-", "_") in ("config", "config_file", "cfg"):
@@ -394,21 +397,27 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
                             f"{value or next(iter(rest), 'FILE')} [section.key=value ...]")
         if name not in KEYS:
             raise UserError(f"there is no key {name!r}{_meant(name)}")
-        if not equals and _hint(name) is bool:
-            value = rest.pop(0) if rest and rest[0] in ("true", "false") else "true"
-        elif not equals:
-            if not rest or rest[0].startswith("--"):
-                raise UserError(f"{word} needs a value: write {name}=VALUE")
-            value = rest.pop(0)
+        if not equals:
+            value = _value_of_a_flag(name, rest)
         if name in given:
             raise UserError(f"{name} is given twice, as {given[name]!r} and as {value!r}: give it once")
         given[name] = value
-    files = [word for word in bare if word.endswith(".py") or os.path.isfile(word)] or bare[:1]
+    files = [word for word in bare if word.endswith(".py") or os.path.isfile(word)]
+    files = files or [word for word in bare if word not in KEYS][:1]
     if stray := [word for word in bare if word not in files[:1]] or files[1:]:
         raise UserError(f"{stray[0]!r} is no override: write section.key=value, such as optim.lr=3e-4, after one config file")
     if not files:
         raise UserError("no config file is named: python train.py FILE [section.key=value ...], such as configs/demo_s_bf16.py")
     return CommandLine(files[0], [f"{name}={value}" for name, value in given.items()], plan_for)
+
+
+def _value_of_a_flag(key: str, rest: list[str]) -> str:
+    """The value of `--key`, which is taken from the words that follow; that of a bool may be left out."""
+    if _hint(key) is bool and rest[:1] not in (["true"], ["false"]):
+        return "true"
+    if not rest or rest[0].startswith("--"):
+        raise UserError(f"--{key} needs a value: write {key}=VALUE")
+    return rest.pop(0)
 
 
 def _may_name_a_gpu(word: str) -> bool:
@@ -508,7 +517,9 @@ def read_config(run_dir: str | Path) -> Config:
     """The Config of a run on disk. Raises UserError where the folder holds none."""
     path = Path(run_dir) / "config.json"
     if not path.exists():
-        raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/gpt350m_fp8")
+        named = Path("out") / run_dir       # a run's name in the place of its folder
+        meant = f"did you mean {named}?" if (named / "config.json").exists() else "give a folder such as out/gpt350m_fp8"
+        raise UserError(f"{run_dir} is no run: it has no config.json; {meant}")
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:

@@ -12,9 +12,24 @@ from typing import Any
 
 from runtime.machine import ROOT
 
-CONFIGS = "configs"     # the package whose modules a copied config names; ROOT / CONFIGS holds ours
+CONFIGS = "configs"  # the package whose modules a copied config names; ROOT / CONFIGS holds ours
 # Top-level names that always mean the repository's own modules: a second copy of a class would not be equal to the first.
-OWN_NAMES = frozenset("model train prepare_data runtime eval scaling prepare bench dev tests fp8 lib".split())
+OWN_NAMES = frozenset(
+    (
+        "model",
+        "train",
+        "prepare_data",
+        "runtime",
+        "eval",
+        "scaling",
+        "prepare",
+        "bench",
+        "dev",
+        "tests",
+        "fp8",
+        "lib",
+    )
+)
 
 
 def run_file(path: str | Path, name: str) -> tuple[Any, list[Path]]:
@@ -39,21 +54,25 @@ class _BesideFinder(MetaPathFinder):
 
     def __init__(self, file: Path):
         self.folder = file.parent
-        self.executed = [file]      # in the order in which they begin
-        self.running = [file]       # begun and not ended: a file that imports its own name means the next one of it
-        self.served: set[str] = set()       # top-level names
+        self.executed = [file]  # in the order in which they begin
+        self.running = [
+            file
+        ]  # begun and not ended: a file that imports its own name means the next one of it
+        self.served: set[str] = set()  # top-level names
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target=None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target=None
+    ) -> ModuleSpec | None:
         if name == CONFIGS:
             return self._configs_package()
         for folder in self._folders(name, path):
-            loader = partial(_SourceLoader, self)
+            loader: Any = partial(_SourceLoader, self)
             spec = FileFinder(folder, (loader, [".py"])).find_spec(name)
             if spec is None or (spec.origin and Path(spec.origin) in self.running):
                 continue
             is_bare_folder = spec.loader is None
             if is_bare_folder and "." not in name and PathFinder.find_spec(name):
-                continue        # a folder without __init__.py comes after every package, as on sys.path
+                continue  # a folder without __init__.py comes after every package, as on sys.path
             self.served.add(name.partition(".")[0])
             return spec
         return None
@@ -91,7 +110,9 @@ class _SourceLoader(SourceFileLoader):
         name = module.__name__
         ours = ROOT / CONFIGS / file.name
         may_import_ours = name == f"{CONFIGS}.{file.stem}" and file != ours and ours.exists()
-        if may_import_ours:     # configs/base.py beside the config may derive from ours of the same name
+        if (
+            may_import_ours
+        ):  # configs/base.py beside the config may derive from ours of the same name
             del sys.modules[name]
         self.finder.executed.append(file)
         self.finder.running.append(file)
@@ -106,7 +127,9 @@ class _SourceLoader(SourceFileLoader):
 @contextmanager
 def _importing_by(finder: _BesideFinder) -> Iterator[None]:
     """Let `finder` be asked first; afterwards sys.modules holds none of the modules that it served."""
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == CONFIGS}
+    before = {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == CONFIGS
+    }
     for name in before:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)

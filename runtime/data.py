@@ -26,7 +26,7 @@ from runtime.cli import UserError
 from runtime.config import Config
 from runtime.guard import FEW_TARGETS
 from runtime.machine import digest
-from runtime.shards import LOSS_MASK_BIT, Index, read_index, shard_damage
+from runtime.shards import LOSS_MASK_BIT, Index, missing_source, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 
 NO_TARGET = -100            # F.cross_entropy's ignore_index
@@ -148,6 +148,7 @@ class Validation:
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
         windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx
+        self.n_windows = len(windows)       # of which `selection` are read
         count = min(len(windows), -(-tokens_at_most // n_ctx))
         self.selection = np.arange(count) * len(windows) // max(1, count)      # evenly strided
         self._rows = [(windows, w) for w in self.selection.tolist()]
@@ -187,7 +188,7 @@ class Data:
 
     def __init__(self, config: Config, tokenizer_sha256: str):
         self.config, self.sources, kind = config, sorted(config.data.mixture), tokenizer_kind(config.data.tokenizer)
-        self._indexes = {name: read_index(Path(config.data.dir) / name) for name in self.sources}
+        self._indexes = _read_indexes([Path(config.data.dir) / name for name in self.sources])
         for name, index in self._indexes.items():
             folder = Path(config.data.dir) / name
             if (index.tokenizer, index.tokenizer_sha256) != (kind, tokenizer_sha256):
@@ -222,17 +223,34 @@ class Data:
     def _problems(self, s: int) -> Iterator[str]:
         name, there, planned, limit = self.sources[s], int(self._there[s]), int(self.planned[s]), self.config.data.max_epochs
         folder = Path(self.config.data.dir) / name
-        for split, targets in ("train", there), ("val", self.val[name].tokens):
-            if not targets:
+        n_windows = {"train": there, "val": self.val[name].n_windows}
+        for split, n in n_windows.items():
+            if not n:
+                more = "prepare more text, or raise val_share=" if split == "val" else "prepare more text"
                 yield (f"{folder} has {self._indexes[name].splits[split].tokens} {split} tokens, too few for one window of "
-                       f"model.n_ctx={self.n_ctx} tokens and a target, or prompts alone: prepare more text, or raise val_share=")
+                       f"model.n_ctx={self.n_ctx} tokens and a target: {more}")
         if there and not self._train[s].has_targets():
             yield (f"{folder} has no target in its {self._indexes[name].splits['train'].tokens} training tokens: they are "
                    f"prompts alone, from which nothing can be learned; prepare rows that have a response")
+        if n_windows["val"] and not self.val[name].tokens:
+            yield self._problem_without_targets(name)
         if there and planned > limit * there:
             yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,} and "
                    f"data.max_epochs={limit:g}; set it to {math.ceil(100 * planned / there) / 100:g}, or give fewer steps, or "
                    f"{name} less of data.mixture, or prepare more text")
+
+    def _problem_without_targets(self, name: str) -> str:
+        """The sentence for a masked source none of whose selected validation windows holds a target."""
+        index, selected, tokens = self._indexes[name], len(self.val[name]), self.config.eval.tokens
+        folder = Path(self.config.data.dir) / name
+        n_windows = self.val[name].n_windows
+        while selected < n_windows:
+            selected = min(2 * selected, n_windows)
+            if Validation(index, self.n_ctx, selected * self.n_ctx).tokens:
+                return (f"eval.tokens={tokens} selects {len(self.val[name])} of the {n_windows} validation windows of {folder}, "
+                        f"all of prompts without a response to learn: give eval.tokens={selected * self.n_ctx} or more")
+        return (f"none of the {n_windows} validation windows of {folder} holds a response to learn: raise val_share=, or prepare "
+                f"data with responses")
 
     def _identity(self, split: str, *more) -> str:
         files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
@@ -345,6 +363,13 @@ class Data:
     def verified(self) -> None:
         """Wait until verify() is done. Raises UserError naming a damaged shard, OSError for one that could not be read."""
         self._hashed.result()
+
+
+def _read_indexes(folders: list[Path]) -> dict[str, Index]:
+    """The index of each source by its name. Raises UserError, once for all sources that are missing."""
+    if missing := [folder for folder in folders if not (folder / "index.json").exists()]:
+        raise UserError(missing_source(missing))
+    return {folder.name: read_index(folder) for folder in folders}
 
 
 def _on_this_rank(message: str) -> UserError:

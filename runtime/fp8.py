@@ -280,14 +280,26 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
         if recipe == "auto":
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
             recipe, kernels = chosen and chosen.removesuffix(WITH_KERNELS), WITH_KERNELS in (chosen or "")
-        if recipe and any(n % FP8_MULTIPLES[recipe] for n in shape):
-            raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
-                            f"multiples of {FP8_MULTIPLES[recipe]}; change the model's width or add fp8.skip={name}")
         layers.append(Layer(name, shape, recipe, why, bool(recipe) and kernels))
+    if unfit := [layer for layer in layers if layer.recipe and any(n % FP8_MULTIPLES[layer.recipe] for n in layer.shape)]:
+        raise UserError(_told_unfit(unfit, config, is_all=len(unfit) == sum(layer.recipe is not None for layer in layers)))
     if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
         raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in BF16 by fp8.include, "
                         f"fp8.skip, fp8.first_bf16 and fp8.last_bf16, or set fp8.recipe=off")
     return layers
+
+
+def _told_unfit(unfit: list[Layer], config: FP8Config, is_all: bool) -> str:
+    """The sentence for Linears whose dimensions FP8 matmuls do not take, alike ones once; is_all: no other would be converted."""
+    alike = Counter((_pattern(layer.name), layer.shape) for layer in unfit)
+    told = [f"{pattern} of {inputs} x {outputs}" + (f" ({count} Linears)" if count > 1 else "")
+            for (pattern, (inputs, outputs)), count in alike.items()]
+    multiple = max(FP8_MULTIPLES[layer.recipe] for layer in unfit if layer.recipe)
+    # A pattern of a block's Linear skips it in all blocks: in those where it fits, too, it has the same shape.
+    skipped = dict.fromkeys((*config.skip, *(pattern.removeprefix("layers.*.") for pattern, _ in alike)))
+    remedy = "" if is_all else f" or give fp8.skip={','.join(skipped)}"
+    return (f"fp8.recipe={config.recipe} cannot convert {', '.join(told)}: FP8 matmuls need multiples of {multiple}; change the "
+            f"model's width{remedy or ', or set fp8.recipe=off'}")
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -243,7 +243,7 @@ SECRET = re.compile("key|token|secret|pass|auth|cred", re.IGNORECASE)
 
 
 def environment(device: torch.device, root: Path) -> dict:
-    """Commit, uncommitted changes, versions, hardware and command of this process; null for what cannot be told. Of a run env.json
+    """Commit, uncommitted changes, versions, hardware and command of this process; null for what cannot be told. A run's env.json
     holds `config_files` too: the files that its config was made from, the one that was named first."""
     return {
         "command": shlex.join(sys.argv).replace(f"{root}/", ""),    # the same wherever the repository lies

@@ -2,9 +2,10 @@
 
 import contextlib
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -50,7 +51,7 @@ class World:
 
 def start(config: Config) -> World:
     """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit."""
-    size, rank, local_rank = (int(os.environ.get(name, n)) for name, n in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    size, rank, local_rank = read_launch(os.environ)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     p, shard = config.parallel, config.parallel.shard or size // config.parallel.replicate
     if p.replicate * shard != size:
@@ -101,6 +102,31 @@ def _local_size(size: int) -> int:
     if not 0 <= int(local_rank) < int(local_size) <= size:
         return 1
     return int(local_size)
+
+
+def read_launch(variables: Mapping[str, str]) -> tuple[int, int, int]:
+    """WORLD_SIZE, RANK and LOCAL_RANK as a launcher has set them; 1, 0, 0 without one. Raises UserError where they are no
+    numbers, contradict each other, or lack what ranks need to find each other."""
+    numbers = {}
+    for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        text = variables.get(name, default)
+        if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or (name, int(text)) == ("WORLD_SIZE", 0):
+            raise UserError(f"the environment variable {name}={text!r} is no number of a rank or of ranks: torchrun sets it; "
+                            f"unset it to start one process")
+        numbers[name] = int(text)
+    size, rank, local_rank = numbers.values()
+    if size == 1:
+        return size, rank, local_rank
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]:
+        raise UserError(f"the environment variable WORLD_SIZE={size} asks for {size} processes, but {', '.join(missing)} "
+                        f"{'is' if len(missing) == 1 else 'are'} not set: start them with torchrun --nproc_per_node={size} "
+                        f"train.py FILE, which sets all, or unset WORLD_SIZE to start one process")
+    if rank >= size:
+        raise UserError(f"the environment variables RANK={rank} and WORLD_SIZE={size} contradict each other: ranks go from 0 to "
+                        f"{size - 1}, as torchrun sets them")
+    if not re.fullmatch(r"\d{1,5}", variables["MASTER_PORT"], re.ASCII):
+        raise UserError(f"the environment variable MASTER_PORT={variables['MASTER_PORT']!r} is no port, such as 29500")
+    return size, rank, local_rank
 
 
 def own_store() -> dist.Store:

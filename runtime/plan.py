@@ -20,8 +20,8 @@ import torch
 
 from model import GPT
 from runtime import fp8, optim, parallel
-from runtime.checkpoint import run_on_rank0
-from runtime.cli import MachineError, UserError
+from runtime.checkpoint import latest, run_on_rank0, step_of
+from runtime.cli import MachineError, UserError, duration
 from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
@@ -34,6 +34,8 @@ ASSUMED_MFU = 0.45      # of the BF16 peak, on Hopper: published figures are 0.4
 SHARE = 0.94            # of the free memory that a trial may take; fragments of a long run and NCCL's buffers need the rest
 FIRST_TOKENS = 8192     # of the first trial: fewer at a time leave a GPU idle, and are tried only where these do not fit
 GAIN = 1.01             # a larger micro-batch must be faster by this: less is noise, and memory is not for nothing
+LONG_FLOPS = 1e14       # a run of fewer is done in minutes on any CPU, and needs no warning
+CPU_TIMED_S = 0.2       # of matmuls, for that warning
 MEASURED_S = 0.5        # least duration of what is timed, of which the best of three counts
 
 
@@ -157,6 +159,46 @@ def _hours(config: Config, flops_per_token: int, own_tokens: int, in_fp8: int, g
     most = highest_ratio(config, in_fp8, flops_per_token, (bf16_peak, fp8_peak))
     return [*lines, f"  {'FP8, at the very best':22} {hours / most:10.1f} h   {most:.2f}x of BF16's speed: an upper bound, "
                     f"matmuls at the ratio of the peaks, casts free; small layers can be slower than BF16"]
+
+
+def cpu_estimate(config: Config, world: parallel.World) -> str | None:
+    """A line on how long the run will take on a machine without a GPU, where that is long, for rank 0 to print before the model
+    is built; else None. From the speed of matmuls that are timed here. Raises UserError as fp8.select() does."""
+    if world.device.type != "cpu" or not world.is_main:
+        return None
+    saved = latest(config.run_dir)
+    steps = config.total_steps - (step_of(saved) if saved else config.parent[1] if config.parent else 0)
+    model = GPT.on_meta(config.model)
+    flops_per_step = model.counts()["flops_per_token"] * config.data.tokens_per_step
+    if flops_per_step * steps < LONG_FLOPS:
+        return None
+    layers = fp8.select(model, config.fp8)
+    emulated_share = sum(layer.params for layer in layers if layer.recipe) / sum(layer.params for layer in layers)
+    # Emulated FP8 multiplies dequantised values in fp32, which many CPUs do faster than BF16.
+    s_per_flop = emulated_share / cpu_matmul_speed(torch.float32) + (1 - emulated_share) / cpu_matmul_speed(torch.bfloat16)
+    step_s = flops_per_step * s_per_flop / world.size
+    built = "built and compiled" if config.parallel.compile else "built"
+    return (f"no GPU here: {steps:,} steps will take about {_long_duration(step_s * steps)} on this CPU, the first one "
+            f"{_long_duration(step_s)} once the model is {built} (by the {world.size / s_per_flop / 1e9:.2g} GFLOP/s of matmuls "
+            f"timed here)")
+
+
+def cpu_matmul_speed(dtype: torch.dtype) -> float:
+    """FLOP/s of this process's threads in the three matmuls of a Linear, forward, for its input and for its weight, of which one
+    layout can be ten times slower than another."""
+    n = 256
+    x, weight = torch.ones(2, n, n, dtype=dtype)        # no random numbers: the run's own are drawn later
+    turns, began = 0, time.perf_counter()
+    while turns == 0 or time.perf_counter() - began < CPU_TIMED_S:
+        y = x @ weight.t()
+        y @ weight
+        y.t() @ x
+        turns += 1
+    return turns * 3 * 2 * n**3 / (time.perf_counter() - began)
+
+
+def _long_duration(seconds: float) -> str:
+    return f"{seconds / 86400:,.0f} days" if seconds > 2 * 86400 else duration(seconds)
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto

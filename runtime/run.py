@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
@@ -28,7 +29,7 @@ from runtime.checkpoint import Saver, branch, note_saved, read_saved, restore, r
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.config_file import shown
-from runtime.data import Data
+from runtime.data import Data, shares
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, environment, lineage, pair_id, peak_flops, throughput
 from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
@@ -82,6 +83,7 @@ class Run:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
             return
+        self.config = config = as_begun(config, world)
         self._first_start = run_on_rank0(world, lambda: read_first_start(config.run_dir))
         self.data = Data(config, self.tokenizer.sha256)
         self.data.verify(*world.share_of_machine)       # each machine may have a copy of its own
@@ -167,6 +169,12 @@ class Run:
             + (f"; trained in {self._switched_from} before its branch point" if self._switched_from else "")
             + (f"; the {lost} rows of an earlier start, which had not completed a checkpoint, are dropped" if lost else ""),
         ]))
+        if self._is_resumed and not self._first_start:
+            self.log.say(f"{config.run_dir}/env.json was gone: this start counts as the run's first, also where predictions are "
+                         f"scored")
+        if self._is_resumed and "wandb" in config.log.to:
+            self.log.say(f"log.to=wandb: W&B keeps the rows that it was sent for steps after {step} and shows these steps twice; "
+                         f"metrics.jsonl has each once")
         if restored:
             self.log.event({"event": "resume" if self._is_resumed else "branch", "step": step})
         for line in damaged:
@@ -387,14 +395,17 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
                 yield
             return
         file.truncate(0)
-        file.write(f"process {os.getpid()} on host {socket.gethostname()!r}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        file.flush()
         try:
+            file.write(f"process {os.getpid()} on host {socket.gethostname()!r}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
             yield
         finally:
             with suppress(OSError):     # a symbolic link; NFS, which keeps open files
-                if os.listdir(run_dir) == [LOCK]:
+                names = os.listdir(run_dir)
+                if names == [LOCK]:
                     shutil.rmtree(run_dir)
+                elif not any(map(_is_of_a_run, names)):     # the user's log alone
+                    (run_dir / LOCK).unlink()
 
 
 def _is_locked_by_another(file: TextIO) -> bool:
@@ -407,19 +418,41 @@ def _is_locked_by_another(file: TextIO) -> bool:
     return False
 
 
+# What `train.py ... | tee out/RUN/log.txt`, nohup, Slurm and torchrun write: a user's log may be there before the run is.
+LOGS = re.compile(r".*\.(log|txt|out|err)|nohup\.out|slurm-.*", re.I)
+
+
+def _is_of_a_run(name: str) -> bool:
+    """Whether a file of this name in a run's folder may be a run's, or anything else that a new run must not be mixed with. Not
+    so: logs, and what a run that is killed before it has a config.json may leave."""
+    return name not in (LOCK, ".config.json.tmp") and not LOGS.fullmatch(name)
+
+
 def is_finished(config: Config) -> bool:
     """Whether this very run is already done. Raises UserError where its folder belongs to another run."""
     run_dir = config.run_dir
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
-    if not names - {LOCK, ".config.json.tmp"}:      # what a run that is killed before it has a config.json may leave
+    if not any(map(_is_of_a_run, names)):
         return False
     if "config.json" not in names:
         raise UserError(f"{run_dir} is not empty and holds no run (no config.json): choose another run= or out=")
     before, now = read_config(run_dir).identity(), config.identity()
+    if shares(before["data.mixture"]) == shares(now["data.mixture"]):       # prose:2 is prose:1; Run keeps what it was begun with
+        now["data.mixture"] = before["data.mixture"]
     if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in {**now, **before}
                    if before.get(key) != now.get(key)]:
         raise UserError(f"{run_dir} holds another run: {'; '.join(changes)}; choose another run=, or give the same settings")
     return "summary.json" in names
+
+
+def as_begun(config: Config, world: World) -> Config:
+    """`config` with the weights of the mixture that the run in its folder was begun with: prose:1 where prose:2 is asked for,
+    which is the same order, but would be another pair_id than that of the run's partner. All ranks call it together."""
+    def read_mixture() -> dict[str, float]:
+        is_begun = (config.run_dir / "config.json").exists()
+        return (read_config(config.run_dir) if is_begun else config).data.mixture
+
+    return replace(config, data=replace(config.data, mixture=run_on_rank0(world, read_mixture)))
 
 
 def read_first_start(run_dir: Path) -> dict[str, str]:
@@ -432,8 +465,9 @@ def read_first_start(run_dir: Path) -> dict[str, str]:
         t_start = json.loads(path.read_bytes())["t_start"]
         datetime.fromisoformat(t_start)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}) and no longer tells when this run was first started: "
-                        f"restore it, or delete it, and the run counts as started now") from error
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): it tells when this run was first started, which "
+                        f"frozen predictions are held against; restore it, or delete it: then the run counts as started "
+                        f"now") from error
     return {"t_start": t_start}
 
 

@@ -76,13 +76,9 @@ class Index:
 
 def read_index(folder: Path) -> Index:
     """The index of one source, checked against its own hash; every shard is there in full length. Raises UserError."""
-    path, out = folder / "index.json", folder.parent
+    path = folder / "index.json"
     if not path.exists():
-        known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
-        own_text = f"`python prepare_data.py local FILE... name={folder.name} out={out}`"
-        raise UserError(f"there is no {path} ({out} holds {known}): make it of your own text by {own_text}, or of a source of "
-                        f"configs/sources.py, if it is one, by its name in place of `local FILE...`, or set data.mixture= and "
-                        f"data.dir= to what there is")
+        raise UserError(missing_source([folder]))
     try:
         raw = json.loads(path.read_bytes())
         if raw.pop("sha256") != digest(raw) or raw.pop("format_version") != FORMAT_VERSION:
@@ -99,6 +95,19 @@ def read_index(folder: Path) -> Index:
             raise UserError(f"{shard.path} {f'has {size} bytes' if size else 'is missing'}, but {path} promises {promised} "
                             f"bytes: {_restore(folder)}")
     return index
+
+
+def missing_source(folders: list[Path]) -> str:
+    """The sentence for sources that are not there: folders of one data folder that hold no index.json."""
+    out, names = folders[0].parent, [folder.name for folder in folders]
+    known = ", ".join(sorted(path.parent.name for path in out.glob("*/index.json"))) or "no source"
+    paths = " or ".join(str(folder / "index.json") for folder in folders)
+    them, name = ("them", "NAME") if len(names) > 1 else ("it", names[0])
+    own_text = f"`python prepare_data.py local FILE... name={name} out={out}`"
+    known_source = f"`python prepare_data.py {' '.join(names)} out={out}`"
+    return (f"there is no {paths} ({out} holds {known}): make {them} of your own text by {own_text}, or, where "
+            f"configs/sources.py or the demo has such a source, by {known_source}, or set data.mixture= and data.dir= to what "
+            f"there is")
 
 
 def _restore(folder: Path) -> str:

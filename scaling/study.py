@@ -164,6 +164,8 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
         kept = [] if is_branch else [row.parent_step for row in rows] + [leaves] * bool(switches)
         overrides += ["checkpoint.at=" + ",".join(map(str, kept))] * bool(kept)
         config = load_config(ROOT / size.config, overrides)     # judges recipe and dimensions now, not in a week
+        if (config.run, config.seed) != (name.format(budget), seed):
+            raise UserError("overrides= sets run or seed, which the study gives to each of its runs: drop them, and write seeds=")
         if config.fp8.label != recipe:
             raise UserError(f"recipes= names {recipe!r}: write it {config.fp8.label!r}, as its runs are called in every table")
         rows.insert(0, Row(

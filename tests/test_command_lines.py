@@ -16,13 +16,27 @@ from tests.conftest import ROOT, changed, write_config
 
 # Every option of every command that names, or may name, a file or folder.
 PATHS = {
-    "bench.data.Options": "folder", "bench.kernels.Options": "out", "bench.peers.Options": "out check nanogpt nanochat torchtitan",
-    "bench.throughput.Options": "out check", "eval.export.Options": "run folder", "eval.export.ImportOptions": "from_hf run",
-    "eval.harness.Options": "run offline include", "eval.harness.FetchOptions": "fetch include", "eval.precision.Options": "run",
-    "eval.sample.Options": "run", "eval.table.Options": "paths out", "prepare_data.Options": "out tokenizer decontaminate words",
-    "runtime.roofline.Options": "", "scaling.figures.Options": "run out", "scaling.fit.Options": "paths out points",
-    "scaling.learning_rate.Options": "runs out", "scaling.plan.Options": "law runs study", "scaling.precision.Options": "paths out",
-    "scaling.report.Options": "runs study out", "scaling.sweep.Options": "study out"}
+    "bench.peers.Options": "out check nanogpt nanochat torchtitan",
+    "bench.data.Options": "folder",
+    "bench.kernels.Options": "out",
+    "bench.throughput.Options": "out check",
+    "eval.export.Options": "run folder",
+    "eval.export.ImportOptions": "from_hf run",
+    "eval.harness.Options": "run offline include",
+    "eval.harness.FetchOptions": "fetch include",
+    "eval.precision.Options": "run",
+    "eval.sample.Options": "run",
+    "eval.table.Options": "paths out",
+    "prepare_data.Options": "out tokenizer decontaminate words",
+    "runtime.roofline.Options": "",
+    "scaling.figures.Options": "run out",
+    "scaling.fit.Options": "paths out points",
+    "scaling.learning_rate.Options": "runs out",
+    "scaling.plan.Options": "law runs study",
+    "scaling.precision.Options": "paths out",
+    "scaling.report.Options": "runs study out",
+    "scaling.sweep.Options": "study out",
+}
 # Options whose comments speak of files and folders, and that name none.
 NO_PATHS = {"throughput.commit", "peers.commit"}
 
@@ -41,7 +55,7 @@ def test_home_is_expanded_in_every_path_of_every_command_and_in_nothing_else(nam
         hint = get_type_hints(cls, include_extras=True)[field.name]
         try:
             value = parse(field.name, "~/x", hint)
-        except UserError:       # a number
+        except UserError:  # a number
             continue
         if value in ("/home/me/x", ("/home/me/x",)):
             expanded.add(field.name)
@@ -50,19 +64,34 @@ def test_home_is_expanded_in_every_path_of_every_command_and_in_nothing_else(nam
 
 def test_the_list_of_paths_is_complete():
     """A new option whose comment speaks of a file or folder is one, or is named above."""
-    classes = {f"{name}.{cls}" for name in modules_with_commands() for cls in vars(importlib.import_module(name))
-               if re.fullmatch(r"\w*Options", cls) and vars(importlib.import_module(name))[cls].__module__ == name}
+    classes = {
+        f"{name}.{cls}"
+        for name in modules_with_commands()
+        for cls in vars(importlib.import_module(name))
+        if re.fullmatch(r"\w*Options", cls)
+        and vars(importlib.import_module(name))[cls].__module__ == name
+    }
     assert classes == set(PATHS)
     for name in PATHS:
         for option, line in field_lines("", options_class(name)).items():
-            if re.search(r"folder|\bfiles?\b|JSON lines", line.partition("#")[2]) and option not in PATHS[name].split():
+            if (
+                re.search(r"folder|\bfiles?\b|JSON lines", line.partition("#")[2])
+                and option not in PATHS[name].split()
+            ):
                 assert f"{name.split('.')[-2]}.{option}" in NO_PATHS, line
 
 
 def modules_with_commands() -> list[str]:
-    files = [path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern) if not path.parent.name.startswith((".", "tests"))]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files
-             if "\nif __name__ == \"__main__\":\n" in path.read_text()]
+    files = [
+        path
+        for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py"))
+        if path.parent.name != "tests"
+    ]
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in files
+        if '\nif __name__ == "__main__":\n' in path.read_text()
+    ]
     return sorted(set(names) - {"train", "dev.compiler_plan"})
 
 
@@ -71,18 +100,33 @@ def test_home_is_expanded_in_a_config_and_on_its_command_line(tiny, tmp_path, mo
     file = tmp_path / "mine.py"
     write_config(tiny, file)
     file.write_text(file.read_text().replace(f"'out': '{tiny.out}'", "'out': '~/runs'"))
-    config = load_config(file, ["data.dir=~/data", "--data.tokenizer=~/llama", "start_from=~/runs/r/checkpoints/step_00000002"])
-    assert (config.out, config.data.dir, config.data.tokenizer) == ("/home/me/runs", "/home/me/data", "/home/me/llama")
+    config = load_config(
+        file,
+        [
+            "data.dir=~/data",
+            "--data.tokenizer=~/llama",
+            "start_from=~/runs/r/checkpoints/step_00000002",
+        ],
+    )
+    assert (config.out, config.data.dir, config.data.tokenizer) == (
+        "/home/me/runs",
+        "/home/me/data",
+        "/home/me/llama",
+    )
     assert config.start_from == "/home/me/runs/r/checkpoints/step_00000002"
     assert changed(tiny, "out=/a/~").out == "/a/~", "only a leading one"
 
 
 def test_a_home_folder_of_nobody_is_refused(tiny):
-    with pytest.raises(UserError, match=r"out='~nobody_here/x': there is no user 'nobody_here'.* \./~nobody_here/x"):
+    with pytest.raises(
+        UserError, match=r"out='~nobody_here/x': there is no user 'nobody_here'.* \./~nobody_here/x"
+    ):
         changed(tiny, "out=~nobody_here/x")
 
 
-@pytest.mark.parametrize("text, path", [("hf:~/llama", "hf:/home/me/llama"), ("hf:gpt2", "hf:gpt2"), ("a/~/b", "a/~/b")])
+@pytest.mark.parametrize(
+    "text, path", [("hf:~/llama", "hf:/home/me/llama"), ("hf:gpt2", "hf:gpt2"), ("a/~/b", "a/~/b")]
+)
 def test_a_model_of_the_hub_keeps_its_prefix(monkeypatch, text, path):
     monkeypatch.setenv("HOME", "/home/me")
     assert parse("run", text, FilePath) == path
@@ -105,11 +149,16 @@ def test_none_is_a_value_wherever_help_says_so():
 
 def test_every_command_ends_quietly_where_its_reader_has_gone():
     for name in [*modules_with_commands(), "train", "dev.compiler_plan"]:
-        assert "run_command(main" in (ROOT / f"{name.replace('.', '/')}.py").read_text().partition("\nif __name__ ==")[2], name
+        assert (
+            "run_command(main"
+            in (ROOT / f"{name.replace('.', '/')}.py").read_text().partition("\nif __name__ ==")[2]
+        ), name
     for command in (["train.py", "--help"], ["-m", "runtime.roofline"]):
         reading, writing = os.pipe()
         os.close(reading)
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
+        )
         os.close(writing)
         assert (done.returncode, done.stderr) == (1, ""), command
 
@@ -118,16 +167,30 @@ def test_a_run_goes_on_without_a_reader_of_its_log(tiny, tmp_path):
     file = write_config(tiny, tmp_path / "mine.py")
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "train.py", str(file)], cwd=ROOT, stdout=writing, stderr=writing, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "train.py", str(file)],
+        cwd=ROOT,
+        stdout=writing,
+        stderr=writing,
+        timeout=300,
+    )
     os.close(writing)
     assert done.returncode == 0 and (tiny.run_dir / "summary.json").exists()
 
 
-@pytest.mark.parametrize("words, told", [
-    ("--serve false x", {"serve": False}), ("--serve x", {"serve": True}), ("x serve=yes", "serve='yes' is not bool .write true or"),
-    ("x n=", "n needs a value"), ("x --n", "n needs a value")])
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--serve false x", {"serve": False}),
+        ("--serve x", {"serve": True}),
+        ("x serve=yes", "serve='yes' is not bool .write true or"),
+        ("x n=", "n needs a value"),
+        ("x --n", "n needs a value"),
+    ],
+)
 def test_flags_and_values_of_options(words, told):
     from tests.test_config import POSITIONAL, Options
+
     if isinstance(told, str):
         with pytest.raises(UserError, match=told):
             read_options(Options, words.split(), POSITIONAL)
@@ -135,7 +198,10 @@ def test_flags_and_values_of_options(words, told):
         assert read_options(Options, words.split(), POSITIONAL) == Options(run="x", **told)
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key in ("out", "data.dir", "data.tokenizer", "optim.lr", "start_from")])
+@pytest.mark.parametrize(
+    "key",
+    [key for key in KEYS if key in ("out", "data.dir", "data.tokenizer", "optim.lr", "start_from")],
+)
 def test_an_empty_value_is_refused(tiny, key):
     """`out=` would be the current folder."""
     with pytest.raises(UserError, match=f"{key} needs a value: write {key}=VALUE"):

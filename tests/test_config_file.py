@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,12 @@ def copy_pair(folder: Path, lr: str) -> Path:
 
 def test_a_copied_pair_has_one_parent_whichever_was_loaded_before(tmp_path):
     rates = []
-    for folder in (copy_pair(tmp_path / "a", "1e-3"), ROOT / "configs", copy_pair(tmp_path / "b", "2e-3"), tmp_path / "a"):
+    for folder in (
+        copy_pair(tmp_path / "a", "1e-3"),
+        ROOT / "configs",
+        copy_pair(tmp_path / "b", "2e-3"),
+        tmp_path / "a",
+    ):
         rates.append([load_config(folder / f"demo_s_{arm}.py").optim.lr for arm in ("bf16", "fp8")])
     assert rates == [[0.001] * 2, [0.006] * 2, [0.002] * 2, [0.001] * 2]
 
@@ -42,10 +48,12 @@ def test_an_edit_within_a_second_is_seen(tmp_path):
     assert load_config(folder / "demo_s_fp8.py").optim.lr == 0.003
 
 
-@pytest.mark.parametrize("name", ["demo_s_bf16", "configs.demo_s_bf16", "parts.base", "package.base"])
+@pytest.mark.parametrize(
+    "name", ["demo_s_bf16", "configs.demo_s_bf16", "parts.base", "package.base"]
+)
 def test_a_config_imports_what_lies_beside_it(tmp_path, name):
     folder = copy_pair(tmp_path / "a", "1e-3")
-    for package in ("parts", "package"):        # without and with an __init__.py
+    for package in ("parts", "package"):  # without and with an __init__.py
         (folder / package).mkdir()
         shutil.copy(folder / "demo_s_bf16.py", folder / package / "base.py")
     (folder / "package/__init__.py").touch()
@@ -53,7 +61,11 @@ def test_a_config_imports_what_lies_beside_it(tmp_path, name):
     before = set(sys.modules)
     config, files = load_config_and_files(folder / "child.py")
     assert config.optim.lr == 0.001
-    assert files == [folder / "child.py", *[folder / "package/__init__.py"] * (name == "package.base"), files[-1]]
+    assert files == [
+        folder / "child.py",
+        *[folder / "package/__init__.py"] * (name == "package.base"),
+        files[-1],
+    ]
     assert files[-1] == folder / f"{name.removeprefix('configs.').replace('.', '/')}.py"
     assert set(sys.modules) == before, "the next config may have another module of this name"
 
@@ -63,7 +75,11 @@ def test_a_file_may_derive_from_the_repositorys_file_of_its_own_name(tmp_path):
     (folder / "demo_s_bf16.py").write_text(FP8_OF.format("configs.demo_s_bf16"))
     config, files = load_config_and_files(folder / "demo_s_fp8.py")
     assert (config.run, config.optim.lr) == ("demo_s_fp8", 0.006)
-    assert files == [folder / "demo_s_fp8.py", folder / "demo_s_bf16.py", ROOT / "configs/demo_s_bf16.py"]
+    assert files == [
+        folder / "demo_s_fp8.py",
+        folder / "demo_s_bf16.py",
+        ROOT / "configs/demo_s_bf16.py",
+    ]
     assert load_config(folder / "demo_s_bf16.py").run == "child"
 
 
@@ -96,11 +112,22 @@ def test_the_start_and_env_json_say_which_files_a_config_was_made_from(tiny, tmp
 def test_a_copied_study_takes_the_sizes_beside_it(tmp_path):
     folder = copy_pair(tmp_path / "a", "1e-3")
     study = folder / "study_mine.py"
-    study.write_text("from scaling.study import Size, Study\n"
-                     "study = Study(name='mine', margin_percent=1.0, tokens_per_param=(20,), sizes=(\n"
-                     "    Size(config='configs/demo_s_bf16.py'), Size(config='configs/demo_m_bf16.py')))\n")
-    paths = [row.arguments(tmp_path)[0] for row in expand(load_study(study)) if row.recipe == "bf16"]
+    study.write_text(
+        "from scaling.study import Size, Study\n"
+        "study = Study(name='mine', margin_percent=1.0, tokens_per_param=(20,), sizes=(\n"
+        "    Size(config='configs/demo_s_bf16.py'), Size(config='configs/demo_m_bf16.py')))\n"
+    )
+    paths = [
+        row.arguments(tmp_path)[0] for row in expand(load_study(study)) if row.recipe == "bf16"
+    ]
     assert paths == [str(folder / "demo_s_bf16.py"), str(ROOT / "configs/demo_m_bf16.py")]
+
+
+def test_a_study_that_overrides_its_seeds_is_refused():
+    """Its rows would name seeds that its runs do not have."""
+    study = load_study(ROOT / "configs/study_demo.py")
+    with pytest.raises(UserError, match="overrides= sets run or seed"):
+        expand(replace(study, overrides=("seed=7",)))
 
 
 def test_a_mistake_in_a_study_file_gets_a_sentence(tmp_path):
