@@ -10,7 +10,9 @@
     python train.py --help                                                  every key, its default and meaning
 
 A run lives in out/<run>/. The same command again resumes it from its newest sound checkpoint, or says that it is finished.
-Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one of its kind leaves at once.
+Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (not under nohup) finishes the step, saves and leaves; so does the end of torchrun. A second
+signal of its kind leaves at once. torchrun kills its workers 30 s after SIGTERM: where a step and a save take longer, give it
+--shutdown-timeout=600.
 """
 
 import math
