@@ -6,8 +6,10 @@
 #     sbatch --partition=gpu --time=04:00:00 slurm.sh configs/...         whatever your cluster asks for
 #     scancel JOB                                                         ends it for good; what was saved stays
 #
-# Slurm starts one process per GPU itself. Its warning then reaches train.py; torchrun would take it for an order to end
-# its workers. What a restart by torchrun would mend, the requeued job mends, on other nodes if need be.
+# Slurm starts one process per GPU itself, and its warning reaches train.py. With torchrun in between the warning, SIGUSR1,
+# would end torchrun alone, whose workers then save and leave by themselves; to pass it on, and to give them more than 30 s:
+# torchrun --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=280. What a restart by torchrun would
+# mend, the requeued job mends, on other nodes if need be.
 #
 #SBATCH --job-name=nanofp8
 #SBATCH --nodes=1

@@ -11,7 +11,9 @@
 
 What a config file imports is looked for beside it first: a copied pair of configs has its own _bf16 file as its parent.
 A run lives in out/<run>/. The same command again resumes it from its newest sound checkpoint, or says that it is finished.
-Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one of its kind leaves at once.
+Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (not under nohup) finishes the step, saves and leaves; so does the end of torchrun. A second
+signal of its kind leaves at once. torchrun kills its workers 30 s after SIGTERM: where a step and a save take longer, give it
+--shutdown-timeout=600.
 """
 
 import math

@@ -2,6 +2,7 @@
 
     python -m eval.export --from-hf DIR out/llama31_8b      DIR: config.json, safetensors, tokenizer of meta-llama/Llama-3.1-8B
     python prepare_data.py local chat.jsonl name=chat instruct=true tokenizer=out/llama31_8b/tokenizer
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600       # a stop has time to save
     torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=llama_bf16
     torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=llama_tensorwise fp8.recipe=tensorwise
     python scaling/report.py out/llama_bf16 out/llama_tensorwise ..

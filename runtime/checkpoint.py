@@ -24,6 +24,7 @@ import os
 import pickle
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,6 +113,7 @@ class Saver:
     def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: Callable[[], dict[int, float]]):
         self.dir, self.policy, self.world, self.losses = Path(run_dir) / "checkpoints", policy, world, losses
         self.failures: list[str] = []       # a sentence on each save that failed since the last good one
+        self.seconds: float | None = None   # that the last good save took, from its call to its end; None before the first
         self._pending: tuple[str, Future | None] = "", None     # the checkpoint being saved
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
@@ -124,6 +126,7 @@ class Saver:
         """Wait for the save before this one, begin and return; staged() must come before anything that changes `tensors`.
         `state` is plain JSON. Raises MachineError after ATTEMPTS failed saves in a row."""
         self.wait()
+        began = time.perf_counter()
         if len(self.failures) >= ATTEMPTS:
             raise MachineError(f"{ATTEMPTS} saves in a row have failed, the last: {self.failures[-1]}")
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
@@ -140,7 +143,7 @@ class Saver:
                     self._copies[name] = DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
                 local(self._copies[name]).copy_(shard, non_blocking=True)
             self._copied = self._stream.record_event() if self._stream else None
-        self._pending = name_of(step), self._thread.submit(self._write, manifest)
+        self._pending = name_of(step), self._thread.submit(self._write, manifest, began)
 
     def staged(self) -> None:
         """Wait until the tensors may change again. On CUDA the device waits, the host goes on."""
@@ -169,8 +172,9 @@ class Saver:
         if self.failures:
             raise MachineError(f"{self.failures[-1]}: correct that, then run the same command to resume")
 
-    def _write(self, manifest: dict) -> None:
-        """All of a save but the copies, in a background thread of each rank. Where it fails, it raises the same error on all."""
+    def _write(self, manifest: dict, began: float) -> None:
+        """All of a save but the copies, in a background thread of each rank. Where it fails, it raises the same error on all.
+        `began`: when it was asked for, in seconds of time.perf_counter()."""
         final, is_main = self.dir / name_of(manifest["step"]), self.world.is_main
         tmp = final.with_name(f".tmp_{final.name}")
         try:
@@ -181,6 +185,7 @@ class Saver:
         finally:
             if is_main:
                 shutil.rmtree(tmp, ignore_errors=True)      # renamed by now, unless a stage failed
+        self.seconds = time.perf_counter() - began
         if is_main:
             with suppress(OSError):     # the save itself is good; the next one tries again
                 note_saved(self.dir.parent, manifest["step"])

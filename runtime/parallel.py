@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from runtime.config import Config
 
 COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
 
+SHUTDOWN_TIMEOUT_S = 30.0           # torchrun's default, after which it kills workers that it told to stop
+
 
 # ------------------------------------------------------------------------------------------------------------ processes
 
@@ -38,6 +42,7 @@ class World:
     mesh: DeviceMesh | None = None                  # ("replicate", "shard"), or None with one process
     local_size: int = 1     # processes on this machine, which share its disks; 1 where the launcher does not tell
     checkpoint_group: dist.ProcessGroup | None = None   # gloo; a save in the background must not meet the step's own
+    launcher: int | None = None     # process id of the torchrun that started this process, None without one
 
     @property
     def is_main(self) -> bool:
@@ -76,8 +81,9 @@ def start(config: Config) -> World:
             raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
                             f"--nproc_per_node={count}")
         torch.cuda.set_device(device)
+    launcher = launcher_pid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if size == 1:
-        return World(0, 0, 1, device)
+        return World(0, 0, 1, device, launcher=launcher)
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
     patience = timedelta(seconds=2 * p.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -88,7 +94,8 @@ def start(config: Config) -> World:
         transport = group._get_backend(device)
         if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
             transport._set_default_timeout(patience)
-    return World(rank, local_rank, size, device, mesh, _local_size(size), dist.new_group(backend="gloo", timeout=patience))
+    checkpoint_group = dist.new_group(backend="gloo", timeout=patience)
+    return World(rank, local_rank, size, device, mesh, _local_size(size), checkpoint_group, launcher)
 
 
 def _local_size(size: int) -> int:
@@ -129,6 +136,29 @@ def read_launch(variables: Mapping[str, str]) -> tuple[int, int, int]:
     return size, rank, local_rank
 
 
+def launcher_pid() -> int:
+    """The parent of this session's first process, which torchrun starts: this process, or a shell around it. Another number than
+    before: that parent has ended, and its workers with no one to supervise them belong to another process now."""
+    with contextlib.suppress(OSError, ValueError, IndexError):      # no /proc, or that process has ended
+        of_first = Path(f"/proc/{os.getsid(0)}/stat").read_text()
+        return int(of_first.rpartition(")")[2].split()[1])      # "123 (python) S 45 ...": the parent is 45
+    return os.getppid()
+
+
+def shutdown_timeout(world: World) -> float | None:
+    """Seconds after which torchrun, told to stop, kills its workers; None where no torchrun started this process. By its command
+    line, else its variables, else its default."""
+    if world.launcher is None:
+        return None
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{world.launcher}/cmdline").read_text(errors="replace").replace("=", "\0").split("\0")
+    options = [value for word, value in pairwise(words) if word in ("--shutdown-timeout", "--shutdown_timeout")]
+    variables = [os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
+    given = next(filter(None, [*options, *variables]), "")
+    return float(given) if given.isdigit() else SHUTDOWN_TIMEOUT_S
+
+
 def own_store() -> dist.Store:
     """Torchrun's store, with keys of this attempt's own. The agent's store outlives the workers, and gloo would otherwise
     read the addresses of dead ones; a store that rank 0 hosts itself is new at each attempt, and nodes may count otherwise."""
@@ -145,8 +175,9 @@ def finish(world: World, code: int) -> None:
         with contextlib.suppress(RuntimeError):     # a rank that died here, after all work, has an exit code of its own
             dist.barrier()
             dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in sys.stdout, sys.stderr:
+        with contextlib.suppress(OSError):      # the terminal may be gone
+            stream.flush()
     os._exit(code)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -31,7 +32,7 @@ from runtime.config import Config, config_from_dict, read_config
 from runtime.config_file import shown
 from runtime.data import Data, shares
 from runtime.guard import Guard, Verdict, diagnose
-from runtime.log import Log, Meter, Profiler, environment, lineage, pair_id, peak_flops, throughput
+from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, environment, lineage, pair_id, peak_flops, throughput
 from runtime.machine import ROOT, device_name, digest, metrics_rows, out_of_memory, read_rows, write_json
 from runtime.parallel import World, build
 from runtime.probe import Probe
@@ -102,9 +103,11 @@ class Run:
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(built.layers, self.loss_scale), config.probe.tokens)
         self._profiler = cleanup.enter_context(closing(Profiler(config, world, self.log.say if self.log else print)))
-        self.stop = stop_request()
+        self.stop = StopRequest(world)
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
+        self._shutdown_timeout_s = parallel.shutdown_timeout(world)     # None: there is none, or it was looked at already
+        self._steps_since_start = 0
         step = self.progress.step       # a kill may have come between its save and its validation
         is_unknown = self._is_resumed and run_on_rank0(world, lambda: not (self.log and step in self.log.validated))
         self._is_to_validate = is_unknown and is_due(step, config.eval.every) or step == config.total_steps
@@ -203,8 +206,9 @@ class Run:
         if self._is_stopping:
             self._save()
             self.saver.finish()
-            step = self.progress.step
-            self._log_event("stopped", f"stopped on request at step {step}; saved. To go on: run the same command again")
+            step, reason = self.progress.step, self.stop.reason or "a request to another rank"
+            self._log_event("stopped", f"stopped on request at step {step}; saved. To go on: run the same command again (it was "
+                                       f"stopped by {reason})")
             return None
         self._step_began = time.perf_counter()
         self._profiler.begin(self.progress.step + 1)
@@ -241,6 +245,7 @@ class Run:
         if verdict in (Verdict.ROLLBACK, Verdict.STOP):
             self._act_on(verdict)
             return
+        self._compare_with_shutdown_timeout(step_s)
         if is_due(step, config.probe.every):
             began = time.perf_counter()
             self._probe(step, *self._batch, step_scale)
@@ -252,6 +257,20 @@ class Run:
             self._is_save_due = False
         self._is_stopping = is_stopping and step < config.total_steps
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
+
+    def _compare_with_shutdown_timeout(self, step_s: float) -> None:
+        """Say, once, where torchrun would kill its workers before they have finished a step and saved."""
+        self._steps_since_start += 1
+        timeout_s, save_s = self._shutdown_timeout_s, self.saver.seconds
+        if timeout_s is None or save_s is None or self._steps_since_start <= WARM_UP_STEPS:
+            return
+        self._shutdown_timeout_s = None     # what is known has been compared
+        needed_s = step_s + save_s
+        if self.log and needed_s > timeout_s:
+            enough_s = math.ceil(needed_s / 30) * 60        # twice as long
+            self.log.say(f"a step takes {step_s:.1f} s and a save {save_s:.1f} s, but torchrun kills its workers {timeout_s:g} s "
+                         f"after it was told to stop: the steps since the last save would be lost; start it with "
+                         f"--shutdown-timeout={enough_s} (or TORCH_ELASTIC_SHUTDOWN_TIMEOUT={enough_s})")
 
     def _evaluate(self) -> ValLoss | None:
         """The validation loss; None, and the run is stopping, where that was requested meanwhile."""
@@ -496,30 +515,65 @@ def _has_had_a_checkpoint(config: Config, steps: set[int]) -> bool:
     return len(due) > 1
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)      # the last is Slurm's warning
+# SIGUSR1 is Slurm's warning; SIGHUP comes from a terminal that is closed, as by an ssh connection that is lost.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
+LAUNCHER_CHECK_S = 0.5
 
 
-def stop_request() -> threading.Event:
-    """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once: a
-    thread counts them as they arrive, where Python's own handlers wait for a collective or the device to come back."""
-    def count_signals() -> None:
-        first: dict[int, float] = {}
-        while numbers := os.read(arriving, 64):
-            for number in filter(SIGNALS.__contains__, numbers):
-                requested.set()
-                if time.monotonic() - first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
-                    os.write(2, f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and "
-                                f"the same command goes on from there\n".encode())
-                    os._exit(128 + number)
+class StopRequest(threading.Event):
+    """Set by the first of SIGNALS, and by the end of the launcher; the loop reads it once a step. A later signal of the same kind
+    ends the process at once: a thread counts them as they arrive, where Python's own handlers wait for a collective or the
+    device to come back.
 
-    requested, (arriving, written) = threading.Event(), os.pipe()
-    os.set_blocking(written, False)
-    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: None)      # so that it is written to the pipe
-    threading.Thread(target=count_signals, name="signals", daemon=True).start()
-    return requested
+    The launcher is looked at rather than asked for by PR_SET_PDEATHSIG, which also tells of the end of the mere thread that
+    started a worker, and misses a launcher that has ended before it is called."""
+
+    def __init__(self, world: World):
+        super().__init__()
+        self.reason = ""        # what set it on this rank
+        self._world = world
+        self._first: dict[int, float] = {}      # signal -> when it came first, in seconds of time.monotonic()
+        self._arriving, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue        # by nohup: the run is to outlive its terminal
+            signal.signal(number, lambda *_: None)      # so that it is written to the pipe
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._arriving, select.POLLIN)
+        timeout_ms = None if self._world.launcher is None else 1000 * LAUNCHER_CHECK_S
+        while True:
+            if poll.poll(timeout_ms):
+                for number in os.read(self._arriving, 64):
+                    self._on_signal(number)
+            if self._world.launcher is not None and parallel.launcher_pid() != self._world.launcher:
+                self._request(f"the end of torchrun (process {self._world.launcher}), which had started this rank")
+
+    def _on_signal(self, number: int) -> None:
+        if number not in SIGNALS:
+            return
+        name = signal.Signals(number).name
+        self._request(name)
+        if time.monotonic() - self._first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
+            self._tell(f"a second {name}: left at once; what was saved stays, and the same command goes on from there")
+            os._exit(128 + number)
+
+    def _request(self, reason: str) -> None:
+        if self.is_set():
+            return
+        self.reason = reason
+        self.set()
+        if self._world.local_rank == 0:
+            self._tell(f"{reason}: the run finishes its step, saves and leaves")
+
+    def _tell(self, sentence: str) -> None:
+        with suppress(OSError):     # the terminal may be gone
+            os.write(2, f"\ntrain.py: {sentence}\n".encode())
 
 
 def _last_train_loss(rows: list[dict]) -> float | None:

@@ -347,6 +347,8 @@ def start(row: Row, folder: Path, options, gpus: list[str]) -> tuple[subprocess.
         return None
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"] if options.gpus > 1 else []
     env = dict(os.environ)
+    # Else torchrun kills its workers 30 s after it was told to stop.
+    env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, math.ceil(leave_s(row)))))
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     elif (processes := options.gpus * options.jobs) > 1:

@@ -267,6 +267,8 @@ FAULTS = {
     "fail_in_data": lambda *at: in_data(lambda *now: {}["a damaged shard"] if now == at else now[0]),
     # from this step on the data of `by` steps later: what a rollback should amount to
     "move_data": lambda first, by: in_data(lambda step, _: step + by if step >= first else step),
+    # as `nohup` leaves SIGHUP to what it starts
+    "ignore": lambda number: signal.signal(int(number), signal.SIG_IGN),
     # of a resource of this process, by its number, no more than so much
     "limit": lambda what, most: resource.setrlimit(int(what), (int(most), resource.RLIM_INFINITY)),
 }

@@ -149,6 +149,34 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
     assert record(finish(config, ranks=2)) == whole[2]
 
 
+def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole):
+    """As SIGUSR1 to it does, which it does not handle: no signal reaches the ranks."""
+    config = replace(base, run="launcher")
+    run = faults.Run(config, faults=["slow_steps:0.05"], restarts=0)
+    run.wait_until(4)
+    launcher = run.processes[0].pid
+    ranks = faults.children(launcher)
+    assert len(ranks) == 2
+    os.kill(launcher, signal.SIGKILL)
+    faults.wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in ranks))
+    run.wait()
+    assert f"train.py: the end of torchrun (process {launcher})" in run.output, "said at once"
+    assert "stopped on request at step" in run.output and "stopped by the end of torchrun" in run.output, run.output
+    assert saved_steps(config)[-1] == len(rows(config)) < STEPS
+    assert record(finish(config, ranks=2)) == whole[2]
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(base, whole, is_ignored):
+    config = replace(base, run=f"terminal{is_ignored}")
+    ignore = [f"ignore:{signal.SIGHUP:d}"] if is_ignored else []
+    run = faults.Run(config, faults=[*ignore, f"signal_in_step:9:0:{signal.SIGHUP:d}"])
+    assert run.wait() == [0]
+    assert ("stopped on request at step 9; saved" in run.output and "by SIGHUP" in run.output) is not is_ignored, run.output
+    assert saved_steps(config)[-1] == (STEPS if is_ignored else 9)
+    assert record(config if is_ignored else finish(config)) == whole[1]
+
+
 def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
     run = faults.Run(replace(base, run="second"), ranks=2, faults=[STOP.format(1)])
     run.wait_until(4)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import parse_args as torchrun_options
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,6 +88,25 @@ def test_a_rank_does_the_whole_work_of_its_machine_unless_the_launcher_tells_its
     local_rank = int(environment.get("LOCAL_RANK", 0))
     world = replace(ALONE, rank=1, local_rank=local_rank, size=4, local_size=parallel._local_size(4))
     assert world.share_of_machine == share
+
+
+@pytest.mark.parametrize("words, environment, seconds", [
+    ([], {}, 30),
+    ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}, 120),
+    ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120", "PET_SHUTDOWN_TIMEOUT": "90"}, 90),
+    (["--shutdown-timeout=300"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}, 300),
+    (["--shutdown_timeout", "45"], {}, 45)])
+def test_a_rank_knows_after_which_time_torchrun_kills_it(monkeypatch, words, environment, seconds):
+    """As torchrun itself reads its options and variables."""
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    genuine = LaunchConfig(1, 1, 1, shutdown_timeout=torchrun_options([*words, "train.py"]).shutdown_timeout)
+    launcher = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
+    assert parallel.shutdown_timeout(replace(ALONE, launcher=launcher.pid)) == genuine.shutdown_timeout == seconds
+    launcher.communicate(b"\n")
+    assert parallel.shutdown_timeout(ALONE) is None, "there is none"
 
 
 # ----------------------------------------------------------------------------------------------------- one process alone

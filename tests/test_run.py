@@ -257,6 +257,15 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, 
     assert frozen == [1], "after the first step, when all is compiled"
 
 
+@pytest.mark.parametrize("timeout_s, is_told", [(None, False), (0.0, True), (600.0, False)])
+def test_a_step_and_a_save_that_torchrun_would_cut_short_are_told_once(tiny, run, monkeypatch, timeout_s, is_told):
+    monkeypatch.setattr(room.parallel, "shutdown_timeout", lambda world: timeout_s)
+    monkeypatch.setattr(room, "WARM_UP_STEPS", 0)
+    monkeypatch.setattr(room.Run, "next_step", lambda run, next_step=room.Run.next_step: run.saver.wait() or next_step(run))
+    told = run(changed(tiny, "checkpoint.every=1"))
+    assert told.count("but torchrun kills its workers 0 s after it was told to stop") == is_told
+
+
 def hold(run_dir, is_held):
     with room.lock_folder(run_dir):
         if os.fork():
