@@ -350,4 +350,4 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
         read(Data(config, tok.sha256), 6)
     only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
-    assert "validation windows of " in (told := refusal(tmp_path, "data.mixture=prompts:1")) and "holds a response to learn" in told
+    assert re.match(r"none of the 12 .* holds a response to learn", refusal(tmp_path, "data.mixture=prompts:1"))
