@@ -62,12 +62,17 @@ class Index:
     splits: dict[str, Split]        # "train" and "val"
     is_masked: bool = False         # whether LOSS_MASK_BIT marks context tokens; absent in the file where it is false
     # Of the input files that were read; each is absent in the file where there are none.
-    # Long documents of text files: {documents, pieces, split_by}, the last "document", or "piece" where it is the only one.
+    # Long documents of text files: {documents, pieces, split_by}, the last "document", or "piece"
+    # where it is the only one.
     cut: dict = field(default_factory=dict)
-    inner_borders: dict[str, int] = field(default_factory=dict)     # lines with an end-of-text token beside other text
-    replaced: dict[str, int] = field(default_factory=dict)      # characters, U+FFFD in place of bytes that are not UTF-8
-    joined_lists: dict[str, int] = field(default_factory=dict)  # texts that were lists of strings, joined by line ends
-    odd_rows: list[dict] = field(default_factory=list)          # rows that skip_bad=true left out: {file, rows, first}
+    # lines with an end-of-text token beside other text
+    inner_borders: dict[str, int] = field(default_factory=dict)
+    # characters, U+FFFD in place of bytes that are not UTF-8
+    replaced: dict[str, int] = field(default_factory=dict)
+    # texts that were lists of strings, joined by line ends
+    joined_lists: dict[str, int] = field(default_factory=dict)
+    # rows that skip_bad=true left out: {file, rows, first}
+    odd_rows: list[dict] = field(default_factory=list)
 
     @property
     def shards(self) -> list[Shard]:
@@ -80,9 +85,9 @@ def read_index(folder: Path) -> Index:
     if not path.exists():
         known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
         own_text = f"`python prepare_data.py local FILE... name={folder.name} out={out}`"
-        raise UserError(f"there is no {path} ({out} holds {known}): make it of your own text by {own_text}, or of a source of "
-                        f"configs/sources.py, if it is one, by its name in place of `local FILE...`, or set data.mixture= and "
-                        f"data.dir= to what there is")
+        raise UserError(f"there is no {path} ({out} holds {known}): make it of your own text by "
+                        f"{own_text}, or of a source of configs/sources.py, if it is one, by its name in "
+                        f"place of `local FILE...`, or set data.mixture= and data.dir= to what there is")
     try:
         raw = json.loads(path.read_bytes())
         if raw.pop("sha256") != digest(raw) or raw.pop("format_version") != FORMAT_VERSION:
