@@ -56,7 +56,8 @@ def _values(path: Path) -> Iterable:
     if path.suffix == ".parquet":
         import pyarrow.parquet
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(1000)
-        return (value for batch in batches for column in batch.columns for value in _parquet_values(column))
+        columns = (column for batch in batches for column in batch.columns)
+        return (value for column in columns for value in _parquet_values(column))
     text = path.read_text("utf-8-sig")      # a text of another encoding would match nothing
     try:
         return [text if path.suffix == ".txt" else json.loads(text)]
@@ -67,11 +68,19 @@ def _values(path: Path) -> Iterable:
 
 
 def _parquet_values(array) -> Iterator:
-    """The texts of a column of parquet, and what values of type JSON spell; dates and numbers are not even converted."""
+    """The texts of a column of parquet, and what values of type JSON spell; dates and numbers
+    are not even converted."""
     import pyarrow.compute
     from pyarrow import types
+
     kind = array.type
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    lists = (
+        types.is_list,
+        types.is_large_list,
+        types.is_fixed_size_list,
+        types.is_list_view,
+        types.is_large_list_view,
+    )
     if types.is_struct(kind):
         for place in range(kind.num_fields):
             yield from _parquet_values(pyarrow.compute.struct_field(array, place))
@@ -85,7 +94,7 @@ def _parquet_values(array) -> Iterator:
         yield from array.to_pylist()
     elif types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
         for raw in filter(None, array.to_pylist()):
-            with suppress(UnicodeDecodeError):      # else it is no text
+            with suppress(UnicodeDecodeError):  # else it is no text
                 yield raw.decode()
 
 

@@ -36,7 +36,15 @@ from typing import Literal
 import numpy as np
 
 from prepare.decontaminate import found_in, read_grams
-from prepare.sources import ENCODING_REMEDY, TXT_CHARS, BadFile, InputFile, Reading, Source, is_text_file
+from prepare.sources import (
+    ENCODING_REMEDY,
+    TXT_CHARS,
+    BadFile,
+    InputFile,
+    Reading,
+    Source,
+    is_text_file,
+)
 from runtime import shards
 from runtime.cli import FilePath, MachineError, UserError, grid, progress_line, si
 from runtime.machine import ROOT, alone, end_with_parent, new_file, read_bytes, write_json
@@ -57,11 +65,13 @@ BLOCK = 1 << 24                 # bytes of a piece in memory at once
 TRAIN, VAL, EMPTY, CONTAMINATED, COPY = range(5)
 HOMES = {"train": TRAIN, "val": VAL}
 COUNTS = ("documents", "text_bytes", "tokens")      # of a split
-READER = 2                      # pieces of text files by an earlier one know no borders, and split each piece by itself
+# pieces of text files by an earlier one know no borders, and split each piece by itself
+READER = 2
 VAL_PERCENTS = (1, 2, 5, 10, 20, 50)    # of which a message proposes one
 VAL_DOCUMENTS = 5               # that a proposed share should keep
 NO_DOCUMENT = 0                 # in place of the hash of an empty row
-REPLACED_MOST = 0.01            # share of a file's characters that may stand for bytes that are not UTF-8
+# share of a file's characters that may stand for bytes that are not UTF-8
+REPLACED_MOST = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +118,10 @@ def prepare(sources: Iterable[Source], job: Job) -> None:
 
 @dataclass
 class Piece:
-    """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows), .cuts where documents
-    were cut (int64: the rows that go on with the document of the row before) and .json (the rest), which tells of the progress
-    and, once the others are there, of the end."""
+    """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT
+    rows), .cuts where documents were cut (int64: the rows that go on with the document of the
+    row before) and .json (the rest), which tells of the progress and, once the others are there,
+    of the end."""
     stem: Path
     input: list | None = None   # name, bytes and stamp of the file (prepare.sources)
     documents: int = 0
@@ -143,14 +154,16 @@ class Piece:
         return self.stem.with_suffix(".cuts").exists()
 
     def document_of_rows(self) -> np.ndarray:
-        """int64 (documents,): for each row of the table the first row of its document, which is itself where it was not cut."""
+        """int64 (documents,): for each row of the table the first row of its document, which is
+        itself where it was not cut."""
         first = np.arange(self.documents)
         if self.has_cuts:
             first[np.fromfile(self.stem.with_suffix(".cuts"), np.int64)] = 0
         return np.maximum.accumulate(first)
 
     def split_residues(self, is_by_document: bool) -> np.ndarray:
-        """uint64: what val_share is compared with, of each document that goes to a split, or of each of its pieces."""
+        """uint64: what val_share is compared with, of each document that goes to a split, or of
+        each of its pieces."""
         table, rows = self.table(), np.flatnonzero(self.homes <= VAL)
         if is_by_document:
             rows = np.unique(self.document_of_rows()[rows])
@@ -171,18 +184,20 @@ def begun(folder: Path) -> dict:
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "{}")
 
 
-def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, tick: Callable[[], object] = int, *,
-               skip_bad: bool = False) -> None:
-    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is called about once a second.
-    Raises UserError: a column or a row that cannot be used."""
+def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float,
+               tick: Callable[[], object] = int, *, skip_bad: bool = False) -> None:
+    """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is
+    called about once a second. Raises UserError: a column or a row that cannot be used."""
     if read_piece(stem).serves(most):
         return
     piece = Piece(stem, [file.name, file.bytes, file.stamp], reader=READER)
     tokenizer, grams, told = cached_tokenizer(tokenizer_name), _cached_grams(stem.parent), time.monotonic()
     reading = Reading(borders=_borders(tokenizer), skips_odd_rows=skip_bad)
-    cuts, has_begun = array("q"), False     # rows that continue a document; whether the document has a row with text
+    # rows that continue a document; whether the document has a row with text
+    cuts, has_begun = array("q"), False
     stem.with_suffix(".json").unlink(missing_ok=True)      # a kill must not leave the old end beside new documents
-    stem.with_suffix(".cuts").unlink(missing_ok=True)
+    if piece.has_cuts:      # those of an earlier reading
+        stem.with_suffix(".cuts").unlink()
     try:
         with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
             for read in file.read(reading):
@@ -222,15 +237,16 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float, ti
 
 
 def document_hash(texts: list[str], raw: list[bytes]) -> int | None:
-    """The name of a document, which is its text, or a prompt and a response: blake2b-64 of their UTF-8 bytes, `raw`; None where
-    there is no text to be learned."""
+    """The name of a document, which is its text, or a prompt and a response: blake2b-64 of their
+    UTF-8 bytes, `raw`; None where there is no text to be learned."""
     if not texts[-1] or texts[-1].isspace():
         return None
     return int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little")
 
 
 def _borders(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The lines that end a document in a text file: how the tokenizer spells its end of text, and how GPT-2 does."""
+    """The lines that end a document in a text file: how the tokenizer spells its end of text,
+    and how GPT-2 does."""
     spelled = tokenizer.decode([tokenizer.eot]).strip()
     return tuple(dict.fromkeys(filter(None, [spelled, END_OF_TEXT])))
 
@@ -238,8 +254,11 @@ def _borders(tokenizer: Tokenizer) -> tuple[str, ...]:
 def _check_encoding(name: str, reading: Reading) -> None:
     """Raises BadFile where the texts that were read are not UTF-8."""
     if reading.replaced > REPLACED_MOST * reading.characters:
-        raise BadFile(f"{name} is not UTF-8: {reading.replaced:,} of the {reading.characters:,} characters that were read "
-                      f"stand for bytes of another encoding: {ENCODING_REMEDY}")
+        raise BadFile(
+            f"{name} is not UTF-8: {reading.replaced:,} of the {reading.characters:,} characters "
+            f"that were read "
+            f"stand for bytes of another encoding: {ENCODING_REMEDY}"
+        )
 
 
 def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -361,15 +380,17 @@ class Work:
             there = there | {"split_rule": self.identity["split_rule"]}
         if index or any(piece.end in ("whole", "enough") for piece in pieces):
             for key, value in self.identity.items():
-                is_touched = key == "revision" and index is not None and bool(self.source.local_files)
+                is_touched = key == "revision" and index is not None and self.source.local_files
                 if there.get(key) == value or (is_touched and self._holds_the_documents(index)):
                     continue
-                meaning = ", which comes of val_share=, and a finished folder keeps its split" if key == "split_rule" else ""
+                meaning = ""
+                if key == "split_rule":
+                    meaning = ", which comes of val_share=, and a finished folder keeps its split"
                 if is_touched:
-                    meaning = (", which comes of the names, sizes and times of the input files, and these hold other documents "
-                               "than it does")
-                raise UserError(f"{self.folder} is of {key}={there.get(key)!r}, not {value!r}{meaning}: give the same options "
-                                f"and files again, delete it, or give another out=")
+                    meaning = (", which comes of the names, sizes and times of the input files, and these "
+                               "hold other documents than it does")
+                raise UserError(f"{self.folder} is of {key}={there.get(key)!r}, not {value!r}{meaning}: "
+                                f"give the same options and files again, delete it, or give another out=")
         if index:
             if not index.is_whole and index.splits["train"].tokens < (self.source.budget or math.inf):
                 raise UserError(f"{self.folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked "
@@ -384,21 +405,24 @@ class Work:
         for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
             is_refused = piece.odd_rows > 0 and not self.job.skip_bad
             is_outdated = piece.reader < READER and is_text_file(file.name)
-            if piece.end in ("", "failed") or is_refused or is_outdated or piece.input != [file.name, file.bytes, file.stamp]:
+            is_changed = piece.input != [file.name, file.bytes, file.stamp]
+            if piece.end in ("", "failed") or is_refused or is_outdated or is_changed:
                 if piece.end and is_outdated:
-                    print(f"{self.parts}: {file.name} was read by an earlier version, which knew no borders of documents: it is "
-                          f"read again", file=sys.stderr)
+                    print(f"{self.parts}: {file.name} was read by an earlier version, which knew no "
+                          f"borders of documents: it is read again", file=sys.stderr)
                 elif piece.end:
                     print(f"{self.parts}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
                 piece.stem.with_suffix(".json").unlink(missing_ok=True)
         return True
 
     def _holds_the_documents(self, index: Index) -> bool:
-        """Whether the folder, which is finished, holds what the input files do, though their names, sizes or times are others
-        than those it was made of: a copy of them, say. They are read, not tokenised; their order is not compared."""
-        print(f"{self.folder} is of files of other sizes or times: they are read to compare their documents", file=sys.stderr)
+        """Whether the folder, which is finished, holds what the input files do, though their
+        names, sizes or times are others than those it was made of: a copy of them, say. They are
+        read, not tokenised; their order is not compared."""
+        print(f"{self.folder} is of files of other sizes or times: they are read to compare their "
+              f"documents", file=sys.stderr)
         kept = np.load(self.folder / "hashes.npy")
-        names = np.concatenate([np.empty(0, np.uint64), *map(self._document_hashes, self.source.list_files())])
+        names = np.concatenate([self._document_hashes(file) for file in self.source.list_files()])
         place = np.minimum(np.searchsorted(kept, names), len(kept) - 1)
         is_kept = (names != NO_DOCUMENT) & (kept[place] == names)
         first_row = np.full(len(kept), -1)      # of each document kept
@@ -406,7 +430,8 @@ class Work:
         first_row[place[rows[::-1]]] = rows[::-1]
         if (first_row < 0).any():
             return False
-        if not index.is_whole:      # rows behind the last document that the budget took do not matter
+        # rows behind the last document that the budget took do not matter
+        if not index.is_whole:
             end = int(first_row.max()) + 1
             names, is_kept = names[:end], is_kept[:end]
         copies = index.duplicates.get(self.source.name, 0)
@@ -416,7 +441,8 @@ class Work:
         return counts == (len(kept) + copies, index.empty, left_out)
 
     def _document_hashes(self, file: InputFile) -> np.ndarray:
-        """uint64 (rows,) of an input file, NO_DOCUMENT for empty ones; none where the file cannot be read."""
+        """uint64 (rows,) of an input file, NO_DOCUMENT for empty ones; none where the file
+        cannot be read."""
         names = array("Q")
         try:
             for row in file.read(Reading(borders=_borders(self.tokenizer), skips_odd_rows=True)):
@@ -487,8 +513,8 @@ class Work:
                 left_out = (f"copies {layout['duplicates'] or 0}, empty {layout['empty']}, "
                             f"contaminated {layout['contaminated']}, odd rows {odd_rows}, "
                             f"files {[piece.reason for piece in failed]}")
-                raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are {left_out}: "
-                                f"{self._split_advice(pieces, layout)}")
+                raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are "
+                                f"{left_out}: {self._split_advice(pieces, layout)}")
             print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
             dtype = np.dtype("<u4" if source.is_masked else self.tokenizer.dtype).name      # a context's mark lies beside the id
             write_index(self.folder, {
@@ -507,24 +533,32 @@ class Work:
 
     def _split_advice(self, pieces: list[Piece], layout: dict) -> str:
         """What to do where a split has no documents. layout: as _lay_out() returns it."""
-        is_by_document = layout.get("cut", {}).get("split_by") == "document"
-        residues = np.concatenate([np.empty(0, np.uint64), *(piece.split_residues(is_by_document) for piece in pieces)])
+        split_by = layout.get("cut", {}).get("split_by")
+        is_by_document = split_by == "document"
+        residues = np.concatenate([
+            np.empty(0, np.uint64), *(piece.split_residues(is_by_document) for piece in pieces)])
         count = len(residues)
-        share = f"val_share={self.val_per_10k / HASH_STEPS:g}"
         if count < 2:
-            return f"each split needs a document, and there is {count or 'none'} beside those: give more documents"
-        noun = "pieces of its only document" if layout.get("cut", {}).get("split_by") == "piece" else "documents"
+            return (f"each split needs a document, and there is {count or 'none'} beside those: give "
+                    f"more documents")
         remedies = []
-        kept = {percent: int((residues < percent * HASH_STEPS // 100).sum()) for percent in VAL_PERCENTS}
-        serving = [percent for percent, documents in kept.items() if 0 < documents < count]
-        if serving:
+        kept = {}       # documents of validation, by percent
+        for percent in VAL_PERCENTS:
+            documents = int((residues < percent * HASH_STEPS // 100).sum())
+            if 0 < documents < count:
+                kept[percent] = documents
+        if kept:
             # Of a small source the least share that gives more than a document or two.
-            percent = next((percent for percent in serving if kept[percent] >= min(VAL_DOCUMENTS, count // 2)), serving[-1])
+            enough = min(VAL_DOCUMENTS, count // 2)
+            percent = next((percent for percent in kept if kept[percent] >= enough), max(kept))
             remedies.append(f"give val_share={percent / 100:g}, which keeps {kept[percent]:,} of them")
         if is_by_document:
             remedies.append(f"end documents within a text file by lines of {END_OF_TEXT}")
         remedies.append("give more documents")
-        return f"there are {count:,} {noun}, and {share} leaves one split without any: {', or '.join(remedies)}"
+        noun = "pieces of its only document" if split_by == "piece" else "documents"
+        share = f"val_share={self.val_per_10k / HASH_STEPS:g}"
+        return (f"there are {count:,} {noun}, and {share} leaves one split without any: "
+                f"{', or '.join(remedies)}")
 
     def _lay_out(self, pieces: list[Piece]) -> tuple[dict, dict]:
         """Sets the `homes` of the pieces, which stand in the source's order, up to the one that reaches the budget.
@@ -540,7 +574,8 @@ class Work:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
                 earlier[folder.name] = np.load(hashes, mmap_mode="r")
         copies = _find_copies(pieces, list(earlier.values()))
-        # A document's pieces go where its first one does, but those of an only document must fill both splits.
+        # A document's pieces go where its first one does, but those of an only document must fill
+        # both splits.
         layout = self._place(pieces, copies, len(earlier), by_piece=True)
         is_by_document = layout.documents > 1 and any(piece.has_cuts for piece in pieces)
         if is_by_document:
@@ -548,15 +583,18 @@ class Work:
         splits = {split: dict(zip(COUNTS, map(int, layout.totals[:, home]), strict=True)) for split, home in HOMES.items()}
         empty, contaminated, *copied = map(int, layout.totals[0, EMPTY:])
         duplicates = {key: n for key, n in zip([self.source.name, *earlier], copied, strict=True) if n}
-        told = {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": layout.is_whole}
+        told = {"duplicates": duplicates, "empty": empty, "contaminated": contaminated,
+                "is_whole": layout.is_whole}
         if layout.cut_documents:
             told["cut"] = {"documents": layout.cut_documents, "pieces": layout.cut_pieces,
                            "split_by": "document" if is_by_document else "piece"}
         return splits, told
 
-    def _place(self, pieces: list[Piece], copies: list[np.ndarray], earlier: int, by_piece: bool) -> "Layout":
-        """Sets the `homes` of the pieces. copies: by _find_copies() against that many earlier sources. by_piece: whether the
-        pieces of a document that was cut are split each by itself."""
+    def _place(self, pieces: list[Piece], copies: list[np.ndarray], earlier: int,
+               by_piece: bool) -> "Layout":
+        """Sets the `homes` of the pieces. copies: by _find_copies() against that many earlier
+        sources. by_piece: whether the pieces of a document that was cut are split each by
+        itself."""
         layout = Layout(np.zeros((3, COPY + 1 + earlier)))
         for piece in pieces:
             piece.homes = None
@@ -585,18 +623,19 @@ class Work:
 @dataclass
 class Layout:
     """Where the documents of a source go."""
-    totals: np.ndarray          # (3, homes): COUNTS by home
-    is_whole: bool = True       # whether the budget was not reached
-    documents: int = 0          # that go to a split, a document that was cut as one
-    cut_documents: int = 0      # of them, those of more than one piece
-    cut_pieces: int = 0         # of these
+
+    totals: np.ndarray  # (3, homes): COUNTS by home
+    is_whole: bool = True  # whether the budget was not reached
+    documents: int = 0  # that go to a split, a document that was cut as one
+    cut_documents: int = 0  # of them, those of more than one piece
+    cut_pieces: int = 0  # of these
 
     def count_documents(self, piece: Piece, home: np.ndarray) -> None:
         """home: uint16, for the first rows of the piece, where each goes."""
         if not piece.has_cuts:
             self.documents += int((home <= VAL).sum())
             return
-        first_rows = piece.document_of_rows()[:len(home)]
+        first_rows = piece.document_of_rows()[: len(home)]
         rows_of_each = np.unique(first_rows[home <= VAL], return_counts=True)[1]
         self.documents += len(rows_of_each)
         self.cut_documents += int((rows_of_each > 1).sum())
@@ -604,13 +643,22 @@ class Layout:
 
 
 def _remarks(pieces: list[Piece]) -> dict:
-    """Index's fields that say what was replaced, joined and left out in the input files, where there is something to say."""
+    """Index's fields that say what was replaced, joined and left out in the input files, where
+    there is something to say."""
     remarks = {
-        "inner_borders": {piece.input[0]: piece.inner_borders for piece in pieces if piece.inner_borders},
+        "inner_borders": {
+            piece.input[0]: piece.inner_borders for piece in pieces if piece.inner_borders
+        },
         "replaced": {piece.input[0]: piece.replaced for piece in pieces if piece.replaced},
-        "joined_lists": {piece.input[0]: piece.joined_lists for piece in pieces if piece.joined_lists},
-        "odd_rows": [{"file": piece.input[0], "rows": piece.odd_rows, "first": piece.first_odd_row}
-                     for piece in pieces if piece.odd_rows]}
+        "joined_lists": {
+            piece.input[0]: piece.joined_lists for piece in pieces if piece.joined_lists
+        },
+        "odd_rows": [
+            {"file": piece.input[0], "rows": piece.odd_rows, "first": piece.first_odd_row}
+            for piece in pieces
+            if piece.odd_rows
+        ],
+    }
     return {key: value for key, value in remarks.items() if value}
 
 
@@ -728,15 +776,18 @@ def _story(index: Index) -> Iterator[str]:
     yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
     yield from (f"skipped: {entry['file']} ({entry['reason']})" for entry in index.skipped)
     if index.cut:
-        how = "those of a document in one split" if index.cut["split_by"] == "document" else (
-            "which are split one by one, as there is no other document: validation text lies between training text")
-        yield (f"cut: {index.cut['documents']:,} documents of text files, longer than {TXT_CHARS:,} characters, into "
-               f"{index.cut['pieces']:,} pieces, {how}")
+        how = "those of a document in one split"
+        if index.cut["split_by"] == "piece":
+            how = ("which are split one by one, as there is no other document: validation text lies "
+                   "between training text")
+        yield (f"cut: {index.cut['documents']:,} documents of text files, longer than {TXT_CHARS:,} "
+               f"characters, into {index.cut['pieces']:,} pieces, {how}")
     for file, count in index.inner_borders.items():
-        yield (f"not borders: {count:,} lines of {file} hold an end-of-text token beside other text, and it stays text; alone on "
-               f"its line it ends a document")
+        yield (f"not borders: {count:,} lines of {file} hold an end-of-text token beside other text, and "
+               f"it stays text; alone on its line it ends a document")
     for file, count in index.replaced.items():
-        yield f"replaced: {count:,} characters of {file} are U+FFFD in place of bytes that are not UTF-8"
+        yield (f"replaced: {count:,} characters of {file} are U+FFFD in place of bytes that are not "
+               f"UTF-8")
     for file, count in index.joined_lists.items():
         yield f"joined: {count:,} texts of {file} were lists of strings, which became lines"
     for entry in index.odd_rows:

@@ -31,21 +31,26 @@ BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte ord
 TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)              # seconds before a question is asked again
 READ_WAITS = (1, 5, 25, 60, 120, 300, 600)      # seconds before a block is: 18 minutes of silence cost no file
-PACKED_BYTES = 1 << 11          # of .xz and .zst that are unpacked at once: at most 64 MB, of a file of zeros
+# Of .xz and .zst that are unpacked at once: at most 64 MB, of a file of zeros.
+PACKED_BYTES = 1 << 11
 BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
 HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
-ODD_ROWS_MOST = 1000            # a file that begins with so many rows of no use, and none of use, is another one than was meant
+# A file that begins with so many rows of no use, and none of use, is another one than was meant.
+ODD_ROWS_MOST = 1000
 SKIP_ROWS = "add skip_bad=true to leave out such rows"
 # How a file that is one array begins. A line of .jsonl may be a list by mistake, of objects hardly.
 ARRAY = {".json": re.compile(rb"\["), ".jsonl": re.compile(rb"\[\s*\{")}
-JSON_CHARS, JSON_CHARS_MOST = 1 << 18, 1 << 26      # of an array that are read at once; of one element
-JSON_WORD = 16                  # more characters than any literal or escape has, one of which may be cut
+# Of an array that are read at once; of one element.
+JSON_CHARS, JSON_CHARS_MOST = 1 << 18, 1 << 26
+# More characters than any literal or escape has, one of which may be cut.
+JSON_WORD = 16
 JSON_BLANK = re.compile(r"[ \t\r\n]*")
 HEAD_LOOKED_AT = 4096           # bytes at the begin of a file whose NULs tell UTF-16 and -32
 NAMES_MOST = 20                 # columns that a message lists
 NOTHING = r"(?!)"               # a pattern that matches nowhere
 REPLACEMENT = "\ufffd"
-ENCODING_REMEDY = "convert it, such as by `iconv -f WINDOWS-1251 -t UTF-8 FILE`, with the encoding that it has"
+ENCODING_REMEDY = ("convert it, such as by `iconv -f WINDOWS-1251 -t UTF-8 FILE`, with the encoding "
+                   "that it has")
 
 
 class BadFile(MachineError):
@@ -54,32 +59,37 @@ class BadFile(MachineError):
 
 class Row(NamedTuple):
     """What a reader takes of one row of a file."""
-    texts: tuple[str, ...]          # (text,), or (prompt, response)
-    share: float                    # of the file that was read so far
-    is_continued: bool = False      # whether it goes on with the document of the row before, which was cut
+
+    texts: tuple[str, ...]  # (text,), or (prompt, response)
+    share: float  # of the file that was read so far
+    is_continued: bool = False  # whether it goes on with the row before: its document was cut
 
 
 @dataclass(kw_only=True)
 class Reading:
-    """How a file shall be read, and what its reader reports beside the rows; one object a reading."""
-    borders: tuple[str, ...] = ()   # a line of a .txt that is one of these alone ends a document
-    skips_odd_rows: bool = False    # rows that cannot be used are counted, not refused
-    skips_broken_lines: bool = True     # whether a line that is not JSON is such a row; else the file is bad
-    characters: int = 0             # of the texts
-    replaced: int = 0               # of them, U+FFFD in place of bytes that are not UTF-8
-    joined_lists: int = 0           # texts that were lists of strings, a line each
-    inner_borders: int = 0          # lines of a .txt that hold a border beside other text, and end no document
-    rows: int = 0                   # that were taken
-    odd_rows: int = 0               # that were skipped
-    first_odd_row: str = ""         # where it is and what is wrong with it
+    """How a file shall be read, and what its reader reports beside the rows; one object a
+    reading."""
+
+    borders: tuple[str, ...] = ()  # a line of a .txt that is one of these alone ends a document
+    skips_odd_rows: bool = False  # rows that cannot be used are counted, not refused
+    skips_broken_lines: bool = True  # a line that is not JSON is such a row; else the file is bad
+    characters: int = 0  # of the texts
+    replaced: int = 0  # of them, U+FFFD in place of bytes that are not UTF-8
+    joined_lists: int = 0  # texts that were lists of strings, a line each
+    inner_borders: int = 0  # lines of a .txt that hold a border beside other text: no border
+    rows: int = 0  # that were taken
+    odd_rows: int = 0  # that were skipped
+    first_odd_row: str = ""  # where it is and what is wrong with it
 
     def restart(self) -> None:
         """Count from the first row of the file again."""
-        self.characters = self.replaced = self.joined_lists = self.inner_borders = self.rows = self.odd_rows = 0
+        self.characters = self.replaced = self.joined_lists = self.inner_borders = 0
+        self.rows = self.odd_rows = 0
         self.first_odd_row = ""
 
     def skip_or_refuse(self, place: str, problem: str, remedy: str = "") -> None:
-        """Count an odd row. Raises UserError where odd rows are refused, BadFile where the file has no other rows."""
+        """Count an odd row. Raises UserError where odd rows are refused, BadFile where the file
+        has no other rows."""
         if not self.skips_odd_rows:
             remedies = [remedy] if remedy else []
             raise UserError(f"{place}{problem}: {', or '.join([*remedies, SKIP_ROWS])}")
@@ -91,17 +101,20 @@ class Reading:
     def refuse_if_useless(self) -> None:
         """Raises BadFile where rows were skipped and none could be taken."""
         if self.odd_rows and not self.rows:
-            raise BadFile(f"none of {self.odd_rows:,} rows can be used; the first: {self.first_odd_row}")
+            raise BadFile(
+                f"none of {self.odd_rows:,} rows can be used; the first: {self.first_odd_row}"
+            )
 
 
 @dataclass(frozen=True)
 class InputFile:
     """One task's input."""
+
     name: str
-    bytes: int | None       # as it lies on disk or on the server; None where nobody knows
-    stamp: str | int | None     # changes with its content
-    # Yields the rows, the same at each call. Raises BadFile: it cannot be read; UserError: another column is meant, a row is odd,
-    # or the Hub refuses.
+    bytes: int | None  # as it lies on disk or on the server; None where nobody knows
+    stamp: str | int | None  # changes with its content
+    # Yields the rows, the same at each call. Raises BadFile: it cannot be read; UserError: another
+    # column is meant, a row is odd, or the Hub refuses.
     read: Callable[[Reading], Iterator[Row]]
 
 
@@ -141,10 +154,13 @@ class Source:
         from fsspec.utils import glob_translate
         from huggingface_hub import HfApi
         is_pattern = isinstance(self.files, str)
-        patterns = [re.compile(glob_translate(pattern)) for pattern in expand_braces(self.files)] if is_pattern else []
+        globs = expand_braces(self.files) if is_pattern else []
+        patterns = [re.compile(glob_translate(glob)) for glob in globs]
 
         def is_wanted(path: str) -> bool:
-            return any(pattern.fullmatch(path) for pattern in patterns) if is_pattern else path in self.files
+            if not is_pattern:
+                return path in self.files
+            return any(pattern.fullmatch(path) for pattern in patterns)
 
         def ask() -> dict[str, int]:
             HfApi().dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
@@ -154,7 +170,8 @@ class Source:
         there = _ask(ask, self)
         found = sorted(filter(is_wanted, there))
         for path in found:
-            _check_format(PurePath(path), FORMATS, f"files= of {self.dataset}@{self.revision}: {path}")
+            where = f"files= of {self.dataset}@{self.revision}: {path}"
+            _check_format(PurePath(path), FORMATS, where)
         if self.grouped_by:
             found = _of_group(self, found, self.grouped_by, self.keep[self.grouped_by])
         if not found:
@@ -197,7 +214,8 @@ def _format(path: PurePath) -> str:
 
 def _check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
     if _format(path) == ".parquet" and path.suffix != ".parquet":
-        raise UserError(f"{where} is parquet packed as a whole: unpack it, parquet packs its columns itself")
+        raise UserError(f"{where} is parquet packed as a whole: unpack it, parquet packs its columns "
+                        f"itself")
     if _format(path) not in formats:
         raise UserError(f"{where} cannot be read: its name must end in {', '.join(formats)}, text optionally followed by "
                         f"{', '.join(PACKINGS)}")
@@ -216,8 +234,14 @@ class _Record(NamedTuple):
     undamaged: dict[str, Any] | None = None
 
 
-def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict, is_strict: bool,
-              reading: Reading) -> Iterator[Row]:
+def read_file(
+    opened: Callable,
+    where: str,
+    columns: tuple[str, ...],
+    keep: dict,
+    is_strict: bool,
+    reading: Reading,
+) -> Iterator[Row]:
     """InputFile.read of the file `where`, whose name says its format: the texts of the columns of each row, a null as an empty
     one. keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one
     alone."""
@@ -233,12 +257,15 @@ def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict
             continue
         is_first = False
         reading.rows += 1
-        yield Row(tuple(_text(record, column, reading) for column in columns), share, record.is_continued)
+        yield Row(
+            tuple(_text(record, column, reading) for column in columns), share, record.is_continued
+        )
     reading.refuse_if_useless()
 
 
 def _problem(record: _Record, columns: tuple[str, ...], is_strict: bool) -> tuple[str, str]:
-    """What keeps a row from being used, "" where nothing does, and the remedy for a wrong column."""
+    """What keeps a row from being used, "" where nothing does, and the remedy for a wrong
+    column."""
     if record.problem:
         return record.problem, ""
     for column in columns:
@@ -246,29 +273,39 @@ def _problem(record: _Record, columns: tuple[str, ...], is_strict: bool) -> tupl
         if not is_there and is_strict:
             return _no_column(column, _column_names(record.values))
         is_text = value is None or isinstance(value, str | bytes)
-        is_list_of_texts = column not in PAIR and isinstance(value, list) and all(isinstance(v, str | bytes) for v in value)
+        is_list_of_texts = (
+            column not in PAIR
+            and isinstance(value, list)
+            and all(isinstance(v, str | bytes) for v in value)
+        )
         if not is_text and not is_list_of_texts:
             return f": column {column!r} holds {_kind(value)}, not text", "set column="
     return "", ""
 
 
 def _no_column(column: str, names: list[str]) -> tuple[str, str]:
-    """What there is to say of a row or a file without a column, and the remedy. names: the columns that it has."""
+    """What there is to say of a row or a file without a column, and the remedy. names: the
+    columns that it has."""
     listed = ", ".join(names[:NAMES_MOST]) + (", ..." if len(names) > NAMES_MOST else "")
-    remedy = f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"
+    remedy = "set column= to one of them"
+    if column in PAIR:
+        remedy = f"instruct=true needs {' and '.join(PAIR)}"
     return f" has no column {column!r}, only {listed or '(none)'}", remedy
 
 
 def _kind(value) -> str:
     """What a value is, as messages say it."""
     if isinstance(value, list) and any(isinstance(element, str | bytes) for element in value):
-        others = {type(element).__name__ for element in value if not isinstance(element, str | bytes)}
+        others = {
+            type(element).__name__ for element in value if not isinstance(element, str | bytes)
+        }
         return " and ".join(["a list with text", *sorted(others)]) if others else "list"
     return type(value).__name__
 
 
 def _text(record: _Record, column: str, reading: Reading) -> str:
-    """The text of a column, "" for null. Counts its characters and those that stand for bytes that are not UTF-8."""
+    """The text of a column, "" for null. Counts its characters and those that stand for bytes
+    that are not UTF-8."""
     value = _look_up(record.values, column)[1]
     parts = value if isinstance(value, list) else [value]
     reading.joined_lists += isinstance(value, list)
@@ -283,7 +320,8 @@ def _text(record: _Record, column: str, reading: Reading) -> str:
 
 
 def _joined(parts: list[str | bytes | None]) -> tuple[str, int]:
-    """The parts as one text, a line each, and how often U+FFFD stands in it for bytes that are not UTF-8."""
+    """The parts as one text, a line each, and how often U+FFFD stands in it for bytes that are
+    not UTF-8."""
     texts, replaced = [], 0
     for part in parts:
         text, count = _decoded(part) if isinstance(part, bytes) else (part or "", 0)
@@ -293,16 +331,20 @@ def _joined(parts: list[str | bytes | None]) -> tuple[str, int]:
 
 
 def _decoded(raw: bytes) -> tuple[str, int]:
-    """The text that UTF-8 bytes are, and how often U+FFFD stands in it for bytes that are not UTF-8."""
+    """The text that UTF-8 bytes are, and how often U+FFFD stands in it for bytes that are not
+    UTF-8."""
     try:
         return raw.decode(), 0
     except UnicodeDecodeError:
         text = raw.decode(errors="replace")
-        return text, text.count(REPLACEMENT) - raw.count(REPLACEMENT.encode())      # the text may have had some itself
+        return text, text.count(REPLACEMENT) - raw.count(
+            REPLACEMENT.encode()
+        )  # the text may have had some itself
 
 
 def _look_up(values: dict, column: str) -> tuple[bool, Any]:
-    """Whether a row has a column, nested by dots unless that is its own name, and the value: None below a null."""
+    """Whether a row has a column, nested by dots unless that is its own name, and the value:
+    None below a null."""
     if column in values:
         return True, values[column]
     inner: Any = values
@@ -328,12 +370,14 @@ def _column_names(values: dict, prefix: str = "") -> list[str]:
     return names
 
 
-def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple[str, ...],
-             reading: Reading) -> Iterator[tuple[_Record, float]]:
-    """The rows of a file, each with the share of the file that was read. kept: columns that are looked at as well. Raises BadFile
-    and UserError."""
+def _records(
+    opened: Callable, where: str, columns: tuple[str, ...], kept: tuple[str, ...], reading: Reading
+) -> Iterator[tuple[_Record, float]]:
+    """The rows of a file, each with the share of the file that was read. kept: columns that are
+    looked at as well. Raises BadFile and UserError."""
     import pyarrow
     import zstandard
+
     packing = PurePath(where).suffix
     try:
         with opened() as file:
@@ -346,32 +390,45 @@ def _records(opened: Callable, where: str, columns: tuple[str, ...], kept: tuple
                 _refuse_wide_characters(stream.peek(HEAD_LOOKED_AT)[:HEAD_LOOKED_AT], where)
                 if is_text_file(where):
                     rows = _stretches(stream, columns[0], reading)
-                elif ARRAY[_format(PurePath(where))].match(stream.peek(HEAD_LOOKED_AT).lstrip(BLANK)):
+                elif ARRAY[_format(PurePath(where))].match(
+                    stream.peek(HEAD_LOOKED_AT).lstrip(BLANK)
+                ):
                     rows = _json_array(stream, where)
                 else:
                     rows = _json_lines(stream, where, reading)
             for row in rows:
                 yield row, file.tell() / size
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, pyarrow.ArrowException) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        lzma.LZMAError,
+        zstandard.ZstdError,
+        pyarrow.ArrowException,
+    ) as error:
         # Of the disk or the network; pyarrow and gzip have OSErrors for content.
-        is_unread = isinstance(error, OSError) and (type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None)
+        is_unread = isinstance(error, OSError) and (
+            type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None
+        )
         if isinstance(error, ConnectionError):
             sentence = f"{where} cannot be read: {_brief(error)}"
         elif is_unread:
-            sentence = f"{where} cannot be read ({_brief(error)}): check that you may read it, and the disk"
+            sentence = f"{where} cannot be read ({_brief(error)}): check its permissions and the disk"
         else:
             sentence = f"{where} is damaged or was cut short ({_brief(error)}): fetch it again"
         raise BadFile(sentence) from error
 
 
 class FramesReader(io.RawIOBase):
-    """What a packed file of any number of frames holds. new_frame: makes the decompressor of one, with decompress(), eof and
-    unused_data. Raises EOFError: the file was cut short, which the reader of `zstandard` takes for the end; what the
-    decompressor raises: it is damaged, which the reader of `lzma` takes for the end behind a first frame."""
+    """What a packed file of any number of frames holds. new_frame: makes the decompressor of
+    one, with decompress(), eof and unused_data. Raises EOFError: the file was cut short, which
+    the reader of `zstandard` takes for the end; what the decompressor raises: it is damaged,
+    which the reader of `lzma` takes for the end behind a first frame."""
 
     def __init__(self, file: io.BufferedIOBase, new_frame: Callable[[], Any]):
         self._file, self._new_frame, self._frame = file, new_frame, None
-        self._left, self._is_behind_frame = b"", False      # packed bytes behind the last frame; whether one has just ended
+        self._left = b""  # packed bytes behind the last frame
+        self._is_behind_frame = False  # whether a frame has just ended
         self._unpacked = memoryview(b"")
 
     def readable(self) -> bool:
@@ -385,7 +442,7 @@ class FramesReader(io.RawIOBase):
                 if self._frame:
                     raise EOFError("it ends within a frame")
                 return 0
-            if self._is_behind_frame:       # zeros may fill the space between frames of xz
+            if self._is_behind_frame:  # zeros may fill the space between frames of xz
                 packed = packed.lstrip(b"\0")
                 if not packed:
                     continue
@@ -405,10 +462,14 @@ def _unpacked(file: io.BufferedIOBase, packing: str) -> io.BufferedIOBase:
     if packing == ".gz":
         return gzip.open(file)
     if packing == ".xz":
-        return io.BufferedReader(FramesReader(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)), 1 << 18)
+        return io.BufferedReader(
+            FramesReader(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)), 1 << 18
+        )
     if packing == ".zst":
         import zstandard
-        # By default windows end at 128 MB; `zstd --long=31` makes some of 2 GB, which then take as much memory.
+
+        # By default windows end at 128 MB; `zstd --long=31` makes some of 2 GB, which then take as
+        # much memory.
         decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         return io.BufferedReader(FramesReader(file, decompressor.decompressobj), 1 << 18)
     return file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 18)
@@ -417,13 +478,17 @@ def _unpacked(file: io.BufferedIOBase, packing: str) -> io.BufferedIOBase:
 def _refuse_wide_characters(head: bytes, where: str) -> None:
     """Raises BadFile where the first bytes of a file are those of UTF-16 or UTF-32."""
     nuls = head.count(0)
-    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or nuls > 0.6 * len(head):      # three of four bytes of Latin text
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or nuls > 0.6 * len(
+        head
+    ):  # three of four bytes of Latin text
         encoding = "UTF-32"
     elif head[:2] in (b"\xff\xfe", b"\xfe\xff") or nuls > 0.2 * len(head):
         encoding = "UTF-16"
     else:
         return
-    raise BadFile(f"{where} is {encoding}: save it as UTF-8, such as by `iconv -f {encoding} -t UTF-8 FILE`")
+    raise BadFile(
+        f"{where} is {encoding}: save it as UTF-8, such as by `iconv -f {encoding} -t UTF-8 FILE`"
+    )
 
 
 def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterator[_Record]:
@@ -448,8 +513,9 @@ def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterato
 
 
 def _json_array(stream: io.BufferedIOBase, where: str) -> Iterator[_Record]:
-    """The elements of a file that is one array, of which JSON_CHARS and an element are in memory at a time; a string is a row
-    whose column is "text". Raises BadFile: an element that is no JSON, behind which nothing can be read, or is too long."""
+    """The elements of a file that is one array, of which JSON_CHARS and an element are in memory
+    at a time; a string is a row whose column is "text". Raises BadFile: an element that is no
+    JSON, behind which nothing can be read, or is too long."""
     array, number = _JsonText(stream), 0
     try:
         array.take("[")
@@ -458,7 +524,8 @@ def _json_array(stream: io.BufferedIOBase, where: str) -> Iterator[_Record]:
             number += 1
             value, undamaged = array.take_value()
             if isinstance(value, str):
-                value, undamaged = {"text": value}, None if undamaged is None else {"text": undamaged}
+                value = {"text": value}
+                undamaged = None if undamaged is None else {"text": undamaged}
             if isinstance(value, dict):
                 yield _Record(number, value, ", element ", undamaged=undamaged)
             else:
@@ -470,7 +537,9 @@ def _json_array(stream: io.BufferedIOBase, where: str) -> Iterator[_Record]:
         if array.next():
             raise ValueError("text follows the end of the array")
     except (ValueError, RecursionError) as error:
-        raise BadFile(f"{where}, element {number} of its array: it cannot be read as JSON ({error})") from error
+        raise BadFile(
+            f"{where}, element {number} of its array: it cannot be read as JSON ({error})"
+        ) from error
 
 
 class _JsonText:
@@ -478,7 +547,9 @@ class _JsonText:
 
     def __init__(self, stream: io.BufferedIOBase):
         # Bytes that are not UTF-8 are kept, to be counted later.
-        self._rest = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        self._rest = io.TextIOWrapper(
+            stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
+        )
         self._part, self._place = "", 0
 
     def next(self) -> str:
@@ -500,14 +571,15 @@ class _JsonText:
         self._place += 1
 
     def take_value(self) -> tuple[Any, Any]:
-        """As _parsed() returns it. Raises EOFError: the file ends within the value; ValueError and RecursionError."""
+        """As _parsed() returns it. Raises EOFError: the file ends within the value; ValueError
+        and RecursionError."""
         self.next()
         decode = json.JSONDecoder(strict=False).raw_decode
         while True:
             error = None
             try:
                 value, end = decode(self._part, self._place)
-                if end < len(self._part):       # else a number may go on
+                if end < len(self._part):  # else a number may go on
                     break
             except json.JSONDecodeError as failure:
                 error = failure
@@ -522,42 +594,57 @@ class _JsonText:
             if error and not is_open and letters_behind > 0:
                 raise ValueError(error.msg)
             raise EOFError("it ends within an element of its array")
-        raw = _unescaped(self._part[self._place:end])
+        raw = _unescaped(self._part[self._place : end])
         self._place = end
         return _parsed(raw) if isinstance(raw, bytes) else (value, None)
 
     def _read_on(self) -> bool:
-        """Read as much again as is left, so that a long value is not tried too often; whether there was more."""
-        left = self._part[self._place:]
+        """Read as much again as is left, so that a long value is not tried too often; whether
+        there was more."""
+        left = self._part[self._place :]
         more = self._rest.read(max(JSON_CHARS, len(left)))
         self._part, self._place = left + more, 0
         return bool(more)
 
 
 def _parsed(raw: bytes) -> tuple[Any, Any]:
-    """The value that JSON spells, bytes that are not UTF-8 as U+FFFD, and the same without those bytes, None where
-    there are none. Raises ValueError and RecursionError."""
+    """The value that JSON spells, bytes that are not UTF-8 as U+FFFD, and the same without those
+    bytes, None where there are none. Raises ValueError and RecursionError."""
     decode = json.JSONDecoder(strict=False).decode
     try:
         return decode(raw.decode("utf-8-sig")), None
     except UnicodeDecodeError:
-        return decode(raw.decode("utf-8-sig", errors="replace")), decode(raw.decode("utf-8-sig", errors="ignore"))
+        return decode(raw.decode("utf-8-sig", errors="replace")), decode(
+            raw.decode("utf-8-sig", errors="ignore")
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- parquet
 
-def _parquet_rows(file: io.BufferedIOBase, where: str, columns: tuple[str, ...],
-                  kept: tuple[str, ...], reading: Reading) -> Iterator[_Record]:
-    """Raises UserError or, where odd rows are skipped, BadFile: a column is missing or of a type that is no text."""
+
+def _parquet_rows(
+    file: io.BufferedIOBase,
+    where: str,
+    columns: tuple[str, ...],
+    kept: tuple[str, ...],
+    reading: Reading,
+) -> Iterator[_Record]:
+    """Raises UserError or, where odd rows are skipped, BadFile: a column is missing or of a type
+    that is no text."""
     import pyarrow.parquet
+
     # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
     schema = table.schema_arrow
     if problem := _schema_problem(schema, columns):
         if reading.skips_odd_rows:
             raise BadFile(where + problem[0])
-        raise UserError(f"{where}{': '.join(problem)}, or add skip_bad=true to leave out such files")
-    needed = [name for name in dict.fromkeys([*columns, *kept]) if _type_of(schema, name) is not None]
+        raise UserError(
+            f"{where}{': '.join(problem)}, or add skip_bad=true to leave out such files"
+        )
+    needed = [
+        name for name in dict.fromkeys([*columns, *kept]) if _type_of(schema, name) is not None
+    ]
     number = 0
     for batch in table.iter_batches(ROWS, columns=needed):
         values = [_values(_array_of(batch, name), name, where) for name in needed]
@@ -573,13 +660,18 @@ def _schema_problem(schema, columns: tuple[str, ...]) -> tuple[str, str] | None:
         if kind is None:
             return _no_column(column, _schema_names(schema))
         if not _holds_text(kind, is_list_allowed=column not in PAIR):
-            return f": column {column!r} holds {_type_name(kind)}, not text", "set column= to another one"
+            return (
+                f": column {column!r} holds {_type_name(kind)}, not text",
+                "set column= to another one",
+            )
     return None
 
 
 def _type_of(schema, column: str):
-    """The type of a column, nested by dots unless that is its own name; None where there is none."""
+    """The type of a column, nested by dots unless that is its own name; None where there is
+    none."""
     import pyarrow
+
     if column in schema.names:
         return schema.field(column).type
     first, *inner = column.split(".")
@@ -594,38 +686,57 @@ def _type_of(schema, column: str):
 def _array_of(batch, column: str):
     """The values of a column that _type_of() knows."""
     import pyarrow.compute
+
     if column in batch.schema.names:
         return batch.column(column)
     first, *inner = column.split(".")
-    return pyarrow.compute.struct_field(batch.column(first), inner)     # null where an outer one is
+    return pyarrow.compute.struct_field(batch.column(first), inner)  # null where an outer one is
 
 
 def _schema_names(fields, prefix: str = "") -> list[str]:
     """The columns of a schema or of a struct, those within structs by dots."""
     import pyarrow
+
     names = []
     for field_ in fields:
         name = prefix + field_.name
-        names += _schema_names(field_.type, f"{name}.") if pyarrow.types.is_struct(field_.type) else [name]
+        is_struct = pyarrow.types.is_struct(field_.type)
+        names += _schema_names(field_.type, f"{name}.") if is_struct else [name]
     return names
 
 
 def _holds_text(kind, is_list_allowed: bool) -> bool:
     """Whether values of an Arrow type are texts, or nulls; of type JSON the values decide."""
     from pyarrow import JsonType, types
+
     if types.is_dictionary(kind):
         return _holds_text(kind.value_type, is_list_allowed)
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    lists = (
+        types.is_list,
+        types.is_large_list,
+        types.is_fixed_size_list,
+        types.is_list_view,
+        types.is_large_list_view,
+    )
     if any(is_list(kind) for is_list in lists):
         return is_list_allowed and _holds_text(kind.value_type, is_list_allowed=False)
-    texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_null, types.is_binary,
-             types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    texts = (
+        types.is_string,
+        types.is_large_string,
+        types.is_string_view,
+        types.is_null,
+        types.is_binary,
+        types.is_large_binary,
+        types.is_binary_view,
+        types.is_fixed_size_binary,
+    )
     return any(is_text(kind) for is_text in texts) or isinstance(kind, JsonType)
 
 
 def _type_name(kind) -> str:
     """An Arrow type as messages name it: numbers by Python's names, as those of other formats."""
     from pyarrow import types
+
     if types.is_integer(kind):
         return "int"
     if types.is_floating(kind):
@@ -634,21 +745,33 @@ def _type_name(kind) -> str:
 
 
 def _values(array, column: str, where: str) -> list:
-    """Of a column of parquet: texts that are not UTF-8, and binary ones, as bytes; what JSON spells decoded. Raises BadFile."""
+    """Of a column of parquet: texts that are not UTF-8, and binary ones, as bytes; what JSON
+    spells decoded. Raises BadFile."""
     import pyarrow
+
     if isinstance(array.type, pyarrow.JsonType):
-        return [None if text is None else _json_value(text) for text in _values(array.storage, column, where)]
+        return [
+            None if text is None else _json_value(text)
+            for text in _values(array.storage, column, where)
+        ]
     try:
         return array.to_pylist()
     except UnicodeDecodeError:
         return array.cast(_as_binary(array.type)).to_pylist()
-    except (ArithmeticError, LookupError, ValueError) as error:     # dates beyond Python's years, time zones it does not know
-        raise BadFile(f"{where}: column {column!r} holds {array.type} that cannot be read ({_brief(error)})") from error
+    except (
+        ArithmeticError,
+        LookupError,
+        ValueError,
+    ) as error:  # dates beyond Python's years, time zones it does not know
+        raise BadFile(
+            f"{where}: column {column!r} holds {array.type} that cannot be read ({_brief(error)})"
+        ) from error
 
 
 def _as_binary(kind):
     """The type of the same values as bytes, of an Arrow type of texts or of lists of them."""
     import pyarrow
+
     if _holds_text(kind, is_list_allowed=False):
         return pyarrow.large_binary()
     return pyarrow.list_(pyarrow.large_binary())
@@ -666,9 +789,13 @@ def _json_value(text: str | bytes) -> Any:
 
 
 def _stretches(stream: io.BufferedIOBase, column: str, reading: Reading) -> Iterator[_Record]:
-    """The documents of a text file, long ones in pieces. Without borders the file is one document."""
+    """The documents of a text file, long ones in pieces. Without borders the file is one
+    document."""
     # Line ends of any system become \n; bytes that are not UTF-8 are kept, to be counted later.
-    lines, text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape"), io.StringIO()
+    lines, text = (
+        io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape"),
+        io.StringIO(),
+    )
     find_border = re.compile("|".join(map(re.escape, reading.borders)) or NOTHING).search
     number, is_continued, has_borders, is_behind_border = 1, False, False, False
 
@@ -701,7 +828,8 @@ def _stretches(stream: io.BufferedIOBase, column: str, reading: Reading) -> Iter
 
 
 def _unescaped(text: str) -> str | bytes:
-    """A text that was read with surrogateescape: the bytes that were read, where some of them are not UTF-8."""
+    """A text that was read with surrogateescape: the bytes that were read, where some of them
+    are not UTF-8."""
     try:
         text.encode()
         return text
@@ -712,11 +840,16 @@ def _unescaped(text: str) -> str | bytes:
 # -------------------------------------------------------------------------------------------------------------- the Hub
 
 def expand_braces(pattern: str) -> list[str]:
-    """The patterns that one with {a,b} means, as a shell expands it; braces without a comma are themselves."""
+    """The patterns that one with {a,b} means, as a shell expands it; braces without a comma are
+    themselves."""
     for begin, end in _brace_pairs(pattern):
-        choices = _split_at_commas(pattern[begin + 1:end])
+        choices = _split_at_commas(pattern[begin + 1 : end])
         if len(choices) > 1:
-            return [expanded for choice in choices for expanded in expand_braces(pattern[:begin] + choice + pattern[end + 1:])]
+            return [
+                expanded
+                for choice in choices
+                for expanded in expand_braces(pattern[:begin] + choice + pattern[end + 1 :])
+            ]
     return [pattern]
 
 
@@ -779,7 +912,8 @@ def check(source: Source) -> None:
     print(f"{source.name}: {source.dataset}@{source.revision}, {source.license}", flush=True)
     files = source.list_files()
     print(f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB", flush=True)
-    texts = (row.texts[0].strip() for file in files for row in islice(file.read(Reading()), HEAD_LINES))
+    rows = (row for file in files for row in islice(file.read(Reading()), HEAD_LINES))
+    texts = (row.texts[0].strip() for row in rows)
     if (first := next(filter(None, texts), None)) is None:
         raise UserError(f"{source.name}: no row of {source.dataset} has {source.keep or 'any text'}: correct configs/sources.py")
     print(f"  {first[:100]!r}", flush=True)
@@ -789,7 +923,8 @@ def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, 
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
     def first_value(path: str) -> str | None:
         """The column of the first record that has it, by a request for the file's first bytes."""
-        rows = _records(partial(_opened, source, path, HEAD_BYTES), f"{source.dataset}/{path}", (), (column,), Reading())
+        opened, where = partial(_opened, source, path, HEAD_BYTES), f"{source.dataset}/{path}"
+        rows = _records(opened, where, (), (column,), Reading())
         values = (_nested(record.values, column) for record, _ in islice(rows, HEAD_LINES))
         return next(filter(None, values), None)
 
@@ -806,12 +941,13 @@ def _read_hub(source: Source, path: str, reading: Reading) -> Iterator[Row]:
     """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the rows that were read."""
     opened, where = partial(_opened, source, path, BLOCK), f"{source.dataset}/{path}"
     read = partial(read_file, opened, where, (source.column,), source.keep, False)
-    reading.skips_broken_lines = False      # one may be the transfer's fault: only a second reading skips it
+    reading.skips_broken_lines = False  # one may be the transfer's fault: a second reading skips it
     try:
         yield from read(reading)
     except BadFile as error:
-        is_sound = error.__cause__ is None      # but of no use
-        if is_sound or isinstance(error.__cause__, ConnectionError):        # which was asked for again long enough
+        is_sound = error.__cause__ is None  # but of no use
+        is_unanswered = isinstance(error.__cause__, ConnectionError)  # after many tries
+        if is_sound or is_unanswered:
             raise
         rows = reading.rows
         print(f"{error}; after {rows:,} rows it is opened again", file=sys.stderr)

@@ -62,12 +62,17 @@ class Index:
     splits: dict[str, Split]        # "train" and "val"
     is_masked: bool = False         # whether LOSS_MASK_BIT marks context tokens; absent in the file where it is false
     # Of the input files that were read; each is absent in the file where there are none.
-    # Long documents of text files: {documents, pieces, split_by}, the last "document", or "piece" where it is the only one.
+    # Long documents of text files: {documents, pieces, split_by}, the last "document", or "piece"
+    # where it is the only one.
     cut: dict = field(default_factory=dict)
-    inner_borders: dict[str, int] = field(default_factory=dict)     # lines with an end-of-text token beside other text
-    replaced: dict[str, int] = field(default_factory=dict)      # characters, U+FFFD in place of bytes that are not UTF-8
-    joined_lists: dict[str, int] = field(default_factory=dict)  # texts that were lists of strings, joined by line ends
-    odd_rows: list[dict] = field(default_factory=list)          # rows that skip_bad=true left out: {file, rows, first}
+    # lines with an end-of-text token beside other text
+    inner_borders: dict[str, int] = field(default_factory=dict)
+    # characters, U+FFFD in place of bytes that are not UTF-8
+    replaced: dict[str, int] = field(default_factory=dict)
+    # texts that were lists of strings, joined by line ends
+    joined_lists: dict[str, int] = field(default_factory=dict)
+    # rows that skip_bad=true left out: {file, rows, first}
+    odd_rows: list[dict] = field(default_factory=list)
 
     @property
     def shards(self) -> list[Shard]:
