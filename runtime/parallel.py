@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,12 +24,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from model import GPT, Block
 from runtime import fp8, optim
-from runtime.cli import UserError
+from runtime.cli import MachineError, UserError
 from runtime.config import Config
 
 COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
 
 SHUTDOWN_TIMEOUT_S = 30.0           # torchrun's default, after which it kills workers that it told to stop
+LAUNCHER_CHECK_S = 0.5
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
@@ -42,7 +45,7 @@ class World:
     mesh: DeviceMesh | None = None                  # ("replicate", "shard"), or None with one process
     local_size: int = 1     # processes on this machine, which share its disks; 1 where the launcher does not tell
     checkpoint_group: dist.ProcessGroup | None = None   # gloo; a save in the background must not meet the step's own
-    launcher: int | None = None     # process id of the torchrun that started this process, None without one
+    launcher: "Launcher | None" = None      # the torchrun that started this process, None without one
 
     @property
     def is_main(self) -> bool:
@@ -55,7 +58,8 @@ class World:
 
 
 def start(config: Config) -> World:
-    """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit."""
+    """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit, MachineError
+    where torchrun has ended."""
     size, rank, local_rank = read_launch(os.environ)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     p, shard = config.parallel, config.parallel.shard or size // config.parallel.replicate
@@ -81,7 +85,7 @@ def start(config: Config) -> World:
             raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
                             f"--nproc_per_node={count}")
         torch.cuda.set_device(device)
-    launcher = launcher_pid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if size == 1:
         return World(0, 0, 1, device, launcher=launcher)
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
@@ -136,6 +140,43 @@ def read_launch(variables: Mapping[str, str]) -> tuple[int, int, int]:
     return size, rank, local_rank
 
 
+class Launcher:
+    """The torchrun that started this process. Its end is told to on_end(what), by a thread; until that is set, while there is
+    nothing to save, this process ends at once. Raises MachineError where it has ended already.
+
+    It is looked at rather than asked for by PR_SET_PDEATHSIG, which also tells of the end of the mere thread that started a
+    worker, and misses a launcher that has ended before it is called."""
+
+    def __init__(self) -> None:
+        self.pid = launcher_pid()
+        self.on_end: Callable[[str], None] = _leave_at_once
+        if _adopts_orphans(self.pid):
+            raise MachineError("torchrun, which started this process, has ended: start it again")
+        threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+
+    def _watch(self) -> None:
+        while launcher_pid() == self.pid:
+            time.sleep(LAUNCHER_CHECK_S)
+        self.on_end(f"the end of torchrun (process {self.pid}), which had started this rank")
+
+
+def _leave_at_once(reason: str) -> None:
+    with contextlib.suppress(OSError):      # the terminal may be gone
+        os.write(2, f"\ntrain.py: {reason}: left at once, before the first step; start it again\n".encode())
+    os._exit(1)
+
+
+def _adopts_orphans(pid: int) -> bool:
+    """Whether a process is the system's first one, or a systemd, and no torchrun, which may be the first of a container."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        return (pid == 1 or name == "systemd") and "libtorch" not in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except PermissionError:     # of another user, as a user's torchrun is not
+        return True
+    except OSError:     # no /proc
+        return False
+
+
 def launcher_pid() -> int:
     """The parent of this session's first process, which torchrun starts: this process, or a shell around it. Another number than
     before: that parent has ended, and its workers with no one to supervise them belong to another process now."""
@@ -152,7 +193,7 @@ def shutdown_timeout(world: World) -> float | None:
         return None
     words: list[str] = []
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{world.launcher}/cmdline").read_text(errors="replace").replace("=", "\0").split("\0")
+        words = Path(f"/proc/{world.launcher.pid}/cmdline").read_text(errors="replace").replace("=", "\0").split("\0")
     options = [value for word, value in pairwise(words) if word in ("--shutdown-timeout", "--shutdown_timeout")]
     variables = [os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
     given = next(filter(None, [*options, *variables]), "")

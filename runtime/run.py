@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -518,21 +517,17 @@ def _has_had_a_checkpoint(config: Config, steps: set[int]) -> bool:
 # SIGUSR1 is Slurm's warning; SIGHUP comes from a terminal that is closed, as by an ssh connection that is lost.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
-LAUNCHER_CHECK_S = 0.5
 
 
 class StopRequest(threading.Event):
     """Set by the first of SIGNALS, and by the end of the launcher; the loop reads it once a step. A later signal of the same kind
     ends the process at once: a thread counts them as they arrive, where Python's own handlers wait for a collective or the
-    device to come back.
-
-    The launcher is looked at rather than asked for by PR_SET_PDEATHSIG, which also tells of the end of the mere thread that
-    started a worker, and misses a launcher that has ended before it is called."""
+    device to come back."""
 
     def __init__(self, world: World):
         super().__init__()
         self.reason = ""        # what set it on this rank
-        self._world = world
+        self._is_to_tell = world.local_rank == 0
         self._first: dict[int, float] = {}      # signal -> when it came first, in seconds of time.monotonic()
         self._arriving, written = os.pipe()
         os.set_blocking(written, False)
@@ -542,17 +537,13 @@ class StopRequest(threading.Event):
                 continue        # by nohup: the run is to outlive its terminal
             signal.signal(number, lambda *_: None)      # so that it is written to the pipe
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        if world.launcher is not None:
+            world.launcher.on_end = self._request
 
     def _listen(self) -> None:
-        poll = select.poll()
-        poll.register(self._arriving, select.POLLIN)
-        timeout_ms = None if self._world.launcher is None else 1000 * LAUNCHER_CHECK_S
-        while True:
-            if poll.poll(timeout_ms):
-                for number in os.read(self._arriving, 64):
-                    self._on_signal(number)
-            if self._world.launcher is not None and parallel.launcher_pid() != self._world.launcher:
-                self._request(f"the end of torchrun (process {self._world.launcher}), which had started this rank")
+        while numbers := os.read(self._arriving, 64):
+            for number in numbers:
+                self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
         if number not in SIGNALS:
@@ -568,7 +559,7 @@ class StopRequest(threading.Event):
             return
         self.reason = reason
         self.set()
-        if self._world.local_rank == 0:
+        if self._is_to_tell:
             self._tell(f"{reason}: the run finishes its step, saves and leaves")
 
     def _tell(self, sentence: str) -> None:

@@ -29,7 +29,7 @@ import train
 from eval.loss import evaluate
 from runtime import fp8, parallel
 from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
-from runtime.cli import UserError
+from runtime.cli import MachineError, UserError
 from runtime.config import config_from_dict
 from runtime.data import NO_TARGET, Data
 from runtime.machine import read_rows
@@ -104,9 +104,23 @@ def test_a_rank_knows_after_which_time_torchrun_kills_it(monkeypatch, words, env
         monkeypatch.setenv(name, value)
     genuine = LaunchConfig(1, 1, 1, shutdown_timeout=torchrun_options([*words, "train.py"]).shutdown_timeout)
     launcher = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
-    assert parallel.shutdown_timeout(replace(ALONE, launcher=launcher.pid)) == genuine.shutdown_timeout == seconds
+    world = replace(ALONE, launcher=SimpleNamespace(pid=launcher.pid))
+    assert parallel.shutdown_timeout(world) == genuine.shutdown_timeout == seconds
     launcher.communicate(b"\n")
     assert parallel.shutdown_timeout(ALONE) is None, "there is none"
+
+
+def test_a_rank_whose_torchrun_ended_while_it_was_starting_does_not_train_on(tiny, monkeypatch):
+    """It would count the process that has adopted it as its torchrun, which may be a container's first process too."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(parallel, "launcher_pid", lambda: 1)
+    monkeypatch.setattr(parallel.Launcher, "_watch", lambda launcher: None)     # would end this process after the test
+    maps = {"/proc/1/comm": "python\n", "/proc/1/maps": "7f00 r-xp /lib/libtorch_cpu.so"}
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: maps[str(path)])
+    assert parallel.start(tiny).launcher.pid == 1
+    maps["/proc/1/maps"] = "7f00 r-xp /lib/libc.so.6"
+    with pytest.raises(MachineError, match="torchrun, which started this process, has ended"):
+        parallel.start(tiny)
 
 
 # ----------------------------------------------------------------------------------------------------- one process alone
