@@ -147,7 +147,7 @@ def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
     state = read_json(newest / "manifest.json").get("state", {}) if newest else {}
     holders = (state, state.get("imported", {}), read_json(run_dir / "summary.json"))
     trained = next(filter(None, (holder.get("tokenizer_sha256") for holder in holders)), None)
-    if trained not in (None, tokenizer.sha256):
+    if trained is not None and not tokenizer.goes_by(trained):
         raise UserError(f"{run_dir} was trained with another tokenizer than {tokenizer.name}: put it back as its tokenizer/")
     return tokenizer
 
