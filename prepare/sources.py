@@ -22,6 +22,8 @@ from runtime.cli import MachineError, UserError
 
 LOCAL_FORMATS, HUB_FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet"), (".jsonl", ".json", ".parquet"), (".gz", ".xz", ".zst")
 PAIR = ("prompt", "response")   # columns of instructions
+MESSAGES = ("messages",)        # column of conversations, rendered by the tokenizer's chat template
+MESSAGES_MORE = ("tools", "chat_template_kwargs")       # columns that a template may be given beside
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
 ROWS = 64                       # of parquet in memory at once: documents of a megabyte must not fill the memory
@@ -64,6 +66,7 @@ class Source:
     budget: int | None = None       # training tokens to prepare; None: all there are
     may_age: bool = False           # whether shards of an older revision serve as well
     is_masked: bool = False         # whether its documents are prompts and responses, the responses alone to be learned
+    is_chat: bool = False           # whether they are conversations, lists of messages, and masked
 
     def __post_init__(self):
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
@@ -73,7 +76,7 @@ class Source:
     def selection(self) -> dict:
         """What is taken of each row, as index.json says it."""
         if self.local_files:
-            return {"instruct": PAIR} if self.is_masked else {}
+            return {"instruct": MESSAGES if self.is_chat else PAIR} if self.is_masked else {}
         return {"column": self.column, "files": self.files, "keep": self.keep}
 
     def list_files(self) -> list[InputFile]:
@@ -111,11 +114,14 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
     paths, files = [Path(word) for word in words], []
     if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
+    if columns == PAIR and _holds_messages(paths[0]):
+        columns = MESSAGES
+    is_masked = columns in (PAIR, MESSAGES)
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
-        _check_format(path, (".jsonl",) if columns == PAIR else LOCAL_FORMATS, str(path))
+        _check_format(path, (".jsonl",) if is_masked else LOCAL_FORMATS, str(path))
         # Files of one name in several folders need their folders to be told apart.
         known_as, stat, where = path.name if alike[path.name] == 1 else str(path), path.stat(), str(path.absolute())
         read = partial(read_file, partial(open, where, "rb"), where, columns, {}, True)
@@ -123,7 +129,17 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
     stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
     return Source(name=name, dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
                   revision=hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], license=license or "not stated",
-                  local_files=tuple(files), is_masked=columns == PAIR)
+                  local_files=tuple(files), is_masked=is_masked, is_chat=columns == MESSAGES)
+
+
+def _holds_messages(path: Path) -> bool:
+    """Whether the first row of a file of instructions is a conversation. False where it cannot be read:
+    who reads the file says so."""
+    try:
+        first = next(_records(partial(open, path, "rb"), str(path), []), ({}, 0.0))[0]
+    except (BadFile, UserError):
+        return False
+    return MESSAGES[0] in first and not set(PAIR) <= first.keys()
 
 
 def _format(path: PurePath) -> str:
@@ -150,9 +166,15 @@ def read_file(opened: Callable, where: str, columns: tuple[str, ...], keep: dict
         for column in columns:
             if column not in found and (is_strict or row == 1):
                 raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
-                    f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
+                    f"instruct=true needs {' and '.join(PAIR)}, or messages, in each row alike"
+                    if column in (*PAIR, *MESSAGES) else "set column= to one of them"))
+            if column in MESSAGES and columns == MESSAGES:
+                continue
             if not isinstance(found.get(column), str | None):
                 raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: set column=")
+        if columns == MESSAGES:
+            yield ({column: found.get(column) for column in (*MESSAGES, *MESSAGES_MORE)},), share
+            continue
         yield tuple(found.get(column) or "" for column in columns), share
 
 
