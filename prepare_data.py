@@ -22,7 +22,11 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
                             than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)
     column=NAME             local, hf: which column holds the text, nested by dots as in meta.text (text)
-    instruct=true           local: .jsonl lines {"prompt": ..., "response": ...}; only responses are learned
+    instruct=true           local: .jsonl lines {"prompt": ..., "response": ...}, only responses are learned, or
+                            {"messages": [...]}, rendered by the tokenizer's chat template, of which only what
+                            the assistant wrote is learned; spelled special tokens are tokens in both
+    control_tokens=text     keep text where plain text spells a control token that tokenizer.json does not call
+                            special, such as <tool_call> (ids: it becomes that token)
     license=WORDS           local, hf: written to index.json (not stated; hf: what the data set's card says)
     revision=, files=       hf: a commit or branch; a pattern of file names, such as files=sample/10BT/*.parquet or
                             'files={en,de}/*.json.gz', quoted as the shell expands braces itself
@@ -45,7 +49,7 @@ from prepare.sources import PAIR, Source, any_dataset, check, local_source
 from runtime.cli import FilePath, MachineError, UserError, help_page, nearest, read_options, run_command
 from runtime.shards import read_index
 
-COMMON = {"out", "tokenizer", "val_share", "processes"}
+COMMON = {"out", "tokenizer", "val_share", "processes", "control_tokens"}
 STREAMED = COMMON | {"tokens", "decontaminate", "skip_bad", "on", "partition", "time", "dry_run"}
 KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
         "hf": STREAMED | {"name", "column", "license", "revision", "files"},

@@ -12,7 +12,7 @@ from lm_eval.utils import get_rolling_token_windows
 from torch.nn.utils.rnn import pad_sequence
 
 from eval.generation import read_generation
-from eval.sample import ends_of, stream
+from eval.sample import stream
 from eval.tasks import empty_answer
 from model import GPT, KVCache
 from runtime.checkpoint import gather
@@ -57,7 +57,7 @@ class CheckpointLM(TemplateLM):
         self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
         self.n_shortened = 0
         self.eot_token_id, self.prefix_token_id = tokenizer.eot, tokenizer.start
-        self.ends = ends_of(tokenizer)
+        self.ends = tokenizer.ends
         self.start_text, self.end_text = (tokenizer.decode([i]) for i in (tokenizer.start, tokenizer.eot))
         tokens = micro_batch * min(self.n_ctx, LONG_ROW)
         self.budget = min(tokens, CPU_TOKENS) if device.type == "cpu" else tokens       # of a forward pass; longer rows go alone
@@ -65,7 +65,7 @@ class CheckpointLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """A text's ids as lm-eval's HFLM has them: text that spells a special token is that token, and first comes the token
         that begins a text, where the tokenizer itself adds it and the text does not spell it."""
-        ids = self.tokenizer_ours.encode_prompt(string).tolist()
+        ids = self.tokenizer_ours.encode_special(string).tolist()
         if not self.tokenizer_ours.adds_start or add_special_tokens is False:
             return ids
         is_spelled = add_special_tokens is None and string.startswith(self.start_text)

@@ -42,7 +42,7 @@ def main(options: Options) -> str:
     config, device, run_dir = read_config(options.run), pick_device(options.device), Path(options.run)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
         check_recipe(config, recipe, device)
-    data = Data(config, read_tokenizer(config, run_dir).sha256)
+    data = Data(config, *read_tokenizer(config, run_dir).hashes)
     if read_json(run_dir / "summary.json").get("val_sha256", data.val_sha256) != data.val_sha256:
         raise UserError(f"{data.config.data.dir} holds other validation tokens than {run_dir} was measured on: restore them")
     (run_dir / "eval").mkdir(exist_ok=True)

@@ -150,7 +150,7 @@ def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
     state = read_json(newest / "manifest.json").get("state", {}) if newest else {}
     holders = (state, state.get("imported", {}), read_json(run_dir / "summary.json"))
     trained = next(filter(None, (holder.get("tokenizer_sha256") for holder in holders)), None)
-    if trained not in (None, tokenizer.sha256):
+    if trained is not None and not tokenizer.goes_by(trained):
         raise UserError(f"{run_dir} was trained with another tokenizer than {tokenizer.name}: put it back as its tokenizer/")
     return tokenizer
 
@@ -167,21 +167,16 @@ def read_json(path: Path) -> dict:
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """What a model reads before it goes on: the prompt, after the token that begins a text where the tokenizer adds it by
     itself; without a prompt what stands before a document's first token. A prompt that spells a special token holds it."""
-    ids = tokenizer.encode_prompt(prompt).tolist()
+    ids = tokenizer.encode_special(prompt).tolist()
     if not ids:
         return [tokenizer.start]
     return [tokenizer.start, *ids] if tokenizer.adds_start and ids[0] != tokenizer.start else ids
 
 
-def ends_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end a text, each of which stops a generation; end-of-text is the first."""
-    return getattr(tokenizer, "ends", (tokenizer.eot,))
-
-
 def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, out: TextIO) -> None:
     """Print n continuations one below the other, the first as it grows. `steps`: the next token of each, of
     one that has ended a token that ends texts."""
-    begin, ends = prompt_ids(tokenizer, prompt), ends_of(tokenizer)
+    begin, ends = prompt_ids(tokenizer, prompt), tokenizer.ends
     rows, skipped = [list(begin) for _ in range(n)], len(tokenizer.decode(begin))
     shown = skipped
     headings = [f"{'-' * 32} {row + 1} of {n}\n" * (n > 1) + prompt for row in range(n)]
@@ -209,7 +204,7 @@ def main(options: Options) -> None:
     if len(ids) > n_ctx:
         raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
     steps = stream(model, torch.tensor([ids] * options.n, device=device), options.tokens, options.temperature, options.top_k,
-                   torch.Generator(device).manual_seed(options.seed), ends_of(tokenizer), tokenizer.vocab_size)
+                   torch.Generator(device).manual_seed(options.seed), tokenizer.ends, tokenizer.vocab_size)
     show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, sys.stdout)
     if len(ids) + options.tokens > n_ctx + 1:
         print(f"the context of {n_ctx} tokens allows {n_ctx - len(ids) + 1} new ones, not tokens={options.tokens}",

@@ -259,7 +259,7 @@ def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
     for source in sorted(data.mixture):
         folder, documents, skip = Path(data.dir) / source, [], len(tokenizer.prefix)
         index = read_index(folder)
-        if index.tokenizer != tokenizer.kind or index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
+        if index.tokenizer != tokenizer.kind or not tokenizer.goes_by(index.tokenizer_sha256) and tokenizer.kind == "folder":
             raise UserError(f"{folder} was made with another tokenizer than {run_dir}: prepare the data with {tokenizer.name}")
         for path in (shard.path for shard in index.splits["val"].shards if shard.tokens):
             ids = np.memmap(path, dtype=index.dtype, mode="r")

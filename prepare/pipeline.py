@@ -35,13 +35,16 @@ from typing import Literal
 
 import numpy as np
 
+from prepare.chat import ChatTemplate, Rendered
 from prepare.decontaminate import found_in, read_grams
 from prepare.sources import (
     ENCODING_REMEDY,
+    PAIR,
     TXT_CHARS,
     BadFile,
     InputFile,
     Reading,
+    Row,
     Source,
     is_text_file,
 )
@@ -87,6 +90,7 @@ class Job:
     dry_run: bool = False
     decontaminate: tuple[FilePath, ...] = ()
     skip_bad: bool = False
+    control_tokens: Literal["ids", "text"] = "ids"      # what plain text becomes where it spells one
 
     @property
     def workers(self) -> int:
@@ -97,13 +101,14 @@ class Job:
 def prepare(sources: Iterable[Source], job: Job) -> None:
     """Makes out/<source>/ for each source that is not complete yet. `sources` are looked for after the job's files were read.
     Raises UserError: bad input, or a folder that holds something else. MachineError: files that could not be read."""
-    tokenizer, grams = cached_tokenizer(job.tokenizer), read_grams(job.decontaminate)
+    tokenizer, grams = cached_tokenizer(job.tokenizer, job.control_tokens), read_grams(job.decontaminate)
     with ExitStack() as locks:
         works = []
         for work in [Work(source, job, tokenizer, *grams) for source in sources]:
             locks.enter_context(alone(work.folder, f"another process prepares {work.folder}: wait until it ends"))
             if work.begin():
                 works.append(work)
+        _tell_of_control_tokens(works, tokenizer, job)
         if works and job.on == "slurm":
             locks.close()       # the jobs take them
             _submit(works, job)
@@ -112,6 +117,16 @@ def prepare(sources: Iterable[Source], job: Job) -> None:
             work.tokenise()
             while not work.assemble():      # the pieces fell short, copies dropped
                 work.tokenise()
+
+
+def _tell_of_control_tokens(works: list["Work"], tokenizer: Tokenizer, job: Job) -> None:
+    """Say which spellings in plain text become tokens for control."""
+    is_plain = any(not work.source.is_masked for work in works)
+    if is_plain and tokenizer.control_tokens and job.control_tokens == "ids":
+        names = textwrap.shorten(", ".join(tokenizer.control_tokens), 100, placeholder=" ...")
+        print(f"{job.tokenizer}: where plain text spells one of its {len(tokenizer.control_tokens)} control tokens ({names}) "
+              f"it becomes that token, as tokenizer.json does not call them special; control_tokens=text keeps it text",
+              file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------------- tasks
@@ -185,13 +200,15 @@ def begun(folder: Path) -> dict:
 
 
 def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float,
-               tick: Callable[[], object] = int, *, skip_bad: bool = False) -> None:
+               tick: Callable[[], object] = int, *, skip_bad: bool = False,
+               control_tokens: str = "ids") -> None:
     """An input file to its piece, with `most` tokens or, if it ends before, fewer. `tick` is
     called about once a second. Raises UserError: a column or a row that cannot be used."""
     if read_piece(stem).serves(most):
         return
     piece = Piece(stem, [file.name, file.bytes, file.stamp], reader=READER)
-    tokenizer, grams, told = cached_tokenizer(tokenizer_name), _cached_grams(stem.parent), time.monotonic()
+    tokenizer = cached_tokenizer(tokenizer_name, control_tokens)
+    grams, told = _cached_grams(stem.parent), time.monotonic()
     reading = Reading(borders=_borders(tokenizer), skips_odd_rows=skip_bad)
     # rows that continue a document; whether the document has a row with text
     cuts, has_begun = array("q"), False
@@ -202,12 +219,17 @@ def make_piece(file: InputFile, stem: Path, tokenizer_name: str, most: float,
         with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
             for read in file.read(reading):
                 piece.share = read.share
-                texts = [clean(text) for text in read.texts]
+                chat = None
+                if read.conversation is not None:
+                    chat = _render(tokenizer, read, reading)
+                    if chat is None:
+                        continue
+                texts = _chat_texts(chat) if chat else [clean(text) for text in read.texts]
                 raw, row = [text.encode() for text in texts], [0, 0, 0]
                 if (name := document_hash(texts, raw)) is not None:
                     row = [name, 0, len(raw[-1])]
                     if not (len(grams) and found_in(grams, " ".join(texts))):
-                        for part in _ids(tokenizer, texts):
+                        for part in _chat_ids(tokenizer, chat) if chat else _ids(tokenizer, texts):
                             ids.write(part)
                             row[1] += len(part)
                 table.write(np.array(tuple(row), DOCUMENT))
@@ -264,14 +286,42 @@ def _check_encoding(name: str, reading: Reading) -> None:
 def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Prefix and text. Of a prompt and a response, LOSS_MASK_BIT marks what is no target: all but the prefix's first token, with
     which the document before ends, and the response. The two are encoded by themselves: no token reaches over the border."""
-    start, ids = np.array(tokenizer.prefix, tokenizer.dtype), [tokenizer.encode(text) for text in texts]
-    if len(ids) == 1:
-        return [start, *ids]
+    start = np.array(tokenizer.prefix, tokenizer.dtype)
+    if len(texts) == 1:
+        return [start, tokenizer.encode(texts[0])]
+    ids = [tokenizer.encode_special(text) for text in texts]        # <|user|> in an instruction is that token
     start, context, response = (part.astype("<u4") for part in (start, *ids))
     return [start[:1], LOSS_MASK_BIT | start[1:], LOSS_MASK_BIT | context, response]
 
 
+def _render(tokenizer: Tokenizer, row: Row, reading: Reading) -> Rendered | None:
+    """The conversation by the tokenizer folder's chat template, halves of UTF-16 pairs replaced;
+    None where it cannot be used and odd rows are skipped. Raises UserError and BadFile."""
+    template = cached_template(tokenizer.name)
+    cleaned = json.loads(clean(json.dumps(row.conversation, ensure_ascii=False)))
+    try:
+        return template.render(cleaned)
+    except UserError as error:
+        reading.rows -= 1
+        reading.skip_or_refuse(row.place, f": {error}")
+        return None
+
+
+def _chat_texts(chat: Rendered) -> list[str]:
+    """A conversation as its hash has it: the whole text, and what the assistant wrote, together."""
+    return [chat.text, "".join(chat.text[first:last] for first, last in chat.spans)]
+
+
+def _chat_ids(tokenizer: Tokenizer, chat: Rendered) -> list[np.ndarray]:
+    """The end-of-text token and the conversation's ids. LOSS_MASK_BIT marks all that the assistant did not
+    write. The template alone decides on a token that begins a text."""
+    ids, is_learned = tokenizer.encode_marked(chat.text, chat.spans)
+    marks = np.where(is_learned, np.uint32(0), LOSS_MASK_BIT)
+    return [LOSS_MASK_BIT | np.array([tokenizer.eot], "<u4"), marks | ids.astype("<u4")]
+
+
 cached_tokenizer = cache(load_tokenizer)
+cached_template = cache(ChatTemplate)
 _cached_grams = cache(lambda parts: np.load(parts / "grams.npy"))
 
 
@@ -367,13 +417,34 @@ class Work:
         self.identity = json.loads(json.dumps({
             "tokenizer": tokenizer.kind, "tokenizer_sha256": tokenizer.sha256, "split_rule": f"{rule}, else train",
             "decontaminated_against": gram_files, "dataset": source.dataset, "revision": source.revision,
-            "selection": source.selection}))
+            "selection": self._selection()}))
+
+    def _selection(self) -> dict:
+        """What is taken of each row, and by which rules it becomes ids where they are not the usual ones."""
+        selection = self.source.selection
+        if self.source.is_masked and self.job.control_tokens == "text":
+            raise UserError("control_tokens=text is for plain text: in instructions each spelled token is that token")
+        if self.source.is_chat and self.tokenizer.kind != "folder":
+            raise UserError(f"rows of messages need a tokenizer with a chat template, which {self.tokenizer.name} has not: "
+                            f"give tokenizer=FOLDER")
+        if self.source.is_masked:
+            selection = selection | {"special_tokens": "parsed"}
+        if self.source.is_chat:
+            selection = selection | {"chat_template_sha256": cached_template(self.tokenizer.name).sha256}
+        if self.job.control_tokens == "text":
+            selection = selection | {"control_tokens": "text"}
+        return selection
 
     def begin(self) -> bool:
         """Whether it is still to be made; then failed input files are tried again, and changed ones. Raises UserError where the
         folder holds something else."""
         index = read_index(self.folder) if (self.folder / "index.json").exists() else None
         pieces, there = read_pieces(self.parts), vars(index) if index else begun(self.folder)
+        if self.tokenizer.goes_by(there.get("tokenizer_sha256")):      # maybe by the hash of an older version
+            there = there | {"tokenizer_sha256": self.tokenizer.sha256}
+        if index and self.source.is_masked and there.get("selection") == {"instruct": list(PAIR)}:
+            # It was made when special tokens in instructions stayed text; nothing is added to it.
+            there = there | {"selection": self.identity["selection"]}
         if self.source.may_age or not index:        # of pieces, the stamps of their files tell
             there = there | {"revision": self.source.revision}
         if not index:       # pieces do not depend on it
@@ -467,7 +538,7 @@ class Work:
                 held += piece.tokens
             else:
                 found.append(partial(make_piece, file, piece.stem.resolve(), tokenizer, self.target,
-                                     skip_bad=self.job.skip_bad))
+                                     skip_bad=self.job.skip_bad, control_tokens=self.job.control_tokens))
                 held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
         return found
 
@@ -569,7 +640,7 @@ class Work:
         earlier = {}        # sorted hashes of the finished sources in the folder: no document comes twice, so none in both splits
         for folder in sorted(path.parent for path in self.folder.parent.glob("*/index.json")):
             index, hashes = read_index(folder), folder / "hashes.npy"
-            if index.tokenizer_sha256 == self.tokenizer.sha256:        # the same text by another is no copy
+            if self.tokenizer.goes_by(index.tokenizer_sha256):        # the same text by another is no copy
                 if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
                     raise UserError(f"{hashes} is not what was written: restore it, or delete {folder}")
                 earlier[folder.name] = np.load(hashes, mmap_mode="r")
@@ -769,7 +840,14 @@ def _story(index: Index) -> Iterator[str]:
     yield textwrap.shorten(f"from {index.dataset} @ {index.revision}, {index.license}", 300, placeholder=" ...")
     yield f"tokenizer {index.tokenizer} (sha256 {index.tokenizer_sha256[:9]}..., {index.vocab_size:,} ids)"
     if index.is_masked:
-        yield "targets are the responses and the ends of documents; prompts are context, and bytes are those of responses"
+        if "messages" in index.selection.get("instruct", ()):
+            yield "targets are what the assistant wrote; all else is context, and bytes are those of the assistant"
+        else:
+            yield "targets are the responses and the ends of documents; prompts are context, and bytes are those of responses"
+        if "special_tokens" not in index.selection:
+            yield "special tokens that its rows spell are text, as they were before: prepare it anew for tokens"
+    if "control_tokens" in index.selection:
+        yield "control tokens that its text spells are text"
     sources = ", ".join(f"{source} {count:,}" for source, count in index.duplicates.items())
     yield (f"dropped: copies {sum(index.duplicates.values()):,}" + (f" (first met in {sources})" if sources else "") +
            f", empty {index.empty:,}, contaminated {index.contaminated:,}")

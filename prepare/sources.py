@@ -24,6 +24,8 @@ from runtime.cli import MachineError, UserError
 FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet", ".json"), (".gz", ".xz", ".zst")
 PAIR_FORMATS = (".jsonl", ".json")      # of instructions
 PAIR = ("prompt", "response")   # columns of instructions
+MESSAGES = ("messages",)        # column of conversations, rendered by the tokenizer's chat template
+MESSAGES_MORE = ("tools", "chat_template_kwargs")       # columns that a template may be given beside
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
 ROWS = 64                       # of parquet in memory at once: documents of a megabyte must not fill the memory
@@ -63,6 +65,9 @@ class Row(NamedTuple):
     texts: tuple[str, ...]  # (text,), or (prompt, response)
     share: float  # of the file that was read so far
     is_continued: bool = False  # whether it goes on with the row before: its document was cut
+    # Instead of texts: the messages, with the other columns that a chat template may be given.
+    conversation: dict | None = None
+    place: str = ""  # where a conversation stands
 
 
 @dataclass(kw_only=True)
@@ -134,6 +139,7 @@ class Source:
     budget: int | None = None       # training tokens to prepare; None: all there are
     may_age: bool = False           # whether shards of an older revision serve as well
     is_masked: bool = False         # whether its documents are prompts and responses, the responses alone to be learned
+    is_chat: bool = False           # whether they are conversations, lists of messages, and masked
 
     def __post_init__(self):
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
@@ -143,7 +149,7 @@ class Source:
     def selection(self) -> dict:
         """What is taken of each row, as index.json says it."""
         if self.local_files:
-            return {"instruct": PAIR} if self.is_masked else {}
+            return {"instruct": MESSAGES if self.is_chat else PAIR} if self.is_masked else {}
         return {"column": self.column, "files": self.files, "keep": self.keep}
 
     def list_files(self) -> list[InputFile]:
@@ -188,11 +194,14 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
     paths, files = [Path(word) for word in words], []
     if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
+    if columns == PAIR and _holds_messages(paths[0]):
+        columns = MESSAGES
+    is_masked = columns in (PAIR, MESSAGES)
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
-        _check_format(path, PAIR_FORMATS if columns == PAIR else FORMATS, str(path))
+        _check_format(path, PAIR_FORMATS if is_masked else FORMATS, str(path))
         # Files of one name in several folders need their folders to be told apart.
         known_as, stat, where = path.name if alike[path.name] == 1 else str(path), path.stat(), str(path.absolute())
         read = partial(read_file, partial(open, where, "rb"), where, columns, {}, True)
@@ -200,7 +209,20 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
     stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
     return Source(name=name, dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
                   revision=hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], license=license or "not stated",
-                  local_files=tuple(files), is_masked=columns == PAIR)
+                  local_files=tuple(files), is_masked=is_masked, is_chat=columns == MESSAGES)
+
+
+def _holds_messages(path: Path) -> bool:
+    """Whether the first row of a file of instructions is a conversation. False where it cannot be read:
+    who reads the file says so."""
+    if _format(path) not in PAIR_FORMATS:
+        return False
+    records = _records(partial(open, path, "rb"), str(path), (), (), Reading())
+    try:
+        first, _ = next(records, (_Record(0, {}), 0.0))
+    except (BadFile, UserError):
+        return False
+    return MESSAGES[0] in first.values and not set(PAIR) <= first.values.keys()
 
 
 def is_text_file(name: str) -> bool:
@@ -252,11 +274,15 @@ def read_file(
             is_first = False
             continue
         problem, remedy = _problem(record, columns, is_strict or is_first)
+        place = f"{where}{record.label}{record.number}"
         if problem:
-            reading.skip_or_refuse(f"{where}{record.label}{record.number}", problem, remedy)
+            reading.skip_or_refuse(place, problem, remedy)
             continue
         is_first = False
         reading.rows += 1
+        if columns == MESSAGES:
+            yield Row((), share, conversation=_conversation(record, reading), place=place)
+            continue
         yield Row(
             tuple(_text(record, column, reading) for column in columns), share, record.is_continued
         )
@@ -272,6 +298,8 @@ def _problem(record: _Record, columns: tuple[str, ...], is_strict: bool) -> tupl
         is_there, value = _look_up(record.values, column)
         if not is_there and is_strict:
             return _no_column(column, _column_names(record.values))
+        if columns == MESSAGES:
+            continue  # the chat template judges them
         is_text = value is None or isinstance(value, str | bytes)
         is_list_of_texts = (
             column not in PAIR
@@ -288,8 +316,8 @@ def _no_column(column: str, names: list[str]) -> tuple[str, str]:
     columns that it has."""
     listed = ", ".join(names[:NAMES_MOST]) + (", ..." if len(names) > NAMES_MOST else "")
     remedy = "set column= to one of them"
-    if column in PAIR:
-        remedy = f"instruct=true needs {' and '.join(PAIR)}"
+    if column in (*PAIR, *MESSAGES):
+        remedy = f"instruct=true needs {' and '.join(PAIR)}, or messages, in each row alike"
     return f" has no column {column!r}, only {listed or '(none)'}", remedy
 
 
@@ -317,6 +345,18 @@ def _text(record: _Record, column: str, reading: Reading) -> str:
     reading.characters += len(text)
     reading.replaced += replaced
     return text
+
+
+def _conversation(record: _Record, reading: Reading) -> dict:
+    """The columns of a conversation. Counts characters as _text() does."""
+    names = (*MESSAGES, *MESSAGES_MORE)
+    conversation = {name: record.values.get(name) for name in names}
+    text = json.dumps(conversation, ensure_ascii=False)
+    reading.characters += len(text)
+    if record.undamaged is not None:
+        undamaged = json.dumps({name: record.undamaged.get(name) for name in names}, ensure_ascii=False)
+        reading.replaced += text.count(REPLACEMENT) - undamaged.count(REPLACEMENT)
+    return conversation
 
 
 def _joined(parts: list[str | bytes | None]) -> tuple[str, int]:

@@ -395,18 +395,18 @@ class _Unpickler(pickle.Unpickler):
 
 # --------------------------------------------------------------------------------------------------------------- branch
 
-def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
+def branch(config: Config, tokenizer_hashes: tuple[str, ...], tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
     """Fill `tensors` in place from the checkpoint config.start_from, by all ranks together; its path and manifest. The weights
     alone, without moments and order of data, where its state says `imported`: a model by eval/export.py, or a finished run.
     Raises UserError where there is none, it is damaged, or it does not fit this run."""
-    path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_sha256))
+    path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_hashes))
     if "imported" in manifest["state"]:
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
     load(path, manifest, tensors, world)
     return path, manifest
 
 
-def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
+def _branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> tuple[Path, dict]:
     path = Path(config.start_from or "")
     is_run = not path.name.startswith("step_")      # the weights alone of its last checkpoint
     run_dir = path if is_run else path.parent.parent
@@ -430,7 +430,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads, head_size=c.model.head_dim)) for c in (parent, config))
     changes = [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
                if key not in ("n_ctx", "loss_chunk") and ours[key] != theirs[key]]      # on which no weight depends
-    if tokenizer_sha256 != manifest["state"]["imported"]["tokenizer_sha256"]:
+    if manifest["state"]["imported"]["tokenizer_sha256"] not in tokenizer_hashes:
         changes.append(f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there, {config.data.tokenizer} here")
     if changes:
         raise UserError(f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model section of its "

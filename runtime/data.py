@@ -186,20 +186,24 @@ class Data:
     train_sha256, the identity of the training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the
     windows selected from them."""
 
-    def __init__(self, config: Config, tokenizer_sha256: str):
+    def __init__(self, config: Config, *tokenizer_sha256: str):
+        """tokenizer_sha256: the hashes that the run's tokenizer goes by, today's first."""
         self.config, self.sources, kind = config, sorted(config.data.mixture), tokenizer_kind(config.data.tokenizer)
         self._indexes = _read_indexes([Path(config.data.dir) / name for name in self.sources])
         for name, index in self._indexes.items():
             folder = Path(config.data.dir) / name
-            if (index.tokenizer, index.tokenizer_sha256) != (kind, tokenizer_sha256):
+            if index.tokenizer != kind or index.tokenizer_sha256 not in tokenizer_sha256:
                 raise UserError(f"{folder} was made with tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but "
-                                f"data.tokenizer={config.data.tokenizer} is another tokenizer ({tokenizer_sha256[:9]}...): set "
-                                f"data.tokenizer to the first and model.vocab_size={index.vocab_size}, or prepare the text with "
-                                f"the second elsewhere")
+                                f"data.tokenizer={config.data.tokenizer} is another tokenizer ({tokenizer_sha256[0][:9]}...): "
+                                f"set data.tokenizer to the first and model.vocab_size={index.vocab_size}, or prepare the text "
+                                f"with the second elsewhere")
             # An imported model's embedding may have rows that its tokenizer does not use.
             if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
                 raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size={config.model.vocab_size}: "
                                 f"set model.vocab_size={index.vocab_size}")
+        # As the shards have it, so that runs on the same shards agree, whichever hash was in use when they began.
+        shards_sha256 = {index.tokenizer_sha256 for index in self._indexes.values()}
+        self.tokenizer_sha256 = next(digest for digest in tokenizer_sha256 if digest in shards_sha256)
         self.n_ctx, self.sequences_per_step = config.model.n_ctx, config.data.tokens_per_step // config.model.n_ctx
         self.n_sequences = config.total_steps * self.sequences_per_step     # of the whole run
         counts = shares({name: config.data.mixture[name] for name in self.sources})

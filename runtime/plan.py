@@ -218,7 +218,7 @@ def _decide(config: Config, world: parallel.World) -> int:
         if finished or n in numbers:
             print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
             return n
-    Data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
+    Data(config, *load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).hashes)
     first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
     alone = "parallel.replicate=1", "parallel.shard=none", "fp8.all_gather=false"       # the same computation in one process
     found = search(numbers, first, lambda n: try_one(apply_overrides(config, [*alone, f"data.micro_batch={n}"]), world.device))

@@ -85,7 +85,7 @@ class Run:
             return
         self.config = config = as_begun(config, world)
         self._first_start = run_on_rank0(world, lambda: read_first_start(config.run_dir))
-        self.data = Data(config, self.tokenizer.sha256)
+        self.data = Data(config, *self.tokenizer.hashes)
         self.data.verify(*world.share_of_machine)       # each machine may have a copy of its own
         self._built = built = build(config, world)
         self.model, self.optimizer, self.loss_scale, self.scales = built.model, built.optimizer, built.loss_scale, built.scales
@@ -120,7 +120,7 @@ class Run:
         if not found:
             run_on_rank0(world, lambda: refuse_to_start_over(config))
             if config.start_from:
-                found = branch(config, self.tokenizer.sha256, self._tensors, world)
+                found = branch(config, self.tokenizer.hashes, self._tensors, world)
         # The model that the weights go back to, and the precision of the trunk, where a branch has another one.
         self._origin = self._switched_from = None
         if not found:
@@ -290,7 +290,7 @@ class Run:
         self.at("saving a checkpoint", is_slow=True)
         self.progress.seconds = time.perf_counter() - self._began
         state = asdict(self.progress) | {
-            "guard": self.guard.state(), "data": self._identity, "tokenizer_sha256": self.tokenizer.sha256,
+            "guard": self.guard.state(), "data": self._identity, "tokenizer_sha256": self.data.tokenizer_sha256,
             "origin": self._origin, "switched_from": self._switched_from}
         if scales := self.scales.state():
             state["fp8_scales"] = scales
@@ -310,7 +310,7 @@ class Run:
             found = restore(config.run_dir, self._tensors, self.world, partial(self._log_event, "bad_checkpoint"), before)
             if found is None and config.parent and 0 < config.parent[1] < before:
                 with suppress(UserError):       # the trunk may be gone by now
-                    found = branch(config, self.tokenizer.sha256, self._tensors, self.world)
+                    found = branch(config, self.tokenizer.hashes, self._tensors, self.world)
             if found is None:
                 guard.reason += f", and there is no checkpoint from before step {before} to go back to"
         if found is None:
@@ -593,7 +593,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
         "status": "ok" if guard.consecutive == 0 else "diverged",
         **{key: run.env[key] for key in ("git_commit", "torch", "torchao", "t_start")},
         "device": name, "n_gpu": world.size, "seed": config.seed, "repeat": config.repeat,
-        "data_sha256": data.train_sha256, "val_sha256": data.val_sha256, "tokenizer_sha256": run.tokenizer.sha256,
+        "data_sha256": data.train_sha256, "val_sha256": data.val_sha256, "tokenizer_sha256": data.tokenizer_sha256,
         **{key: getattr(m, key) for key in ("vocab_size", "vocab_padded", "n_layer", "n_head", "n_embd", "n_ffn", "n_ctx")},
         **counts, "params_fp8": sum(layer.params for layer in converted),
         "steps": steps, "tokens": tokens, "tokens_per_step": config.data.tokens_per_step,

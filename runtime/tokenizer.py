@@ -9,8 +9,9 @@ import json
 import lzma
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ VOCAB_SIZE = {"gpt2": 50257, "byte": 257}      # the built-in ones
 # The files of a tokenizer folder. The first two are read and must be there; the others only go with a copy.
 FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                 "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
+CONTROL_TOKEN = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")      # <tool_call>, <|fim_prefix|>, [INST]
 GENERATION_FILE = "generation_config.json"
 ENDS_FILES = (GENERATION_FILE, "config.json")      # which name the ids that end a generated text
 
@@ -51,20 +53,40 @@ LONG_RUN = re.compile(f"(?<!{WHITE_SPACE}){WHITE_SPACE}{{{LONG_RUN_LENGTH},}}")
 class Tokenizer:
     """Built by load_tokenizer()."""
     name: str                                       # what it was loaded by: "gpt2", "byte" or a folder
-    sha256: str                                     # identity of the rules; the shards' index.json carries it
+    _identify: Callable[[], tuple[str, ...]]        # -> hashes; takes seconds where the vocabulary is large
     vocab_size: int                                 # every id is below; a folder's added tokens included
     prefix: tuple[int, ...]                         # before each document in a shard: end of text, begin of text if there is one
     _encode: Callable[[str], list[int] | np.ndarray]    # text without lone surrogates -> ids
     _decode: Callable[[list[int]], str]
+    # The same of a text in which special tokens are tokens where it spells them.
+    _encode_special: Callable[[str], list[int] | np.ndarray]
+    # The same and, of each id, the first and the last character + 1 of the text: of a folder alone.
+    _encode_places: Callable[[str], tuple[list[int], list[tuple[int, int]]]] | None = None
     adds_start: bool = False                        # whether it puts `start` before a text itself, as Llama's does
     other_ends: tuple[int, ...] = ()                # ids beside `eot` that end a generated text
-    # As _encode, but text that spells a special token becomes that token; None where end of text is the only one.
-    _encode_special: Callable[[str], list[int] | np.ndarray] | None = None
     special_ids: frozenset[int] = frozenset()       # tokens that are no text: end of text and what a folder marks as special
+    # Tokens for control, such as <tool_call>, that tokenizer.json does not call special: they are tokens
+    # where plain text spells them too.
+    control_tokens: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
         return tokenizer_kind(self.name)
+
+    @cached_property
+    def hashes(self) -> tuple[str, ...]:
+        """Identities of the rules: today's, then the one that older shards and runs carry."""
+        return self._identify()
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the rules: equal where all ids are, however the files are written. The shards'
+        index.json carries it."""
+        return self.hashes[0]
+
+    def goes_by(self, sha256: str | None) -> bool:
+        """Whether shards or a run that carry this hash were made with this tokenizer."""
+        return sha256 in self.hashes
 
     @property
     def eot(self) -> int:
@@ -87,14 +109,21 @@ class Tokenizer:
         """The ids of clean(text), of self.dtype, without special tokens: text that spells <|endoftext|> stays text."""
         return np.array(self._encode(clean(text)), self.dtype)
 
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """As encode(), but text that spells a special token is that token, as transformers reads a text."""
-        text = clean(text)
-        if self._encode_special is not None:
-            return np.array(self._encode_special(text), self.dtype)
-        first, *rest = [np.array(self._encode(part), self.dtype) for part in text.split(END_OF_TEXT)]
-        end = np.array([self.eot], self.dtype)
-        return np.concatenate([first, *(piece for part in rest for piece in (end, part))])
+    def encode_special(self, text: str) -> np.ndarray:
+        """The ids of clean(text), of self.dtype, in which what spells a special token is that token, as
+        transformers reads a text."""
+        return np.array(self._encode_special(clean(text)), self.dtype)
+
+    def encode_marked(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text without lone surrogates, as encode_special() has them, and which of them
+        have a character in one of the `spans` (first, last + 1), bool of the same length."""
+        assert self._encode_places is not None, "only a folder has chat templates"
+        ids, places = self._encode_places(text)
+        starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        is_marked = np.zeros(len(ids), bool)
+        for first, last in spans:
+            is_marked |= (starts < last) & (ends > first)
+        return np.array(ids, self.dtype), is_marked
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Special tokens are spelled, or left out with
@@ -118,17 +147,27 @@ def clean(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Of this name, "gpt2" or "byte", or in this folder. Raises UserError."""
-    return {"gpt2": _load_gpt2, "byte": _load_byte}.get(name, _load_folder)(name)
+def load_tokenizer(name: str, control_tokens: str = "ids") -> Tokenizer:
+    """Of this name, "gpt2" or "byte", or in this folder. control_tokens="text": its `control_tokens`
+    stay text where plain text spells them, as special tokens do. Raises UserError."""
+    if name == "gpt2":
+        return _load_gpt2(name)
+    if name == "byte":
+        return _load_byte(name)
+    return _load_folder(name, control_tokens)
 
 
 def _load_byte(name: str) -> Tokenizer:
     letters = [*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()]
     digest = sha256(b"one id per byte, then 256 for end of text").hexdigest()
-    return Tokenizer(name, digest, VOCAB_SIZE[name], (256,), lambda text: np.frombuffer(text.encode(), np.uint8),
+
+    def encode_special(text: str) -> list[int]:
+        first, *others = text.split(END_OF_TEXT)
+        return [*first.encode(), *(i for part in others for i in (256, *part.encode()))]
+
+    return Tokenizer(name, lambda: (digest,), VOCAB_SIZE[name], (256,), lambda text: np.frombuffer(text.encode(), np.uint8),
                      lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"),
-                     special_ids=frozenset({256}))
+                     encode_special, special_ids=frozenset({256}))
 
 
 def _load_gpt2(name: str) -> Tokenizer:
@@ -136,12 +175,14 @@ def _load_gpt2(name: str) -> Tokenizer:
     ranks = {token: rank for rank, token in enumerate(token_bytes())}
     gpt2 = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256})
 
-    def encode(text: str) -> np.ndarray:
+    def encode(text: str, allowed_special: Set[str] = frozenset()) -> np.ndarray:
         runs = LONG_RUN.finditer(text) if len(text) > LONG_RUN_LENGTH else ()
         cuts = [0, *(run.end() - 1 for run in runs if run.end() < len(text)), len(text)]
-        return np.concatenate([gpt2.encode_to_numpy(text[a:b], disallowed_special=()) for a, b in pairwise(cuts)])
+        return np.concatenate([gpt2.encode_to_numpy(text[a:b], allowed_special=allowed_special, disallowed_special=())
+                               for a, b in pairwise(cuts)])
 
-    return Tokenizer(name, VOCAB_BPE_SHA256, VOCAB_SIZE[name], (50256,), encode, gpt2.decode, special_ids=frozenset({50256}))
+    return Tokenizer(name, lambda: (VOCAB_BPE_SHA256,), VOCAB_SIZE[name], (50256,), encode, gpt2.decode,
+                     lambda text: encode(text, {END_OF_TEXT}), special_ids=frozenset({50256}))
 
 
 def token_bytes() -> list[bytes]:
@@ -156,7 +197,7 @@ def vocab_bpe() -> bytes:
     return lzma.decompress(MERGES_FILE.read_bytes())        # which holds a checksum
 
 
-def _load_folder(name: str) -> Tokenizer:
+def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
     """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template. generation_config.json
     and config.json, where the folder has them, may name more tokens that end a text."""
     import tokenizers
@@ -166,7 +207,9 @@ def _load_folder(name: str) -> Tokenizer:
                         f"tokenizer.json: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
     try:
         rules, roles = file.read_bytes(), json.loads(config.read_bytes())
-        fast = tokenizers.Tokenizer.from_buffer(rules)
+        control = _control_tokens(json.loads(rules))
+        plain = _as_special(rules, control) if control and control_tokens == "text" else rules
+        fast = tokenizers.Tokenizer.from_buffer(plain)
         fast.no_truncation()
         fast.no_padding()
         fast.encode_special_tokens = True       # text that spells a special token stays text
@@ -183,21 +226,85 @@ def _load_folder(name: str) -> Tokenizer:
                         f"must end each document, and begin it where one is named: name one of its tokens there; its special "
                         f"ones are {', '.join(special[:10]) or 'none'}")
     prefix = (eos,) if bos in (None, eos) else (eos, bos)
-    digest = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
     special_ids = {i for i, token in fast.get_added_tokens_decoder().items() if token.special} | set(prefix)
 
-    def encode_special(text: str) -> list[int]:
+    def identify() -> tuple[str, ...]:
+        # The control tokens as text are no other tokenizer: each id means the same.
+        whole = fast if plain is rules else tokenizers.Tokenizer.from_buffer(rules)
+        written = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
+        return _identity(whole, [eos, bos]), written
+
+    def encode_places(text: str) -> tuple[list[int], list[tuple[int, int]]]:
         fast.encode_special_tokens = False
         try:
-            return fast.encode(text, add_special_tokens=False).ids
+            encoding = fast.encode(text, add_special_tokens=False)
         finally:
             fast.encode_special_tokens = True
+        return encoding.ids, encoding.offsets
 
-    return Tokenizer(name, digest, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,
+    return Tokenizer(name, identify, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,
                      lambda ids: fast.decode(ids, skip_special_tokens=False),
+                     lambda text: encode_places(text)[0], encode_places,
                      adds_start=first == [prefix[-1]],      # by its post-processor; a bos_token's name alone adds none
-                     other_ends=_other_ends(Path(name), eos, vocab_size), _encode_special=encode_special,
+                     other_ends=_other_ends(Path(name), eos, vocab_size), control_tokens=control,
                      special_ids=frozenset(special_ids))
+
+
+def _control_tokens(rules: dict) -> tuple[str, ...]:
+    """The added tokens that look like ones for control but are not called special, in their order."""
+    return tuple(
+        token["content"]
+        for token in rules.get("added_tokens") or ()
+        if not token.get("special") and CONTROL_TOKEN.fullmatch(token["content"])
+    )
+
+
+def _as_special(rules: bytes, contents: tuple[str, ...]) -> bytes:
+    """The tokenizer.json in which the added tokens of these `contents` are special."""
+    content = json.loads(rules)
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in contents
+    return json.dumps(content).encode()
+
+
+def _identity(fast, roles: list[int | None]) -> str:
+    """SHA-256 of what a tokenizer does to a text, equal however its file is written: save_pretrained
+    respells merges, adds keys with their defaults and notes lengths for padding.
+
+    roles: the ids of the tokens that end and begin a text.
+    """
+    rules = json.loads(fast.to_str())       # the package's own spelling, with all defaults
+    model = rules["model"]
+    vocab, merges = model.pop("vocab"), model.pop("merges", [])
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    text = "any word \u00e9\n"
+    identity = {
+        "normalizer": _without_defaults(rules["normalizer"]),
+        "pre_tokenizer": _without_defaults(rules["pre_tokenizer"]),
+        "added_tokens": [_without_defaults(token) for token in rules["added_tokens"]],
+        "model": _without_defaults(model),
+        "vocab": vocab,
+        "merges": pairs,
+        # What a post-processor puts around a text is all that it does to ids.
+        "framed": fast.encode(text).ids,
+        "roles": roles,
+    }
+    return sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _without_defaults(value):
+    """A part of tokenizer.json without what changes no id: keys that say nothing (null, false, an empty
+    text or list), which versions of the package leave out or write, and the trimming of offsets."""
+    if isinstance(value, list):
+        return [_without_defaults(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    parts = {key: _without_defaults(part) for key, part in value.items() if key != "trim_offsets"}
+    return {key: part for key, part in parts.items() if not _says_nothing(part)}
+
+
+def _says_nothing(value) -> bool:
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
 def _other_ends(folder: Path, eot: int, vocab_size: int) -> tuple[int, ...]:

@@ -151,7 +151,7 @@ def check_data(rows: list[Row], folder: Path) -> None:
     row = max((row for row in rows if not summary_of(row, folder)), key=lambda row: row.tokens)
     config = load_config(ROOT / row.config, [*row.overrides, f"out={folder}"])
     try:
-        data = Data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
+        data = Data(config, *load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).hashes)
     except UserError as error:
         raise UserError(f"{row.run}: {error}") from error
     for other in rows:

@@ -686,7 +686,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(tmp_path, monkeypa
     with pytest.raises(UserError, match="model.head_size is 32 there, 16 here"):
         branch(replace(config, model=replace(config.model, head_size=None)), "0" * 64, {}, None)
     with pytest.raises(UserError, match="data.tokenizer is out/llama/tokenizer there, "):
-        branch(config, "0" * 64, {}, None)
+        branch(config, ("0" * 64,), {}, None)
     data, theirs = Data(config, load_tokenizer("out/llama/tokenizer").sha256), auto_model(source).float()
     x, y = (torch.cat(both) for both in zip(*(data.batch(0, micro, 0, 1) for micro in range(2)), strict=True))
     assert (n := int((y >= 0).sum())) == data.targets(0) and 0.2 < n / 512 < 0.8

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ import regex
 import tiktoken
 import tokenizers
 from tiktoken_ext.openai_public import r50k_pat_str
+from transformers import AutoTokenizer
 
 from runtime import tokenizer as room
 from runtime.cli import UserError
@@ -197,3 +199,73 @@ def test_ends_that_cannot_be_read_are_a_sentence(tmp_path, name, content):
     (write_tokenizer(tmp_path) / name).write_text(content)
     with pytest.raises(UserError, match=f"{name} (cannot be read|holds list|has eos_token_id=)"):
         load_tokenizer(str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------ identity
+
+def respell(folder, target, change):
+    shutil.copytree(folder, target)
+    path = target / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    change(rules)
+    path.write_text(json.dumps(rules, indent=1))
+    return load_tokenizer(str(target))
+
+
+def merges_as_words(rules):
+    rules["model"]["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in rules["model"]["merges"]]
+
+
+def merges_as_pairs(rules):
+    rules["model"]["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in rules["model"]["merges"]]
+
+
+def without_defaults(rules):
+    for key in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "continuing_subword_prefix"):
+        rules["model"].pop(key, None)
+
+
+def with_padding(rules):
+    rules["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                        "pad_type_id": 0, "pad_token": "<|end|>"}
+
+
+@pytest.mark.parametrize("change", [merges_as_words, merges_as_pairs, without_defaults, with_padding])
+def test_a_tokenizer_that_is_only_written_another_way_is_the_same(folder, tmp_path, change):
+    assert respell(folder, tmp_path / "a", change).sha256 == load_tokenizer(str(folder)).sha256
+
+
+def test_what_save_pretrained_writes_is_the_same_tokenizer(folder, tmp_path):
+    shutil.copytree(folder, source := tmp_path / "source")
+    merges_as_words(rules := json.loads((source / "tokenizer.json").read_text()))
+    (source / "tokenizer.json").write_text(json.dumps(rules))
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved/tokenizer.json").read_bytes() != (source / "tokenizer.json").read_bytes()
+    assert load_tokenizer(str(tmp_path / "saved")).sha256 == load_tokenizer(str(source)).sha256
+
+
+@pytest.mark.parametrize("change", [
+    lambda rules: rules["model"]["merges"].reverse(),
+    lambda rules: rules["added_tokens"][0].update(special=False),
+    lambda rules: rules.update(normalizer={"type": "NFC"}),
+    lambda rules: rules["pre_tokenizer"].update(use_regex=False),
+    lambda rules: rules.update(post_processor=BEGINS),
+])
+def test_a_tokenizer_with_other_rules_is_another(folder, tmp_path, change):
+    assert respell(folder, tmp_path / "a", change).sha256 != load_tokenizer(str(folder)).sha256
+
+
+def test_a_tokenizer_goes_by_the_hash_of_its_bytes_that_older_shards_carry(folder):
+    rules = (folder / "tokenizer.json").read_bytes()
+    former = hashlib.sha256(rules + b"\0" + json.dumps([1, 0]).encode()).hexdigest()
+    tok = load_tokenizer(str(folder))
+    assert tok.goes_by(former) and tok.goes_by(tok.sha256) and tok.sha256 != former
+    assert not tok.goes_by(None) and not tok.goes_by("0" * 64)
+
+
+def test_the_identity_does_not_change_from_version_to_version(tmp_path):
+    """A hash that another version of the package gives would disown all shards made before."""
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "<e>": 3}, [("a", "b")])).save(
+        str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).sha256 == "8ed3cb13b75fdce4b32d8f74765afe3174c8121f05073ad6fddc0147ea5e6015"
