@@ -48,7 +48,7 @@ class OptimConfig:
     lr: float                               # peak learning rate
     kind: Literal["adamw", "muon"] = "adamw"    # muon: the blocks' matrices by Muon, the rest by AdamW
     momentum: float = 0.95                  # muon only: decay of its moment
-    min_lr_ratio: float = 0.1               # share of the peak that the rate falls to; a cosine reaches it after the last step
+    min_lr_ratio: float = 0.1               # share of the peak that the rate falls to; a cosine is there after the last step
     warmup_share: float = 0.02              # share of all steps over which the rate climbs linearly
     schedule: Literal["cosine", "wsd"] = "cosine"   # after warm-up: cosine, or stable and then linear decay
     decay_share: float = 0.2                # wsd only: share of all steps spent decaying
