@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from model import GPT, Linear
-from runtime.cli import UserError, read_options
 from runtime.bf16_in_fp32 import LinearInFp32
+from runtime.cli import UserError, read_options
 from runtime.config import FP8_KERNELS, FP8_MULTIPLES, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
 from runtime.speed import choose, load_table
 
@@ -407,7 +407,8 @@ class EmulatedMatmul(torch.autograd.Function):
     """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied; numerics only.
 
     On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
-    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles and tensors. position (), salt: of noise_at()."""
+    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles and tensors. position (), salt: of
+    noise_at()."""
 
     @staticmethod
     def forward(ctx, x, w, position, salt, recipe):
