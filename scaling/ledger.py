@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from runtime.cli import UserError, command, grid, nearest, run_command
-from runtime.config import positive
+from runtime.config import load_config, positive
 from runtime.machine import ROOT, write_json
 from scaling import sweep
 from scaling.records import read_json
@@ -41,7 +41,8 @@ from scaling.study import Row, Study, expand, load_study
 SCHEMA_VERSION = 1
 BLOCKS = 16             # of each source's validation sequences: sequence i belongs to block i mod 16
 ELSEWHERE = 1e-3        # relative difference of a loss that is allowed on another kind of machine
-START_S = 20.0          # CPU seconds assumed to start and to evaluate a run, where none of its kind is done
+# Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of a step's time.
+START_S, FORWARD_SHARE = 10.0, 0.35
 NOT_KEPT = ("layers_recipes", "layers_kernels", "layers_skipped")       # of summary.json's precision
 # Instructions that decide by which kernels a CPU multiplies, and so in which order it sums.
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
@@ -358,7 +359,9 @@ def seconds_of(row: Row, rows: list[Row], entries: dict[str, Entry], timing: dic
     if like:
         return median(like)
     micros = timing.get("microseconds_per_token", {}).get(row.size, {}).get(row.recipe, math.nan)
-    return START_S + row.own_tokens * micros * 1e-6
+    config = load_config(ROOT / row.config, row.overrides)
+    evaluated = 2 * config.eval.tokens * len(config.data.mixture)       # as trained, and in BF16
+    return START_S + (row.own_tokens + FORWARD_SHARE * evaluated) * micros * 1e-6
 
 
 def is_like(row: Row, other: Row) -> bool:
