@@ -1,6 +1,6 @@
 """What FP8 costs, measured on a CPU: five sizes over a factor of 36, four budgets, seven precisions, repeated seeds.
 
-    python studies/cpu/corpus.py FOLDER                         the text, equal to the byte; studies/cpu/README.md
+    python studies/cpu/corpus.py FOLDER                         the text, equal to the byte; docs/study.md
     python scaling/ledger.py configs/study_cpu.py               what is done, the hours that remain
     python scaling/ledger.py configs/study_cpu.py --run         what is missing, one run at a time
 

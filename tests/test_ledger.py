@@ -1,6 +1,8 @@
 """scaling/ledger.py: rows are all that a study needs to go on elsewhere; a repeat is held against its row to the bit."""
 
+import functools
 import json
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,7 +12,7 @@ from model import GPTConfig
 from runtime.machine import read_rows
 from scaling import ledger, precision, sweep
 from scaling.ledger import compare, machine_kind, read_entries
-from tests.conftest import asked, changed, write_config
+from tests.conftest import asked, changed, tiny_config, write_config
 from tests.scaling_runs import strict
 
 RUNS = ["a_bf16_t1_s1", "a_bf16_t0.5_s1", "a_tensorwise_t1_s1", "a_tensorwise_t0.5_s1"]
@@ -30,36 +32,56 @@ study = Study(name="tiny", sizes=(Size(config={str(path)!r}, seeds={seeds}),), t
     return file
 
 
+def in_process(trained):
+    """A ledger.train that trains in this process and notes what."""
+    def train_row(row, rows, folder, options, deadline):
+        trained.append(row.run)
+        folder.mkdir(parents=True, exist_ok=True)
+        return train.main(sweep.placed(row, folder).arguments(folder)), 1.5
+    return train_row
+
+
+@pytest.fixture(scope="module")
+def finished(data_dir, tmp_path_factory):
+    """A folder with the study, trained: study_tiny.py, out/, rows/."""
+    folder = tmp_path_factory.mktemp("finished")
+    file = write_study(folder, tiny_config(data_dir, folder / "out"))
+    trained = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "train", in_process(trained))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        assert ledger.main([str(file), f"out={folder}/out", f"rows={folder}/rows", "--run"]) == 0
+    assert trained == RUNS
+    return folder
+
+
 @pytest.fixture
 def command(tiny, tmp_path, monkeypatch, capsys):
     """command(*words, study=, code=): what scaling/ledger.py prints; runs are trained in this process."""
-    trained = []
+    trained, file = [], write_study(tmp_path, tiny)
+    train_row = in_process(trained)
 
-    def in_process(row, rows, folder, options, deadline):
-        trained.append(row.run)
-        folder.mkdir(parents=True, exist_ok=True)
-        code = train.main(sweep.placed(row, folder).arguments(folder))
+    def quietly(*arguments):
+        ended = train_row(*arguments)
         capsys.readouterr()
-        return code, 1.5
+        return ended
 
-    monkeypatch.setattr(ledger, "train", in_process)
+    monkeypatch.setattr(ledger, "train", quietly)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def call(*words, study=None, code=0):
-        file = study or write_study(tmp_path, tiny)
-        return asked(capsys, ledger.main, file, f"out={tmp_path}/out", f"rows={tmp_path}/rows", *words, code=code)
+    def call(*words, study=file, code=0):
+        return asked(capsys, ledger.main, study, f"out={tmp_path}/out", f"rows={tmp_path}/rows", *words, code=code)
 
     call.trained = trained
     return call
 
 
 @pytest.fixture
-def done(command, tmp_path):
-    """The command after it has trained the whole study."""
-    command("--run")
-    assert command.trained == RUNS
-    command.trained.clear()
-    return command
+def done(command, finished, tmp_path):
+    """The command where the whole study has been trained."""
+    for folder in "out", "rows":
+        shutil.copytree(finished / folder, tmp_path / folder)
+    return functools.partial(command, study=finished / "study_tiny.py")
 
 
 def rows_of(tmp_path):
@@ -69,7 +91,7 @@ def rows_of(tmp_path):
 def test_every_finished_run_has_a_row_and_is_not_trained_again(done, tmp_path):
     first = rows_of(tmp_path)
     done("--run")
-    assert [row["run"] for row in first] == RUNS and rows_of(tmp_path) == first and not done.trained
+    assert [row["run"] for row in first] == RUNS and rows_of(tmp_path) == first and not done.func.trained
     assert not list((tmp_path / "out/tiny").glob("*/checkpoints")), "a trunk with all its branches needs none"
 
 
@@ -79,7 +101,7 @@ def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_l
     (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     (tmp_path / "out").rename(tmp_path / "lost")
     done("--run")
-    assert done.trained == ["a_bf16_t0.5_s1"]
+    assert done.func.trained == ["a_bf16_t0.5_s1"]
     again = rows_of(tmp_path)[-1]["summary"]
     assert again["parent_step"] is None and again["loss_bf16"] == rows[1]["summary"]["loss_bf16"]
 

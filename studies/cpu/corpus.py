@@ -83,7 +83,7 @@ def make_shards(texts: Path, out: Path) -> None:
         if name in ("prose", "latex"):
             file = texts / f"{name}.jsonl.xz"
             if not file.is_file():
-                raise UserError(f"there is no {file}: README.md beside {Path(__file__).name} says where its text comes from")
+                raise UserError(f"there is no {file}: docs/study.md says where its text comes from")
         else:
             file = out / f"{name}.jsonl"
             write_lines(file, harvest(name))
