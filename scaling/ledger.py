@@ -39,7 +39,7 @@ from scaling.records import read_json
 from scaling.study import Row, Study, expand, load_study
 
 SCHEMA_VERSION = 1
-BLOCKS = 16             # of each source's validation sequences: sequence i belongs to block i mod 16
+BLOCKS = 8              # of each source's validation sequences: sequence i belongs to block i mod 8
 ELSEWHERE = 1e-3        # relative difference of a loss that is allowed on another kind of machine
 # Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of a step's time.
 START_S, FORWARD_SHARE = 10.0, 0.35
@@ -314,14 +314,13 @@ def compare(entry: Entry, again: Entry) -> Comparison:
     """Hold a repeat against its row."""
     names = ("loss_bf16", "loss_as_trained", "train_loss_last")
     pairs = [(entry.summary[name], again.summary[name]) for name in names]
-    is_same_kind = entry.machine.is_like(again.machine)
+    is_same_kind = entry.machine.is_like(again.machine) and entry.summary["torch"] == again.summary["torch"]
     distance = max(abs(new / old - 1) for old, new in pairs)
     same_data = entry.summary["data_sha256"] == again.summary["data_sha256"]
     is_equal = same_data and (distance == 0 if is_same_kind else distance <= ELSEWHERE)
     table = grid([["", "row", "repeat"], *([name, repr(old), repr(new)] for name, (old, new) in zip(names, pairs, strict=True))])
     kind = "the same kind of machine" if is_same_kind else (
-        f"another kind of machine ({again.machine.vendor} {again.machine.capability}, the row's was "
-        f"{entry.machine.vendor} {entry.machine.capability})")
+        f"another kind of machine ({kind_of(again)}, the row's was {kind_of(entry)})")
     if not same_data:
         verdict = "the training tokens are others: make the data again (studies/cpu/corpus.py)"
     elif distance == 0:
@@ -330,6 +329,12 @@ def compare(entry: Entry, again: Entry) -> Comparison:
         verdict = f"the largest relative difference is {distance:.2g}" + (
             "" if is_same_kind else f", of {ELSEWHERE:g} that are allowed there")
     return Comparison(is_equal, f"{table}\n\n{entry.run} on {kind}: {verdict}.")
+
+
+def kind_of(entry: Entry) -> str:
+    """For people: what decides a run's bits."""
+    flags = [flag for flag in entry.machine.flags if flag.startswith(("avx512_", "amx"))]
+    return " ".join([entry.machine.vendor, entry.machine.capability, *flags, f"torch {entry.summary['torch']}"])
 
 
 # --------------------------------------------------------------------------------------------------------------- status
@@ -348,9 +353,20 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
         total = [before + more for before, more in zip(total, hours, strict=True)]
         lines.append([size, arm, str(len(own)), str(len(done)), *(f"{value:.2f}" for value in hours)])
     done_runs = sum(row.run in entries for row in rows)
-    machines = sorted({f"{entry.machine.vendor} {entry.machine.capability}" for entry in entries.values()})
-    return "\n".join([grid(lines), "", f"{done_runs} of {len(rows)} runs are done, {total[0]:.1f} h of one core; "
-                      f"{total[1]:.1f} h remain. Machines: {', '.join(machines) or 'none yet'}."])
+    machines = sorted({kind_of(entry) for entry in entries.values()})
+    text = [grid(lines), "", f"{done_runs} of {len(rows)} runs are done, {total[0]:.1f} h of one core; {total[1]:.1f} h remain. "
+            f"Machines: {'; '.join(machines) or 'none yet'}."]
+    if mixed := mixed_pairs(entries):
+        text.append(f"Pairs whose two runs are of different kinds of machines, so that their gap holds rounding too: {mixed}.")
+    return "\n".join(text)
+
+
+def mixed_pairs(entries: dict[str, Entry]) -> int:
+    """FP8 runs whose BF16 partner was trained on another kind of machine."""
+    of_bf16 = {entry.summary["pair_id"]: kind_of(entry) for entry in entries.values()
+               if entry.summary["precision"]["recipe"] == "bf16" and not entry.summary["repeat"]}
+    others = [entry for entry in entries.values() if entry.summary["precision"]["recipe"] != "bf16"]
+    return sum(of_bf16.get(entry.summary["pair_id"], kind_of(entry)) != kind_of(entry) for entry in others)
 
 
 def seconds_of(row: Row, rows: list[Row], entries: dict[str, Entry], timing: dict) -> float:

@@ -158,6 +158,14 @@ def test_the_table_counts_hours_by_size_and_arm(done):
     assert "| a    | bf16       | 2    | 2    | 0.00       | 0.00       |" in table and "4 of 4 runs are done" in table
 
 
+def test_pairs_of_two_kinds_of_machines_are_counted(done, tmp_path):
+    assert "different kinds" not in done()
+    rows = rows_of(tmp_path)
+    rows[2]["machine"]["vendor"] = "Another"
+    (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "so that their gap holds rounding too: 1." in done()
+
+
 @pytest.mark.parametrize("damage, told", [
     (lambda text: text[:-20], "runs.jsonl:4 is no row of a finished run"), (lambda text: text + text, "has a row already"),
     (lambda text: text.replace('"schema_version":1,"run"', '"schema_version":9,"run"', 1), "schema_version 9, not 1")])

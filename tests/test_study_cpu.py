@@ -50,9 +50,10 @@ def test_what_was_declared_is_the_study():
 
 
 @pytest.mark.parametrize("path, is_text", [
-    ("scipy/stats/_stats_py.py", True), ("torch/include/c10/util/Half.h", True), ("transformers/models/bert/modeling_bert.py", True),
+    ("scipy/stats/_stats_py.py", True), ("torch/include/c10/util/Half.h", True), ("transformers/models/bert/modeling.py", True),
     ("torch/version.py", False), ("numpy/__config__.py", False), ("scipy/stats/tests/test_stats.py", False),
-    ("torch/include/ATen/native/cuda/Loops.h", False), ("torch/_inductor/ir.py", False), ("torch/include/c10/cuda/CUDAStream.h", False)])
+    ("torch/include/ATen/native/cuda/Loops.h", False), ("torch/_inductor/ir.py", False),
+    ("torch/include/c10/cuda/CUDAStream.h", False)])
 def test_text_that_a_build_writes_or_one_device_has_is_left_out(path, is_text, corpus):
     assert corpus.is_source(path) == is_text
 
