@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test gpu soak setup lint clean
+.PHONY: demo study test gpu soak setup lint clean
 
 demo: setup                 ## corpus -> a study in miniature -> laws, paired gap, figures, score, sample; again: only what is missing
 	$(PY) prepare_data.py demo out=data/demo
@@ -13,6 +13,11 @@ demo: setup                 ## corpus -> a study in miniature -> laws, paired ga
 	  test -e out/demo/$$run/eval/demo.json || $(PY) -m eval.harness out/demo/$$run tasks=demo || exit $$?; done
 	$(PY) -m eval.sample out/demo/demo_l_tensorwise_t20_s1337 "def " tokens=100 n=2 seed=1
 	@echo "figures: out/demo/law/*.png   laws: out/demo/law/law.json   runs: out/demo/*/summary.json"
+
+TEXT ?= text
+study: setup                ## the study on a CPU: goes on with what is missing, TEXT= names the folder of its text; docs/study.md
+	$(PY) studies/cpu/corpus.py $(TEXT) out=data/cpu
+	nice -n 19 $(PY) scaling/ledger.py configs/study_cpu.py --run
 
 test: lint                  ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu"

@@ -157,8 +157,12 @@ class Attention(nn.Module):
         # behind a cached past needs it spelled out, for is_causal would count from the past's first token.
         S = k.size(2)       # past + T
         mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < T == S, enable_gqa=H != K)
+        y = self.attend(q, k, v, attn_mask=mask, is_causal=1 < T == S, enable_gqa=H != K)
         return self.out(y.transpose(1, 2).reshape(B, T, H * D))     # (B, T, C)
+
+    def attend(self, q, k, v, **how):
+        """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D); `how` as torch's function has it."""
+        return F.scaled_dot_product_attention(q, k, v, **how)
 
 
 class MLP(nn.Module):

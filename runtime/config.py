@@ -27,10 +27,10 @@ FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 WITH_KERNELS = "+kernels"    # behind a recipe's name, as in FP8Config.label
 # Recipes of torch's float8 matmul, which can accumulate fast.
 FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
-RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
-                     "blockwise", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard"]
+RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "tensorwise_gi_hp", "rowwise", "rowwise_with_gw_hp", "amax",
+                     "cscale", "mxfp8", "mxfp8_e5m2", "blockwise", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard"]
 # What inputs and outputs of a Linear must be multiples of.
-FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}
+FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {"mxfp8": 32, "mxfp8_e5m2": 32, "blockwise": 128, "blockwise_e5m2": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,7 @@ class ParallelConfig:
     reshard: bool = True                    # several ranks: drop a block's gathered weights between forward and backward
     recompute: bool = False                 # keep each block's input and attention's output, compute the rest twice
     compile: bool | Literal["model", "block", "off"] = "model"  # block starts sooner, several ranks always do
+    cpu_fp32: bool = False                  # one CPU process: BF16 matmuls and attention in fp32, each result rounded once
     timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 

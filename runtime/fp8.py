@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from model import GPT, Linear
+from runtime.bf16_in_fp32 import LinearInFp32
 from runtime.cli import UserError, read_options
 from runtime.config import FP8_KERNELS, FP8_MULTIPLES, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
 from runtime.speed import choose, load_table
@@ -43,7 +44,7 @@ NO_TARGET = -100        # target of a token without loss: ignore_index of F.cros
 # Major compute capabilities for which torchao has the matmuls of these (Blackwell, Hopper): elsewhere they are emulated.
 NATIVE_ON = {"mxfp8": range(10, 100), "blockwise": range(9, 10)}
 FOR_BOTH = ("tensor", "constant")       # scalings whose values serve a matmul over either dimension
-EMULATED = ("blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard")       # on every GPU
+EMULATED = ("tensorwise_gi_hp", "mxfp8_e5m2", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard")       # on every GPU
 # What `auto` may choose where the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
 KERNEL_CANDIDATES = tuple(f"{recipe}{WITH_KERNELS}" for recipe in CANDIDATES if recipe in FP8_KERNELS)
@@ -71,10 +72,12 @@ class Recipe:
     grad: Operand
     weight_again: Operand | None = None     # of the input gradient, where it is another
     has_bf16_weight_grad: bool = False      # both operands of the weight gradient stay in BF16
+    has_bf16_input_grad: bool = False       # both operands of the input gradient stay in BF16
     is_rotated: bool = False                # they go through _rotated()
     fast_backward: bool = False             # the backward matmuls accumulate fast, as the forward one does; on a GPU
 
 
+_BF16 = Operand(None)
 _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
 _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
 _ROW = Operand(E4M3, "row", power_of_2=True)
@@ -89,11 +92,13 @@ _ONE, _UP, _UP_GRAD = Operand(E4M3, "constant"), Operand(E4M3, "constant", expon
 RECIPES = {recipe.name: recipe for recipe in (
     Recipe("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
     Recipe("tensorwise_gw_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, has_bf16_weight_grad=True),
+    Recipe("tensorwise_gi_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, has_bf16_input_grad=True),
     Recipe("rowwise", _ROW, _ROW, _ROW),
     Recipe("rowwise_with_gw_hp", _ROW, _ROW, _ROW, weight_again=_TENSOR_2, has_bf16_weight_grad=True),
     Recipe("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
     Recipe("cscale", _ONE, _UP, _UP_GRAD),
     Recipe("mxfp8", _MX, _MX, _MX),
+    Recipe("mxfp8_e5m2", _MX, _MX, replace(_MX, format=E5M2)),
     Recipe("blockwise", _ROW_128, _SQUARE_128, _ROW_128),
     Recipe("blockwise_e5m2", _ROW_128, _SQUARE_128, replace(_ROW_128, format=E5M2)),
     Recipe("nvfp4", _ROW_16, _SQUARE_16, _ROW_16_GRAD),
@@ -414,7 +419,8 @@ class EmulatedMatmul(torch.autograd.Function):
     """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied; numerics only.
 
     On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
-    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles. position (), salt: of noise_at()."""
+    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles and tensors. position (), salt: of
+    noise_at()."""
 
     @staticmethod
     def forward(ctx, x, w, position, salt, recipe):
@@ -428,8 +434,12 @@ class EmulatedMatmul(torch.autograd.Function):
     def backward(ctx, g):
         (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         noise = [None if position is None else noise_at(g.shape, position, salt + more) for more in (0, 2**60)]
-        qw = _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
         qg = qg_w = _emulated(g, recipe.grad, dtype, -1, noise[0])
+        if recipe.has_bf16_input_grad:
+            qg = _emulated(g, _BF16, dtype)
+            qw = _emulated(w.to(dtype), _BF16, dtype)
+        else:
+            qw = _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
         if recipe.has_bf16_weight_grad:
             qg_w = g
         elif recipe.input.scaling not in FOR_BOTH:      # nor is the gradient's
@@ -439,9 +449,9 @@ class EmulatedMatmul(torch.autograd.Function):
 
 
 def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1, noise: torch.Tensor | None = None):
-    """x dequantised after rounding as `operand` says: fp32 on a CPU and by tiles, else `dtype`, as for BF16 operands."""
+    """x dequantised after rounding as `operand` says: fp32 on a CPU, by tiles and by tensors, else `dtype`."""
     q = fake_quantise(x, operand, dim, noise)
-    return q if x.device.type == "cpu" or operand.scaling == "tile" else q.to(dtype)
+    return q if x.device.type == "cpu" or operand.scaling in ("tile", "tensor") else q.to(dtype)
 
 
 # Hadamard's matrix (Sylvester's construction) with fixed random signs, orthogonal.
@@ -833,8 +843,9 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     measured so is one between their weights. Classes are swapped: names, Parameters, sharding and hooks stay."""
     classes: dict[Any, type] = {module: type(module) for module in model.modules() if isinstance(module, nn.Linear)}
     reshard(model)      # gathered weights have lost their fp32 shards
+    plain = LinearInFp32 if getattr(model, "is_in_fp32", False) else Linear
     for module in classes:
-        module.__class__ = Linear
+        module.__class__ = plain
         if is_wrapped(module.weight):       # FSDP2 would gather float8
             module.forward = partial(lambda shard, x: F.linear(x, shard.to(x.dtype).full_tensor()), unwrap(module.weight))
     try:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model import GPT, Block
-from runtime import fp8, optim
+from runtime import bf16_in_fp32, fp8, optim
 from runtime.cli import MachineError, UserError
 from runtime.config import Config
 
@@ -73,6 +73,8 @@ def start(config: Config) -> World:
     if config.fp8.all_gather and config.fp8.head and config.model.tied:
         raise UserError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
                         "fp8.head=false, model.tied=false or fp8.all_gather=false")
+    if p.cpu_fp32 and (device.type != "cpu" or size > 1):
+        raise UserError(f"parallel.cpu_fp32=true is for one process on a CPU, not for {size} on {device.type}: drop it")
     if p.compile and not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise UserError("parallel.compile needs a C++ compiler on a CPU: install g++, or set parallel.compile=off")
     # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store (pytorch#135712): a hang.
@@ -259,7 +261,9 @@ def build(config: Config, world: World) -> Built:
     model = GPT.on_meta(config.model, COMPUTE_DTYPE)
     loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
     layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
-    if world.size == 1:
+    if config.parallel.cpu_fp32:
+        bf16_in_fp32.convert(model)
+    elif world.size == 1:
         fp8.keep_bf16_copies(model)
     model.counts()      # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
@@ -299,8 +303,8 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
         flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, inductor.deterministic"
                      + (", attention by FlashAttention 2 instead of cuDNN" if world.device.type == "cuda" else ""))
     if world.device.type == "cuda":
-        # The emulated blockwise recipes multiply dequantised values in fp32, which TF32 would round.
-        is_emulated = any(fp8.RECIPES[recipe].input.scaling == "tile" for recipe in recipes)
+        # These multiply dequantised values in fp32, which TF32 would round.
+        is_emulated = any(fp8.RECIPES[recipe].input.scaling == "tile" or recipe == "tensorwise_gi_hp" for recipe in recipes)
         torch.set_float32_matmul_precision("highest" if is_emulated else "high")
         if config.parallel.compile and any(recipe.startswith("rowwise") for recipe in recipes):
             import torch._inductor.config as inductor

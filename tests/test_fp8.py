@@ -108,7 +108,7 @@ def quantised(x, operand, dim, noise=None):
         tiles = x.float().unflatten(1, (-1, scaling[1])).unflatten(0, (-1, scaling[0]))
         amax = tiles.abs().amax((1, 3), keepdim=True).double()
         if scaling == (1, 32):          # MX: powers of two by which nothing saturates
-            scale = 2.0 ** -torch.ceil(torch.log2(amax / 448)).clamp(min=-127)
+            scale = 2.0 ** -torch.ceil(torch.log2(amax / LARGEST[format])).clamp(min=-127)
         elif format is E2M1:            # NVFP4: tiles' scales are E4M3 numbers, for which the tensor has an fp32 scale
             whole = (448 / (amax.max() / 6).clamp(min=1e-12)).float()
             scale = whole / rounded((amax.float() / 6 * whole).double(), E4M3).clamp(min=2**-9).float()
@@ -127,16 +127,19 @@ def quantised(x, operand, dim, noise=None):
 
 # How y = x w' rounds its input and weight, the input gradient g w its gradient and weight, the weight gradient g' x both.
 TENSOR, POWER, ROW, MX, BF16 = (E4M3, "tensor"), (E4M3, "power"), (E4M3, "row"), (E4M3, (1, 32)), (None, None)
+MX_GRAD = (E5M2, (1, 32))
 ROW_128, SQUARE_128, ROW_128_GRAD = (E4M3, (1, 128)), (E4M3, (128, 128)), (E5M2, (1, 128))
 ROW_16, SQUARE_16 = (E2M1, (1, 16)), (E2M1, (16, 16))
 OPERANDS = {
     "tensorwise": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, (E5M2, "tensor"), TENSOR),
     "tensorwise_gw_hp": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, BF16, BF16),
+    "tensorwise_gi_hp": (TENSOR, TENSOR, BF16, BF16, (E5M2, "tensor"), TENSOR),
     "rowwise": (ROW,) * 6,
     "rowwise_with_gw_hp": (ROW, ROW, ROW, POWER, BF16, BF16),
     "amax": (POWER, POWER, (E5M2, "power"), POWER, (E5M2, "power"), POWER),
     "cscale": ((E4M3, 0), (E4M3, 6), (E5M2, 8), (E4M3, 6), (E5M2, 8), (E4M3, 0)),
     "mxfp8": (MX,) * 6,
+    "mxfp8_e5m2": (MX, MX, MX_GRAD, MX, MX_GRAD, MX),
     "blockwise": (ROW_128, SQUARE_128, ROW_128, SQUARE_128, ROW_128, ROW_128),
     "blockwise_e5m2": (ROW_128, SQUARE_128, ROW_128_GRAD, SQUARE_128, ROW_128_GRAD, ROW_128),
     **dict.fromkeys(("nvfp4", "nvfp4_nearest", "nvfp4_hadamard"), (ROW_16, SQUARE_16, ROW_16, SQUARE_16, ROW_16, ROW_16)),
@@ -159,6 +162,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     recipe, loss_scale = fp8.by_name(label).recipe, 2.0**-12
     r, q = fp8.RECIPES[recipe], fp8.fake_quantise
     x_again, g_again = 2 * [fp8.Operand(None)] if r.has_bf16_weight_grad else (r.input, r.grad)
+    g_first, w_again = 2 * [fp8.Operand(None)] if r.has_bf16_input_grad else (r.grad, r.weight_again or r.weight)
     turned = fp8._rotated if r.is_rotated else lambda t: t
     for kind in KINDS:
         x, w, g = operands(kind, *((256, 384, 128) if fp8.FP8_MULTIPLES[recipe] == 128 else ()))
@@ -172,7 +176,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
         if label in ("tensorwise+kernels", "amax+kernels"):
             assert distance(got[2], want[2]) < 1e-5, kind
         fake = (q(x, r.input).double() @ q(w, r.weight).double().T,
-                q(g, r.grad, noise=noise[0]).double() @ q(w, r.weight_again or r.weight, 0).double(),
+                q(g, g_first, noise=noise[0]).double() @ q(w, w_again, 0).double(),
                 q(turned(g), g_again, 0, noise[1]).double().T @ q(turned(x), x_again, 0).double())
         assert all(d < 1e-6 for d in map(distance, fake, want)), kind
 

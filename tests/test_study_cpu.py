@@ -1,0 +1,103 @@
+"""studies/cpu: the rows belong to the study as it stands, its text is refused where it differs, its power is that of theory."""
+
+import importlib.util
+import json
+import math
+
+import numpy as np
+import pytest
+
+from runtime.cli import UserError
+from scaling import ledger
+from scaling.ledger import read_entries
+from scaling.study import expand, load_study
+from tests.conftest import ROOT, asked, write_source
+
+HOME = ROOT / "studies/cpu"
+
+
+def module(name):
+    """A script of studies/cpu, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"study_cpu_{name}", HOME / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return module("corpus")
+
+
+@pytest.fixture(scope="module")
+def power():
+    return module("power")
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu_lr"])
+def test_every_row_is_a_run_of_the_study_and_was_trained_on_one_text(name, capsys):
+    entries = read_entries(ROOT / "studies" / name / "runs.jsonl")
+    assert f"{len(entries)} of " in asked(capsys, ledger.main, ROOT / f"configs/study_{name}.py")
+    assert len({entry.summary["data_sha256"] for entry in entries.values()}) <= 1
+    assert all(entry.summary["status"] == "ok" and entry.summary["git_commit"] for entry in entries.values())
+
+
+def test_what_was_declared_is_the_study():
+    rows = {row.run: row.pair_id for row in expand(load_study(ROOT / "configs/study_cpu.py"))}
+    declared = json.loads((HOME / "study.json").read_text())
+    assert {run["run"]: run["pair_id"] for run in declared["runs"]}.items() <= rows.items()
+    assert declared["margin_percent"] == 0.25
+
+
+@pytest.mark.parametrize("path, is_text", [
+    ("scipy/stats/_stats_py.py", True), ("torch/include/c10/util/Half.h", True), ("transformers/models/bert/modeling.py", True),
+    ("torch/version.py", False), ("numpy/__config__.py", False), ("scipy/stats/tests/test_stats.py", False),
+    ("torch/include/ATen/native/cuda/Loops.h", False), ("torch/_inductor/ir.py", False),
+    ("torch/include/c10/cuda/CUDAStream.h", False)])
+def test_text_that_a_build_writes_or_one_device_has_is_left_out(path, is_text, corpus):
+    assert corpus.is_source(path) == is_text
+
+
+def test_other_shards_are_refused(corpus, tmp_path, monkeypatch):
+    for seed, name in enumerate(corpus.LICENSES):
+        write_source(tmp_path / name, seed)
+    monkeypatch.setattr(corpus, "RECORD", tmp_path / "data.json")
+    corpus.RECORD.write_text(json.dumps(corpus.describe(tmp_path)))
+    corpus.check_shards(tmp_path)
+    for path in (tmp_path / "c").iterdir():
+        path.unlink()
+    (tmp_path / "c").rmdir()
+    write_source(tmp_path / "c", 9)
+    with pytest.raises(UserError, match=r"/c holds other train tokens than the study was trained on"):
+        corpus.check_shards(tmp_path)
+
+
+def test_another_version_of_a_package_is_refused(corpus, monkeypatch):
+    corpus.check_versions()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    with pytest.raises(UserError, match=r"accelerate 0\.1 is installed, but the study's text is that of"):
+        corpus.check_versions()
+
+
+def test_a_missing_text_gets_a_sentence(corpus, capsys, tmp_path):
+    told = asked(capsys, corpus.main, tmp_path / "none", f"out={tmp_path}/data", code=2)
+    assert "prose.jsonl.xz: docs/study.md says where its text comes from" in told
+
+
+@pytest.mark.parametrize("budgets", [1, 4])
+def test_simulated_intervals_have_the_width_that_theory_gives_many_seeds(budgets, power):
+    means, halves = power.simulate(np.random.default_rng(1), 200, budgets, 0.3, 0.5)
+    se = 0.5 * math.sqrt((power.SHARED + (1 - power.SHARED) / budgets) / 200)
+    assert np.median(halves) == pytest.approx(1.972 * se, rel=0.02)
+    assert means.std() == pytest.approx(se, rel=0.05) and means.mean() == pytest.approx(0.3, abs=0.01)
+
+
+def test_the_design_keeps_what_the_study_promises(power):
+    """Half of the studies at least have the half-width, and see the positive control at each size."""
+    for size, recipe, seeds, budgets in power.designs(load_study(ROOT / "configs/study_cpu.py")):
+        sd, gap = (power.NVFP4_SD, power.NVFP4_GAP) if recipe == "nvfp4" else (power.TENSORWISE_SD, power.TENSORWISE_GAP)
+        means, halves = power.simulate(np.random.default_rng(0), seeds, budgets, gap, sd)
+        if recipe == "tensorwise" and size in ("cpu_30k", "cpu_101k"):
+            assert np.median(halves) < power.TARGET
+        if recipe == "nvfp4":
+            assert np.mean(means > halves) > 0.5
