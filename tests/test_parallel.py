@@ -103,10 +103,11 @@ def test_a_rank_knows_after_which_time_torchrun_kills_it(monkeypatch, words, env
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     genuine = LaunchConfig(1, 1, 1, shutdown_timeout=torchrun_options([*words, "train.py"]).shutdown_timeout)
-    launcher = subprocess.Popen([sys.executable, "-c", "input()", *words], stdin=subprocess.PIPE)
-    world = replace(ALONE, launcher=SimpleNamespace(pid=launcher.pid))
-    assert parallel.shutdown_timeout(world) == genuine.shutdown_timeout == seconds
-    launcher.communicate(b"\n")
+    with subprocess.Popen([sys.executable, "-c", "input(print(flush=True))", *words], stdin=-1, stdout=-1) as launcher:
+        launcher.stdout.readline()      # it runs
+        world = replace(ALONE, launcher=SimpleNamespace(pid=launcher.pid))
+        assert parallel.shutdown_timeout(world) == genuine.shutdown_timeout == seconds
+        launcher.communicate(b"\n")
     assert parallel.shutdown_timeout(ALONE) is None, "there is none"
 
 
