@@ -19,7 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
+from runtime.letters import BYTE_LETTERS
 from runtime.machine import write_json
+from runtime.pieces import build_encoder
 
 VOCAB_SIZE = {"gpt2": 50257, "byte": 257}      # the built-in ones
 # The files of a tokenizer folder. The first two are read and must be there; the others only go with a copy.
@@ -33,11 +35,6 @@ ENDS_FILES = (GENERATION_FILE, "config.json")      # which name the ids that end
 MERGES_FILE = Path(__file__).with_name("gpt2_vocab_bpe.xz")
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 END_OF_TEXT = "<|endoftext|>"
-# Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255: printable Latin-1 bytes stand for themselves and come
-# first; the others take the letters from U+0100 on.
-BYTE_LETTERS = {b: chr(b) for b in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
-BYTE_LETTERS |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in BYTE_LETTERS)}
-
 # Radford et al. 2019. The group holds all alternatives without a lookahead, which fancy_regex then hands to one automaton: the
 # pieces of tiktoken's own copy, which it tries one after the other, in 0.6 of the time of encoding.
 GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s"
@@ -242,7 +239,11 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
             fast.encode_special_tokens = True
         return encoding.ids, encoding.offsets
 
-    return Tokenizer(name, identify, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,
+    def encode_whole(text: str) -> list[int]:
+        # By this call the package keeps no places in the text: half of the memory.
+        return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    return Tokenizer(name, identify, vocab_size, prefix, build_encoder(fast, encode_whole),
                      lambda ids: fast.decode(ids, skip_special_tokens=False),
                      lambda text: encode_places(text)[0], encode_places,
                      adds_start=first == [prefix[-1]],      # by its post-processor; a bos_token's name alone adds none

@@ -316,9 +316,9 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert index.is_masked and index.dtype == "<u4" and index.duplicates == {"chat": 1} and index.empty == 3
     expected = {"train": ([], []), "val": ([], [])}        # tokens of each document, bytes of its response
     for prompt, response in dict.fromkeys(pair for pair in PAIRS if pair[1].strip()):
-        context = np.array([*tok.prefix[1:], *tok.encode(prompt)], "<u4") | MASK
+        context = np.array([*tok.prefix[1:], *tok.encode_special(prompt)], "<u4") | MASK
         tokens, sizes = expected[split_of(f"{prompt}\0{response}".encode(), 3000)]
-        tokens.append(np.concatenate([[tok.eot], context, tok.encode(response)]))
+        tokens.append(np.concatenate([[tok.eot], context, tok.encode_special(response)]))
         sizes.append(len(response.encode()))
     windows = []
     for split, (tokens, sizes) in expected.items():
