@@ -40,7 +40,9 @@ from scipy.stats import binned_statistic
 from runtime.cli import UserError, command, nearest, run_command, si
 from scaling import predict, records
 from scaling.figures import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
-from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
+from scaling.laws import (
+    DELTA, HAS_OUTLIERS, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted,
+)
 from scaling.pairs import KIND, pairs
 from scaling.precision import ARMS, LINES, table
 
@@ -100,6 +102,7 @@ def main(o: Options) -> None:
     else:
         chosen = read_points(o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster)
         group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
+        group = replace(group, places=tuple(f"line {line}" for line in chosen.lines))
         if all(fit.objective is None for fit in group.laws.values()):
             raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
         _finish([group], [], "loss", {"source": chosen.source, "notes": chosen.notes, **group.plain()}, folder, [], o.all)
@@ -189,6 +192,7 @@ class Group:
     convention: str | None = None       # of Record; None for a table, which does not say what its N counts
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
+    places: tuple[str, ...] = ()        # of a table: where each point stands in its file, such as "line 20"
     counts: dict = field(default_factory=dict)          # of runs: "N" or "C" -> {another convention: values so counted}
     curves: tuple = ()                  # (tokens, loss) of each run's training
     held_out: tuple = ()                # of predict.Held: in no fit
@@ -222,11 +226,26 @@ class Group:
         """Points by their runs, or by what tells a table's rows apart (the line, where no column names runs)."""
         return [self.records[i].run_id if self.records else str(self.points.cluster[i]) for i in index]
 
+    def place_of(self, index: int) -> str:
+        """One point by its run or its line in the table; where neither is known, by what names its trajectory."""
+        return self.places[index] if self.places else self.names_of([index])[0]
+
+    @property
+    def outliers(self) -> list[tuple[str, float]]:
+        """(run or line, distance from the law of the other points in per cent of the loss), farthest first."""
+        law = self.headline if self.headline in HAS_OUTLIERS else "chinchilla"
+        outliers = self.laws[law].outliers
+        lack = self.lack_of_fit
+        if lack is not None and law == "chinchilla":
+            outliers = lack["outliers"]         # of the law that fits, not of one that does not
+        return [(self.place_of(index), 100 * distance) for index, distance in outliers]
+
     def plain(self) -> dict:
         lack = self.lack_of_fit
+        outliers = [{"point": place, "percent": percent} for place, percent in self.outliers]
         return {"runs": [record.run_id for record in self.records], "n": len(self.loss),
-                "headline": {"form": self.headline, "reason": self.headline_reason},
-                "lack_of_fit": lack and lack | {"left_out": self.names_of(lack["left_out"]),
+                "headline": {"form": self.headline, "reason": self.headline_reason}, "outliers": outliers,
+                "lack_of_fit": lack and lack | {"left_out": self.names_of(lack["left_out"]), "outliers": outliers,
                                                 "without": lack["without"] and lack["without"].plain()},
                 "laws": {form: fit.plain() for form, fit in self.laws.items()},
                 "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
@@ -310,8 +329,9 @@ def _warnings(group) -> list[str]:
     fit, lack, lines = group.laws[group.headline], group.lack_of_fit, []
     if not fit.identified:
         lines.append(f"WARNING: {group.recipe}: the headlined law is not identified: {fit.reason}")
+    lines += _outlier_lines(group)
     if lack:
-        lines.append(f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['residual_rms']:.2g} %, noise of "
+        lines.append(f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['scatter']:.2g} %, noise of "
                      f"{100 * lack['noise']:.2g} % (of {lack['noise_of']})")
         if less := lack["without"]:
             names = group.names_of(lack["left_out"])
@@ -320,6 +340,25 @@ def _warnings(group) -> list[str]:
                          f"{less.formula()}, residuals of {100 * less.residual_rms:.2g} %")
         else:
             lines.append("  leaving out early points, up to half of all, does not mend it: another form is needed")
+    return lines
+
+
+def _outlier_lines(group) -> list[str]:
+    """The points that lie off a law that the others follow, and what that law is."""
+    if not group.outliers:
+        return []
+    (place, percent), *others = group.outliers
+    side = "above" if percent > 0 else "below"
+    sentence = f"{place} lies {abs(percent):.2g} % {side} the law"
+    if others:
+        named = [f"{place} by {percent:+.2g} %" for place, percent in group.outliers[:SHOWN]]
+        sentence = f"{len(group.outliers)} points lie off the law: {', '.join(named)}"
+        sentence += ", ... (law.json names all)" if len(group.outliers) > SHOWN else ""
+    lines = [f"WARNING: {group.recipe}: {sentence}; look at what happened there"]
+    fit = group.laws[group.headline]
+    if fit.without_outliers:
+        lines.append(f"  without what lies off, residuals are {100 * fit.scatter:.2g} % and the law is "
+                     f"{fit.formula(fit.without_outliers)}")
     return lines
 
 
@@ -351,7 +390,8 @@ def _intervals(fit) -> str:
 
 # What was chosen from a table. axes: "NDC", or "N" where it gives neither tokens nor compute, D and C of the points are 1 then;
 # source: for law.json, file, sha256, rows, filters, columns, what was derived, lines left out; notes: what a reader should know.
-Selection = namedtuple("Selection", "points axes source notes")
+# lines: of each point, its line in the file.
+Selection = namedtuple("Selection", "points axes source notes lines")
 
 
 def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), drop_highest: int = 0, cluster="") -> Selection:
@@ -399,7 +439,7 @@ def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), dro
         f"{name} = {' or '.join(some)}" for name, some in filters.items())] if filters else []
     notes += [f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
               for why, lines in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
-    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes)
+    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes, tuple(kept))
 
 
 def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:

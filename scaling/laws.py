@@ -22,6 +22,7 @@ NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B",
 FACTORS = {"E", "A", "B", "K", "k_n", "k_d"}        # positive, so solved for and given intervals on the logarithm
 # The others must be above zero for the loss to fall, or for a budget to say how to spend it.
 EXPONENTS = {form: [name for name in names if name not in FACTORS] for form, names in NAMES.items()}
+HAS_OUTLIERS = "chinchilla", "ray"     # forms that points can be said to lie off; of the others the form itself is rough
 # form -> (factor, abscissa, exponent) of each power law in it
 SURFACE = ("A", "N", "alpha"), ("B", "D", "beta")
 POWERS = {"ray": (("K", "C", "gamma"),), "power_n": SURFACE[:1], "power_d": SURFACE[1:], "power_c": (("K", "C", "gamma"),),
@@ -58,6 +59,14 @@ BENT = 0.05                 # chance of refusing a window in which the cubic hol
 CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says
 FAILED = 0.05               # share of resamples without a fit above which the bootstrap is not believed
 MISSES = 0.01, 2.0          # a law does not fit whose residuals are above this, in ln L, and above so many times the noise
+# Points off the law, where the rest of them fits.
+OFF_LAW = 0.01              # ln L: the least distance from the law of an outlier
+OFF_BY_CHANCE = 0.01        # of a table without outliers, to name one all the same
+MOST_OUTLIERS = 0.1         # share of the points: more are no outliers but another law
+FARTHEST = 3                # scatters that an outlier counts for in a jackknife: Huber's loss does not mind how far it lies
+ROUNDS = 10                 # of leaving out and putting back
+CANDIDATES = 10             # points at least that are left out in turn: those that may lie farthest off
+ONE_BY_ONE = 100            # points: up to here each is left out in turn, as one in a corner draws the law to itself
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)        # of the points, earliest first, that a law may have to do without
 DROPS = (1, 3, 5, 10)
 DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
@@ -108,13 +117,7 @@ class Optimum:
 
     @property
     def inefficiency(self) -> float:
-        """Variance of Huber's estimate over that of least squares under normal noise: 1 for delta >> sigma, pi/2 for <<."""
-        if self.delta is None or self.sigma == 0:
-            return 1.0
-        k = self.delta / self.sigma
-        inside = erf(k / math.sqrt(2))
-        squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
-        return float(squares / inside**2)
+        return inefficiency(self.delta, self.sigma)
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,9 @@ class Fit:
     starts_at_best: int | None = None       # starts that end at the best objective
     gradient_norm: float | None = None
     residual_rms: float | None = None       # of log-loss, over n - parameters; isoflop: of ln N*
+    scatter: float | None = None            # residual_rms of the law without its outliers, over the points that are left
+    outliers: tuple[tuple[int, float], ...] = ()    # (index, loss over the law without outliers, less 1), farthest first
+    without_outliers: dict[str, float] | None = None    # parameters of that law; None where there are none
     se: dict[str, float] | None = None
     ci95: dict[str, tuple[float, float]] | None = None
     interval: str | None = None             # how se and ci95 were made: "t", "bootstrap" or "cluster"
@@ -164,19 +170,31 @@ class Fit:
     def terms(self, *x):
         return terms(self.form, centred(x, self.optimum.centres), self.optimum.gamma)
 
-    def formula(self) -> str:
-        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted."""
+    def formula(self, parameters: dict[str, float] | None = None) -> str:
+        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted. parameters: of another fit."""
         if self.objective is None:
             return ""
-        p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
+        p = {name: f"{float(f'{value:.3g}'):g}" for name, value in (parameters or self.parameters).items()}   # not 2.14e+03
         if self.form == "isoflop":
             return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
         powers = [f"{p[factor]} {axis}^-{p[exponent]}" for factor, axis, exponent in POWERS[self.form]]
         return f"L = {' + '.join(([p['E']] if 'E' in p else []) + powers)}".replace("^--", "^")
 
     def plain(self) -> dict:
-        content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
+        # A group names its outliers (fit.Group.plain): the laws know their indices alone.
+        elsewhere = "optimum", "parameters", "outliers"
+        content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in elsewhere}
         return content | self.parameters | {"formula": self.formula()}
+
+
+def inefficiency(delta: float | None, sigma: float) -> float:
+    """Variance of Huber's estimate over that of least squares under normal noise: 1 for delta >> sigma, pi/2 for <<."""
+    if delta is None or sigma == 0:
+        return 1.0
+    k = delta / sigma
+    inside = erf(k / math.sqrt(2))
+    squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
+    return float(squares / inside**2)
 
 
 def unfitted(form: str, n: int, reason: str) -> Fit:
@@ -222,10 +240,31 @@ def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA,
     rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
     best = Optimum(theta, centres, gamma, delta, None, n - p, None if rms is None else max(rms, seed_sd), float(y.min()))
     fit = Fit(form, {name: float(back(name, value)) for name, value in values.items()}, n, why is None, why, residual_rms=rms,
-              optimum=best, **certificate)
+              scatter=rms, optimum=best, **certificate)
     if n <= p or is_singular:
         return fit
+    rest = None
+    if form in HAS_OUTLIERS and gamma is None and delta is not None:
+        rest = without_outliers(*terms(form, logs), y, theta, delta, seed_sd)
+    if rest is not None:
+        return _with_outliers(fit, rest, y, seed_sd)
     return with_covariance(fit, best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac), n - p, "t")
+
+
+def _with_outliers(fit: Fit, rest: "Rest", y, seed_sd: float) -> Fit:
+    """The fit with its outliers named and t-intervals of the other points' scatter, widened by what the outliers move."""
+    best = fit.optimum
+    distances = np.expm1(y - rest.log_loss)
+    farthest_first = sorted(rest.left_out, key=lambda index: -abs(distances[index]))
+    outliers = tuple((int(index), float(distances[index])) for index in farthest_first)
+    best = replace(best, sigma=max(rest.scatter, seed_sd))
+    values = natural(fit.form, rest.theta, best.centres)
+    without = {name: float(back(name, value)) for name, value in values.items()}
+    fit = replace(fit, outliers=outliers, without_outliers=without, scatter=rest.scatter, optimum=best)
+    kept = rest.jacobian[rest.kept]
+    moved = best.theta - rest.theta
+    covariance = best.sigma**2 * best.inefficiency * np.linalg.inv(kept.T @ kept) + np.outer(moved, moved)
+    return with_covariance(fit, covariance, rest.dof, "t")
 
 
 def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
@@ -355,6 +394,122 @@ def back(name: str, values):
     """A factor from its logarithm (infinite where it overflows), an exponent as it is."""
     with np.errstate(over="ignore"):
         return np.exp(values) if name in FACTORS else values
+
+
+# ---------------------------------------------------------------------------------------------------- points off the law
+
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """A law fitted to the points without its outliers; arrays of all n points are about that law."""
+
+    kept: np.ndarray            # (n,) bool
+    theta: np.ndarray           # (p,)
+    log_loss: np.ndarray        # (n,) the law's
+    jacobian: np.ndarray        # (n, p) of log_loss
+    scatter: float              # rms of the kept points' residuals over dof
+    dof: int
+
+    @property
+    def left_out(self) -> np.ndarray:
+        return np.flatnonzero(~self.kept)
+
+    def scores(self, y, delta: float, seed_sd: float) -> np.ndarray:
+        """(n,) distance of each point from the law over its standard error, as of a point that the law has not seen."""
+        sigma = max(self.scatter, seed_sd, 1e-12)
+        own = self.jacobian[self.kept]
+        spread = np.linalg.pinv(own.T @ own)
+        leverage = np.einsum("ni,ij,nj->n", self.jacobian, spread, self.jacobian)
+        return np.abs(y - self.log_loss) / (sigma * np.sqrt(1 + inefficiency(delta, sigma) * leverage))
+
+
+def without_outliers(slopes, offsets, y, theta, delta: float, seed_sd: float = 0.0) -> Rest | None:
+    """The law without the points that lie off it; None where there is none, or more than MOST_OUTLIERS (another law then).
+
+    slopes, offsets of `terms`, y = ln loss (n,), theta (p,) the optimum of all points, which a point in a corner may have
+    drawn to itself. So each point is left out in turn, the one that costs most goes first, and so on; the longest such list
+    counts whose last point is significant against the rest (Rosner 1983): a first outlier may hide behind a second."""
+    n, p = slopes.shape[0], slopes.shape[2]
+    most = min(math.ceil(MOST_OUTLIERS * n), n - p - 2)
+    rest = _rest(slopes, offsets, y, theta, np.ones(n, bool))
+    if most < 1 or not _may_be_off(rest, y):
+        return None
+    leave_out = _leave_out_one_by_one if n <= ONE_BY_ONE else _leave_out_together
+    found = leave_out(rest, slopes, offsets, y, delta, seed_sd, most)
+    if found is None:
+        return None
+    return _put_back(found, slopes, offsets, y, delta, seed_sd)
+
+
+def _may_be_off(rest: Rest, y) -> bool:
+    return bool(_unseen(rest, y).max() > OFF_LAW / 2)
+
+
+def _unseen(rest: Rest, y) -> np.ndarray:
+    """(n,) about how far each point would lie from the law of the others, by what it weighs in this one."""
+    own = rest.jacobian[rest.kept]
+    leverage = np.einsum("ni,ij,nj->n", rest.jacobian, np.linalg.pinv(own.T @ own), rest.jacobian)
+    return np.abs(y - rest.log_loss) / np.maximum(1 - leverage, 0.05)
+
+
+def _rest(slopes, offsets, y, theta, kept) -> Rest:
+    log_loss, jacobian = log_law(slopes, offsets, theta)
+    residual = (y - log_loss)[kept]
+    dof = len(residual) - len(theta)
+    return Rest(kept, theta, log_loss, jacobian, math.sqrt(residual @ residual / dof), dof)
+
+
+def _is_off(rest: Rest, y, delta: float, seed_sd: float, among: int) -> np.ndarray:
+    """(n,) whether each point lies OFF_LAW off the law and farther than the farthest of so many would by chance."""
+    limit = stdtrit(rest.dof, 1 - OFF_BY_CHANCE / (2 * among))
+    return (np.abs(y - rest.log_loss) > OFF_LAW) & (rest.scores(y, delta, seed_sd) > limit)
+
+
+def _leave_out_one_by_one(rest: Rest, slopes, offsets, y, delta, seed_sd, most: int) -> Rest | None:
+    found, in_vain = None, 0
+    for _ in range(most):
+        unseen = np.where(rest.kept, _unseen(rest, y), -1.0)
+        tried = min(int(rest.kept.sum()), max(CANDIDATES, len(y) // 4))
+        candidates = np.argsort(-unseen, kind="stable")[:tried]
+        weights = np.tile(rest.kept.astype(float), (tried, 1))
+        weights[np.arange(tried), candidates] = 0.0
+        starts = np.tile(rest.theta, (tried, 1))
+        thetas, costs, _ = descend(starts, slopes, offsets, y, delta, weights)
+        dearest = int(np.argmin(costs))
+        rest = _rest(slopes, offsets, y, thetas[dearest], weights[dearest] > 0)
+        is_off = _is_off(rest, y, delta, seed_sd, int(rest.kept.sum()) + 1)[candidates[dearest]]
+        found, in_vain = (rest, 0) if is_off else (found, in_vain + 1)
+        if in_vain == 2:        # one outlier hides a second one, rarely a third
+            break
+    return found
+
+
+def _leave_out_together(rest: Rest, slopes, offsets, y, delta, seed_sd, most: int) -> Rest | None:
+    """Of many points: all that lie off the law at once, then those off the law of the rest, until none is new."""
+    everything = rest
+    for _ in range(ROUNDS):
+        # The median does not count how far the outliers are, as a scatter over all points would.
+        scatter = float(np.median(np.abs(y - rest.log_loss)[rest.kept])) / 0.6745
+        off = _is_off(replace(rest, scatter=scatter), y, delta, seed_sd, len(y))
+        if off.sum() > most:
+            return None
+        if (off == ~rest.kept).all():
+            break
+        theta, _, _ = descend(rest.theta[None], slopes, offsets, y, delta, (~off)[None].astype(float))
+        rest = _rest(slopes, offsets, y, theta[0], ~off)
+    return None if rest is everything or rest.kept.all() else rest
+
+
+def _put_back(rest: Rest, slopes, offsets, y, delta, seed_sd) -> Rest | None:
+    """Without those that the law of the rest does not find off it: they had gone before a worse one."""
+    for _ in range(ROUNDS):
+        off = _is_off(rest, y, delta, seed_sd, len(y)) & ~rest.kept
+        if (off == ~rest.kept).all():
+            return rest
+        if not off.any():
+            return None
+        theta, _, _ = descend(rest.theta[None], slopes, offsets, y, delta, (~off)[None].astype(float))
+        rest = _rest(slopes, offsets, y, theta[0], ~off)
+    return rest
 
 
 # -------------------------------------------------------------------------------------------------- many starts at once
@@ -583,6 +738,8 @@ def jackknife(fit: Fit, points: Points):
     best = fit.optimum
     log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), best.theta)
     residual = np.log(points.loss) - log_loss
+    off = [index for index, _ in fit.outliers]
+    residual[off] = np.clip(residual[off], -FARTHEST * fit.scatter, FARTHEST * fit.scatter)
     bread = np.linalg.inv(jacobian.T @ jacobian)
     labels, total = np.unique(points.cluster), 0.0
     for label in labels:
@@ -618,22 +775,24 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
 
 
 def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
-    """How an identified L(N, D) misses its points (residuals above MISSES), and the same law without the earliest, as points of
-    few tokens per parameter lie above any such law; None where it fits. left_out: indices of the fewest that let the rest fit."""
-    if fit.residual_rms <= MISSES[0]:       # the noise of thousands of points takes a second
+    """How an identified L(N, D) misses its points, its outliers aside (their scatter is above MISSES), and the same law without
+    the earliest, as points of few tokens per parameter lie above any such law; None where it fits. left_out: indices of the
+    fewest that let the rest fit, with that law's own outliers."""
+    if fit.scatter <= MISSES[0]:       # the noise of thousands of points takes a second
         return None
     noise, noise_of = _noise(points, np.log(points.loss / fit.predict(points.N, points.D)), seed_sd)
     limit, ratio = max(MISSES[0], MISSES[1] * noise), points.D / points.N
-    if fit.residual_rms <= limit:
+    if fit.scatter <= limit:
         return None
-    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "below": None, "left_out": [],
-             "without": None}
+    found = {"residual_rms": fit.residual_rms, "scatter": fit.scatter, "noise": noise, "noise_of": noise_of, "below": None,
+             "left_out": [], "outliers": [], "without": None}
     for share in SHARES:
         below = np.sort(ratio)[round(share * len(ratio))]
         some = np.flatnonzero(ratio >= below * (1 - 1e-9))
         less = fit_form("chinchilla", points.take(some), seed_sd)
-        if less.identified and less.residual_rms <= limit:
+        if less.identified and less.scatter <= limit:
             return found | {"below": float(below), "left_out": np.setdiff1d(np.arange(len(ratio)), some).tolist(),
+                            "outliers": [(int(some[index]), distance) for index, distance in less.outliers],
                             "without": with_bootstrap(less, points.take(some), RESAMPLES)}
     return found
 

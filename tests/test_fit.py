@@ -16,6 +16,7 @@ from scaling.fit import fit_group, fit_points, read_points, seed_noise
 from scaling.laws import fit_law
 from scaling.records import read_runs
 from tests.conftest import asked, process
+from tests.law_trials import table_with_outliers
 from tests.test_laws import FOLDER, ROUND, early, made, published
 
 HEAD = "run,N,tokens,flops,loss,lr"
@@ -155,6 +156,16 @@ def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path
     early_lines = {str(2 + i) for i in np.flatnonzero(points.D / points.N < 0.5)}
     assert content["laws"]["chinchilla"]["identified"] and early_lines <= set(content["lack_of_fit"]["left_out"])
     assert fit_points(points, "p", resamples=200, insist=True).headline == "chinchilla"
+
+
+def test_one_wrong_loss_is_named_by_its_line_and_the_law_stays(tmp_path, capsys, no_figures):
+    points, _ = table_with_outliers(0, 0)
+    points.loss[18] *= 1.06
+    out, content = fitted(capsys, *write_points(tmp_path, points), "d=tokens")
+    assert out.startswith("WARNING: p.csv: line 20 lies 6") and "% above the law; look at" in out
+    assert content["headline"]["form"] == "chinchilla" and content["lack_of_fit"] is None
+    (outlier,) = content["outliers"]
+    assert outlier["point"] == "line 20" and outlier["percent"] == pytest.approx(6, abs=0.8)
 
 
 @published
