@@ -41,7 +41,23 @@ from runtime.cli import UserError, command, nearest, run_command, si
 from scaling import predict, records
 from scaling.figures import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
 from scaling.laws import (
-    DELTA, HAS_OUTLIERS, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted,
+    DELTA,
+    HAS_OUTLIERS,
+    ONE_RAY,
+    Fit,
+    Points,
+    SharedFault,
+    fit_band,
+    fit_form,
+    fit_law,
+    lack_of_fit,
+    meets,
+    near_zero,
+    on_one_ray,
+    robustness,
+    shared_fault,
+    unfitted,
+    with_bootstrap,
 )
 from scaling.pairs import KIND, pairs
 from scaling.precision import ARMS, LINES, table
@@ -58,6 +74,7 @@ BEYOND = 10             # without a held-out run the laws are drawn to this many
 BINS = 24               # per decade of compute, to smooth training curves
 FEW = 6                 # at most so many lines of one size, or of one ratio, in a panel
 HATCH = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
+NAMES_OF_RUNS = {"run", "run_id", "run_name", "runid", "name", "id", "model", "model_name", "trial", "experiment", "trajectory"}
 MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
 FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "drop_highest", "where")    # of Options
 
@@ -101,7 +118,7 @@ def main(o: Options) -> None:
         _fit_runs(o, folder)
     else:
         chosen = read_points(o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster)
-        group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
+        group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist, columns=chosen.run_columns)
         group = replace(group, places=tuple(f"line {line}" for line in chosen.lines))
         if all(fit.objective is None for fit in group.laws.values()):
             raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
@@ -192,6 +209,8 @@ class Group:
     convention: str | None = None       # of Record; None for a table, which does not say what its N counts
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
+    shared_fault: SharedFault | None = None     # then a trajectory in `points` is what it names
+    labels: tuple = ()                  # of each point: the trajectory that the runs or the table name
     places: tuple[str, ...] = ()        # of a table: where each point stands in its file, such as "line 20"
     counts: dict = field(default_factory=dict)          # of runs: "N" or "C" -> {another convention: values so counted}
     curves: tuple = ()                  # (tokens, loss) of each run's training
@@ -224,7 +243,7 @@ class Group:
 
     def names_of(self, index) -> list[str]:
         """Points by their runs, or by what tells a table's rows apart (the line, where no column names runs)."""
-        return [self.records[i].run_id if self.records else str(self.points.cluster[i]) for i in index]
+        return [self.records[i].run_id if self.records else str(self.labels[i]) for i in index]
 
     def place_of(self, index: int) -> str:
         """One point by its run or its line in the table; where neither is known, by what names its trajectory."""
@@ -242,9 +261,11 @@ class Group:
 
     def plain(self) -> dict:
         lack = self.lack_of_fit
+        fault = self.shared_fault
         outliers = [{"point": place, "percent": percent} for place, percent in self.outliers]
         return {"runs": [record.run_id for record in self.records], "n": len(self.loss),
                 "headline": {"form": self.headline, "reason": self.headline_reason}, "outliers": outliers,
+                "shared_fault": fault and {"by": fault.by, "chance": fault.chance, "groups": len(set(fault.labels))},
                 "lack_of_fit": lack and lack | {"left_out": self.names_of(lack["left_out"]), "outliers": outliers,
                                                 "without": lack["without"] and lack["without"].plain()},
                 "laws": {form: fit.plain() for form, fit in self.laws.items()},
@@ -271,17 +292,35 @@ def fit_group(runs, loss_key: str = "loss_bf16", seed_sd: float | None = None, h
 
 
 def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000,
-               insist: bool = False) -> Group:
+               insist: bool = False, columns: dict[str, np.ndarray] | None = None) -> Group:
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
-    fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
+    fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit. columns: name
+    -> label of each point, of what may name runs. Where sizes or those share a fault, intervals count them, not points."""
     x, n, ray = {axis: getattr(points, axis) for axis in axes}, len(points.loss), points.ray if "D" in axes else None
     resamples = min(resamples, max(200, RESAMPLED // n))
-    laws = {form: fit_form(form, points, seed_sd, resamples=resamples) if form == "power_n" or "D" in x else
-            unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
+    labels = tuple(points.cluster)
+    alone = {}
+    fault = None
+    if "D" in x:
+        form = "ray" if on_one_ray(ray) else "chinchilla"
+        alone[form] = fit_form(form, points, seed_sd)
+        if meets(alone[form], points, seed_sd):
+            fault = shared_fault(alone[form], points, columns)
+    if fault is not None and resamples:
+        points = replace(points, cluster=fault.labels)
+    laws = {}
+    for form in FORMS:
+        if form != "power_n" and "D" not in x:
+            laws[form] = unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)")
+        elif form in alone:
+            laws[form] = with_bootstrap(alone[form], points, resamples)
+        else:
+            laws[form] = fit_form(form, points, seed_sd, resamples=resamples)
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
     headline, reason = _headline(laws, ray, lack and not insist)
     doubt = _form_doubt(points, seed_sd) if headline == "chinchilla" else None
-    return Group(name, (), points, x, points.loss, ray, laws, headline, reason, seed_sd, form_doubt=doubt, lack_of_fit=lack)
+    return Group(name, (), points, x, points.loss, ray, laws, headline, reason, seed_sd, form_doubt=doubt, lack_of_fit=lack,
+                 shared_fault=fault if resamples else None, labels=labels)
 
 
 def _form_doubt(points: Points, seed_sd: float) -> dict | None:
@@ -330,6 +369,7 @@ def _warnings(group) -> list[str]:
     if not fit.identified:
         lines.append(f"WARNING: {group.recipe}: the headlined law is not identified: {fit.reason}")
     lines += _outlier_lines(group)
+    lines += _shared_fault_lines(group)
     if lack:
         lines.append(f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['scatter']:.2g} %, noise of "
                      f"{100 * lack['noise']:.2g} % (of {lack['noise_of']})")
@@ -362,6 +402,17 @@ def _outlier_lines(group) -> list[str]:
     return lines
 
 
+def _shared_fault_lines(group) -> list[str]:
+    """What the intervals count where points are not independent although nobody said so."""
+    fault = group.shared_fault
+    if fault is None:
+        return []
+    groups = len(set(fault.labels))
+    what = "points of one size" if fault.by == "size" else f"points of one {fault.by!r}"
+    return [f"WARNING: {group.recipe}: {what} lie off the law together (F-test: chance {fault.chance:.1g} if each point were "
+            f"independent), so intervals count {groups} of them, not {len(group.loss)} points"]
+
+
 def _headline_lines(group) -> list[str]:
     """A group's headlined law with its intervals, what it rests on, and why it is this form."""
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
@@ -372,6 +423,9 @@ def _headline_lines(group) -> list[str]:
     if fit.ci95:
         lines += [f"    95 %: {_intervals(fit)}",
                   f"    from {INTERVALS[fit.interval].format(fit.clusters, fit.resamples)}: the points' noise alone"]
+    if edge := near_zero(fit):
+        lines.append(f"    {' and '.join(edge)} within three standard errors of zero: estimates so near the edge lean steep, as "
+                     "flatter ones are refused")
     lines.append(f"  why this law: {group.headline_reason}")
     far = [group.form_doubt["low"], group.form_doubt["high"]] if group.form_doubt else [
         float(form.predict(10 * group.x["C"].max())) for form in group.bands.get("C", ())]
@@ -391,7 +445,8 @@ def _intervals(fit) -> str:
 # What was chosen from a table. axes: "NDC", or "N" where it gives neither tokens nor compute, D and C of the points are 1 then;
 # source: for law.json, file, sha256, rows, filters, columns, what was derived, lines left out; notes: what a reader should know.
 # lines: of each point, its line in the file.
-Selection = namedtuple("Selection", "points axes source notes lines")
+# run_columns: name -> label of each point, of columns that may name runs though nobody said so.
+Selection = namedtuple("Selection", "points axes source notes lines run_columns")
 
 
 def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), drop_highest: int = 0, cluster="") -> Selection:
@@ -439,7 +494,22 @@ def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), dro
         f"{name} = {' or '.join(some)}" for name, some in filters.items())] if filters else []
     notes += [f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
               for why, lines in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
-    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes, tuple(kept))
+    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes, tuple(kept),
+                     {} if cluster else _run_columns(rows, kept, N, counted))
+
+
+def _run_columns(rows: dict[int, dict[str, str]], kept: list[int], N, counted: list[str]) -> dict[str, np.ndarray]:
+    """Columns of the kept lines whose name says that they name runs, whose values repeat, and each of which has one N."""
+    columns = {}
+    for name in rows[kept[0]]:
+        if name in counted or name.strip().lower().replace(" ", "_") not in NAMES_OF_RUNS:
+            continue
+        labels = np.array([rows[line][name] or f"line {line}" for line in kept])
+        distinct, member = np.unique(labels, return_inverse=True)
+        largest = np.array([N[member == i].max() / N[member == i].min() for i in range(len(distinct))])
+        if len(distinct) < len(kept) and largest.max() < 1.01:
+            columns[name] = labels
+    return columns
 
 
 def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:

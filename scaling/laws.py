@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 from scipy.optimize import least_squares
-from scipy.special import erf, fdtri, stdtrit
+from scipy.special import erf, fdtrc, fdtri, stdtrit
 
 from runtime.cli import UserError, si
 
@@ -63,10 +63,14 @@ MISSES = 0.01, 2.0          # a law does not fit whose residuals are above this,
 OFF_LAW = 0.01              # ln L: the least distance from the law of an outlier
 OFF_BY_CHANCE = 0.01        # of a table without outliers, to name one all the same
 MOST_OUTLIERS = 0.1         # share of the points: more are no outliers but another law
-FARTHEST = 3                # scatters that an outlier counts for in a jackknife: Huber's loss does not mind how far it lies
+FARTHEST = 3                # scatters that an outlier counts for in a jackknife
 ROUNDS = 10                 # of leaving out and putting back
 CANDIDATES = 10             # points at least that are left out in turn: those that may lie farthest off
 ONE_BY_ONE = 100            # points: up to here each is left out in turn, as one in a corner draws the law to itself
+SHARED = 0.005              # chance of finding a fault that sizes or runs share where they share none
+SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
+FREEDOM = 4                 # degrees of freedom within groups that an F-test needs
+EDGE = 3                    # standard errors from zero within which an exponent's estimate leans steep
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)        # of the points, earliest first, that a law may have to do without
 DROPS = (1, 3, 5, 10)
 DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
@@ -736,10 +740,7 @@ def jackknife(fit: Fit, points: Points):
     """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and McCaffrey
     2002); None where the points without one of them do not determine the law."""
     best = fit.optimum
-    log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), best.theta)
-    residual = np.log(points.loss) - log_loss
-    off = [index for index, _ in fit.outliers]
-    residual[off] = np.clip(residual[off], -FARTHEST * fit.scatter, FARTHEST * fit.scatter)
+    residual, jacobian = _residuals(fit, points)
     bread = np.linalg.inv(jacobian.T @ jacobian)
     labels, total = np.unique(points.cluster), 0.0
     for label in labels:
@@ -772,6 +773,99 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
     optimum = replace(best, covariance=np.cov(moved.T), dof=len(labels) - 1)
     return replace(fit, se=se, ci95=ci95, interval="bootstrap", clusters=len(labels), resamples=resamples,
                    failed=int((~converged).sum()), optimum=optimum)
+
+
+@dataclass(frozen=True)
+class SharedFault:
+    """Points of a group lie off the law together, farther than independent runs would by chance."""
+
+    by: str                     # what the group shares: "size", or the column of a table
+    chance: float               # of so large a difference between groups if every run were independent
+    labels: np.ndarray = field(repr=False, compare=False)       # (n,) the group of each point
+
+
+def shared_fault(fit: Fit, points: Points, columns: dict[str, np.ndarray] | None = None) -> SharedFault | None:
+    """What the points of a size share, such as a learning rate that suits other sizes better; else what those of a run do.
+
+    fit: a law with an optimum. columns: name -> label of each point (n,), of what may name runs. Chances are those of an F-test
+    at SHARED for all groupings together; None where nothing is shared, or where trajectories are no finer than sizes."""
+    if fit.optimum is None or fit.scatter is None:
+        return None
+    candidates = {"size": sizes_of(points.N)} | (columns or {})
+    for by, labels in candidates.items():
+        chance = _chance_of_groups(fit, points, np.unique(labels, return_inverse=True)[1])
+        if chance < SHARED / len(candidates):
+            return SharedFault(by, chance, labels)
+    return None
+
+
+def sizes_of(N) -> np.ndarray:
+    """(n,) which size each N is, 0 the smallest; within 1 % they are one, as counts read off a figure vary."""
+    ascending = np.sort(N)
+    smallest = ascending[np.r_[True, np.diff(np.log(ascending)) > 0.01]]
+    return np.searchsorted(smallest, N, "right") - 1
+
+
+def _chance_of_groups(fit: Fit, points: Points, group) -> float:
+    """F-test of a constant for each group beside the law, linear around its optimum; 1 where it cannot be made."""
+    residual, jacobian = _residuals(fit, points)
+    trajectory = np.unique(points.cluster, return_inverse=True)[1]
+    if trajectory.max() + 1 < len(residual):
+        return _chance_of_trajectories(residual, trajectory, group, SIZE_TERMS)
+    law, _ = np.linalg.qr(jacobian)
+    members = np.eye(group.max() + 1)[group]        # (n, groups)
+    beyond = members - law @ (law.T @ members)      # what the law cannot do
+    directions, sizes, _ = np.linalg.svd(beyond, full_matrices=False)
+    directions = directions[:, sizes > 1e-6 * sizes[0]]
+    free = directions.shape[1]
+    left = len(residual) - law.shape[1] - free
+    if left < FREEDOM or free < 1:
+        return 1.0
+    residual = residual - law @ (law.T @ residual)
+    explained = float(np.sum((directions.T @ residual) ** 2))
+    rest = float(residual @ residual) - explained
+    return float(fdtrc(free, left, explained / free / (rest / left)))
+
+
+def _chance_of_trajectories(residual, trajectory, group, absorbed: int) -> float:
+    """F-test between groups of trajectories, by their means; the law has absorbed so many of the groups' freedoms."""
+    count = np.bincount(trajectory)
+    mean = np.bincount(trajectory, residual) / count
+    of = np.zeros(len(count), int)
+    of[trajectory] = group                          # a trajectory has one size
+    size = np.bincount(of, minlength=group.max() + 1)
+    of_group = np.bincount(of, mean, len(size)) / np.maximum(size, 1)
+    free, left = int((size > 0).sum()) - absorbed, len(count) - int((size > 0).sum())
+    if left < FREEDOM or free < 1:
+        return 1.0
+    between = float(size @ (of_group - mean.mean()) ** 2) / free
+    within = float(np.sum((mean - of_group[of]) ** 2)) / left
+    return float(fdtrc(free, left, between / within))
+
+
+def _residuals(fit: Fit, points: Points):
+    """(ln loss less the law's (n,), its Jacobian (n, p)); an outlier counts for FARTHEST scatters, as Huber's loss does not mind
+    how far it lies."""
+    log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), fit.optimum.theta)
+    residual = np.log(points.loss) - log_loss
+    off = [index for index, _ in fit.outliers]
+    residual[off] = np.clip(residual[off], -FARTHEST * fit.scatter, FARTHEST * fit.scatter)
+    return residual, jacobian
+
+
+def meets(fit: Fit, points: Points, seed_sd: float = 0.0) -> bool:
+    """Whether an identified law fits its points, outliers aside, so that what groups of them share is no fault of the law."""
+    if not fit.identified or fit.scatter <= MISSES[0]:
+        return fit.identified
+    if len(points.loss) >= MANY:        # their noise takes a second
+        return False
+    noise, _ = _noise(points, np.log(points.loss / fit.predict(*points.axes(fit.form))), seed_sd)
+    return fit.scatter <= MISSES[1] * noise
+
+
+def near_zero(fit: Fit) -> list[str]:
+    """The exponents within EDGE standard errors of zero, where estimates lean steep: a flatter law would have been refused."""
+    return [name for name in EXPONENTS[fit.form] if fit.se and fit.parameters[name] < EDGE * fit.se[name]]
 
 
 def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
@@ -824,10 +918,10 @@ def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) ->
     variants += [("delta", "MSE" if delta is None else f"{delta:g}", points, delta, None) for delta in DELTAS]
     variants += [(f"count {axis} as", name, replace(points, **{axis: values}), DELTA, None)
                  for name, values in counts.get(axis, {}).items()]
-    x, found = np.sort(points.N), []
-    smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]    # of each size, within 1 %: counts read off a figure vary
-    group = (np.searchsorted(smallest, points.N, "right") - 1) * min(len(smallest), MOST_SIZES) // len(smallest)
-    for left_out in [group == i for i in range(group.max() + 1)] if len(smallest) > 1 else ():
+    size, found = sizes_of(points.N), []
+    sizes = int(size.max()) + 1
+    group = size * min(sizes, MOST_SIZES) // sizes
+    for left_out in [group == i for i in range(group.max() + 1)] if sizes > 1 else ():
         low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
         variants.append(("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), DELTA,
                          points.take(left_out)))

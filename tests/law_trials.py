@@ -1,6 +1,7 @@
 """Simulate studies of known laws and count how often scaling/fit.py tells the truth about them (docs/scaling.md has the counts).
 
     python tests/law_trials.py outliers --draws 60      # is the right law kept, are the outliers named, and nothing else?
+    python tests/law_trials.py faults --draws 300       # are faults that runs share noticed, and do intervals hold the truth?
 
 Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed, without a published table.
 """
@@ -14,11 +15,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scaling.laws import Fit, Points, fit_form, lack_of_fit, with_bootstrap
+from scaling.laws import Fit, Points, fit_form, lack_of_fit, shared_fault, with_bootstrap
 
 TRUTH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}     # Besiroglu et al. 2024
 
@@ -84,7 +85,43 @@ def report_outliers(draws: int) -> None:
               f"alpha inside {sum(trial.covers for trial in trials)}", flush=True)
 
 
-REPORTS = {"outliers": report_outliers}
+# ------------------------------------------------------------------------------------------------ faults that runs share
+
+def table_of_sizes(seed: int, tuning: float = 0.0, trunk: float = 0.0, seeds: int = 1, sizes: int = 6, ratios: int = 6,
+                   noise: float = 1e-3) -> tuple[Points, np.ndarray]:
+    """(points that pass for independent, the run of each): sizes, and the runs of each, are off the law by normal shares."""
+    rng = np.random.default_rng(seed)
+    run_sizes = np.repeat(np.geomspace(3e7, 1e9, sizes), seeds)
+    run = np.repeat(np.arange(sizes * seeds), ratios)
+    N = run_sizes[run]
+    D = N * np.tile(np.geomspace(5, 160, ratios), sizes * seeds)
+    off = np.repeat(rng.normal(0, tuning, sizes), seeds)[run] + rng.normal(0, trunk, sizes * seeds)[run]
+    loss = loss_of(N, D) * np.exp(off + rng.normal(0, noise, len(N)))
+    return independent(N, D, loss), run
+
+
+def fault_trial(seed: int, **design) -> tuple[str | None, bool, bool]:
+    """(what shares a fault, whether the interval of alpha holds the truth, whether the one of independent points does)."""
+    points, run = table_of_sizes(seed, **design)
+    fit = fit_form("chinchilla", points)
+    fault = shared_fault(fit, points, {"run": run} if design.get("trunk") else {})
+    if fault is None:
+        return None, covers(fit), covers(fit)
+    clustered = replace(points, cluster=fault.labels)
+    return fault.by, covers(with_bootstrap(fit, clustered, 100)), covers(fit)
+
+
+def report_faults(draws: int) -> None:
+    designs = [("36 points, no fault", {}), ("16 points, no fault", {"sizes": 4, "ratios": 4}),
+               ("sizes off by .3 %", {"tuning": 3e-3}), ("sizes off by .3 %, 8 of 4 points", {"tuning": 3e-3, "sizes": 8, "ratios": 4}),
+               ("runs off by .2 %, 3 a size, in a column", {"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4})]
+    for name, design in designs:
+        trials = [fault_trial(seed, **design) for seed in range(draws)]
+        print(f"{name}: a fault named {sum(by is not None for by, _, _ in trials)} of {draws}, alpha inside "
+              f"{sum(inside for _, inside, _ in trials)}, of independent points {sum(plain for _, _, plain in trials)}", flush=True)
+
+
+REPORTS = {"outliers": report_outliers, "faults": report_faults}
 
 
 @np.errstate(all="ignore")

@@ -16,7 +16,7 @@ from scaling.fit import fit_group, fit_points, read_points, seed_noise
 from scaling.laws import fit_law
 from scaling.records import read_runs
 from tests.conftest import asked, process
-from tests.law_trials import table_with_outliers
+from tests.law_trials import table_of_sizes, table_with_outliers
 from tests.test_laws import FOLDER, ROUND, early, made, published
 
 HEAD = "run,N,tokens,flops,loss,lr"
@@ -166,6 +166,25 @@ def test_one_wrong_loss_is_named_by_its_line_and_the_law_stays(tmp_path, capsys,
     assert content["headline"]["form"] == "chinchilla" and content["lack_of_fit"] is None
     (outlier,) = content["outliers"]
     assert outlier["point"] == "line 20" and outlier["percent"] == pytest.approx(6, abs=0.8)
+
+
+@pytest.mark.parametrize(("design", "by"), [
+    ({"tuning": 3e-3}, "one size"), ({"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4}, "one 'run'"), ({}, "")])
+def test_a_shared_fault_is_said_and_intervals_count_what_shares_it(tmp_path, capsys, no_figures, design, by):
+    points, run = table_of_sizes(1, **design)
+    columns = zip(run, points.N, points.D, points.loss, strict=True)
+    rows = [f"r{label},{size:.0f},{tokens:.0f},{loss:.12g}" for label, size, tokens, loss in columns]
+    (tmp_path / "p.csv").write_text("\n".join(["run,N,D,loss", *rows]))
+    words = f"out={tmp_path / 'r'}", "--points", tmp_path / "p.csv", "--n=N", "--d=D", "--loss=loss"
+    out, content = fitted(capsys, *words)
+    fit = content["laws"]["chinchilla"]
+    if not by:
+        assert "lie off the law together" not in out and content["shared_fault"] is None and fit["clusters"] == len(rows)
+        return
+    assert out.startswith(f"WARNING: p.csv: points of {by} lie off the law together") and "so intervals count" in out
+    assert content["shared_fault"]["groups"] == fit["clusters"] < len(rows) and fit["interval"] == "cluster"
+    named = fitted(capsys, *words, "--cluster=run")[1] if "run" in by else None
+    assert named is None or named["laws"]["chinchilla"]["ci95"] == fit["ci95"]      # as where --cluster had named it
 
 
 @published

@@ -15,9 +15,22 @@ from scipy.special import logsumexp
 from runtime.cli import UserError
 from scaling import laws as solver
 from scaling.fit import read_points
-from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_form, fit_isoflop, fit_law, lack_of_fit, robustness, with_bootstrap
+from scaling.laws import (
+    DELTA,
+    GAMMAS,
+    Points,
+    fit_band,
+    fit_form,
+    fit_isoflop,
+    fit_law,
+    lack_of_fit,
+    near_zero,
+    robustness,
+    shared_fault,
+    with_bootstrap,
+)
 from tests.conftest import ROOT
-from tests.law_trials import outlier_trial, table_with_outliers
+from tests.law_trials import fault_trial, outlier_trial, table_of_sizes, table_with_outliers
 
 C = np.array([1e15, 6e15, 3e16, 2e17, 9e17, 5e18])
 TRUE = {"E": 1.69, "K": 412.0, "gamma": 0.155}
@@ -507,6 +520,38 @@ def test_early_points_are_blamed_beside_an_outlier():
     found = lack_of_fit(fitted(points), points)
     assert set(np.flatnonzero(points.D / points.N < 0.5)) <= set(found["left_out"]) and late not in found["left_out"]
     assert [index for index, _ in found["outliers"]] == [late]
+
+
+@pytest.mark.parametrize("design", [{}, {"sizes": 4, "ratios": 4}])
+def test_independent_runs_share_no_fault(design):
+    """At most 1 in 100; law_trials.py faults draws more."""
+    assert sum(fault_trial(seed, **design)[0] is not None for seed in range(60)) <= 1
+
+
+@pytest.mark.parametrize(("by", "design"), [
+    ("size", {"tuning": 3e-3}), ("run", {"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4})])
+def test_a_shared_fault_is_noticed_and_its_intervals_hold_the_truth(by, design):
+    """Sizes tuned unequally, or branches of one run that pass for runs: intervals of points hold the truth half the time."""
+    trials = [fault_trial(seed, **design) for seed in range(30)]
+    assert sum(found == by for found, _, _ in trials) >= 26
+    assert sum(inside for _, inside, _ in trials) >= 26
+    assert sum(plain for _, _, plain in trials) <= 22
+
+
+def test_trajectories_of_one_size_that_agree_are_a_fault_of_the_size():
+    """With trajectories named, their means are compared: what a trajectory's branches share is no fault of its size."""
+    fired = {}
+    for tuning in (0.0, 5e-3):
+        tables = [table_of_sizes(seed, tuning=tuning, trunk=1e-3, seeds=3, ratios=4, noise=2e-4) for seed in range(20)]
+        named = [replace(points, cluster=run) for points, run in tables]
+        fired[tuning] = sum(shared_fault(fitted(points), points) is not None for points in named)
+    assert fired[0.0] <= 1 and fired[5e-3] >= 16
+
+
+def test_exponents_near_zero_are_named():
+    fit = fitted(made())
+    wide = replace(fit, se={"alpha": fit.parameters["alpha"] / 2.9, "beta": fit.parameters["beta"] / 3.1})
+    assert near_zero(wide) == ["alpha"] and near_zero(replace(fit, se=None)) == []
 
 
 def test_a_law_is_refitted_under_each_choice_or_says_why_not():
