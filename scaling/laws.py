@@ -7,18 +7,19 @@ ln x, exponents): one value and one gradient for all forms. The objective is Hub
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
 from scipy.optimize import least_squares
-from scipy.special import erf, fdtrc, fdtri, stdtrit
+from scipy.special import erf, fdtrc, stdtrit
 
 from runtime.cli import UserError, si
+from scaling.valleys import Minima, Valley, fit_valleys, lowest_part, without_spikes
 
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
-         "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha"), "isoflop": ("a", "b")}
+         "chinchilla": ("E", "A", "B", "alpha", "beta"), "isoflop": ("a", "b")}
 FACTORS = {"E", "A", "B", "K", "k_n", "k_d"}        # positive, so solved for and given intervals on the logarithm
 # The others must be above zero for the loss to fall, or for a budget to say how to spend it.
 EXPONENTS = {form: [name for name in names if name not in FACTORS] for form, names in NAMES.items()}
@@ -26,7 +27,7 @@ HAS_OUTLIERS = "chinchilla", "ray"     # forms that points can be said to lie of
 # form -> (factor, abscissa, exponent) of each power law in it
 SURFACE = ("A", "N", "alpha"), ("B", "D", "beta")
 POWERS = {"ray": (("K", "C", "gamma"),), "power_n": SURFACE[:1], "power_d": SURFACE[1:], "power_c": (("K", "C", "gamma"),),
-          "chinchilla": SURFACE, "chinchilla_tied": SURFACE}
+          "chinchilla": SURFACE}
 
 DELTA = 1e-3                # Huber's threshold on log-loss residuals
 GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
@@ -37,10 +38,10 @@ RISING = 1e-9               # an exponent this small is 0: the loss does not fal
 COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: the points ask for a plain power law
 
 SPREAD = 2                  # largest over smallest tokens per parameter for chinchilla: nearer, alpha and beta trade places
+LEVELS = 3                  # distinct N, and D, for chinchilla
 FEWEST = 9                  # distinct points that its five parameters need: with six, intervals hold beta 82 times in 100
 # The solver's starts: E as a share of the lowest loss; exponents
-STARTS = {"ray": ((0.1, 0.5, 0.9), (0.03, 0.1, 0.2, 0.5, 1.0))} | dict.fromkeys(
-    ("chinchilla", "chinchilla_tied"), ((0.3, 0.6, 0.9), (0.15, 0.35, 0.7)))
+STARTS = {"ray": ((0.1, 0.5, 0.9), (0.03, 0.1, 0.2, 0.5, 1.0)), "chinchilla": ((0.3, 0.6, 0.9), (0.15, 0.35, 0.7))}
 
 NEAR = 5                    # steps by plain squares before the descent
 STEPS = 300                 # of one descent, before it counts as failed
@@ -52,9 +53,9 @@ BLOCK = 24_000              # points times problems at once: what stays in the c
 SAME_BUDGET = 1.1           # largest over smallest compute that counts as one budget: published points scatter by per cents
 SIZES = 5                   # distinct sizes that a budget needs
 BUDGETS = 3                 # usable budgets that a slope with an interval needs
-WINDOWS = (None, 30, 10, 5) # isoflop fits sizes within this factor of the minimum; None: all
+WINDOWS = (0.1, 0.2)        # isoflop fits sizes within this share of a budget's lowest loss; the first counts
+WINDOW_DOUBT = 0.5          # of how a differs over them: with all of it intervals of an offset grid hold 99 in 100
 ALLOCATION = ("a", "k_n", "b", "k_d")
-BENT = 0.05                 # chance of refusing a window in which the cubic holds
 
 CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says
 FAILED = 0.05               # share of resamples without a fit above which the bootstrap is not believed
@@ -62,6 +63,7 @@ MISSES = 0.01, 2.0          # a law does not fit whose residuals are above this,
 # Points off the law, where the rest of them fits.
 OFF_LAW = 0.01              # ln L: the least distance from the law of an outlier
 OFF_BY_CHANCE = 0.01        # of a table without outliers, to name one all the same
+NEIGHBOURS = 2              # scatter over the noise between neighbours, above which the form is at fault
 MOST_OUTLIERS = 0.1         # share of the points: more are no outliers but another law
 FARTHEST = 3                # scatters that an outlier counts for in a jackknife
 ROUNDS = 10                 # of leaving out and putting back
@@ -151,8 +153,9 @@ class Fit:
     resamples: int | None = None            # bootstrap: drawn, and failed among them
     failed: int | None = None
     budgets: tuple[dict, ...] | None = None     # isoflop: C, sizes, N, D, loss or reason, per budget
-    windows: tuple[dict, ...] | None = None     # isoflop: window, a, is_bent of each of WINDOWS; the first unbent one is used
+    windows: tuple[dict, ...] | None = None     # isoflop: window, a of each of WINDOWS; the first one is used
     optimum: Optimum | None = field(default=None, repr=False, compare=False)
+    valleys: Minima | None = field(default=None, repr=False, compare=False)     # isoflop: the curves of budgets without a reason
 
     def predict(self, *x):
         """The law's loss (nats per token) at x, of x's shape; x is N, D for chinchilla, else the form's one abscissa."""
@@ -180,13 +183,13 @@ class Fit:
             return ""
         p = {name: f"{float(f'{value:.3g}'):g}" for name, value in (parameters or self.parameters).items()}   # not 2.14e+03
         if self.form == "isoflop":
-            return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
+            return f"N* = {p['k_n']} C^{p['a']}, D* = {p['k_d']} C^{p['b']}"
         powers = [f"{p[factor]} {axis}^-{p[exponent]}" for factor, axis, exponent in POWERS[self.form]]
         return f"L = {' + '.join(([p['E']] if 'E' in p else []) + powers)}".replace("^--", "^")
 
     def plain(self) -> dict:
         # A group names its outliers (fit.Group.plain): the laws know their indices alone.
-        elsewhere = "optimum", "parameters", "outliers"
+        elsewhere = "optimum", "parameters", "outliers", "valleys"
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in elsewhere}
         return content | self.parameters | {"formula": self.formula()}
 
@@ -220,20 +223,19 @@ def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | Non
     return with_bootstrap(fit, points, resamples)
 
 
-def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None,
-            raw: bool = False) -> Fit:
+def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None) -> Fit:
     """Fit one of NAMES (see Fit) to data: the form's abscissae as Points.axes has them, then losses, each of shape (n,).
     seed_sd: of ln L between seeds, a floor under the residuals in intervals. delta: Huber's threshold on ln L, None for squares.
-    gamma: the ray law's exponent, held fixed. raw: squares of L itself, Gadre et al. 2024's objective, in nats squared. Raises
-    UserError for fewer points than parameters; others that cannot tell are fitted and say so."""
+    gamma: the ray law's exponent, held fixed. Raises UserError for fewer points than parameters; others that cannot tell are
+    fitted and say so."""
     *axes, loss = data
     p = len(NAMES[form]) - (gamma is not None)
     if (found := len(np.unique(np.array(axes), axis=1).T)) < p:
         raise UserError(f"{found} distinct point(s); this law needs at least {p}")
-    centres, y, n, delta = tuple(float(np.log(x).mean()) for x in axes), np.log(loss), len(loss), None if raw else delta
+    centres, y, n = tuple(float(np.log(x).mean()) for x in axes), np.log(loss), len(loss)
     logs = centred(axes, centres)
     starts = np.array(_starts(form, logs, y, gamma), dtype=float)
-    theta, left, jac, certificate = minimise(*terms(form, logs, gamma), y, starts, delta, raw)
+    theta, left, jac, certificate = minimise(*terms(form, logs, gamma), y, starts, delta)
     singular, values = np.linalg.svd(jac, compute_uv=False), natural(form, theta, centres, gamma)
     is_singular = singular[-1] < SINGULAR * singular[0]
     why = _lacking(form, axes, values, y, p)        # a valley without a minimum is the cause, not the solver
@@ -250,9 +252,17 @@ def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA,
     rest = None
     if form in HAS_OUTLIERS and gamma is None and delta is not None:
         rest = without_outliers(*terms(form, logs), y, theta, delta, seed_sd)
-    if rest is not None:
+    if rest is not None and not _is_another_law(rest, y, np.log(axes)):
         return _with_outliers(fit, rest, y, seed_sd)
     return with_covariance(fit, best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac), n - p, "t")
+
+
+def _is_another_law(rest: "Rest", y, log_axes) -> bool:
+    """Whether the rest lies off the law too, neighbours alike: then the form is at fault, not its points."""
+    if rest.scatter <= OFF_LAW / 2 or len(y) >= MANY:      # the noise of thousands takes a second
+        return False
+    residual = (y - rest.log_loss)[rest.kept]
+    return rest.scatter > NEIGHBOURS * _noise_of_neighbours(log_axes[:, rest.kept], residual, np.arange(len(residual)))
 
 
 def _with_outliers(fit: Fit, rest: "Rest", y, seed_sd: float) -> Fit:
@@ -334,8 +344,8 @@ def judged(fit: Fit) -> Fit:
 
 
 def _lacking(form, axes, values, y, p) -> str | None:
-    if form.startswith("chinchilla"):
-        ratio, needed = np.divide(axes[1], axes[0]), 2 if form.endswith("tied") else 3
+    if form == "chinchilla":
+        ratio = np.divide(axes[1], axes[0])
         if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
             return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter: alpha and beta need ratios "
                     f"at least {SPREAD}x apart")
@@ -343,9 +353,9 @@ def _lacking(form, axes, values, y, p) -> str | None:
             found, left = 0, np.sort(x)
             while len(left):
                 found, left = found + 1, left[left > ONE_RAY * left[0]]
-            if found < needed:
-                return f"the points hold {found} distinct {name}: its term needs {needed} to be told from E"
-        if needed == 3 and (points := len(np.unique(axes, axis=1).T)) < FEWEST:
+            if found < LEVELS:
+                return f"the points hold {found} distinct {name}: its term needs {LEVELS} to be told from E"
+        if (points := len(np.unique(axes, axis=1).T)) < FEWEST:
             return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
     if len(y) <= p:
         return f"{len(y)} points for {p} parameters leave 0 degrees of freedom"
@@ -364,7 +374,7 @@ def terms(form: str, logs, gamma: float | None = None):
     slopes[:, 0, 0] = 1                                                 # ln E, where the form has it
     for i, log in enumerate(logs):
         slopes[:, floor + i, floor + i] = 1                             # ln factor
-        slopes[:, floor + i, min(floor + len(logs) + i, p - 1)] = -log  # exponent; tied, both terms have the last one
+        slopes[:, floor + i, floor + len(logs) + i] = -log              # exponent
     return (slopes, np.zeros(slopes.shape[:2])) if gamma is None else (slopes[..., :2], gamma * slopes[..., 2])
 
 
@@ -384,11 +394,9 @@ def natural(form: str, theta, centres, gamma: float | None = None) -> dict:
     values = dict(zip(NAMES[form], np.moveaxis(theta, -1, 0), strict=gamma is None))
     if gamma is not None:
         values["gamma"] = np.full(theta.shape[:-1], gamma)
-    if form == "chinchilla_tied":
-        values["beta"] = values["alpha"]
     for (factor, _, exponent), centre in zip(POWERS[form], centres, strict=True):
         values[factor] = values[factor] + centre * values[exponent]
-    if form.startswith("chinchilla"):
+    if form == "chinchilla":
         alpha, beta = values["alpha"], values["beta"]
         values |= {"a": beta / (alpha + beta), "b": alpha / (alpha + beta), "gamma": alpha * beta / (alpha + beta)}
     return values
@@ -518,19 +526,16 @@ def _put_back(rest: Rest, slopes, offsets, y, delta, seed_sd) -> Rest | None:
 
 # -------------------------------------------------------------------------------------------------- many starts at once
 
-def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
+def minimise(slopes, offsets, y, starts, delta: float | None):
     """(theta, residual, Jacobian, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
-    delta None: plain squares; raw: squares of the loss over its geometric mean, in which the best start finishes. Below DELTA
-    the best of the starts follows delta down by halves: with it the objective nears absolute deviations, whose gradient jumps."""
+    delta None: plain squares. Below DELTA the best of the starts follows delta down by halves: with it the objective nears
+    absolute deviations, whose gradient jumps."""
     wide = max(delta, DELTA) if delta else None
-    scale = np.exp(y.mean()) if raw else 1.0
 
     @lru_cache(maxsize=1)       # the solver asks for the residual, then for the Jacobian where it steps
     def at(theta: bytes):
         log_loss, relative = log_law(slopes, offsets, np.frombuffer(theta))
-        if not raw:
-            return log_loss - y, relative
-        return (np.exp(log_loss) - np.exp(y)) / scale, relative * np.exp(log_loss)[:, None] / scale
+        return log_loss - y, relative
 
     def finish(start, unit):
         # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.
@@ -546,12 +551,11 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
     ends, costs, _ = descend(near, slopes, offsets, y, wide, equal)
     best = finish(ends[np.argmin(costs)], wide or 1.0)
     # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding.
-    lowest = min(costs) if raw else best.cost
-    at_best = int((costs <= lowest * (1 + 1e-6) + 1e-14 / (wide or 1.0) ** 2).sum())
+    at_best = int((costs <= best.cost * (1 + 1e-6) + 1e-14 / (wide or 1.0) ** 2).sum())
     while delta and wide > delta:
         wide = max(wide / 2, delta)
         best = finish(best.x, wide)
-    unit = wide or scale
+    unit = wide or 1.0
     return best.x, *at(best.x.tobytes()), {
         "objective": float(best.cost) * unit**2, "starts": len(starts), "starts_at_best": at_best,
         "gradient_norm": float(np.linalg.norm(best.grad)) * unit**2}
@@ -619,94 +623,132 @@ def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
 # ----------------------------------------------------------------------------- IsoFLOP (Hoffmann et al., approaches 1, 2)
 
 def fit_isoflop(points: Points) -> Fit:
-    """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
-    A budget's minimum is that of a cubic in ln N through the sizes within a window around it; a parabola's vertex is biased. The
-    law has one shape around N* at every budget, so the cubic's bias is a factor on N*, not on a. Used is the widest of WINDOWS
-    where a quartic term does nothing; how a differs over those that pass widens its interval: Student's t over budgets, or over
-    trajectories (each left out once) where one serves several. D* is the points' own D at N*: C may follow any convention."""
-    minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
-    found = [_allocation(points, np.arange(n), window, minimum) for window in WINDOWS]
-    fitted = [one for one in found if one["values"] is not None]
-    passed = [one for one in fitted if not one["is_bent"]]
-    best, labels = (passed or fitted[::-1] or found)[0], np.unique(points.cluster)
-    about = {"budgets": best["budgets"],
-             "windows": tuple({key: one[key] for key in ("window", "is_bent", "a")} for one in found)}
-    if not fitted:
-        good = sum(one["reason"] is None for one in best["budgets"])
-        return replace(unfitted("isoflop", n, f"{good} of {len(best['budgets'])} compute budgets have an interior minimum over "
+    """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms of the budgets' minima.
+
+    The minima are those of scaling.valleys: each budget's valley has factors of its own, all share their exponents. A window
+    holds the sizes whose loss is within a share of the budget's lowest, SIZES at least: sizes that are hopeless at a budget say
+    little of its minimum, and which these are the loss knows, not the size. How a differs over WINDOWS widens its interval:
+    Student's t over budgets, or over trajectories (each left out once) where one serves several. D* is the points' own D at N*:
+    C may follow any convention."""
+    n, labels = len(points.loss), np.unique(points.cluster)
+    budgets = _budgets(points)
+    found = [_allocation(points, budgets, window) for window in WINDOWS]
+    best = found[0]
+    about = {"budgets": best.rows,
+             "windows": tuple({"window": one.window, "a": None if one.line is None else float(one.line[0])} for one in found)}
+    if best.line is None:
+        good = sum(row["reason"] is None for row in best.rows)
+        return replace(unfitted("isoflop", n, f"{good} of {len(best.rows)} compute budgets have an interior minimum over "
                                 f"at least {SIZES} sizes; the exponents need {BUDGETS}"), **about)
-    values, width, dof = best["values"], best["width"], best["dof"]
-    named, interval = dict(zip(ALLOCATION, values.tolist(), strict=True)), "t"
+    values, width, dof, interval = best.line, best.width, best.dof, "t"
+    named = dict(zip(ALLOCATION, values.tolist(), strict=True))
     fit = Fit("isoflop", {name: float(back(name, value)) for name, value in named.items()}, n, True, None, starts=1,
-              starts_at_best=1, objective=best["squares"] / 2, residual_rms=math.sqrt(best["squares"] / dof), **about)
+              starts_at_best=1, objective=best.squares / 2, residual_rms=math.sqrt(best.squares / best.dof),
+              valleys=best.minima, **about)
     if len(labels) < n:
-        without = [_allocation(points, np.flatnonzero(points.cluster != label), best["window"], minimum)["values"]
-                   for label in labels]
+        without = []
+        for label in labels:
+            rest = points.take(np.flatnonzero(points.cluster != label))
+            without.append(_allocation(rest, _budgets(rest), WINDOWS[0], best.minima).line)
         fit, dof, interval = replace(fit, clusters=len(labels)), len(labels) - 1, "cluster"
-        if any(one is None for one in without):
+        if any(line is None for line in without):
             return replace(fit, identified=False, reason=(
                 f"the minima rest on single trajectories: without one of them fewer than {BUDGETS} budgets have one"))
         width = np.sqrt(dof / len(labels) * np.sum((np.array(without) - np.mean(without, axis=0)) ** 2, axis=0))
-    others = np.array([one["values"] for one in passed or fitted])
-    width = np.hypot(width, np.sqrt(np.mean((others - values) ** 2, axis=0)))
+    others = np.array([one.line for one in found if one.line is not None])
+    width = np.hypot(width, WINDOW_DOUBT * np.sqrt(np.mean((others - values) ** 2, axis=0)))
     return _with_widths(fit, named, dict(zip(ALLOCATION, width.tolist(), strict=True)), dof, interval)
 
 
-def _allocation(points: Points, index, window: float | None, minimum) -> dict:
-    """Straight lines through the budgets' minima over one window: values (a, ln k_n, b, ln k_d), their standard errors, squares
-    of ln N* and their freedom; whether a quartic would fit the budgets better. values: None where too few have a minimum."""
-    order, found = index[np.argsort(points.C[index], kind="stable")], []
-    while len(order):           # a budget ends where C exceeds its smallest by SAME_BUDGET
+def minima_of(fit: Fit) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(C, N*, D*, L*) of an isoflop fit's budgets that have a minimum, each of shape (budgets,)."""
+    good = [row for row in fit.budgets or () if row["reason"] is None]
+    C, N, D, loss = (np.array([row[key] for row in good], dtype=float) for key in ("C", "N", "D", "loss"))
+    return C, N, D, loss
+
+
+def fit_frontier(fit: Fit, seed_sd: float = 0.0) -> Fit:
+    """L*(C), the lowest loss for a compute, through the minima of an identified isoflop fit: the ray law where they identify it,
+    else the power law. A law through all sizes lies above it."""
+    C, _, _, loss = minima_of(fit)
+    power = fit_law("power_c", C, loss, seed_sd=seed_sd)
+    if len(C) < len(NAMES["ray"]):
+        return power
+    ray = fit_law("ray", C, loss, seed_sd=seed_sd)
+    return ray if ray.identified else power
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """The points of about one compute, a size once: seeds of a size are averaged, so are D and C, which scatter with the
+    counting."""
+
+    C: float                    # FLOPs, geometric mean
+    log_d: np.ndarray           # (sizes,) mean ln D
+    valley: Valley
+    reason: str | None          # why it can have no minimum
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """Straight lines through the budgets' minima over one window; line, width: of (a, ln k_n, b, ln k_d), None where too few
+    budgets have a minimum."""
+
+    window: float               # share of the lowest loss
+    rows: tuple[dict, ...]      # C, sizes, N, D, loss or reason, per budget
+    minima: Minima | None
+    line: np.ndarray | None = None
+    width: np.ndarray | None = None
+    dof: int = 0
+    squares: float = 0.0        # of ln N* around its line
+
+
+def _budgets(points: Points) -> list[Budget]:
+    """Budgets in order of compute; one ends where C exceeds its smallest by SAME_BUDGET."""
+    budgets, order = [], np.argsort(points.C, kind="stable")
+    while len(order):
         end = int(np.searchsorted(points.C[order], SAME_BUDGET * points.C[order[0]], side="right"))
-        found.append(minimum(tuple(order[:end]), window))
+        budgets.append(_budget(points.take(order[:end])))
         order = order[end:]
-    budgets, gains = tuple(row for row, _ in found), [gain for _, gain in found if gain is not None]
-    good = [one for one in budgets if one["reason"] is None]
-    row = {"window": window, "budgets": budgets, "values": None, "a": None, "is_bent": False}
-    if len(good) < BUDGETS:
-        return row
-    x, y = np.log([one["C"] for one in good]), np.log([[one["N"], one["D"]] for one in good])
-    line, covariance = np.polyfit(x, y, 1, cov=True)        # (slope and height, of N and D)
-    gain, left, freedom = np.sum(gains, axis=0) if gains else (0.0, 0.0, 0)
-    is_bent = freedom > 0 and left > 0 and gain / len(gains) > fdtri(len(gains), freedom, 1 - BENT) * left / freedom
-    return row | {"values": line.T.ravel(), "a": float(line[0, 0]), "width": np.sqrt(np.einsum("iik->ki", covariance)).ravel(),
-                  "squares": float(np.sum((y[:, 0] - np.polyval(line[:, 0], x)) ** 2)), "dof": len(x) - 2,
-                  "is_bent": bool(is_bent)}
+    return budgets
 
 
-def _minimum(points: Points, window: float | None) -> tuple[dict, tuple | None]:
-    """(C, sizes, N, D, loss, reason) of one budget; (squares that a quartic takes away, those it leaves, their freedom)."""
-    N, inverse = np.unique(points.N, return_inverse=True)
-    # Seeds of one size are averaged; so are D and C, which scatter with the counting.
-    loss, d = (np.bincount(inverse, values) / np.bincount(inverse) for values in (points.loss, np.log(points.D)))
-    row = {"C": float(np.exp(np.log(points.C).mean())), "sizes": len(N), "N": None, "D": None, "loss": None, "reason": None}
+def _budget(points: Points) -> Budget:
+    N, member = np.unique(points.N, return_inverse=True)
+    count = np.bincount(member)
+    loss, log_d = (np.bincount(member, values) / count for values in (points.loss, np.log(points.D)))
+    reason = None
     if len(N) < SIZES:
-        return row | {"reason": f"{len(N)} sizes; a minimum needs {SIZES}"}, None
-    if loss.argmin() in (0, len(N) - 1):
-        return row | {"reason": "the smallest or the largest size has the lowest loss: no interior minimum"}, None
-    x, kept = np.log(N), None
-    at = x[loss.argmin()]
-    for _ in range(5):                  # the window goes with its minimum until it holds the same sizes
-        away = np.abs(x - at)
-        inside = away <= max(math.log(window or math.inf), np.sort(away)[SIZES - 1]) * (1 + 1e-9)
-        if kept is not None and (inside == kept).all():
-            break
-        kept, middle = inside, x[inside].mean()
-        unit = np.abs(x[kept] - middle).max()
-        some = (x[kept] - middle) / unit
-        cubic, left, *_ = np.polyfit(some, loss[kept], 3, full=True)        # left: the squares
-        # Its minimum, of the two places where it is level: 3 a t^2 + 2 b t + c = 0 with 6 a t + 2 b above 0.
-        a, b, c, _ = cubic
-        bend = b * b - 3 * a * c
-        lowest = -c / (b + math.sqrt(bend)) if bend > 0 and b + math.sqrt(bend) != 0 else math.inf
-        if not some[0] < lowest < some[-1] or np.polyval(cubic, lowest) > min(np.polyval(cubic, some[[0, -1]])):
-            return row | {"reason": "a cubic through the losses has no interior minimum with upward curvature"}, None
-        at = middle + unit * lowest
-    gain = None
-    if kept.sum() > SIZES:
-        least = float(np.polyfit(some, loss[kept], 4, full=True)[1][0])
-        gain = (float(left[0]) - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
-    return row | {"N": float(np.exp(at)), "D": float(np.exp(np.interp(at, x, d))), "loss": float(np.polyval(cubic, lowest))}, gain
+        reason = f"{len(N)} sizes; a minimum needs {SIZES}"
+    elif {loss.argmin(), without_spikes(loss).argmin()} <= {0, len(N) - 1}:
+        reason = "the smallest or the largest size has the lowest loss: no interior minimum"
+    return Budget(float(np.exp(np.log(points.C).mean())), log_d, Valley(np.log(N), loss), reason)
+
+
+def _allocation(points: Points, budgets: list[Budget], window: float, near: Minima | None = None) -> Allocation:
+    usable = [budget for budget in budgets if budget.reason is None]
+    minima = None
+    if usable:
+        minima = fit_valleys([lowest_part(budget.valley, window, SIZES) for budget in usable], near)
+    rows, at = [], 0
+    for budget in budgets:
+        row = {"C": budget.C, "sizes": len(budget.valley.loss), "N": None, "D": None, "loss": None, "reason": budget.reason}
+        if budget.reason is None:
+            log_size, loss = minima.log_size[at], minima.loss[at]
+            at += 1
+            if np.isfinite(log_size):
+                tokens = np.exp(np.interp(log_size, budget.valley.log_size, budget.log_d))
+                row |= {"N": float(np.exp(log_size)), "D": float(tokens), "loss": float(loss)}
+            else:
+                row["reason"] = "the valley through the losses has no minimum between its sizes"
+        rows.append(row)
+    good = [row for row in rows if row["reason"] is None]
+    if len(good) < BUDGETS:
+        return Allocation(window, tuple(rows), minima)
+    x, y = np.log([row["C"] for row in good]), np.log([[row["N"], row["D"]] for row in good])
+    line, covariance = np.polyfit(x, y, 1, cov=True)        # (slope and height, of N and D)
+    return Allocation(window, tuple(rows), minima, line.T.ravel(), np.sqrt(np.einsum("iik->ki", covariance)).ravel(), len(x) - 2,
+                      float(np.sum((y[:, 0] - np.polyval(line[:, 0], x)) ** 2)))
 
 
 # ------------------------------------------------- intervals from trajectories, lack of fit, what is choice in a law
@@ -901,10 +943,15 @@ def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
     if (freedom := len(residual) - len(counts)) >= 5:
         means = np.bincount(same.ravel(), residual) / counts
         return float(np.sqrt(np.sum((residual - means[same.ravel()]) ** 2) / freedom)), "repeats"
-    nearest = [np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1]))).argmin()
+    return _noise_of_neighbours(x, residual, points.cluster), "neighbours"
+
+
+def _noise_of_neighbours(x, residual, cluster) -> float:
+    """By what the residuals of a point and of the nearest one of another trajectory differ; x (axes, n)."""
+    nearest = [np.where(cluster == cluster[i], np.inf, np.sqrt(np.sum((x - x[:, i:i + 1]) ** 2, axis=0))).argmin()
                for i in range(len(residual))]
     differences = np.abs(residual - residual[nearest])
-    return float(np.median(differences) / 0.6745 / np.sqrt(2)), "neighbours"        # the median: outliers are no noise
+    return float(np.median(differences) / 0.6745 / np.sqrt(2))       # the median: outliers are no noise
 
 
 def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) -> list[dict]:
@@ -929,7 +976,7 @@ def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) ->
         fit = fit_form(form, some, seed_sd, delta, RESAMPLES if len(some.loss) < MANY else RESAMPLES // 4)
         found.append({"variant": variant, "value": value, "n": len(some.loss), **fit.parameters} | {
             key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")})
-        if rest is not None and fit.objective is not None:
+        if rest is not None and fit.objective is not None and form in POWERS:
             errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
             found[-1] |= {"error_percent": float(errors.mean()), "largest_error_percent": float(max(errors, key=abs))}
     return found

@@ -2,6 +2,7 @@
 
     python tests/law_trials.py outliers --draws 60      # is the right law kept, are the outliers named, and nothing else?
     python tests/law_trials.py faults --draws 300       # are faults that runs share noticed, and do intervals hold the truth?
+    python tests/law_trials.py isoflop --draws 100      # bias and coverage of N*'s exponent over ten designs and four laws
 
 Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed, without a published table.
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scaling.laws import Fit, Points, fit_form, lack_of_fit, shared_fault, with_bootstrap
+from scaling.laws import Fit, Points, fit_form, fit_isoflop, lack_of_fit, shared_fault, with_bootstrap
 
 TRUTH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}     # Besiroglu et al. 2024
 
@@ -113,15 +114,101 @@ def fault_trial(seed: int, **design) -> tuple[str | None, bool, bool]:
 
 def report_faults(draws: int) -> None:
     designs = [("36 points, no fault", {}), ("16 points, no fault", {"sizes": 4, "ratios": 4}),
-               ("sizes off by .3 %", {"tuning": 3e-3}), ("sizes off by .3 %, 8 of 4 points", {"tuning": 3e-3, "sizes": 8, "ratios": 4}),
+               ("sizes off by .3 %", {"tuning": 3e-3}),
+               ("8 sizes of 4 points off by .3 %", {"tuning": 3e-3, "sizes": 8, "ratios": 4}),
                ("runs off by .2 %, 3 a size, in a column", {"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4})]
     for name, design in designs:
         trials = [fault_trial(seed, **design) for seed in range(draws)]
-        print(f"{name}: a fault named {sum(by is not None for by, _, _ in trials)} of {draws}, alpha inside "
-              f"{sum(inside for _, inside, _ in trials)}, of independent points {sum(plain for _, _, plain in trials)}", flush=True)
+        noticed, inside, plain = (sum(map(bool, column)) for column in zip(*trials, strict=True))
+        print(f"{name}: a fault named in {noticed} of {draws}, alpha inside in {inside}, by intervals of independent points in "
+              f"{plain}", flush=True)
 
 
-REPORTS = {"outliers": report_outliers, "faults": report_faults}
+# --------------------------------------------------------------------------------------------------- IsoFLOP designs
+
+LAWS = (TRUTH, {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28},
+        {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.5, "beta": 0.25}, {"E": 1.8, "A": 480, "B": 2000, "alpha": 0.25, "beta": 0.5})
+ISOFLOP_DESIGNS = ("centred", "wide", "offset", "narrow", "few", "unbalanced", "global", "drifting", "heavy tails", "outliers")
+
+
+def best_size(compute: float, truth: dict) -> float:
+    total = truth["alpha"] + truth["beta"]
+    factor = truth["alpha"] * truth["A"] / (truth["beta"] * truth["B"])
+    return factor ** (1 / total) * (compute / 6) ** (truth["beta"] / total)
+
+
+def sizes_of_design(design: str, best: float, place: float) -> np.ndarray:
+    """The sizes of one budget whose best size is known; place: 0 at the smallest budget, 1 at the largest."""
+    if design == "wide":
+        return best * np.geomspace(1 / 30, 30, 13)
+    if design == "offset":
+        return 2 * best * np.geomspace(1 / 6, 6, 9)
+    if design == "narrow":
+        return best * np.geomspace(1 / 2.2, 2.2, 9)
+    if design == "few":
+        return best * np.geomspace(1 / 5, 5, 6)
+    if design == "unbalanced":
+        return best * np.concatenate([np.geomspace(1 / 3, 0.8, 3), np.geomspace(1, 16, 6)])
+    if design == "global":
+        every = np.geomspace(1e4, 1e12, 54)
+        return every[(every > best / 9) & (every < 9 * best)]
+    if design == "drifting":
+        return best * 3 ** (2 * place - 1) * np.geomspace(1 / 9, 9, 11)
+    return best * np.geomspace(1 / 5, 5, 9)
+
+
+def isoflop_table(seed: int, design: str, truth: dict, noise: float = 2e-3) -> Points:
+    rng = np.random.default_rng(seed)
+    computes = np.geomspace(1e18, 1e21, 4 if design == "few" else 7)
+    rows = []
+    for i, compute in enumerate(computes):
+        N = sizes_of_design(design, best_size(compute, truth), i / (len(computes) - 1))
+        deviation = rng.standard_t(3, len(N)) / np.sqrt(3) if design == "heavy tails" else rng.normal(0, 1, len(N))
+        loss = loss_of(N, compute / 6 / N, truth) * np.exp(noise * deviation)
+        if design == "outliers":
+            is_wrong = rng.random(len(N)) < 0.05
+            loss *= np.where(is_wrong, 1 + rng.uniform(0.02, 0.06, len(N)) * rng.choice([-1, 1], len(N)), 1)
+        rows.append((N, compute / 6 / N, np.full(len(N), compute), loss))
+    N, D, C, loss = np.hstack(rows)
+    return Points(N, D, C, loss, np.arange(len(N)))
+
+
+def bent_valleys(seed: int = 0, noise: float = 1.5e-3) -> Points:
+    """IsoFLOP budgets whose losses rise beside the minimum as no L(N, D) does; minima and lowest losses are those of TRUTH."""
+    rng = np.random.default_rng(seed)
+    N, D, loss = [], [], []
+    for compute in np.geomspace(1e18, 1e21, 7):
+        best = best_size(compute, TRUTH)
+        away = np.log(np.geomspace(1 / 6, 6, 9))
+        rise = 0.05 * away**2 + 0.03 * np.maximum(away, 0) ** 3
+        N.append(best * np.exp(away))
+        D.append(compute / 6 / N[-1])
+        loss.append(loss_of(best, compute / 6 / best) * (1 + rise) * np.exp(rng.normal(0, noise, len(away))))
+    return independent(np.concatenate(N), np.concatenate(D), np.concatenate(loss))
+
+
+def isoflop_trials(design: str, draws: int, truth: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(errors of a, whether its interval holds the truth) of the tables whose exponent is identified."""
+    exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
+    errors, inside = [], []
+    for seed in range(draws):
+        fit = fit_isoflop(isoflop_table(seed, design, truth))
+        if fit.identified:
+            low, high = fit.ci95["a"]
+            errors.append(fit.parameters["a"] - exponent)
+            inside.append(low < exponent < high)
+    return np.array(errors), np.array(inside)
+
+
+def report_isoflop(draws: int) -> None:
+    for design in ISOFLOP_DESIGNS:
+        trials = [isoflop_trials(design, draws, truth) for truth in LAWS]
+        errors, inside = (np.concatenate(parts) for parts in zip(*trials, strict=True))
+        print(f"{design:12} bias of a {errors.mean():+.4f} +- {errors.std() / np.sqrt(len(errors)):.4f}, its interval holds the "
+              f"truth {inside.mean():.3f}, of {len(inside)} tables", flush=True)
+
+
+REPORTS = {"outliers": report_outliers, "faults": report_faults, "isoflop": report_isoflop}
 
 
 @np.errstate(all="ignore")

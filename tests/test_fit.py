@@ -16,7 +16,7 @@ from scaling.fit import fit_group, fit_points, read_points, seed_noise
 from scaling.laws import fit_law
 from scaling.records import read_runs
 from tests.conftest import asked, process
-from tests.law_trials import table_of_sizes, table_with_outliers
+from tests.law_trials import TRUTH, bent_valleys, best_size, loss_of, table_of_sizes, table_with_outliers
 from tests.test_laws import FOLDER, ROUND, early, made, published
 
 HEAD = "run,N,tokens,flops,loss,lr"
@@ -166,6 +166,23 @@ def test_one_wrong_loss_is_named_by_its_line_and_the_law_stays(tmp_path, capsys,
     assert content["headline"]["form"] == "chinchilla" and content["lack_of_fit"] is None
     (outlier,) = content["outliers"]
     assert outlier["point"] == "line 20" and outlier["percent"] == pytest.approx(6, abs=0.8)
+
+
+def test_minima_are_headlined_where_they_are_identified_and_the_surface_is_refused(tmp_path, capsys, no_figures):
+    """The lowest loss for a compute goes through the minima, which a power law through all sizes lies above."""
+    out, content = fitted(capsys, *write_points(tmp_path, bent_valleys()), "d=tokens")
+    assert content["headline"]["form"] == "isoflop" and "the minima of 7 compute budgets instead" in content["headline"]["reason"]
+    low, high = content["laws"]["isoflop"]["ci95"]["a"]
+    assert low < TRUTH["beta"] / (TRUTH["alpha"] + TRUTH["beta"]) < high
+    for line in ("isoflop: N* = ", "95 %: a 0.5", "lowest loss for a compute: L* = ", "from t-intervals over the budgets"):
+        assert line in out, line
+    frontier = content["frontier"]
+    size = best_size(1e20, TRUTH)
+    lowest = frontier["E"] + frontier["K"] * 1e20 ** -frontier["gamma"]
+    assert lowest == pytest.approx(loss_of(size, 1e20 / 6 / size), rel=2e-3)
+    assert {row["variant"] for row in content["robustness"]} >= {"declared", "drop highest", "leave out N"}
+    insisted = fit_points(bent_valleys(), "p", resamples=200, insist=True)
+    assert insisted.headline == "chinchilla" and insisted.frontier is None
 
 
 @pytest.mark.parametrize(("design", "by"), [
