@@ -40,7 +40,28 @@ from scipy.stats import binned_statistic
 from runtime.cli import FilePath, UserError, command, nearest, run_command, si
 from scaling import predict, records
 from scaling.figures import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
-from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, lack_of_fit, on_one_ray, robustness, unfitted
+from scaling.laws import (
+    DELTA,
+    HAS_OUTLIERS,
+    ONE_RAY,
+    SAME_BUDGET,
+    Fit,
+    Points,
+    SharedFault,
+    fit_band,
+    fit_form,
+    fit_frontier,
+    fit_law,
+    lack_of_fit,
+    meets,
+    minima_of,
+    near_zero,
+    on_one_ray,
+    robustness,
+    shared_fault,
+    unfitted,
+    with_bootstrap,
+)
 from scaling.pairs import KIND, pairs
 from scaling.precision import ARMS, LINES, table
 
@@ -56,6 +77,7 @@ BEYOND = 10             # without a held-out run the laws are drawn to this many
 BINS = 24               # per decade of compute, to smooth training curves
 FEW = 6                 # at most so many lines of one size, or of one ratio, in a panel
 HATCH = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
+NAMES_OF_RUNS = {"run", "run_id", "run_name", "runid", "name", "id", "model", "model_name", "trial", "experiment", "trajectory"}
 MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
 FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "drop_highest", "where")    # of Options
 
@@ -99,7 +121,8 @@ def main(o: Options) -> None:
         _fit_runs(o, folder)
     else:
         chosen = read_points(o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster)
-        group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
+        group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist, columns=chosen.run_columns)
+        group = replace(group, places=tuple(f"line {line}" for line in chosen.lines))
         if all(fit.objective is None for fit in group.laws.values()):
             raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
         _finish([group], [], "loss", {"source": chosen.source, "notes": chosen.notes, **group.plain()}, folder, [], o.all)
@@ -189,6 +212,10 @@ class Group:
     convention: str | None = None       # of Record; None for a table, which does not say what its N counts
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
+    frontier: Fit | None = None         # L*(C) through the budgets' minima, where those are headlined
+    shared_fault: SharedFault | None = None     # then a trajectory in `points` is what it names
+    labels: tuple = ()                  # of each point: the trajectory that the runs or the table name
+    places: tuple[str, ...] = ()        # of a table: where each point stands in its file, such as "line 20"
     counts: dict = field(default_factory=dict)          # of runs: "N" or "C" -> {another convention: values so counted}
     curves: tuple = ()                  # (tokens, loss) of each run's training
     held_out: tuple = ()                # of predict.Held: in no fit
@@ -196,6 +223,8 @@ class Group:
     @cached_property
     def lines(self) -> dict[str, Fit]:
         """Axis -> the law that the figure draws over it; none where L(N, D) is headlined, which is no curve."""
+        if self.frontier is not None:
+            return {"C": self.frontier}
         powers = {axis: self.laws[f"power_{axis.lower()}"] for axis in self.x if self.headline != "chinchilla"}
         found = {axis: law for axis, law in powers.items() if law.objective is not None}
         if self.laws["ray"].identified:
@@ -206,6 +235,9 @@ class Group:
     @cached_property
     def bands(self) -> dict[str, list[Fit]]:
         """Axis -> forms whose spread is the model-form band: over C, on one ray over N and D too."""
+        if self.frontier is not None:
+            C, _, _, loss = minima_of(self.laws["isoflop"])
+            return {"C": fit_band(C, loss)}
         found = {}
         for axis in [axis for axis in self.lines if axis == "C" or on_one_ray(self.ray)]:
             # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
@@ -220,13 +252,31 @@ class Group:
 
     def names_of(self, index) -> list[str]:
         """Points by their runs, or by what tells a table's rows apart (the line, where no column names runs)."""
-        return [self.records[i].run_id if self.records else str(self.points.cluster[i]) for i in index]
+        return [self.records[i].run_id if self.records else str(self.labels[i]) for i in index]
+
+    def place_of(self, index: int) -> str:
+        """One point by its run or its line in the table; where neither is known, by what names its trajectory."""
+        return self.places[index] if self.places else self.names_of([index])[0]
+
+    @property
+    def outliers(self) -> list[tuple[str, float]]:
+        """(run or line, distance from the law of the other points in per cent of the loss), farthest first."""
+        law = self.headline if self.headline in HAS_OUTLIERS else "chinchilla"
+        outliers = self.laws[law].outliers
+        lack = self.lack_of_fit
+        if lack is not None and law == "chinchilla":
+            outliers = lack["outliers"]         # of the law that fits, not of one that does not
+        return [(self.place_of(index), 100 * distance) for index, distance in outliers]
 
     def plain(self) -> dict:
         lack = self.lack_of_fit
+        fault = self.shared_fault
+        outliers = [{"point": place, "percent": percent} for place, percent in self.outliers]
         return {"runs": [record.run_id for record in self.records], "n": len(self.loss),
-                "headline": {"form": self.headline, "reason": self.headline_reason},
-                "lack_of_fit": lack and lack | {"left_out": self.names_of(lack["left_out"]),
+                "headline": {"form": self.headline, "reason": self.headline_reason}, "outliers": outliers,
+                "frontier": self.frontier and self.frontier.plain(),
+                "shared_fault": fault and {"by": fault.by, "chance": fault.chance, "groups": len(set(fault.labels))},
+                "lack_of_fit": lack and lack | {"left_out": self.names_of(lack["left_out"]), "outliers": outliers,
                                                 "without": lack["without"] and lack["without"].plain()},
                 "laws": {form: fit.plain() for form, fit in self.laws.items()},
                 "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
@@ -252,17 +302,36 @@ def fit_group(runs, loss_key: str = "loss_bf16", seed_sd: float | None = None, h
 
 
 def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000,
-               insist: bool = False) -> Group:
+               insist: bool = False, columns: dict[str, np.ndarray] | None = None) -> Group:
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
-    fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
+    fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit. columns: name
+    -> label of each point, of what may name runs. Where sizes or those share a fault, intervals count them, not points."""
     x, n, ray = {axis: getattr(points, axis) for axis in axes}, len(points.loss), points.ray if "D" in axes else None
     resamples = min(resamples, max(200, RESAMPLED // n))
-    laws = {form: fit_form(form, points, seed_sd, resamples=resamples) if form == "power_n" or "D" in x else
-            unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
+    labels = tuple(points.cluster)
+    alone = {}
+    fault = None
+    if "D" in x:
+        form = "ray" if on_one_ray(ray) else "chinchilla"
+        alone[form] = fit_form(form, points, seed_sd)
+        if meets(alone[form], points, seed_sd):
+            fault = shared_fault(alone[form], points, columns)
+    if fault is not None and resamples:
+        points = replace(points, cluster=fault.labels)
+    laws = {}
+    for form in FORMS:
+        if form != "power_n" and "D" not in x:
+            laws[form] = unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)")
+        elif form in alone:
+            laws[form] = with_bootstrap(alone[form], points, resamples)
+        else:
+            laws[form] = fit_form(form, points, seed_sd, resamples=resamples)
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
     headline, reason = _headline(laws, ray, lack and not insist)
+    frontier = fit_frontier(laws["isoflop"], seed_sd) if headline == "isoflop" else None
     doubt = _form_doubt(points, seed_sd) if headline == "chinchilla" else None
-    return Group(name, (), points, x, points.loss, ray, laws, headline, reason, seed_sd, form_doubt=doubt, lack_of_fit=lack)
+    return Group(name, (), points, x, points.loss, ray, laws, headline, reason, seed_sd, form_doubt=doubt, lack_of_fit=lack,
+                 frontier=frontier, shared_fault=fault if resamples else None, labels=labels)
 
 
 def _form_doubt(points: Points, seed_sd: float) -> dict | None:
@@ -301,6 +370,9 @@ def _headline(laws, ray, is_misfit) -> tuple[str, str]:
         return "chinchilla", "the points identify L(N, D)"
     why = "L(N, D) does not fit the points (--insist headlines it all the same)" if is_misfit else (
         f"L(N, D) is not identified ({laws['chinchilla'].reason})")
+    if laws["isoflop"].identified:
+        budgets = sum(row["reason"] is None for row in laws["isoflop"].budgets)
+        return "isoflop", f"{why}: the minima of {budgets} compute budgets instead"
     if laws["ray"].identified:
         return "ray", f"{why}: ray law instead"
     return "power_c", f"{why}: power law in C instead" + ", which mixes the effects of size and of data" * (not on_one_ray(ray))
@@ -310,8 +382,10 @@ def _warnings(group) -> list[str]:
     fit, lack, lines = group.laws[group.headline], group.lack_of_fit, []
     if not fit.identified:
         lines.append(f"WARNING: {group.recipe}: the headlined law is not identified: {fit.reason}")
+    lines += _outlier_lines(group)
+    lines += _shared_fault_lines(group)
     if lack:
-        lines.append(f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['residual_rms']:.2g} %, noise of "
+        lines.append(f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['scatter']:.2g} %, noise of "
                      f"{100 * lack['noise']:.2g} % (of {lack['noise_of']})")
         if less := lack["without"]:
             names = group.names_of(lack["left_out"])
@@ -323,6 +397,36 @@ def _warnings(group) -> list[str]:
     return lines
 
 
+def _outlier_lines(group) -> list[str]:
+    """The points that lie off a law that the others follow, and what that law is."""
+    if not group.outliers:
+        return []
+    (place, percent), *others = group.outliers
+    side = "above" if percent > 0 else "below"
+    sentence = f"{place} lies {abs(percent):.2g} % {side} the law"
+    if others:
+        named = [f"{place} by {percent:+.2g} %" for place, percent in group.outliers[:SHOWN]]
+        sentence = f"{len(group.outliers)} points lie off the law: {', '.join(named)}"
+        sentence += ", ... (law.json names all)" if len(group.outliers) > SHOWN else ""
+    lines = [f"WARNING: {group.recipe}: {sentence}; look at what happened there"]
+    fit = group.laws[group.headline]
+    if fit.without_outliers:
+        lines.append(f"  without what lies off, residuals are {100 * fit.scatter:.2g} % and the law is "
+                     f"{fit.formula(fit.without_outliers)}")
+    return lines
+
+
+def _shared_fault_lines(group) -> list[str]:
+    """What the intervals count where points are not independent although nobody said so."""
+    fault = group.shared_fault
+    if fault is None:
+        return []
+    groups = len(set(fault.labels))
+    what = "points of one size" if fault.by == "size" else f"points of one {fault.by!r}"
+    return [f"WARNING: {group.recipe}: {what} lie off the law together (F-test: chance {fault.chance:.1g} if each point were "
+            f"independent), so intervals count {groups} of them, not {len(group.loss)} points"]
+
+
 def _headline_lines(group) -> list[str]:
     """A group's headlined law with its intervals, what it rests on, and why it is this form."""
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
@@ -331,8 +435,16 @@ def _headline_lines(group) -> list[str]:
     what += f", {group.ray[0]:.3g} to {group.ray[1]:.3g} tokens per {kind}parameter" if group.ray else ""
     lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:
-        lines += [f"    95 %: {_intervals(fit)}",
-                  f"    from {INTERVALS[fit.interval].format(fit.clusters, fit.resamples)}: the points' noise alone"]
+        source = INTERVALS[fit.interval].format(fit.clusters, fit.resamples)
+        if group.frontier is not None and fit.interval == "t":
+            source = "t-intervals over the budgets"
+        lines += [f"    95 %: {_intervals(fit)}", f"    from {source}: the points' noise alone"]
+    if group.frontier is not None:
+        lines.append(f"    lowest loss for a compute: {group.frontier.formula().replace('L =', 'L* =')}"
+                     + (f", 95 %: {_intervals(group.frontier)}" if group.frontier.ci95 else ""))
+    if edge := near_zero(fit):
+        lines.append(f"    {' and '.join(edge)} within three standard errors of zero: estimates so near the edge lean steep, as "
+                     "flatter ones are refused")
     lines.append(f"  why this law: {group.headline_reason}")
     far = [group.form_doubt["low"], group.form_doubt["high"]] if group.form_doubt else [
         float(form.predict(10 * group.x["C"].max())) for form in group.bands.get("C", ())]
@@ -351,7 +463,9 @@ def _intervals(fit) -> str:
 
 # What was chosen from a table. axes: "NDC", or "N" where it gives neither tokens nor compute, D and C of the points are 1 then;
 # source: for law.json, file, sha256, rows, filters, columns, what was derived, lines left out; notes: what a reader should know.
-Selection = namedtuple("Selection", "points axes source notes")
+# lines: of each point, its line in the file.
+# run_columns: name -> label of each point, of columns that may name runs though nobody said so.
+Selection = namedtuple("Selection", "points axes source notes lines run_columns")
 
 
 def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), drop_highest: int = 0, cluster="") -> Selection:
@@ -399,7 +513,22 @@ def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), dro
         f"{name} = {' or '.join(some)}" for name, some in filters.items())] if filters else []
     notes += [f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
               for why, lines in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
-    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes)
+    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes, tuple(kept),
+                     {} if cluster else _run_columns(rows, kept, N, counted))
+
+
+def _run_columns(rows: dict[int, dict[str, str]], kept: list[int], N, counted: list[str]) -> dict[str, np.ndarray]:
+    """Columns of the kept lines whose name says that they name runs, whose values repeat, and each of which has one N."""
+    columns = {}
+    for name in rows[kept[0]]:
+        if name in counted or name.strip().lower().replace(" ", "_") not in NAMES_OF_RUNS:
+            continue
+        labels = np.array([rows[line][name] or f"line {line}" for line in kept])
+        distinct, member = np.unique(labels, return_inverse=True)
+        largest = np.array([N[member == i].max() / N[member == i].min() for i in range(len(distinct))])
+        if len(distinct) < len(kept) and largest.max() < 1.01:
+            columns[name] = labels
+    return columns
 
 
 def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
@@ -475,7 +604,10 @@ def _draw_losses(panel, groups, axis: str) -> None:
     low = min(group.x[axis].min() for group in groups)
     high = beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
     grid, is_by_ratio, named = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups)), {}
-    each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
+    is_by_compute = axis != "C" and any(group.frontier for group in groups)
+    if is_by_compute:
+        is_by_ratio = False
+    each = [group.x["C"] if is_by_compute else group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
     among = np.concatenate([*each, [held.D / held.N if is_by_ratio else held.N for group in groups for held in group.held_out]])
     panel.set(xscale="log", yscale="log", xlim=(low / 1.6, high))
     counts_axis(panel.xaxis, in_words=axis != "C")
@@ -496,7 +628,12 @@ def _draw_losses(panel, groups, axis: str) -> None:
             colour = _shade(style, line.each, among) if line.each else style["color"]
             drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
             if line.each:
-                named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else si(line.each), drawn_line)
+                figure_of = f"{line.each:.1e}" if is_by_compute else f"{float(f'{line.each:.2g}'):g}"
+                named.setdefault(figure_of if is_by_ratio or is_by_compute else si(line.each), drawn_line)
+        if group.frontier is not None:
+            C, N, D, lowest = minima_of(group.laws["isoflop"])
+            panel.plot({"C": C, "N": N, "D": D}[axis], lowest, marker="P", linestyle="none", markersize=8, zorder=5,
+                       color=style["color"], markeredgecolor="white", markeredgewidth=0.8)
         colours = _shade(style, values, among)              # (n, 4)
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
@@ -510,8 +647,9 @@ def _draw_losses(panel, groups, axis: str) -> None:
             y, face, edge, width = (said.loss, "white", colour, 1) if held.loss is None else (held.loss, colour, "white", 0.4)
             panel.plot(x, y, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor=face,
                        markeredgecolor=edge, markeredgewidth=width)
-    if named:
-        panel.legend(named.values(), named, title="D / N" if is_by_ratio else "N", loc="upper right", fontsize=8, framealpha=0.8,
+    if named and not (is_by_compute and axis == "N"):       # the colours of the panel beside it
+        title = "C [FLOPs]" if is_by_compute else "D / N" if is_by_ratio else "N"
+        panel.legend(named.values(), named, title=title, loc="upper right", fontsize=8, framealpha=0.8,
                      title_fontsize=8, handlelength=1.2, labelspacing=0.15, borderpad=0.3, edgecolor="none").set_zorder(9)
 
 
@@ -550,6 +688,8 @@ def _legend(groups) -> list:
          Line2D([], [], color=grey, linewidth=0.8, alpha=0.8, label="training loss")),
         (any(group.lines or is_surface(group) for group in groups), Patch(facecolor=grey, alpha=0.3, label="law, 95 % interval")),
         (any(group.bands for group in groups), Patch(**HATCH, label="other model forms")),
+        (any(group.frontier for group in groups), Line2D([], [], marker="P", color=grey, markersize=8, linestyle="none",
+                                                         label="minimum of a budget")),
         (held, Line2D([], [], marker="*", **star, markerfacecolor=grey if is_there else "white",
                       label="held-out run" + " to come" * (not is_there))),
         (any(one.prediction for one in held), Line2D([], [], marker="|", **star, label="its prediction, 95 %")))
@@ -572,6 +712,8 @@ def _caption(groups, pairs, others) -> str:
         parts.append(f"{name_of(first)}: {law.formula()}.")
     if any(map(is_surface, groups)):
         parts.append("Lines: lowest loss for a compute, of one size N, of one ratio D / N.")
+    elif first.frontier is not None:
+        parts.append("Over C the law through the budgets' minima, over D and N the valley of each budget.")
     elif any(map(is_spread, groups)):
         parts.append("Over D and N, lines join points of one size, of one ratio D / N.")
     elif "D" in first.x:
@@ -607,7 +749,8 @@ def drawn(groups) -> tuple[list, list]:
     fewer sizes than another, or without an irreducible loss that their points identify where some law has one."""
     sizes = [len(np.unique(group.x["N"])) for group in groups]
     shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
-    shown = [one for one in shown if one.headline in ("chinchilla", "ray") and one.laws[one.headline].identified] or shown
+    strong = "chinchilla", "isoflop", "ray"
+    shown = [one for one in shown if one.headline in strong and one.laws[one.headline].identified] or shown
     return shown, [group for group in groups if not any(group is one for one in shown)]
 
 
@@ -623,6 +766,8 @@ def lines_of(group, axis: str, grid) -> list[Line]:
             return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
         sizes = sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})
         return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sizes]
+    if group.frontier is not None and axis != "C":
+        return _valleys(group, axis)
     if axis == "C" or not is_spread(group):
         return [_line(group.lines[axis], grid, (grid,))] if axis in group.lines else []
     lines, values = [], points.N if axis == "D" else points.D / points.N
@@ -631,6 +776,22 @@ def lines_of(group, axis: str, grid) -> list[Line]:
         x = np.unique(group.x[axis][near])
         lines.append(Line(x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x]), each=value))
     return [line for line in lines if len(line.x) > 1]
+
+
+def _valleys(group, axis: str) -> list[Line]:
+    """The fitted valley of each budget that has a minimum, over parameters or tokens; `each` is its compute."""
+    fit, points, lines = group.laws["isoflop"], group.points, []
+    for row in fit.budgets:
+        if row["N"] is None:
+            continue
+        at = np.abs(np.log(points.C / row["C"])) < math.log(SAME_BUDGET)
+        log_sizes, first = np.unique(np.log(points.N[at]), return_index=True)
+        log_size = np.linspace(log_sizes[0], log_sizes[-1], 60)
+        log_tokens = np.interp(log_size, log_sizes, np.log(points.D[at])[first])
+        valley = int(np.nanargmin(np.abs(fit.valleys.log_size - math.log(row["N"]))))
+        x = np.exp(log_size if axis == "N" else log_tokens)
+        lines.append(Line(x, fit.valleys.loss_at(valley, log_size), each=row["C"]))
+    return lines
 
 
 def _line(law, x, where, each=None) -> Line:

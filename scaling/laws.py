@@ -7,25 +7,27 @@ ln x, exponents): one value and one gradient for all forms. The objective is Hub
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
 from scipy.optimize import least_squares
-from scipy.special import erf, fdtri, stdtrit
+from scipy.special import erf, fdtrc, stdtrit
 
 from runtime.cli import UserError, si
+from scaling.valleys import Minima, Valley, fit_valleys, lowest_part, without_spikes
 
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
-         "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha"), "isoflop": ("a", "b")}
+         "chinchilla": ("E", "A", "B", "alpha", "beta"), "isoflop": ("a", "b")}
 FACTORS = {"E", "A", "B", "K", "k_n", "k_d"}        # positive, so solved for and given intervals on the logarithm
 # The others must be above zero for the loss to fall, or for a budget to say how to spend it.
 EXPONENTS = {form: [name for name in names if name not in FACTORS] for form, names in NAMES.items()}
+HAS_OUTLIERS = "chinchilla", "ray"     # forms that points can be said to lie off; of the others the form itself is rough
 # form -> (factor, abscissa, exponent) of each power law in it
 SURFACE = ("A", "N", "alpha"), ("B", "D", "beta")
 POWERS = {"ray": (("K", "C", "gamma"),), "power_n": SURFACE[:1], "power_d": SURFACE[1:], "power_c": (("K", "C", "gamma"),),
-          "chinchilla": SURFACE, "chinchilla_tied": SURFACE}
+          "chinchilla": SURFACE}
 
 DELTA = 1e-3                # Huber's threshold on log-loss residuals
 GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
@@ -36,10 +38,10 @@ RISING = 1e-9               # an exponent this small is 0: the loss does not fal
 COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: the points ask for a plain power law
 
 SPREAD = 2                  # largest over smallest tokens per parameter for chinchilla: nearer, alpha and beta trade places
+LEVELS = 3                  # distinct N, and D, for chinchilla
 FEWEST = 9                  # distinct points that its five parameters need: with six, intervals hold beta 82 times in 100
 # The solver's starts: E as a share of the lowest loss; exponents
-STARTS = {"ray": ((0.1, 0.5, 0.9), (0.03, 0.1, 0.2, 0.5, 1.0))} | dict.fromkeys(
-    ("chinchilla", "chinchilla_tied"), ((0.3, 0.6, 0.9), (0.15, 0.35, 0.7)))
+STARTS = {"ray": ((0.1, 0.5, 0.9), (0.03, 0.1, 0.2, 0.5, 1.0)), "chinchilla": ((0.3, 0.6, 0.9), (0.15, 0.35, 0.7))}
 
 NEAR = 5                    # steps by plain squares before the descent
 STEPS = 300                 # of one descent, before it counts as failed
@@ -51,13 +53,26 @@ BLOCK = 24_000              # points times problems at once: what stays in the c
 SAME_BUDGET = 1.1           # largest over smallest compute that counts as one budget: published points scatter by per cents
 SIZES = 5                   # distinct sizes that a budget needs
 BUDGETS = 3                 # usable budgets that a slope with an interval needs
-WINDOWS = (None, 30, 10, 5) # isoflop fits sizes within this factor of the minimum; None: all
+WINDOWS = (0.1, 0.2)        # isoflop fits sizes within this share of a budget's lowest loss; the first counts
+WINDOW_DOUBT = 0.5          # of how a differs over them: with all of it intervals of an offset grid hold 99 in 100
 ALLOCATION = ("a", "k_n", "b", "k_d")
-BENT = 0.05                 # chance of refusing a window in which the cubic holds
 
 CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says
 FAILED = 0.05               # share of resamples without a fit above which the bootstrap is not believed
 MISSES = 0.01, 2.0          # a law does not fit whose residuals are above this, in ln L, and above so many times the noise
+# Points off the law, where the rest of them fits.
+OFF_LAW = 0.01              # ln L: the least distance from the law of an outlier
+OFF_BY_CHANCE = 0.01        # of a table without outliers, to name one all the same
+NEIGHBOURS = 2              # scatter over the noise between neighbours, above which the form is at fault
+MOST_OUTLIERS = 0.1         # share of the points: more are no outliers but another law
+FARTHEST = 3                # scatters that an outlier counts for in a jackknife
+ROUNDS = 10                 # of leaving out and putting back
+CANDIDATES = 10             # points at least that are left out in turn: those that may lie farthest off
+ONE_BY_ONE = 100            # points: up to here each is left out in turn, as one in a corner draws the law to itself
+SHARED = 0.005              # chance of finding a fault that sizes or runs share where they share none
+SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
+FREEDOM = 4                 # degrees of freedom within groups that an F-test needs
+EDGE = 3                    # standard errors from zero within which an exponent's estimate leans steep
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)        # of the points, earliest first, that a law may have to do without
 DROPS = (1, 3, 5, 10)
 DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
@@ -108,13 +123,7 @@ class Optimum:
 
     @property
     def inefficiency(self) -> float:
-        """Variance of Huber's estimate over that of least squares under normal noise: 1 for delta >> sigma, pi/2 for <<."""
-        if self.delta is None or self.sigma == 0:
-            return 1.0
-        k = self.delta / self.sigma
-        inside = erf(k / math.sqrt(2))
-        squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
-        return float(squares / inside**2)
+        return inefficiency(self.delta, self.sigma)
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,9 @@ class Fit:
     starts_at_best: int | None = None       # starts that end at the best objective
     gradient_norm: float | None = None
     residual_rms: float | None = None       # of log-loss, over n - parameters; isoflop: of ln N*
+    scatter: float | None = None            # residual_rms of the law without its outliers, over the points that are left
+    outliers: tuple[tuple[int, float], ...] = ()    # (index, loss over the law without outliers, less 1), farthest first
+    without_outliers: dict[str, float] | None = None    # parameters of that law; None where there are none
     se: dict[str, float] | None = None
     ci95: dict[str, tuple[float, float]] | None = None
     interval: str | None = None             # how se and ci95 were made: "t", "bootstrap" or "cluster"
@@ -141,8 +153,9 @@ class Fit:
     resamples: int | None = None            # bootstrap: drawn, and failed among them
     failed: int | None = None
     budgets: tuple[dict, ...] | None = None     # isoflop: C, sizes, N, D, loss or reason, per budget
-    windows: tuple[dict, ...] | None = None     # isoflop: window, a, is_bent of each of WINDOWS; the first unbent one is used
+    windows: tuple[dict, ...] | None = None     # isoflop: window, a of each of WINDOWS; the first one is used
     optimum: Optimum | None = field(default=None, repr=False, compare=False)
+    valleys: Minima | None = field(default=None, repr=False, compare=False)     # isoflop: the curves of budgets without a reason
 
     def predict(self, *x):
         """The law's loss (nats per token) at x, of x's shape; x is N, D for chinchilla, else the form's one abscissa."""
@@ -164,19 +177,31 @@ class Fit:
     def terms(self, *x):
         return terms(self.form, centred(x, self.optimum.centres), self.optimum.gamma)
 
-    def formula(self) -> str:
-        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted."""
+    def formula(self, parameters: dict[str, float] | None = None) -> str:
+        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted. parameters: of another fit."""
         if self.objective is None:
             return ""
-        p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
+        p = {name: f"{float(f'{value:.3g}'):g}" for name, value in (parameters or self.parameters).items()}   # not 2.14e+03
         if self.form == "isoflop":
-            return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
+            return f"N* = {p['k_n']} C^{p['a']}, D* = {p['k_d']} C^{p['b']}"
         powers = [f"{p[factor]} {axis}^-{p[exponent]}" for factor, axis, exponent in POWERS[self.form]]
         return f"L = {' + '.join(([p['E']] if 'E' in p else []) + powers)}".replace("^--", "^")
 
     def plain(self) -> dict:
-        content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
+        # A group names its outliers (fit.Group.plain): the laws know their indices alone.
+        elsewhere = "optimum", "parameters", "outliers", "valleys"
+        content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in elsewhere}
         return content | self.parameters | {"formula": self.formula()}
+
+
+def inefficiency(delta: float | None, sigma: float) -> float:
+    """Variance of Huber's estimate over that of least squares under normal noise: 1 for delta >> sigma, pi/2 for <<."""
+    if delta is None or sigma == 0:
+        return 1.0
+    k = delta / sigma
+    inside = erf(k / math.sqrt(2))
+    squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
+    return float(squares / inside**2)
 
 
 def unfitted(form: str, n: int, reason: str) -> Fit:
@@ -198,20 +223,19 @@ def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | Non
     return with_bootstrap(fit, points, resamples)
 
 
-def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None,
-            raw: bool = False) -> Fit:
+def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None) -> Fit:
     """Fit one of NAMES (see Fit) to data: the form's abscissae as Points.axes has them, then losses, each of shape (n,).
     seed_sd: of ln L between seeds, a floor under the residuals in intervals. delta: Huber's threshold on ln L, None for squares.
-    gamma: the ray law's exponent, held fixed. raw: squares of L itself, Gadre et al. 2024's objective, in nats squared. Raises
-    UserError for fewer points than parameters; others that cannot tell are fitted and say so."""
+    gamma: the ray law's exponent, held fixed. Raises UserError for fewer points than parameters; others that cannot tell are
+    fitted and say so."""
     *axes, loss = data
     p = len(NAMES[form]) - (gamma is not None)
     if (found := len(np.unique(np.array(axes), axis=1).T)) < p:
         raise UserError(f"{found} distinct point(s); this law needs at least {p}")
-    centres, y, n, delta = tuple(float(np.log(x).mean()) for x in axes), np.log(loss), len(loss), None if raw else delta
+    centres, y, n = tuple(float(np.log(x).mean()) for x in axes), np.log(loss), len(loss)
     logs = centred(axes, centres)
     starts = np.array(_starts(form, logs, y, gamma), dtype=float)
-    theta, left, jac, certificate = minimise(*terms(form, logs, gamma), y, starts, delta, raw)
+    theta, left, jac, certificate = minimise(*terms(form, logs, gamma), y, starts, delta)
     singular, values = np.linalg.svd(jac, compute_uv=False), natural(form, theta, centres, gamma)
     is_singular = singular[-1] < SINGULAR * singular[0]
     why = _lacking(form, axes, values, y, p)        # a valley without a minimum is the cause, not the solver
@@ -222,10 +246,39 @@ def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA,
     rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
     best = Optimum(theta, centres, gamma, delta, None, n - p, None if rms is None else max(rms, seed_sd), float(y.min()))
     fit = Fit(form, {name: float(back(name, value)) for name, value in values.items()}, n, why is None, why, residual_rms=rms,
-              optimum=best, **certificate)
+              scatter=rms, optimum=best, **certificate)
     if n <= p or is_singular:
         return fit
+    rest = None
+    if form in HAS_OUTLIERS and gamma is None and delta is not None:
+        rest = without_outliers(*terms(form, logs), y, theta, delta, seed_sd)
+    if rest is not None and not _is_another_law(rest, y, np.log(axes)):
+        return _with_outliers(fit, rest, y, seed_sd)
     return with_covariance(fit, best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac), n - p, "t")
+
+
+def _is_another_law(rest: "Rest", y, log_axes) -> bool:
+    """Whether the rest lies off the law too, neighbours alike: then the form is at fault, not its points."""
+    if rest.scatter <= OFF_LAW / 2 or len(y) >= MANY:      # the noise of thousands takes a second
+        return False
+    residual = (y - rest.log_loss)[rest.kept]
+    return rest.scatter > NEIGHBOURS * _noise_of_neighbours(log_axes[:, rest.kept], residual, np.arange(len(residual)))
+
+
+def _with_outliers(fit: Fit, rest: "Rest", y, seed_sd: float) -> Fit:
+    """The fit with its outliers named and t-intervals of the other points' scatter, widened by what the outliers move."""
+    best = fit.optimum
+    distances = np.expm1(y - rest.log_loss)
+    farthest_first = sorted(rest.left_out, key=lambda index: -abs(distances[index]))
+    outliers = tuple((int(index), float(distances[index])) for index in farthest_first)
+    best = replace(best, sigma=max(rest.scatter, seed_sd))
+    values = natural(fit.form, rest.theta, best.centres)
+    without = {name: float(back(name, value)) for name, value in values.items()}
+    fit = replace(fit, outliers=outliers, without_outliers=without, scatter=rest.scatter, optimum=best)
+    kept = rest.jacobian[rest.kept]
+    moved = best.theta - rest.theta
+    covariance = best.sigma**2 * best.inefficiency * np.linalg.inv(kept.T @ kept) + np.outer(moved, moved)
+    return with_covariance(fit, covariance, rest.dof, "t")
 
 
 def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
@@ -291,8 +344,8 @@ def judged(fit: Fit) -> Fit:
 
 
 def _lacking(form, axes, values, y, p) -> str | None:
-    if form.startswith("chinchilla"):
-        ratio, needed = np.divide(axes[1], axes[0]), 2 if form.endswith("tied") else 3
+    if form == "chinchilla":
+        ratio = np.divide(axes[1], axes[0])
         if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
             return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter: alpha and beta need ratios "
                     f"at least {SPREAD}x apart")
@@ -300,9 +353,9 @@ def _lacking(form, axes, values, y, p) -> str | None:
             found, left = 0, np.sort(x)
             while len(left):
                 found, left = found + 1, left[left > ONE_RAY * left[0]]
-            if found < needed:
-                return f"the points hold {found} distinct {name}: its term needs {needed} to be told from E"
-        if needed == 3 and (points := len(np.unique(axes, axis=1).T)) < FEWEST:
+            if found < LEVELS:
+                return f"the points hold {found} distinct {name}: its term needs {LEVELS} to be told from E"
+        if (points := len(np.unique(axes, axis=1).T)) < FEWEST:
             return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
     if len(y) <= p:
         return f"{len(y)} points for {p} parameters leave 0 degrees of freedom"
@@ -321,7 +374,7 @@ def terms(form: str, logs, gamma: float | None = None):
     slopes[:, 0, 0] = 1                                                 # ln E, where the form has it
     for i, log in enumerate(logs):
         slopes[:, floor + i, floor + i] = 1                             # ln factor
-        slopes[:, floor + i, min(floor + len(logs) + i, p - 1)] = -log  # exponent; tied, both terms have the last one
+        slopes[:, floor + i, floor + len(logs) + i] = -log              # exponent
     return (slopes, np.zeros(slopes.shape[:2])) if gamma is None else (slopes[..., :2], gamma * slopes[..., 2])
 
 
@@ -341,11 +394,9 @@ def natural(form: str, theta, centres, gamma: float | None = None) -> dict:
     values = dict(zip(NAMES[form], np.moveaxis(theta, -1, 0), strict=gamma is None))
     if gamma is not None:
         values["gamma"] = np.full(theta.shape[:-1], gamma)
-    if form == "chinchilla_tied":
-        values["beta"] = values["alpha"]
     for (factor, _, exponent), centre in zip(POWERS[form], centres, strict=True):
         values[factor] = values[factor] + centre * values[exponent]
-    if form.startswith("chinchilla"):
+    if form == "chinchilla":
         alpha, beta = values["alpha"], values["beta"]
         values |= {"a": beta / (alpha + beta), "b": alpha / (alpha + beta), "gamma": alpha * beta / (alpha + beta)}
     return values
@@ -357,21 +408,134 @@ def back(name: str, values):
         return np.exp(values) if name in FACTORS else values
 
 
+# ---------------------------------------------------------------------------------------------------- points off the law
+
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """A law fitted to the points without its outliers; arrays of all n points are about that law."""
+
+    kept: np.ndarray            # (n,) bool
+    theta: np.ndarray           # (p,)
+    log_loss: np.ndarray        # (n,) the law's
+    jacobian: np.ndarray        # (n, p) of log_loss
+    scatter: float              # rms of the kept points' residuals over dof
+    dof: int
+
+    @property
+    def left_out(self) -> np.ndarray:
+        return np.flatnonzero(~self.kept)
+
+    def scores(self, y, delta: float, seed_sd: float) -> np.ndarray:
+        """(n,) distance of each point from the law over its standard error, as of a point that the law has not seen."""
+        sigma = max(self.scatter, seed_sd, 1e-12)
+        own = self.jacobian[self.kept]
+        spread = np.linalg.pinv(own.T @ own)
+        leverage = np.einsum("ni,ij,nj->n", self.jacobian, spread, self.jacobian)
+        return np.abs(y - self.log_loss) / (sigma * np.sqrt(1 + inefficiency(delta, sigma) * leverage))
+
+
+def without_outliers(slopes, offsets, y, theta, delta: float, seed_sd: float = 0.0) -> Rest | None:
+    """The law without the points that lie off it; None where there is none, or more than MOST_OUTLIERS (another law then).
+
+    slopes, offsets of `terms`, y = ln loss (n,), theta (p,) the optimum of all points, which a point in a corner may have
+    drawn to itself. So each point is left out in turn, the one that costs most goes first, and so on; the longest such list
+    counts whose last point is significant against the rest (Rosner 1983): a first outlier may hide behind a second."""
+    n, p = slopes.shape[0], slopes.shape[2]
+    most = min(math.ceil(MOST_OUTLIERS * n), n - p - 2)
+    rest = _rest(slopes, offsets, y, theta, np.ones(n, bool))
+    if most < 1 or not _may_be_off(rest, y):
+        return None
+    leave_out = _leave_out_one_by_one if n <= ONE_BY_ONE else _leave_out_together
+    found = leave_out(rest, slopes, offsets, y, delta, seed_sd, most)
+    if found is None:
+        return None
+    return _put_back(found, slopes, offsets, y, delta, seed_sd)
+
+
+def _may_be_off(rest: Rest, y) -> bool:
+    return bool(_unseen(rest, y).max() > OFF_LAW / 2)
+
+
+def _unseen(rest: Rest, y) -> np.ndarray:
+    """(n,) about how far each point would lie from the law of the others, by what it weighs in this one."""
+    own = rest.jacobian[rest.kept]
+    leverage = np.einsum("ni,ij,nj->n", rest.jacobian, np.linalg.pinv(own.T @ own), rest.jacobian)
+    return np.abs(y - rest.log_loss) / np.maximum(1 - leverage, 0.05)
+
+
+def _rest(slopes, offsets, y, theta, kept) -> Rest:
+    log_loss, jacobian = log_law(slopes, offsets, theta)
+    residual = (y - log_loss)[kept]
+    dof = len(residual) - len(theta)
+    return Rest(kept, theta, log_loss, jacobian, math.sqrt(residual @ residual / dof), dof)
+
+
+def _is_off(rest: Rest, y, delta: float, seed_sd: float, among: int) -> np.ndarray:
+    """(n,) whether each point lies OFF_LAW off the law and farther than the farthest of so many would by chance."""
+    limit = stdtrit(rest.dof, 1 - OFF_BY_CHANCE / (2 * among))
+    return (np.abs(y - rest.log_loss) > OFF_LAW) & (rest.scores(y, delta, seed_sd) > limit)
+
+
+def _leave_out_one_by_one(rest: Rest, slopes, offsets, y, delta, seed_sd, most: int) -> Rest | None:
+    found, in_vain = None, 0
+    for _ in range(most):
+        unseen = np.where(rest.kept, _unseen(rest, y), -1.0)
+        tried = min(int(rest.kept.sum()), max(CANDIDATES, len(y) // 4))
+        candidates = np.argsort(-unseen, kind="stable")[:tried]
+        weights = np.tile(rest.kept.astype(float), (tried, 1))
+        weights[np.arange(tried), candidates] = 0.0
+        starts = np.tile(rest.theta, (tried, 1))
+        thetas, costs, _ = descend(starts, slopes, offsets, y, delta, weights)
+        dearest = int(np.argmin(costs))
+        rest = _rest(slopes, offsets, y, thetas[dearest], weights[dearest] > 0)
+        is_off = _is_off(rest, y, delta, seed_sd, int(rest.kept.sum()) + 1)[candidates[dearest]]
+        found, in_vain = (rest, 0) if is_off else (found, in_vain + 1)
+        if in_vain == 2:        # one outlier hides a second one, rarely a third
+            break
+    return found
+
+
+def _leave_out_together(rest: Rest, slopes, offsets, y, delta, seed_sd, most: int) -> Rest | None:
+    """Of many points: all that lie off the law at once, then those off the law of the rest, until none is new."""
+    everything = rest
+    for _ in range(ROUNDS):
+        # The median does not count how far the outliers are, as a scatter over all points would.
+        scatter = float(np.median(np.abs(y - rest.log_loss)[rest.kept])) / 0.6745
+        off = _is_off(replace(rest, scatter=scatter), y, delta, seed_sd, len(y))
+        if off.sum() > most:
+            return None
+        if (off == ~rest.kept).all():
+            break
+        theta, _, _ = descend(rest.theta[None], slopes, offsets, y, delta, (~off)[None].astype(float))
+        rest = _rest(slopes, offsets, y, theta[0], ~off)
+    return None if rest is everything or rest.kept.all() else rest
+
+
+def _put_back(rest: Rest, slopes, offsets, y, delta, seed_sd) -> Rest | None:
+    """Without those that the law of the rest does not find off it: they had gone before a worse one."""
+    for _ in range(ROUNDS):
+        off = _is_off(rest, y, delta, seed_sd, len(y)) & ~rest.kept
+        if (off == ~rest.kept).all():
+            return rest
+        if not off.any():
+            return None
+        theta, _, _ = descend(rest.theta[None], slopes, offsets, y, delta, (~off)[None].astype(float))
+        rest = _rest(slopes, offsets, y, theta[0], ~off)
+    return rest
+
+
 # -------------------------------------------------------------------------------------------------- many starts at once
 
-def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
+def minimise(slopes, offsets, y, starts, delta: float | None):
     """(theta, residual, Jacobian, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
-    delta None: plain squares; raw: squares of the loss over its geometric mean, in which the best start finishes. Below DELTA
-    the best of the starts follows delta down by halves: with it the objective nears absolute deviations, whose gradient jumps."""
+    delta None: plain squares. Below DELTA the best of the starts follows delta down by halves: with it the objective nears
+    absolute deviations, whose gradient jumps."""
     wide = max(delta, DELTA) if delta else None
-    scale = np.exp(y.mean()) if raw else 1.0
 
     @lru_cache(maxsize=1)       # the solver asks for the residual, then for the Jacobian where it steps
     def at(theta: bytes):
         log_loss, relative = log_law(slopes, offsets, np.frombuffer(theta))
-        if not raw:
-            return log_loss - y, relative
-        return (np.exp(log_loss) - np.exp(y)) / scale, relative * np.exp(log_loss)[:, None] / scale
+        return log_loss - y, relative
 
     def finish(start, unit):
         # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.
@@ -387,12 +551,11 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
     ends, costs, _ = descend(near, slopes, offsets, y, wide, equal)
     best = finish(ends[np.argmin(costs)], wide or 1.0)
     # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding.
-    lowest = min(costs) if raw else best.cost
-    at_best = int((costs <= lowest * (1 + 1e-6) + 1e-14 / (wide or 1.0) ** 2).sum())
+    at_best = int((costs <= best.cost * (1 + 1e-6) + 1e-14 / (wide or 1.0) ** 2).sum())
     while delta and wide > delta:
         wide = max(wide / 2, delta)
         best = finish(best.x, wide)
-    unit = wide or scale
+    unit = wide or 1.0
     return best.x, *at(best.x.tobytes()), {
         "objective": float(best.cost) * unit**2, "starts": len(starts), "starts_at_best": at_best,
         "gradient_norm": float(np.linalg.norm(best.grad)) * unit**2}
@@ -460,94 +623,132 @@ def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
 # ----------------------------------------------------------------------------- IsoFLOP (Hoffmann et al., approaches 1, 2)
 
 def fit_isoflop(points: Points) -> Fit:
-    """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
-    A budget's minimum is that of a cubic in ln N through the sizes within a window around it; a parabola's vertex is biased. The
-    law has one shape around N* at every budget, so the cubic's bias is a factor on N*, not on a. Used is the widest of WINDOWS
-    where a quartic term does nothing; how a differs over those that pass widens its interval: Student's t over budgets, or over
-    trajectories (each left out once) where one serves several. D* is the points' own D at N*: C may follow any convention."""
-    minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
-    found = [_allocation(points, np.arange(n), window, minimum) for window in WINDOWS]
-    fitted = [one for one in found if one["values"] is not None]
-    passed = [one for one in fitted if not one["is_bent"]]
-    best, labels = (passed or fitted[::-1] or found)[0], np.unique(points.cluster)
-    about = {"budgets": best["budgets"],
-             "windows": tuple({key: one[key] for key in ("window", "is_bent", "a")} for one in found)}
-    if not fitted:
-        good = sum(one["reason"] is None for one in best["budgets"])
-        return replace(unfitted("isoflop", n, f"{good} of {len(best['budgets'])} compute budgets have an interior minimum over "
+    """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms of the budgets' minima.
+
+    The minima are those of scaling.valleys: each budget's valley has factors of its own, all share their exponents. A window
+    holds the sizes whose loss is within a share of the budget's lowest, SIZES at least: sizes that are hopeless at a budget say
+    little of its minimum, and which these are the loss knows, not the size. How a differs over WINDOWS widens its interval:
+    Student's t over budgets, or over trajectories (each left out once) where one serves several. D* is the points' own D at N*:
+    C may follow any convention."""
+    n, labels = len(points.loss), np.unique(points.cluster)
+    budgets = _budgets(points)
+    found = [_allocation(points, budgets, window) for window in WINDOWS]
+    best = found[0]
+    about = {"budgets": best.rows,
+             "windows": tuple({"window": one.window, "a": None if one.line is None else float(one.line[0])} for one in found)}
+    if best.line is None:
+        good = sum(row["reason"] is None for row in best.rows)
+        return replace(unfitted("isoflop", n, f"{good} of {len(best.rows)} compute budgets have an interior minimum over "
                                 f"at least {SIZES} sizes; the exponents need {BUDGETS}"), **about)
-    values, width, dof = best["values"], best["width"], best["dof"]
-    named, interval = dict(zip(ALLOCATION, values.tolist(), strict=True)), "t"
+    values, width, dof, interval = best.line, best.width, best.dof, "t"
+    named = dict(zip(ALLOCATION, values.tolist(), strict=True))
     fit = Fit("isoflop", {name: float(back(name, value)) for name, value in named.items()}, n, True, None, starts=1,
-              starts_at_best=1, objective=best["squares"] / 2, residual_rms=math.sqrt(best["squares"] / dof), **about)
+              starts_at_best=1, objective=best.squares / 2, residual_rms=math.sqrt(best.squares / best.dof),
+              valleys=best.minima, **about)
     if len(labels) < n:
-        without = [_allocation(points, np.flatnonzero(points.cluster != label), best["window"], minimum)["values"]
-                   for label in labels]
+        without = []
+        for label in labels:
+            rest = points.take(np.flatnonzero(points.cluster != label))
+            without.append(_allocation(rest, _budgets(rest), WINDOWS[0], best.minima).line)
         fit, dof, interval = replace(fit, clusters=len(labels)), len(labels) - 1, "cluster"
-        if any(one is None for one in without):
+        if any(line is None for line in without):
             return replace(fit, identified=False, reason=(
                 f"the minima rest on single trajectories: without one of them fewer than {BUDGETS} budgets have one"))
         width = np.sqrt(dof / len(labels) * np.sum((np.array(without) - np.mean(without, axis=0)) ** 2, axis=0))
-    others = np.array([one["values"] for one in passed or fitted])
-    width = np.hypot(width, np.sqrt(np.mean((others - values) ** 2, axis=0)))
+    others = np.array([one.line for one in found if one.line is not None])
+    width = np.hypot(width, WINDOW_DOUBT * np.sqrt(np.mean((others - values) ** 2, axis=0)))
     return _with_widths(fit, named, dict(zip(ALLOCATION, width.tolist(), strict=True)), dof, interval)
 
 
-def _allocation(points: Points, index, window: float | None, minimum) -> dict:
-    """Straight lines through the budgets' minima over one window: values (a, ln k_n, b, ln k_d), their standard errors, squares
-    of ln N* and their freedom; whether a quartic would fit the budgets better. values: None where too few have a minimum."""
-    order, found = index[np.argsort(points.C[index], kind="stable")], []
-    while len(order):           # a budget ends where C exceeds its smallest by SAME_BUDGET
+def minima_of(fit: Fit) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(C, N*, D*, L*) of an isoflop fit's budgets that have a minimum, each of shape (budgets,)."""
+    good = [row for row in fit.budgets or () if row["reason"] is None]
+    C, N, D, loss = (np.array([row[key] for row in good], dtype=float) for key in ("C", "N", "D", "loss"))
+    return C, N, D, loss
+
+
+def fit_frontier(fit: Fit, seed_sd: float = 0.0) -> Fit:
+    """L*(C), the lowest loss for a compute, through the minima of an identified isoflop fit: the ray law where they identify it,
+    else the power law. A law through all sizes lies above it."""
+    C, _, _, loss = minima_of(fit)
+    power = fit_law("power_c", C, loss, seed_sd=seed_sd)
+    if len(C) < len(NAMES["ray"]):
+        return power
+    ray = fit_law("ray", C, loss, seed_sd=seed_sd)
+    return ray if ray.identified else power
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """The points of about one compute, a size once: seeds of a size are averaged, so are D and C, which scatter with the
+    counting."""
+
+    C: float                    # FLOPs, geometric mean
+    log_d: np.ndarray           # (sizes,) mean ln D
+    valley: Valley
+    reason: str | None          # why it can have no minimum
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """Straight lines through the budgets' minima over one window; line, width: of (a, ln k_n, b, ln k_d), None where too few
+    budgets have a minimum."""
+
+    window: float               # share of the lowest loss
+    rows: tuple[dict, ...]      # C, sizes, N, D, loss or reason, per budget
+    minima: Minima | None
+    line: np.ndarray | None = None
+    width: np.ndarray | None = None
+    dof: int = 0
+    squares: float = 0.0        # of ln N* around its line
+
+
+def _budgets(points: Points) -> list[Budget]:
+    """Budgets in order of compute; one ends where C exceeds its smallest by SAME_BUDGET."""
+    budgets, order = [], np.argsort(points.C, kind="stable")
+    while len(order):
         end = int(np.searchsorted(points.C[order], SAME_BUDGET * points.C[order[0]], side="right"))
-        found.append(minimum(tuple(order[:end]), window))
+        budgets.append(_budget(points.take(order[:end])))
         order = order[end:]
-    budgets, gains = tuple(row for row, _ in found), [gain for _, gain in found if gain is not None]
-    good = [one for one in budgets if one["reason"] is None]
-    row = {"window": window, "budgets": budgets, "values": None, "a": None, "is_bent": False}
-    if len(good) < BUDGETS:
-        return row
-    x, y = np.log([one["C"] for one in good]), np.log([[one["N"], one["D"]] for one in good])
-    line, covariance = np.polyfit(x, y, 1, cov=True)        # (slope and height, of N and D)
-    gain, left, freedom = np.sum(gains, axis=0) if gains else (0.0, 0.0, 0)
-    is_bent = freedom > 0 and left > 0 and gain / len(gains) > fdtri(len(gains), freedom, 1 - BENT) * left / freedom
-    return row | {"values": line.T.ravel(), "a": float(line[0, 0]), "width": np.sqrt(np.einsum("iik->ki", covariance)).ravel(),
-                  "squares": float(np.sum((y[:, 0] - np.polyval(line[:, 0], x)) ** 2)), "dof": len(x) - 2,
-                  "is_bent": bool(is_bent)}
+    return budgets
 
 
-def _minimum(points: Points, window: float | None) -> tuple[dict, tuple | None]:
-    """(C, sizes, N, D, loss, reason) of one budget; (squares that a quartic takes away, those it leaves, their freedom)."""
-    N, inverse = np.unique(points.N, return_inverse=True)
-    # Seeds of one size are averaged; so are D and C, which scatter with the counting.
-    loss, d = (np.bincount(inverse, values) / np.bincount(inverse) for values in (points.loss, np.log(points.D)))
-    row = {"C": float(np.exp(np.log(points.C).mean())), "sizes": len(N), "N": None, "D": None, "loss": None, "reason": None}
+def _budget(points: Points) -> Budget:
+    N, member = np.unique(points.N, return_inverse=True)
+    count = np.bincount(member)
+    loss, log_d = (np.bincount(member, values) / count for values in (points.loss, np.log(points.D)))
+    reason = None
     if len(N) < SIZES:
-        return row | {"reason": f"{len(N)} sizes; a minimum needs {SIZES}"}, None
-    if loss.argmin() in (0, len(N) - 1):
-        return row | {"reason": "the smallest or the largest size has the lowest loss: no interior minimum"}, None
-    x, kept = np.log(N), None
-    at = x[loss.argmin()]
-    for _ in range(5):                  # the window goes with its minimum until it holds the same sizes
-        away = np.abs(x - at)
-        inside = away <= max(math.log(window or math.inf), np.sort(away)[SIZES - 1]) * (1 + 1e-9)
-        if kept is not None and (inside == kept).all():
-            break
-        kept, middle = inside, x[inside].mean()
-        unit = np.abs(x[kept] - middle).max()
-        some = (x[kept] - middle) / unit
-        cubic, left, *_ = np.polyfit(some, loss[kept], 3, full=True)        # left: the squares
-        # Its minimum, of the two places where it is level: 3 a t^2 + 2 b t + c = 0 with 6 a t + 2 b above 0.
-        a, b, c, _ = cubic
-        bend = b * b - 3 * a * c
-        lowest = -c / (b + math.sqrt(bend)) if bend > 0 and b + math.sqrt(bend) != 0 else math.inf
-        if not some[0] < lowest < some[-1] or np.polyval(cubic, lowest) > min(np.polyval(cubic, some[[0, -1]])):
-            return row | {"reason": "a cubic through the losses has no interior minimum with upward curvature"}, None
-        at = middle + unit * lowest
-    gain = None
-    if kept.sum() > SIZES:
-        least = float(np.polyfit(some, loss[kept], 4, full=True)[1][0])
-        gain = (float(left[0]) - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
-    return row | {"N": float(np.exp(at)), "D": float(np.exp(np.interp(at, x, d))), "loss": float(np.polyval(cubic, lowest))}, gain
+        reason = f"{len(N)} sizes; a minimum needs {SIZES}"
+    elif {loss.argmin(), without_spikes(loss).argmin()} <= {0, len(N) - 1}:
+        reason = "the smallest or the largest size has the lowest loss: no interior minimum"
+    return Budget(float(np.exp(np.log(points.C).mean())), log_d, Valley(np.log(N), loss), reason)
+
+
+def _allocation(points: Points, budgets: list[Budget], window: float, near: Minima | None = None) -> Allocation:
+    usable = [budget for budget in budgets if budget.reason is None]
+    minima = None
+    if usable:
+        minima = fit_valleys([lowest_part(budget.valley, window, SIZES) for budget in usable], near)
+    rows, at = [], 0
+    for budget in budgets:
+        row = {"C": budget.C, "sizes": len(budget.valley.loss), "N": None, "D": None, "loss": None, "reason": budget.reason}
+        if budget.reason is None:
+            log_size, loss = minima.log_size[at], minima.loss[at]
+            at += 1
+            if np.isfinite(log_size):
+                tokens = np.exp(np.interp(log_size, budget.valley.log_size, budget.log_d))
+                row |= {"N": float(np.exp(log_size)), "D": float(tokens), "loss": float(loss)}
+            else:
+                row["reason"] = "the valley through the losses has no minimum between its sizes"
+        rows.append(row)
+    good = [row for row in rows if row["reason"] is None]
+    if len(good) < BUDGETS:
+        return Allocation(window, tuple(rows), minima)
+    x, y = np.log([row["C"] for row in good]), np.log([[row["N"], row["D"]] for row in good])
+    line, covariance = np.polyfit(x, y, 1, cov=True)        # (slope and height, of N and D)
+    return Allocation(window, tuple(rows), minima, line.T.ravel(), np.sqrt(np.einsum("iik->ki", covariance)).ravel(), len(x) - 2,
+                      float(np.sum((y[:, 0] - np.polyval(line[:, 0], x)) ** 2)))
 
 
 # ------------------------------------------------- intervals from trajectories, lack of fit, what is choice in a law
@@ -581,8 +782,7 @@ def jackknife(fit: Fit, points: Points):
     """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and McCaffrey
     2002); None where the points without one of them do not determine the law."""
     best = fit.optimum
-    log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), best.theta)
-    residual = np.log(points.loss) - log_loss
+    residual, jacobian = _residuals(fit, points)
     bread = np.linalg.inv(jacobian.T @ jacobian)
     labels, total = np.unique(points.cluster), 0.0
     for label in labels:
@@ -617,23 +817,118 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
                    failed=int((~converged).sum()), optimum=optimum)
 
 
+@dataclass(frozen=True)
+class SharedFault:
+    """Points of a group lie off the law together, farther than independent runs would by chance."""
+
+    by: str                     # what the group shares: "size", or the column of a table
+    chance: float               # of so large a difference between groups if every run were independent
+    labels: np.ndarray = field(repr=False, compare=False)       # (n,) the group of each point
+
+
+def shared_fault(fit: Fit, points: Points, columns: dict[str, np.ndarray] | None = None) -> SharedFault | None:
+    """What the points of a size share, such as a learning rate that suits other sizes better; else what those of a run do.
+
+    fit: a law with an optimum. columns: name -> label of each point (n,), of what may name runs. Chances are those of an F-test
+    at SHARED for all groupings together; None where nothing is shared, or where trajectories are no finer than sizes."""
+    if fit.optimum is None or fit.scatter is None:
+        return None
+    candidates = {"size": sizes_of(points.N)} | (columns or {})
+    for by, labels in candidates.items():
+        chance = _chance_of_groups(fit, points, np.unique(labels, return_inverse=True)[1])
+        if chance < SHARED / len(candidates):
+            return SharedFault(by, chance, labels)
+    return None
+
+
+def sizes_of(N) -> np.ndarray:
+    """(n,) which size each N is, 0 the smallest; within 1 % they are one, as counts read off a figure vary."""
+    ascending = np.sort(N)
+    smallest = ascending[np.r_[True, np.diff(np.log(ascending)) > 0.01]]
+    return np.searchsorted(smallest, N, "right") - 1
+
+
+def _chance_of_groups(fit: Fit, points: Points, group) -> float:
+    """F-test of a constant for each group beside the law, linear around its optimum; 1 where it cannot be made."""
+    residual, jacobian = _residuals(fit, points)
+    trajectory = np.unique(points.cluster, return_inverse=True)[1]
+    if trajectory.max() + 1 < len(residual):
+        return _chance_of_trajectories(residual, trajectory, group, SIZE_TERMS)
+    law, _ = np.linalg.qr(jacobian)
+    members = np.eye(group.max() + 1)[group]        # (n, groups)
+    beyond = members - law @ (law.T @ members)      # what the law cannot do
+    directions, sizes, _ = np.linalg.svd(beyond, full_matrices=False)
+    directions = directions[:, sizes > 1e-6 * sizes[0]]
+    free = directions.shape[1]
+    left = len(residual) - law.shape[1] - free
+    if left < FREEDOM or free < 1:
+        return 1.0
+    residual = residual - law @ (law.T @ residual)
+    explained = float(np.sum((directions.T @ residual) ** 2))
+    rest = float(residual @ residual) - explained
+    return float(fdtrc(free, left, explained / free / (rest / left)))
+
+
+def _chance_of_trajectories(residual, trajectory, group, absorbed: int) -> float:
+    """F-test between groups of trajectories, by their means; the law has absorbed so many of the groups' freedoms."""
+    count = np.bincount(trajectory)
+    mean = np.bincount(trajectory, residual) / count
+    of = np.zeros(len(count), int)
+    of[trajectory] = group                          # a trajectory has one size
+    size = np.bincount(of, minlength=group.max() + 1)
+    of_group = np.bincount(of, mean, len(size)) / np.maximum(size, 1)
+    free, left = int((size > 0).sum()) - absorbed, len(count) - int((size > 0).sum())
+    if left < FREEDOM or free < 1:
+        return 1.0
+    between = float(size @ (of_group - mean.mean()) ** 2) / free
+    within = float(np.sum((mean - of_group[of]) ** 2)) / left
+    return float(fdtrc(free, left, between / within))
+
+
+def _residuals(fit: Fit, points: Points):
+    """(ln loss less the law's (n,), its Jacobian (n, p)); an outlier counts for FARTHEST scatters, as Huber's loss does not mind
+    how far it lies."""
+    log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), fit.optimum.theta)
+    residual = np.log(points.loss) - log_loss
+    off = [index for index, _ in fit.outliers]
+    residual[off] = np.clip(residual[off], -FARTHEST * fit.scatter, FARTHEST * fit.scatter)
+    return residual, jacobian
+
+
+def meets(fit: Fit, points: Points, seed_sd: float = 0.0) -> bool:
+    """Whether an identified law fits its points, outliers aside, so that what groups of them share is no fault of the law."""
+    if not fit.identified or fit.scatter <= MISSES[0]:
+        return fit.identified
+    if len(points.loss) >= MANY:        # their noise takes a second
+        return False
+    noise, _ = _noise(points, np.log(points.loss / fit.predict(*points.axes(fit.form))), seed_sd)
+    return fit.scatter <= MISSES[1] * noise
+
+
+def near_zero(fit: Fit) -> list[str]:
+    """The exponents within EDGE standard errors of zero, where estimates lean steep: a flatter law would have been refused."""
+    return [name for name in EXPONENTS[fit.form] if fit.se and fit.parameters[name] < EDGE * fit.se[name]]
+
+
 def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
-    """How an identified L(N, D) misses its points (residuals above MISSES), and the same law without the earliest, as points of
-    few tokens per parameter lie above any such law; None where it fits. left_out: indices of the fewest that let the rest fit."""
-    if fit.residual_rms <= MISSES[0]:       # the noise of thousands of points takes a second
+    """How an identified L(N, D) misses its points, its outliers aside (their scatter is above MISSES), and the same law without
+    the earliest, as points of few tokens per parameter lie above any such law; None where it fits. left_out: indices of the
+    fewest that let the rest fit, with that law's own outliers."""
+    if fit.scatter <= MISSES[0]:       # the noise of thousands of points takes a second
         return None
     noise, noise_of = _noise(points, np.log(points.loss / fit.predict(points.N, points.D)), seed_sd)
     limit, ratio = max(MISSES[0], MISSES[1] * noise), points.D / points.N
-    if fit.residual_rms <= limit:
+    if fit.scatter <= limit:
         return None
-    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "below": None, "left_out": [],
-             "without": None}
+    found = {"residual_rms": fit.residual_rms, "scatter": fit.scatter, "noise": noise, "noise_of": noise_of, "below": None,
+             "left_out": [], "outliers": [], "without": None}
     for share in SHARES:
         below = np.sort(ratio)[round(share * len(ratio))]
         some = np.flatnonzero(ratio >= below * (1 - 1e-9))
         less = fit_form("chinchilla", points.take(some), seed_sd)
-        if less.identified and less.residual_rms <= limit:
+        if less.identified and less.scatter <= limit:
             return found | {"below": float(below), "left_out": np.setdiff1d(np.arange(len(ratio)), some).tolist(),
+                            "outliers": [(int(some[index]), distance) for index, distance in less.outliers],
                             "without": with_bootstrap(less, points.take(some), RESAMPLES)}
     return found
 
@@ -648,10 +943,15 @@ def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
     if (freedom := len(residual) - len(counts)) >= 5:
         means = np.bincount(same.ravel(), residual) / counts
         return float(np.sqrt(np.sum((residual - means[same.ravel()]) ** 2) / freedom)), "repeats"
-    nearest = [np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1]))).argmin()
+    return _noise_of_neighbours(x, residual, points.cluster), "neighbours"
+
+
+def _noise_of_neighbours(x, residual, cluster) -> float:
+    """By what the residuals of a point and of the nearest one of another trajectory differ; x (axes, n)."""
+    nearest = [np.where(cluster == cluster[i], np.inf, np.sqrt(np.sum((x - x[:, i:i + 1]) ** 2, axis=0))).argmin()
                for i in range(len(residual))]
     differences = np.abs(residual - residual[nearest])
-    return float(np.median(differences) / 0.6745 / np.sqrt(2)), "neighbours"        # the median: outliers are no noise
+    return float(np.median(differences) / 0.6745 / np.sqrt(2))       # the median: outliers are no noise
 
 
 def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) -> list[dict]:
@@ -665,10 +965,10 @@ def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) ->
     variants += [("delta", "MSE" if delta is None else f"{delta:g}", points, delta, None) for delta in DELTAS]
     variants += [(f"count {axis} as", name, replace(points, **{axis: values}), DELTA, None)
                  for name, values in counts.get(axis, {}).items()]
-    x, found = np.sort(points.N), []
-    smallest = x[np.r_[True, np.diff(np.log(x)) > 0.01]]    # of each size, within 1 %: counts read off a figure vary
-    group = (np.searchsorted(smallest, points.N, "right") - 1) * min(len(smallest), MOST_SIZES) // len(smallest)
-    for left_out in [group == i for i in range(group.max() + 1)] if len(smallest) > 1 else ():
+    size, found = sizes_of(points.N), []
+    sizes = int(size.max()) + 1
+    group = size * min(sizes, MOST_SIZES) // sizes
+    for left_out in [group == i for i in range(group.max() + 1)] if sizes > 1 else ():
         low, high = (si(end(points.N[left_out])) for end in (np.min, np.max))
         variants.append(("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), DELTA,
                          points.take(left_out)))
@@ -676,7 +976,7 @@ def robustness(points: Points, form: str, counts: dict, seed_sd: float = 0.0) ->
         fit = fit_form(form, some, seed_sd, delta, RESAMPLES if len(some.loss) < MANY else RESAMPLES // 4)
         found.append({"variant": variant, "value": value, "n": len(some.loss), **fit.parameters} | {
             key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")})
-        if rest is not None and fit.objective is not None:
+        if rest is not None and fit.objective is not None and form in POWERS:
             errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
             found[-1] |= {"error_percent": float(errors.mean()), "largest_error_percent": float(max(errors, key=abs))}
     return found

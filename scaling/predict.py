@@ -20,7 +20,7 @@ from scipy.special import fdtri
 from runtime.cli import UserError, nearest
 from runtime.machine import ROOT, git
 from scaling.figures import write_files
-from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Fit, Points, fit_law, with_bootstrap
+from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, SIZE_TERMS, Fit, Points, fit_law, with_bootstrap
 from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
@@ -28,7 +28,6 @@ FORMAT_VERSION = 1
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
 FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
 REFUTED = 0.01              # chance of refuting a true form
-SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
 RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
 HEADLINE = "ray gamma=0.16"     # the middle of GAMMAS speaks where the points cannot choose a form
 POINT = "recipe", "params_total", "tokens"      # what runs of one point share, whatever their seed

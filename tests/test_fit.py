@@ -16,6 +16,7 @@ from scaling.fit import fit_group, fit_points, read_points, seed_noise
 from scaling.laws import fit_law
 from scaling.records import read_runs
 from tests.conftest import asked, process
+from tests.law_trials import TRUTH, bent_valleys, best_size, loss_of, table_of_sizes, table_with_outliers
 from tests.test_laws import FOLDER, ROUND, early, made, published
 
 HEAD = "run,N,tokens,flops,loss,lr"
@@ -155,6 +156,52 @@ def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path
     early_lines = {str(2 + i) for i in np.flatnonzero(points.D / points.N < 0.5)}
     assert content["laws"]["chinchilla"]["identified"] and early_lines <= set(content["lack_of_fit"]["left_out"])
     assert fit_points(points, "p", resamples=200, insist=True).headline == "chinchilla"
+
+
+def test_one_wrong_loss_is_named_by_its_line_and_the_law_stays(tmp_path, capsys, no_figures):
+    points, _ = table_with_outliers(0, 0)
+    points.loss[18] *= 1.06
+    out, content = fitted(capsys, *write_points(tmp_path, points), "d=tokens")
+    assert out.startswith("WARNING: p.csv: line 20 lies 6") and "% above the law; look at" in out
+    assert content["headline"]["form"] == "chinchilla" and content["lack_of_fit"] is None
+    (outlier,) = content["outliers"]
+    assert outlier["point"] == "line 20" and outlier["percent"] == pytest.approx(6, abs=0.8)
+
+
+def test_minima_are_headlined_where_they_are_identified_and_the_surface_is_refused(tmp_path, capsys, no_figures):
+    """The lowest loss for a compute goes through the minima, which a power law through all sizes lies above."""
+    out, content = fitted(capsys, *write_points(tmp_path, bent_valleys()), "d=tokens")
+    assert content["headline"]["form"] == "isoflop" and "the minima of 7 compute budgets instead" in content["headline"]["reason"]
+    low, high = content["laws"]["isoflop"]["ci95"]["a"]
+    assert low < TRUTH["beta"] / (TRUTH["alpha"] + TRUTH["beta"]) < high
+    for line in ("isoflop: N* = ", "95 %: a 0.5", "lowest loss for a compute: L* = ", "from t-intervals over the budgets"):
+        assert line in out, line
+    frontier = content["frontier"]
+    size = best_size(1e20, TRUTH)
+    lowest = frontier["E"] + frontier["K"] * 1e20 ** -frontier["gamma"]
+    assert lowest == pytest.approx(loss_of(size, 1e20 / 6 / size), rel=2e-3)
+    assert {row["variant"] for row in content["robustness"]} >= {"declared", "drop highest", "leave out N"}
+    insisted = fit_points(bent_valleys(), "p", resamples=200, insist=True)
+    assert insisted.headline == "chinchilla" and insisted.frontier is None
+
+
+@pytest.mark.parametrize(("design", "by"), [
+    ({"tuning": 3e-3}, "one size"), ({"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4}, "one 'run'"), ({}, "")])
+def test_a_shared_fault_is_said_and_intervals_count_what_shares_it(tmp_path, capsys, no_figures, design, by):
+    points, run = table_of_sizes(1, **design)
+    columns = zip(run, points.N, points.D, points.loss, strict=True)
+    rows = [f"r{label},{size:.0f},{tokens:.0f},{loss:.12g}" for label, size, tokens, loss in columns]
+    (tmp_path / "p.csv").write_text("\n".join(["run,N,D,loss", *rows]))
+    words = f"out={tmp_path / 'r'}", "--points", tmp_path / "p.csv", "--n=N", "--d=D", "--loss=loss"
+    out, content = fitted(capsys, *words)
+    fit = content["laws"]["chinchilla"]
+    if not by:
+        assert "lie off the law together" not in out and content["shared_fault"] is None and fit["clusters"] == len(rows)
+        return
+    assert out.startswith(f"WARNING: p.csv: points of {by} lie off the law together") and "so intervals count" in out
+    assert content["shared_fault"]["groups"] == fit["clusters"] < len(rows) and fit["interval"] == "cluster"
+    named = fitted(capsys, *words, "--cluster=run")[1] if "run" in by else None
+    assert named is None or named["laws"]["chinchilla"]["ci95"] == fit["ci95"]      # as where --cluster had named it
 
 
 @published

@@ -11,9 +11,10 @@ from scaling_runs import edit, errorbars, legend, surface, write_branches, write
 from scaling import figures, fit
 from scaling.figures import STYLES, styles, write_with
 from scaling.fit import draw, fit_group, fit_points, lines_of
-from scaling.laws import Points
+from scaling.laws import Points, minima_of
 from scaling.pairs import pairs
 from scaling.records import read_runs
+from tests.law_trials import bent_valleys
 from tests.test_laws import law
 
 SIZES, RATIOS = (53e6, 124e6, 257e6, 360e6), (5, 10, 20, 40)
@@ -96,6 +97,23 @@ def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, name):
             assert any(found.shape == points.shape and np.allclose(found, points) for found in offsets)
         assert name != "cloud" or panel.collections[-1].get_sizes().max() < 12       # hundreds of points stay readable
     assert name != "long ray" or [line.form for line in groups[0].lines.values()] == ["ray"] * 3
+
+
+def test_isoflop_panels_show_each_valley_and_its_minimum():
+    points = bent_valleys()
+    groups = [fit_points(points, "isoflop.csv", resamples=0)]
+    figure = draw(groups, [], "loss")
+    C, N, D, lowest = minima_of(groups[0].laws["isoflop"])
+    assert legend(figure)[-1] == "minimum of a budget" and "valley of each budget" in caption(figure)
+    for panel, x in zip(figure.axes, (C, D, N), strict=True):
+        marks = [line.get_xydata() for line in panel.lines if line.get_marker() == "P"]
+        assert len(marks) == 1 and np.allclose(marks[0], np.column_stack([x, lowest]))
+    for axis, sizes in (("N", N), ("D", D)):
+        lines = lines_of(groups[0], axis, None)
+        assert [line.each for line in lines] == pytest.approx(C)
+        for line, at, loss in zip(lines, sizes, lowest, strict=True):
+            assert line.loss.min() == pytest.approx(loss, rel=1e-3)
+            assert line.x[line.loss.argmin()] == pytest.approx(at, rel=0.1)
 
 
 def test_pairs_laws_and_words_of_a_surface(branches):

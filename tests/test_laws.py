@@ -9,14 +9,41 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import least_squares, minimize, minimize_scalar
 from scipy.special import logsumexp
 
 from runtime.cli import UserError
 from scaling import laws as solver
 from scaling.fit import read_points
-from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_form, fit_isoflop, fit_law, lack_of_fit, robustness, with_bootstrap
+from scaling.laws import (
+    DELTA,
+    GAMMAS,
+    Points,
+    fit_band,
+    fit_form,
+    fit_frontier,
+    fit_isoflop,
+    fit_law,
+    lack_of_fit,
+    minima_of,
+    near_zero,
+    robustness,
+    shared_fault,
+    with_bootstrap,
+)
+from scaling.valleys import Valley, fit_valleys, lowest_part
 from tests.conftest import ROOT
+from tests.law_trials import (
+    ISOFLOP_DESIGNS,
+    LAWS,
+    fault_trial,
+    isoflop_table,
+    isoflop_trials,
+    loss_of,
+    outlier_trial,
+    table_of_sizes,
+    table_with_outliers,
+)
 
 C = np.array([1e15, 6e15, 3e16, 2e17, 9e17, 5e18])
 TRUE = {"E": 1.69, "K": 412.0, "gamma": 0.155}
@@ -57,7 +84,7 @@ def test_noisy_optimum_is_the_optimum_of_the_objective_written_out():
 
 @pytest.mark.parametrize(("form", "theta", "gamma"), [
     ("ray", [0.5, 0.3, 0.15], None), ("ray", [0.5, 0.3], 0.18), ("power_n", [1.2, 0.1], None),
-    ("chinchilla", [0.6, -0.2, 0.1, 0.34, 0.36], None), ("chinchilla_tied", [0.6, -0.2, 0.1, 0.34], None)])
+    ("chinchilla", [0.6, -0.2, 0.1, 0.34, 0.36], None)])
 def test_gradients_against_finite_differences(form, theta, gamma):
     """Of the law, and of its usual parameters, which turn a covariance of theta into standard errors."""
     theta, h, rng = np.array(theta), 1e-6, np.random.default_rng(0)
@@ -152,7 +179,7 @@ def points_at(N, D, loss, cluster=None):
 @pytest.mark.parametrize(("form", "truth", "starts"), [
     ("ray", TRUE, 15), ("power_n", {"A": 11.4, "alpha": 0.076}, 9), ("power_d", {"B": 8.8, "beta": 0.095}, 9),
     ("power_c", {"K": 30.0, "gamma": 0.06}, 9), ("chinchilla", EPOCH, 27), ("chinchilla", HOFFMANN, 27),
-    ("chinchilla", UNEQUAL, 27), ("chinchilla_tied", EPOCH | {"beta": EPOCH["alpha"]}, 9)])
+    ("chinchilla", UNEQUAL, 27)])
 def test_laws_are_recovered_in_any_unit(form, truth, starts):
     N, D, _ = ladder()
     axes = (N, D) if form.startswith("chin") else ({"n": N, "d": D}.get(form[-1], 6 * N * D),)
@@ -260,15 +287,15 @@ def test_exponents_are_recovered_from_scattered_budgets():
     for row, C in zip(fit.budgets, BUDGETS, strict=True):       # the scatter of C is noise in L
         assert (row["sizes"], row["reason"]) == (9, None) and row["N"] == pytest.approx(best(EPOCH, C)[0], rel=0.05)
     x, y = np.log([[row["C"], row["N"]] for row in fit.budgets]).T
-    line, of_windows = stats.linregress(x, y), [one["a"] for one in fit.windows if not one["is_bent"] and one["a"] is not None]
-    doubt = math.sqrt(np.mean((np.array(of_windows) - line.slope) ** 2))       # of the window; beside that of the budgets
+    line, of_windows = stats.linregress(x, y), [one["a"] for one in fit.windows]
+    doubt = 0.5 * math.sqrt(np.mean((np.array(of_windows) - line.slope) ** 2))       # of the window; beside that of the budgets
     assert fit.se["a"] == pytest.approx(math.hypot(line.stderr, doubt)) and len(of_windows) > 1 and doubt > 0
     assert fit.ci95["a"][1] - line.slope == pytest.approx(stats.t.ppf(0.975, 5) * fit.se["a"])
     assert fit.residual_rms == pytest.approx(np.std(y - line.slope * x) * math.sqrt(7 / 5))
     # A grid whose centre drifts from 1x to 3x over the budgets: a parabola gives .5227 for .5139.
     drift = fit_isoflop(joined(*(grid(EPOCH, [C], 4, centre=c) for C, c in zip(BUDGETS, np.geomspace(1, 3, 7), strict=True))))
     assert drift.identified and drift.parameters["a"] == pytest.approx(0.5139, abs=0.0044)      # half of the parabola's shift
-    assert [one["window"] for one in fit.windows] == [None, 30, 10, 5] and fit.windows[0]["a"] == fit.parameters["a"]
+    assert [one["window"] for one in fit.windows] == [0.1, 0.2] and fit.windows[0]["a"] == fit.parameters["a"]
 
 
 @pytest.mark.parametrize("trunk", [2e-3, 5e-3])
@@ -301,18 +328,44 @@ def test_budgets_without_a_minimum_are_named():
     assert two.parameters == {"a": None, "b": None} and "2 of 2 compute budgets have an interior minimum" in two.reason
 
 
-def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
-    """Over four decades around N* a cubic through all of ln L is off by .01 to .03, and its interval excludes the truth."""
-    hits = []
-    for alpha, beta, A, B, noise in ((0.5, 0.25, 400, 1500, 2e-3), (0.5, 0.25, 400, 1500, 5e-3), (0.25, 0.5, 480, 2000, 5e-3)):
-        p, found = {"E": 1.8, "A": A, "B": B, "alpha": alpha, "beta": beta}, []
-        a = best(p, 1.0)[1]
-        for seed in range(50):
-            fit = fit_isoflop(grid(p, np.geomspace(1e18, 1e21, 12), 100, sizes=15, sd=noise, seed=seed))
-            found.append(fit.parameters["a"])
-            hits.append(fit.ci95["a"][0] < a < fit.ci95["a"][1])
-        assert abs(np.mean(found) - a) < 0.005, (alpha, noise, np.mean(found) - a)
-    assert 0.90 <= np.mean(hits) <= 0.99, np.mean(hits)
+@pytest.mark.parametrize("design", ISOFLOP_DESIGNS)
+def test_exponents_of_ten_designs_are_unbiased_and_their_intervals_hold_them(design):
+    """Four laws of 12 tables each; law_trials.py isoflop draws more. A cubic through all sizes is off by .005 to .03 on some."""
+    trials = [isoflop_trials(design, 12, truth) for truth in LAWS]
+    errors, inside = (np.concatenate(parts) for parts in zip(*trials, strict=True))
+    assert abs(errors.mean()) < 0.002 + 2.5 * errors.std() / math.sqrt(len(errors))
+    assert len(inside) >= 44 and inside.mean() >= 0.83        # 92 % of 48, less two standard deviations
+
+
+def test_the_frontier_runs_through_the_minima_and_below_the_points():
+    """L*(C) of the law in closed form: E + K C^-gamma, where a law through all sizes lies above it."""
+    points = isoflop_table(0, "centred", LAWS[0], noise=2e-4)
+    fit = fit_isoflop(points)
+    C, N, _, lowest = minima_of(fit)
+    assert lowest == pytest.approx([loss_of(size, compute / 6 / size) for compute, size in zip(C, N, strict=True)], rel=5e-4)
+    frontier = fit_frontier(fit)
+    truth = EPOCH["alpha"] * EPOCH["beta"] / (EPOCH["alpha"] + EPOCH["beta"])
+    assert frontier.form == "ray" and frontier.parameters["gamma"] == pytest.approx(truth, abs=0.01)
+    at = 1e22
+    size = best(EPOCH, at)[0]
+    assert frontier.predict(at) == pytest.approx(loss_of(size, at / 6 / size), rel=5e-3)
+    assert fit_form("power_c", points).predict(1e20) > 1.01 * frontier.predict(1e20)
+
+
+def test_valleys_are_recovered_to_the_last_digits():
+    """Factors of their own, shared exponents, sizes of any number and place; one point far off moves nothing."""
+    truth = {"alpha": 0.3, "beta": 0.45}
+    sizes = [np.linspace(15, 19, 7), np.linspace(17, 22, 11)]
+    factors = [(2.0, 30.0, 1e-4), (1.9, 40.0, 2e-5)]
+    lowest = [math.log(truth["alpha"] * u / (truth["beta"] * v)) / 0.75 for _, u, v in factors]
+    losses = [e + u * np.exp(-0.3 * x) + v * np.exp(0.45 * x) for x, (e, u, v) in zip(sizes, factors, strict=True)]
+    valleys = [Valley(x, loss) for x, loss in zip(sizes, losses, strict=True)]
+    found = fit_valleys(valleys)
+    assert found.log_size == pytest.approx(lowest, abs=2e-3)
+    assert found.loss_at(1, sizes[1]) == pytest.approx(losses[1], rel=1e-4)
+    losses[1][8] *= 1.05
+    assert fit_valleys(valleys).log_size == pytest.approx(lowest, abs=0.06)
+    assert lowest_part(Valley(np.arange(9.0), np.abs(np.arange(9.0) - 3) / 10 + 1), 0.15, 5).log_size.tolist() == [1, 2, 3, 4, 5]
 
 
 @published
@@ -325,13 +378,16 @@ def test_gadre_hold_outs():
     def columns(*keys):
         return (np.array([float(runs[key][name]) for key in keys]) for name in ("N", "D", "loss_c4_val"))
 
-    fit = fit_law("chinchilla_tied", *columns((11, 1), (79, 1), (154, 1), (412, 1), (11, 16)), raw=True)
-    assert {"a", "b"}.isdisjoint(fit.se) and fit.se["alpha"] == fit.se["beta"]      # a is 1/2 by construction
-    assert [fit.parameters[name] for name in ("A", "B", "E", "alpha")] == pytest.approx(
-        [166.211, 366.687 * 6 ** (-0.272851 / 2), 1.83665, 0.272851], rel=1e-5)
-    assert fit.starts_at_best == fit.starts
+    N, D, loss = columns((11, 1), (79, 1), (154, 1), (412, 1), (11, 16))
+
+    def tied(p, N, D):      # E, ln factors at 1e8 and 1e9, the common exponent
+        return p[0] + np.exp(p[1] - p[3] * np.log(N / 1e8)) + np.exp(p[2] - p[3] * np.log(D / 1e9))
+
+    p = least_squares(lambda p: tied(p, N, D) - loss, [1.5, 0, 0, 0.3], x_scale="jac", ftol=1e-15, xtol=1e-15, gtol=1e-15).x
+    A, B = np.exp(p[1] + p[3] * math.log(1e8)), np.exp(p[2] + p[3] * math.log(1e9))
+    assert [A, B, p[0], p[3]] == pytest.approx([166.211, 366.687 * 6 ** (-0.272851 / 2), 1.83665, 0.272851], rel=1e-5)
     N, D, loss = columns((1440, 32), (6889, 1), (1440, 1))
-    assert [f"{error:.4f}" for error in 100 * abs(fit.predict(N, D) - loss) / loss] == ["0.7103", "0.7320", "0.1098"]
+    assert [f"{error:.4f}" for error in 100 * abs(tied(p, N, D) - loss) / loss] == ["0.7103", "0.7320", "0.1098"]
 
 
 def measured(seeds, common, own, seed):
@@ -425,10 +481,10 @@ def test_intervals_cover_when_branches_share_their_trunks_luck(seeds, interval):
 
 
 def test_the_bootstrap_judges_anew_what_outliers_had_refused():
-    """A few wild points swell the residuals' rms and with it Student's interval; Huber's fit and its resamples do not mind."""
+    """Many wild points swell the residuals' rms and with it Student's interval; Huber's fit and its resamples do not mind."""
     N, D, _ = ladder(np.repeat(SIZES, 3))
     points = points_at(N, D, noisy(N, D, 3e-4))
-    points.loss[::12] *= 1.25
+    points.loss[::7] *= 1.25        # more than a tenth: none of them is called an outlier
     final = with_bootstrap(refused := fitted(points), points, 400)
     assert not refused.identified and "contains 0" in refused.reason
     assert final.identified and final.ci95["alpha"][0] < EPOCH["alpha"] < final.ci95["alpha"][1]
@@ -476,6 +532,70 @@ def test_early_points_off_the_law_are_named_and_left_out_beside_it():
     assert repeats["noise_of"] == "repeats" and repeats["noise"] == pytest.approx(0.004 / np.sqrt(2), rel=0.01)
 
 
+@pytest.mark.parametrize(("outliers", "design"), [
+    (0, {}), (2, {}), (0, {"noise": 5e-3}), (1, {"sizes": 4, "ratios": 4}), (8, {"sizes": 12, "ratios": 12})])
+def test_outliers_are_named_and_the_law_is_kept(outliers, design):
+    """Losses of 2 to 8 % too high or too low, up to 6 % of them: in 19 of 20 tables; law_trials.py outliers draws more."""
+    trials = [outlier_trial(100 + seed, outliers, **design) for seed in range(20)]
+    assert sum(trial.is_kept for trial in trials) >= 19
+    assert sum(trial.missed for trial in trials) <= 0.05 * 20 * outliers
+    assert sum(trial.false_names > 0 for trial in trials) <= 1
+    assert sum(trial.covers for trial in trials) >= 17
+
+
+def test_one_outlier_does_not_widen_the_interval_of_sixteen_points():
+    points, _ = table_with_outliers(3, 0, sizes=4, ratios=4)
+    spoilt = replace(points, loss=points.loss * (1 + 0.06 * (np.arange(16) == 5)))
+    clean, fit = fitted(points), fitted(spoilt)
+    assert [index for index, _ in fit.outliers] == [5] and fit.outliers[0][1] == pytest.approx(0.06, abs=0.008)
+    assert fit.identified and fit.se["alpha"] < 2 * clean.se["alpha"]
+    assert fit.residual_rms > 0.01 > 2 * fit.scatter
+    sound = fit_law("chinchilla", *(np.delete(x, 5) for x in (points.N, points.D, points.loss))).parameters
+    assert fit.without_outliers == pytest.approx(sound, rel=1e-4)
+
+
+def test_early_points_are_blamed_beside_an_outlier():
+    """What remains without the outlier still misfits, so the early points are left out; the outlier is named of the rest."""
+    points = early(0.3)
+    late = int(np.flatnonzero(points.D / points.N > 50)[3])
+    points.loss[late] *= 1.06
+    found = lack_of_fit(fitted(points), points)
+    assert set(np.flatnonzero(points.D / points.N < 0.5)) <= set(found["left_out"]) and late not in found["left_out"]
+    assert [index for index, _ in found["outliers"]] == [late]
+
+
+@pytest.mark.parametrize("design", [{}, {"sizes": 4, "ratios": 4}])
+def test_independent_runs_share_no_fault(design):
+    """At most 1 in 100; law_trials.py faults draws more."""
+    assert sum(fault_trial(seed, **design)[0] is not None for seed in range(60)) <= 1
+
+
+@pytest.mark.parametrize(("by", "design"), [
+    ("size", {"tuning": 3e-3}), ("run", {"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4})])
+def test_a_shared_fault_is_noticed_and_its_intervals_hold_the_truth(by, design):
+    """Sizes tuned unequally, or branches of one run that pass for runs: intervals of points hold the truth half the time."""
+    trials = [fault_trial(seed, **design) for seed in range(30)]
+    assert sum(found == by for found, _, _ in trials) >= 26
+    assert sum(inside for _, inside, _ in trials) >= 26
+    assert sum(plain for _, _, plain in trials) <= 22
+
+
+def test_trajectories_of_one_size_that_agree_are_a_fault_of_the_size():
+    """With trajectories named, their means are compared: what a trajectory's branches share is no fault of its size."""
+    fired = {}
+    for tuning in (0.0, 5e-3):
+        tables = [table_of_sizes(seed, tuning=tuning, trunk=1e-3, seeds=3, ratios=4, noise=2e-4) for seed in range(20)]
+        named = [replace(points, cluster=run) for points, run in tables]
+        fired[tuning] = sum(shared_fault(fitted(points), points) is not None for points in named)
+    assert fired[0.0] <= 1 and fired[5e-3] >= 16
+
+
+def test_exponents_near_zero_are_named():
+    fit = fitted(made())
+    wide = replace(fit, se={"alpha": fit.parameters["alpha"] / 2.9, "beta": fit.parameters["beta"] / 3.1})
+    assert near_zero(wide) == ["alpha"] and near_zero(replace(fit, se=None)) == []
+
+
 def test_a_law_is_refitted_under_each_choice_or_says_why_not():
     rows = robustness(made(sizes=(3e7, 1e8, 3e8, 3.02e8, 1e9)), "chinchilla", {})       # within a percent: one size
     assert [row["variant"] for row in rows] == ["declared", *["drop highest"] * 4, *["delta"] * 3, *["leave out N"] * 4]
@@ -503,12 +623,11 @@ def test_a_law_is_refitted_under_each_choice_or_says_why_not():
 @published
 def test_published_choices_on_the_chinchilla_points():
     """Rows of k and delta, recomputed from Besiroglu et al. 2024's points with another program; least absolute deviations.
-    The five points that they dropped are those off the law."""
+    The five points that they dropped are those farthest off the law."""
     points, kept = chinchilla_points(), chinchilla_points(5)
-    found = lack_of_fit(fitted(points), points)
-    assert points.cluster[found["left_out"]].tolist() == [2, 3, 4, 5, 6]        # lines of the file
-    assert found["without"].parameters["beta"] == pytest.approx(0.367172, rel=1e-5)
-    assert lack_of_fit(fitted(kept), kept) is None
+    off = [index for index, _ in fitted(points).outliers]
+    assert sorted(points.cluster[off[:5]]) == [2, 3, 4, 5, 6]        # lines of the file
+    assert lack_of_fit(fitted(points), points) is None and lack_of_fit(fitted(kept), kept) is None
     fit = fit_form("chinchilla", kept, delta=1e-8)
     assert fit.identified and fit.starts_at_best == fit.starts
     assert [fit.parameters[name] for name in "AB"] == pytest.approx([482.01, 2085.43], abs=0.012)

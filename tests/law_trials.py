@@ -1,0 +1,224 @@
+"""Simulate studies of known laws and count how often scaling/fit.py tells the truth about them (docs/scaling.md has the counts).
+
+    python tests/law_trials.py outliers --draws 60      # is the right law kept, are the outliers named, and nothing else?
+    python tests/law_trials.py faults --draws 300       # are faults that runs share noticed, and do intervals hold the truth?
+    python tests/law_trials.py isoflop --draws 100      # bias and coverage of N*'s exponent over ten designs and four laws
+
+Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed, without a published table.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # tiny fits are ten times slower on threaded BLAS
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import argparse
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scaling.laws import Fit, Points, fit_form, fit_isoflop, lack_of_fit, shared_fault, with_bootstrap
+
+TRUTH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}     # Besiroglu et al. 2024
+
+
+def loss_of(N, D, truth: dict = TRUTH):
+    """Nats per token of L(N, D) = E + A / N^alpha + B / D^beta."""
+    return truth["E"] + truth["A"] * N ** -truth["alpha"] + truth["B"] * D ** -truth["beta"]
+
+
+def independent(N, D, loss) -> Points:
+    """Points of C = 6 N D, each a trajectory of its own."""
+    return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
+
+
+# ----------------------------------------------------------------------------------------------------------- outliers
+
+@dataclass(frozen=True)
+class OutlierTrial:
+    """What one table with outliers led to."""
+
+    is_kept: bool                   # L(N, D) is identified and fits, so it is headlined
+    missed: int                     # outliers that are not named
+    false_names: int                # sound points that are named, as outliers or as too early
+    covers: bool                    # the interval of alpha holds the truth
+
+
+def table_with_outliers(seed: int, outliers: int, sizes: int = 6, ratios: int = 6, noise: float = 2e-3):
+    """(points, indices of the outliers): a grid with normal noise, some losses of which are 2 to 8 % too high or too low."""
+    rng = np.random.default_rng(seed)
+    N = np.repeat(np.geomspace(3e7, 1e9, sizes), ratios)
+    D = N * np.tile(np.geomspace(5, 160, ratios), sizes)
+    loss = loss_of(N, D) * np.exp(rng.normal(0, noise, len(N)))
+    wrong = rng.choice(len(N), outliers, replace=False)
+    loss[wrong] *= 1 + rng.uniform(0.02, 0.08, outliers) * rng.choice([-1, 1], outliers)
+    return independent(N, D, loss), wrong
+
+
+def outlier_trial(seed: int, outliers: int, resamples: int = 0, **design) -> OutlierTrial:
+    points, wrong = table_with_outliers(seed, outliers, **design)
+    fit = with_bootstrap(fit_form("chinchilla", points), points, resamples)
+    lack = lack_of_fit(fit, points) if fit.identified else None
+    named = {index for index, _ in fit.outliers}
+    blamed = named if lack is None else named | set(lack["left_out"])
+    return OutlierTrial(fit.identified and lack is None, len(set(wrong) - named), len(blamed - set(wrong)), covers(fit))
+
+
+def covers(fit: Fit, truth: dict = TRUTH, name: str = "alpha") -> bool:
+    if fit.ci95 is None:
+        return False
+    low, high = fit.ci95[name]
+    return low < truth[name] < high
+
+
+def report_outliers(draws: int) -> None:
+    designs = [("36 points", 0, {}), ("36 points", 1, {}), ("36 points", 2, {}), ("36 points, noise of .5 %", 0, {"noise": 5e-3}),
+               ("16 points", 0, {"sizes": 4, "ratios": 4}), ("16 points", 1, {"sizes": 4, "ratios": 4}),
+               ("144 points", 0, {"sizes": 12, "ratios": 12}), ("144 points", 8, {"sizes": 12, "ratios": 12})]
+    for name, outliers, design in designs:
+        trials = [outlier_trial(seed, outliers, **design) for seed in range(draws)]
+        print(f"{name}, {outliers} outliers: law kept {sum(trial.is_kept for trial in trials)} of {draws}, "
+              f"{sum(trial.missed for trial in trials)} of {draws * outliers} not named, "
+              f"tables with a false name {sum(trial.false_names > 0 for trial in trials)}, "
+              f"alpha inside {sum(trial.covers for trial in trials)}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ faults that runs share
+
+def table_of_sizes(seed: int, tuning: float = 0.0, trunk: float = 0.0, seeds: int = 1, sizes: int = 6, ratios: int = 6,
+                   noise: float = 1e-3) -> tuple[Points, np.ndarray]:
+    """(points that pass for independent, the run of each): sizes, and the runs of each, are off the law by normal shares."""
+    rng = np.random.default_rng(seed)
+    run_sizes = np.repeat(np.geomspace(3e7, 1e9, sizes), seeds)
+    run = np.repeat(np.arange(sizes * seeds), ratios)
+    N = run_sizes[run]
+    D = N * np.tile(np.geomspace(5, 160, ratios), sizes * seeds)
+    off = np.repeat(rng.normal(0, tuning, sizes), seeds)[run] + rng.normal(0, trunk, sizes * seeds)[run]
+    loss = loss_of(N, D) * np.exp(off + rng.normal(0, noise, len(N)))
+    return independent(N, D, loss), run
+
+
+def fault_trial(seed: int, **design) -> tuple[str | None, bool, bool]:
+    """(what shares a fault, whether the interval of alpha holds the truth, whether the one of independent points does)."""
+    points, run = table_of_sizes(seed, **design)
+    fit = fit_form("chinchilla", points)
+    fault = shared_fault(fit, points, {"run": run} if design.get("trunk") else {})
+    if fault is None:
+        return None, covers(fit), covers(fit)
+    clustered = replace(points, cluster=fault.labels)
+    return fault.by, covers(with_bootstrap(fit, clustered, 100)), covers(fit)
+
+
+def report_faults(draws: int) -> None:
+    designs = [("36 points, no fault", {}), ("16 points, no fault", {"sizes": 4, "ratios": 4}),
+               ("sizes off by .3 %", {"tuning": 3e-3}),
+               ("8 sizes of 4 points off by .3 %", {"tuning": 3e-3, "sizes": 8, "ratios": 4}),
+               ("runs off by .2 %, 3 a size, in a column", {"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4})]
+    for name, design in designs:
+        trials = [fault_trial(seed, **design) for seed in range(draws)]
+        noticed, inside, plain = (sum(map(bool, column)) for column in zip(*trials, strict=True))
+        print(f"{name}: a fault named in {noticed} of {draws}, alpha inside in {inside}, by intervals of independent points in "
+              f"{plain}", flush=True)
+
+
+# --------------------------------------------------------------------------------------------------- IsoFLOP designs
+
+LAWS = (TRUTH, {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28},
+        {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.5, "beta": 0.25}, {"E": 1.8, "A": 480, "B": 2000, "alpha": 0.25, "beta": 0.5})
+ISOFLOP_DESIGNS = ("centred", "wide", "offset", "narrow", "few", "unbalanced", "global", "drifting", "heavy tails", "outliers")
+
+
+def best_size(compute: float, truth: dict) -> float:
+    total = truth["alpha"] + truth["beta"]
+    factor = truth["alpha"] * truth["A"] / (truth["beta"] * truth["B"])
+    return factor ** (1 / total) * (compute / 6) ** (truth["beta"] / total)
+
+
+def sizes_of_design(design: str, best: float, place: float) -> np.ndarray:
+    """The sizes of one budget whose best size is known; place: 0 at the smallest budget, 1 at the largest."""
+    if design == "wide":
+        return best * np.geomspace(1 / 30, 30, 13)
+    if design == "offset":
+        return 2 * best * np.geomspace(1 / 6, 6, 9)
+    if design == "narrow":
+        return best * np.geomspace(1 / 2.2, 2.2, 9)
+    if design == "few":
+        return best * np.geomspace(1 / 5, 5, 6)
+    if design == "unbalanced":
+        return best * np.concatenate([np.geomspace(1 / 3, 0.8, 3), np.geomspace(1, 16, 6)])
+    if design == "global":
+        every = np.geomspace(1e4, 1e12, 54)
+        return every[(every > best / 9) & (every < 9 * best)]
+    if design == "drifting":
+        return best * 3 ** (2 * place - 1) * np.geomspace(1 / 9, 9, 11)
+    return best * np.geomspace(1 / 5, 5, 9)
+
+
+def isoflop_table(seed: int, design: str, truth: dict, noise: float = 2e-3) -> Points:
+    rng = np.random.default_rng(seed)
+    computes = np.geomspace(1e18, 1e21, 4 if design == "few" else 7)
+    rows = []
+    for i, compute in enumerate(computes):
+        N = sizes_of_design(design, best_size(compute, truth), i / (len(computes) - 1))
+        deviation = rng.standard_t(3, len(N)) / np.sqrt(3) if design == "heavy tails" else rng.normal(0, 1, len(N))
+        loss = loss_of(N, compute / 6 / N, truth) * np.exp(noise * deviation)
+        if design == "outliers":
+            is_wrong = rng.random(len(N)) < 0.05
+            loss *= np.where(is_wrong, 1 + rng.uniform(0.02, 0.06, len(N)) * rng.choice([-1, 1], len(N)), 1)
+        rows.append((N, compute / 6 / N, np.full(len(N), compute), loss))
+    N, D, C, loss = np.hstack(rows)
+    return Points(N, D, C, loss, np.arange(len(N)))
+
+
+def bent_valleys(seed: int = 0, noise: float = 1.5e-3) -> Points:
+    """IsoFLOP budgets whose losses rise beside the minimum as no L(N, D) does; minima and lowest losses are those of TRUTH."""
+    rng = np.random.default_rng(seed)
+    N, D, loss = [], [], []
+    for compute in np.geomspace(1e18, 1e21, 7):
+        best = best_size(compute, TRUTH)
+        away = np.log(np.geomspace(1 / 6, 6, 9))
+        rise = 0.05 * away**2 + 0.03 * np.maximum(away, 0) ** 3
+        N.append(best * np.exp(away))
+        D.append(compute / 6 / N[-1])
+        loss.append(loss_of(best, compute / 6 / best) * (1 + rise) * np.exp(rng.normal(0, noise, len(away))))
+    return independent(np.concatenate(N), np.concatenate(D), np.concatenate(loss))
+
+
+def isoflop_trials(design: str, draws: int, truth: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(errors of a, whether its interval holds the truth) of the tables whose exponent is identified."""
+    exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
+    errors, inside = [], []
+    for seed in range(draws):
+        fit = fit_isoflop(isoflop_table(seed, design, truth))
+        if fit.identified:
+            low, high = fit.ci95["a"]
+            errors.append(fit.parameters["a"] - exponent)
+            inside.append(low < exponent < high)
+    return np.array(errors), np.array(inside)
+
+
+def report_isoflop(draws: int) -> None:
+    for design in ISOFLOP_DESIGNS:
+        trials = [isoflop_trials(design, draws, truth) for truth in LAWS]
+        errors, inside = (np.concatenate(parts) for parts in zip(*trials, strict=True))
+        print(f"{design:12} bias of a {errors.mean():+.4f} +- {errors.std() / np.sqrt(len(errors)):.4f}, its interval holds the "
+              f"truth {inside.mean():.3f}, of {len(inside)} tables", flush=True)
+
+
+REPORTS = {"outliers": report_outliers, "faults": report_faults, "isoflop": report_isoflop}
+
+
+@np.errstate(all="ignore")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trial", choices=REPORTS)
+    parser.add_argument("--draws", type=int, default=60)
+    options = parser.parse_args()
+    REPORTS[options.trial](options.draws)
+
+
+if __name__ == "__main__":
+    main()
