@@ -107,12 +107,11 @@ def missing_source(folders: list[Path]) -> str:
     out, names = folders[0].parent, [folder.name for folder in folders]
     known = ", ".join(sorted(path.parent.name for path in out.glob("*/index.json"))) or "no source"
     paths = " or ".join(str(folder / "index.json") for folder in folders)
-    them, name = ("them", "NAME") if len(names) > 1 else ("it", names[0])
-    own_text = f"`python prepare_data.py local FILE... name={name} out={out}`"
-    known_source = f"`python prepare_data.py {' '.join(names)} out={out}`"
-    return (f"there is no {paths} ({out} holds {known}): make {them} of your own text by {own_text}, or, where "
-            f"configs/sources.py or the demo has such a source, by {known_source}, or set data.mixture= and data.dir= to what "
-            f"there is")
+    them, name = ("each", "NAME") if len(names) > 1 else ("it", names[0])
+    own = f"local FILE... name={name}"
+    return (f"there is no {paths} ({out} holds {known}): make {them} of your own text by `python prepare_data.py {own} "
+            f"out={out}`, or, in place of `{own}`, give `demo` for the demo's sources or the name of one of "
+            f"configs/sources.py, or set data.mixture= and data.dir= to what there is")
 
 
 def _restore(folder: Path) -> str:

@@ -74,7 +74,7 @@ DEMO = "configs/demo_s_bf16.py"
         (
             f"{DEMO} data.dir=nowhere",
             "there is no nowhere/c/index.json or nowhere/prose/index.json or nowhere/python/index.json or "
-            "nowhere/science/index.json .* `python prepare_data.py c prose python science out=nowhere`",
+            "nowhere/science/index.json .* `python prepare_data.py local FILE... name=NAME out=nowhere`, .* give `demo`",
         ),
         (
             "configs/gpt350m_fp8.py --plan model.n_ffn=2800 fp8.recipe=mxfp8",

@@ -173,12 +173,15 @@ def test_compiled_whole_and_recomputed_it_differs_by_rounding_alone(tiny):
         assert torch.linalg.norm(compiled[name] - gradient) <= 0.02 * torch.linalg.norm(gradient), name
 
 
+LAUNCH = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize("environment, changes, told", [
-    ({"WORLD_SIZE": "2"}, "parallel.shard=3", "parallel.shard=3 does not make 2 processes"),
+    (LAUNCH, "parallel.shard=3", "parallel.shard=3 does not make 2 processes"),
     ({}, "fp8.all_gather=true", "fp8.all_gather=true needs several ranks"),
-    ({"WORLD_SIZE": "2"}, "fp8.all_gather=true parallel.replicate=2", "each of 2 has them whole"),
-    ({"WORLD_SIZE": "2"}, "fp8.all_gather=true fp8.head=true", "while the embedding shares its weight"),
-    ({"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "",
+    (LAUNCH, "fp8.all_gather=true parallel.replicate=2", "each of 2 has them whole"),
+    (LAUNCH, "fp8.all_gather=true fp8.head=true", "while the embedding shares its weight"),
+    (LAUNCH | {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, "",
      "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     ({"PATH": ""}, "parallel.compile=true", "install g\\+\\+")])
 def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(tiny, monkeypatch, environment, changes, told):
