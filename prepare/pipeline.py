@@ -15,6 +15,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -455,8 +456,11 @@ class Work:
                 if there.get(key) == value or (is_touched and self._holds_the_documents(index)):
                     continue
                 meaning = ""
-                if key == "split_rule":
-                    meaning = ", which comes of val_share=, and a finished folder keeps its split"
+                share = re.search(r" % (\d+) < (\d+)", there.get(key) or "") if key == "split_rule" else None
+                if share:
+                    made_with = int(share[2]) / int(share[1])
+                    raise UserError(f"{self.folder} is finished with val_share={made_with:g}, and a finished folder keeps its "
+                                    f"split: give that share, delete the folder, or give another out=")
                 if is_touched:
                     meaning = (", which comes of the names, sizes and times of the input files, and these "
                                "hold other documents than it does")

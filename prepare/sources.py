@@ -538,14 +538,19 @@ def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterato
         try:
             value, undamaged = _parsed(line)
         except (ValueError, RecursionError) as error:
-            is_utf8 = REPLACEMENT not in line.decode(errors="replace")
+            text = line.decode(errors="replace")
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):  # its own line numbers begin anew in each line
+                place = min(error.pos, len(text.rstrip())) + 1
+                reason = f"{error.msg}, character {place} of the line"
+            is_utf8 = REPLACEMENT not in text
             hint = "" if is_utf8 else f"; it is not UTF-8: {ENCODING_REMEDY}"
             if number == 1 and _format(PurePath(where)) == ".json":
                 hint += "; a .json holds an object a line, or one array of objects"
             if reading.skips_odd_rows and reading.skips_broken_lines:
-                yield _Record(number, {}, problem=f" is no line of JSON ({error}){hint}")
+                yield _Record(number, {}, problem=f" is no line of JSON ({reason}){hint}")
                 continue
-            raise BadFile(f"{where}:{number} is no line of JSON ({error}){hint}") from error
+            raise BadFile(f"{where}:{number} is no line of JSON ({reason}){hint}") from error
         if isinstance(value, dict):
             yield _Record(number, value, undamaged=undamaged)
         else:

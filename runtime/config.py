@@ -465,6 +465,8 @@ def load_config_and_files(path: str | Path, overrides: Sequence[str] = ()) -> tu
     except (Exception, SystemExit) as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         told = f"{type(error).__name__}: {error}" + (_meant(unknown[1]) if unknown else "")
+        if isinstance(error, ImportError) and "relative import" in str(error):
+            told += "; a config is no package: import the file beside it by its name, without a dot"
         raise UserError(f"{path} could not be run: {told}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path} must bind config = Config(...), but config is {type(config).__name__}")

@@ -505,11 +505,13 @@ def refuse_to_start_over(config: Config) -> None:
 
 def _has_had_a_checkpoint(config: Config, steps: set[int]) -> bool:
     """By saved.json. A run of a version that wrote none: where two saves were due by its rows (a branch has rows of its own
-    alone), as the first may have been cut short, but the second has waited for it."""
+    alone) and by the policy of the config that trained them, as the first may have been cut short, but the second has waited for
+    it."""
     saved = read_saved(config.run_dir)
     if saved is not None:
         return saved.first_checkpoint is not None
-    policy = config.checkpoint
+    is_run = (config.run_dir / "config.json").exists()
+    policy = read_config(config.run_dir).checkpoint if is_run else config.checkpoint
     due = [step for step in steps if step in policy.at or is_due(step, policy.every, policy.rolling)]
     return len(due) > 1
 

@@ -217,6 +217,10 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
     except Exception as error:                  # the package has no class of its own
         raise UserError(f"{file} and {config.name} cannot be read ({error}): both must be as transformers' save_pretrained(...) "
                         f"writes them") from error
+    dropout = getattr(fast.model, "dropout", None)
+    if dropout:
+        raise UserError(f"{file} has dropout={dropout:g} in its model, by which a text gets other ids at each call: set it to "
+                        f"null, for shards must be the same each time")
     if eos is None or (bos is None) != (named[1] is None):
         special = [token.content for token in fast.get_added_tokens_decoder().values() if token.special]
         raise UserError(f"{config} says eos_token={named[0]!r:.60} and bos_token={named[1]!r:.60}, but a token of {file.name} "

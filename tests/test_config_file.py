@@ -109,6 +109,13 @@ def test_the_start_and_env_json_say_which_files_a_config_was_made_from(tiny, tmp
     assert [f'"{file}"' in env.read_text() for file in files] == [True, True]
 
 
+def test_a_relative_import_is_answered_with_the_import_that_works(tmp_path):
+    folder = copy_pair(tmp_path / "a", "1e-3")
+    (folder / "child.py").write_text("from .demo_s_bf16 import config\n")
+    with pytest.raises(UserError, match="import the file beside it by its name, without a dot"):
+        load_config_and_files(folder / "child.py")
+
+
 def test_a_copied_study_takes_the_sizes_beside_it(tmp_path):
     folder = copy_pair(tmp_path / "a", "1e-3")
     study = folder / "study_mine.py"

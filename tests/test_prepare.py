@@ -372,7 +372,7 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
     capsys.readouterr()
     assert local(file, out=tmp_path) == 0 and "mine is complete" in capsys.readouterr().out
     for key, value, sentence in (("tokenizer", "gpt2", "is of tokenizer='byte', not 'gpt2'"),
-                                 ("val_share", 0.3, "is of split_rule="), ("column", "code", "column code")):
+                                 ("val_share", 0.3, "is finished with val_share=0.2, and"), ("column", "code", "column code")):
         assert local(file, out=tmp_path, **{key: value}) == 2 and sentence in capsys.readouterr().err
     assert content(tmp_path) == before
     write(file, DOCUMENTS[1:])

@@ -711,6 +711,13 @@ def test_a_file_with_other_documents_is_another_one(tmp_path, capsys, change):
     assert "and these hold other documents than it does" in said(capsys, 2, file, out=tmp_path)
 
 
+def test_a_broken_line_has_one_line_number(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('\n\n{"text": "one"}\n\n{"text": "two"\n')
+    sentence = said(capsys, 1, tmp_path / "a.jsonl", out=tmp_path)
+    assert "a.jsonl:5 is no line of JSON (Expecting ',' delimiter, character 15" in sentence
+    assert "line 2 column" not in sentence
+
+
 def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path):
     """An imported model's data is called so, and no source of configs/sources.py."""
     with pytest.raises(UserError) as caught:

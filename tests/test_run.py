@@ -133,6 +133,8 @@ def test_a_run_of_a_version_without_saved_json_is_judged_by_its_rows(tiny, run):
         (config.run_dir / name).unlink()
     shutil.rmtree(config.run_dir / "checkpoints")
     assert "has come to step 6, yet no checkpoint" in run(config, code=2)
+    # The policy that trained it decides, not the one of today's command.
+    assert "has come to step 6, yet no checkpoint" in run(config, "checkpoint.rolling=none", code=2)
     assert (config.run_dir / "metrics.jsonl").read_bytes() == before
     # Killed over its very first save a run has nothing to go back to, and begins anew; not where that save was found damaged.
     (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))

@@ -152,6 +152,15 @@ def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, se
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_that_drops_merges_by_chance_is_refused(tmp_path):
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    rules["model"]["dropout"] = 0.1
+    path.write_text(json.dumps(rules))
+    with pytest.raises(UserError, match=r"dropout=0.1 .* set it to null"):
+        load_tokenizer(str(tmp_path))
+
+
 # ---------------------------------------------------------------------------------------- ends
 
 ENDS = [
