@@ -263,7 +263,9 @@ def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
             raise UserError(f"{folder} was made with another tokenizer than {run_dir}: prepare the data with {tokenizer.name}")
         for path in (shard.path for shard in index.splits["val"].shards if shard.tokens):
             ids = np.memmap(path, dtype=index.dtype, mode="r")
-            starts = np.flatnonzero(ids == tokenizer.eot)       # a document's tail in the next shard is left out
+            is_chat = "messages" in index.selection.get("instruct", ())
+            border = LOSS_MASK_BIT | np.uint32(tokenizer.eot) if is_chat else tokenizer.eot     # nothing is learned of it there
+            starts = np.flatnonzero(ids == border)      # a document's tail in the next shard is left out
             documents += [ids[a + skip:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
         yield source, documents, tokenizer
 
