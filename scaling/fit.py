@@ -448,6 +448,8 @@ def _headline_lines(group) -> list[str]:
     lines.append(f"  why this law: {group.headline_reason}")
     far = [group.form_doubt["low"], group.form_doubt["high"]] if group.form_doubt else [
         float(form.predict(10 * group.x["C"].max())) for form in group.bands.get("C", ())]
+    if group.headline == "chinchilla" and not far:
+        lines.append("  doubt in the form: no other form reaches ten times the largest compute")
     if far:
         lines.append(f"  doubt in the form: at ten times the largest compute {min(far):.4g} to {max(far):.4g} nats per token")
     return lines

@@ -71,6 +71,7 @@ CANDIDATES = 10             # points at least that are left out in turn: those t
 ONE_BY_ONE = 100            # points: up to here each is left out in turn, as one in a corner draws the law to itself
 SHARED = 0.005              # chance of finding a fault that sizes or runs share where they share none
 SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
+MOST_GROUPS = 100           # that are tested for a shared fault
 FREEDOM = 4                 # degrees of freedom within groups that an F-test needs
 EDGE = 3                    # standard errors from zero within which an exponent's estimate leans steep
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)        # of the points, earliest first, that a law may have to do without
@@ -855,6 +856,8 @@ def _chance_of_groups(fit: Fit, points: Points, group) -> float:
     if trajectory.max() + 1 < len(residual):
         return _chance_of_trajectories(residual, trajectory, group, SIZE_TERMS)
     law, _ = np.linalg.qr(jacobian)
+    if group.max() >= MOST_GROUPS:
+        return 1.0          # sizes that scatter over a range are no groups
     members = np.eye(group.max() + 1)[group]        # (n, groups)
     beyond = members - law @ (law.T @ members)      # what the law cannot do
     directions, sizes, _ = np.linalg.svd(beyond, full_matrices=False)

@@ -15,21 +15,43 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from scipy.special import fdtri
+from scipy.special import fdtri, stdtrit
 
 from runtime.cli import UserError, nearest
 from runtime.machine import ROOT, git
+from scaling import rivals
 from scaling.figures import write_files
-from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, SIZE_TERMS, Fit, Points, fit_law, with_bootstrap
+from scaling.laws import (
+    COLLAPSED,
+    DELTA,
+    GAMMAS,
+    LEVELS,
+    MISSES,
+    ONE_RAY,
+    SIZE_TERMS,
+    SPREAD,
+    Fit,
+    Points,
+    fit_isoflop,
+    fit_law,
+    inefficiency,
+    lack_of_fit,
+    minima_of,
+    with_bootstrap,
+)
 from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
 FORMAT_VERSION = 1
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
 FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
+ENOUGH = 400                # points for a rival surface, evenly over compute: its doubt is of the form, not of noise
+NEAR_FRONTIER = 2           # times more or fewer tokens per parameter than on the frontier, within which a target is near it
 REFUTED = 0.01              # chance of refuting a true form
 RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
-HEADLINE = "ray gamma=0.16"     # the middle of GAMMAS speaks where the points cannot choose a form
+# Speaks where the points cannot choose a form: between the power law, which is too low on laws with an irreducible loss, and
+# the steepest rays, which are too high on laws that saturate late (OLMo's ladder has .10, Hoffmann's law .15, Epoch's .18).
+HEADLINE = "ray gamma=0.12"
 POINT = "recipe", "params_total", "tokens"      # what runs of one point share, whatever their seed
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
 
@@ -91,46 +113,120 @@ def digest(content: dict) -> str:
 
 def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     """What the points say of one new run at target = (N, D, C): loss, 95 % interval and its parts, strict JSON.
-    The union of t-intervals over forms: power law and rays with gamma in GAMMAS, on the points of the target's ratio; the ray
-    with free gamma from FREE_RAY such points; Chinchilla's law where all points, by their trajectories, identify it. That law
-    refutes forms that miss the points while it meets them, by an F-test with the freedom of sizes, not of runs: seeds and
-    branches of a badly tuned size agree wrongly. Noise is the largest of seed_sd, FLOOR and the residuals, on the ray those of
-    the best form: one that misses the points does not make the runs noisier. Raises UserError where no form has an interval."""
+
+    The union of t-intervals over forms. On the points of the target's ratio: the power law, rays with gamma in GAMMAS, from
+    FREE_RAY points the ray with free gamma. Where those cannot speak: the same laws through the lowest loss for each compute, if
+    the target is near that frontier, and rival surfaces (scaling.rivals). Beside either, Chinchilla's law where all points, by
+    their trajectories, identify it and it fits them. On the ray that law refutes forms that miss the points while it meets
+    them, by an F-test with the freedom of sizes, not of runs: seeds and branches of a badly tuned size agree wrongly. Noise is
+    the largest of seed_sd, FLOOR and the residuals, on the ray those of the best form: one that misses the points does not make
+    the runs noisier. Raises UserError where no form has an interval."""
     N, D, C = (float(value) for value in target)
-    floor, rows, left_out, ratio = max(seed_sd, FLOOR), {}, {}, points.D / points.N / (D / N)
+    floor, ratio = max(seed_sd, FLOOR), points.D / points.N / (D / N)
     ray = points.take((ratio <= ONE_RAY) & (ratio >= 1 / ONE_RAY))      # within 5 % of D / N tokens per parameter
-    rays = [(f"ray gamma={gamma:.2f}", gamma) for gamma in GAMMAS]
-    for form, gamma in [("power_c", None), *rays, ("ray", None), ("chinchilla", None)]:
-        some, where = (points, (N, D)) if form == "chinchilla" else (ray, (C,))
-        try:
-            fit = _fit(form, gamma, some, floor)
-        except UserError as error:
-            left_out[form] = str(error)
-            continue
-        loss, low, high = map(float, fit.interval_at(*where, new_run=True))
-        rows[form] = {"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
-                      "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters}
+    rows, left_out = _laws_of_compute(ray, C, floor)
+    best = min((row["residual_rms"] for row in rows.values()), default=0.0)
+    for row in rows.values():
+        _with_sigma(row, max(floor, best))
+    is_on_ray = bool(rows)
+    if not is_on_ray:
+        rows, left_out = _rivals(points, (N, D, C), floor)
+    try:
+        row = _row("chinchilla", _fit("chinchilla", None, points, floor), (N, D))
+        rows["chinchilla"] = _with_sigma(row, row["sigma"])
+    except UserError as error:
+        left_out["chinchilla"] = str(error)
     if not rows:
         raise UserError(f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its ratio "
                         f"(3 of different compute are needed); L(N, D) is out: {left_out['chinchilla']}")
-    best = min((row["residual_rms"] for form, row in rows.items() if form != "chinchilla"), default=0.0)
-    for form, row in rows.items():
-        sigma = row["sigma"] if form == "chinchilla" else max(floor, best)
-        width = math.log(row["own_high"] / row["loss"]) * sigma / row["sigma"]      # proportional to sigma
-        row |= {"low": row["loss"] * math.exp(-width), "high": row["loss"] * math.exp(width), "sigma": sigma}
     every, freedom = _union(rows, "low", "high"), len(np.unique(points.N)) - SIZE_TERMS
-    for form, row in list(rows.items()) if "chinchilla" in rows and freedom > 0 else ():
+    for form, row in list(rows.items()) if "chinchilla" in rows and freedom > 0 and is_on_ray else ():
         sigma = rows["chinchilla"]["sigma"]
         if form != "chinchilla" and (row["residual_rms"] / sigma) ** 2 > fdtri(row["dof"], freedom, 1 - REFUTED):
             left_out[form] = (f"the points refute it: it misses them by {100 * row['residual_rms']:.2f} %, Chinchilla's law by "
                               f"{100 * sigma:.2f} %")
             del rows[form]
-    headline = next(form for form in ("chinchilla", "ray", HEADLINE, *rows) if form in rows)
+    preferred = "chinchilla", "ray", HEADLINE, f"frontier {HEADLINE}", HEADLINE.replace("ray", "surface")
+    headline = next(form for form in (*preferred, *rows) if form in rows)
     low, high = _union(rows, "low", "high")
     return {"loss": rows[headline]["loss"], "low": low, "high": high, "headline": headline, "forms": list(rows.values()),
             "forms_left_out": [{"form": form, "reason": reason} for form, reason in left_out.items()],
             "parts": {"model_form": _union(rows, "loss", "loss"), "all_forms": every, "seed_sd": seed_sd},
             "points": {"all": len(points.loss), "at_this_ratio": len(ray.loss)}, "extrapolation": C / float(points.C.max())}
+
+
+def _laws_of_compute(points: Points, C: float, floor: float, name: str = "") -> tuple[dict, dict]:
+    """(form -> row, form -> why it may not speak) of the power law and the ray laws over compute; name: put before a form's."""
+    rows, left_out = {}, {}
+    for form, gamma in [("power_c", None), *((f"ray gamma={gamma:.2f}", gamma) for gamma in GAMMAS), ("ray", None)]:
+        try:
+            rows[name + form] = _row(name + form, _fit(form, gamma, points, floor), (C,))
+        except UserError as error:
+            left_out[name + form] = str(error)
+    return rows, left_out
+
+
+def _row(form: str, fit: Fit, at) -> dict:
+    loss, low, high = map(float, fit.interval_at(*at, new_run=True))
+    return {"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
+            "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters}
+
+
+def _with_sigma(row: dict, sigma: float) -> dict:
+    """The row with `low` and `high` for another noise, to which its own interval is proportional."""
+    width = math.log(row["own_high"] / row["loss"]) * sigma / row["sigma"]
+    row |= {"low": row["loss"] * math.exp(-width), "high": row["loss"] * math.exp(width), "sigma": sigma}
+    return row
+
+
+def _rivals(points: Points, target: tuple[float, float, float], floor: float) -> tuple[dict, dict]:
+    """(form -> row, form -> why it may not speak) of laws through the lowest loss for each compute, near which the target must
+    lie, and of rival surfaces. None speaks that would not count as fitting: see laws.MISSES."""
+    N, D, C = target
+    rows, left_out = {}, {}
+    lowest = frontier_of(points)
+    ratios = lowest.D / lowest.N
+    if ratios.min() / NEAR_FRONTIER <= D / N <= ratios.max() * NEAR_FRONTIER:
+        rows, left_out = _laws_of_compute(lowest, C, floor, "frontier ")
+    by_compute = np.argsort(points.C, kind="stable")
+    thinned = np.linspace(0, len(by_compute) - 1, min(len(by_compute), ENOUGH)).round().astype(int)
+    for rival in _surfaces(points.take(by_compute[thinned]), (N, D)):
+        sigma = max(floor, rival.residual_rms)
+        width = stdtrit(rival.dof, 0.975) * sigma * math.sqrt(1 + inefficiency(DELTA, sigma) * rival.variance)
+        rows[rival.form] = {
+            "form": rival.form, "loss": rival.loss, "own_low": rival.loss * math.exp(-width),
+            "own_high": rival.loss * math.exp(width), "n": rival.n, "dof": rival.dof, "residual_rms": rival.residual_rms,
+            "sigma": sigma, "parameters": rival.parameters}
+    limit = max(MISSES[0], MISSES[1] * min((row["residual_rms"] for row in rows.values()), default=0.0))
+    for form, row in list(rows.items()):
+        if row["residual_rms"] <= limit:
+            _with_sigma(row, row["sigma"])
+        else:
+            left_out[form] = f"it misses the points by {100 * row['residual_rms']:.2g} %"
+            del rows[form]
+    return rows, left_out
+
+
+def _surfaces(points: Points, at: tuple[float, float]) -> list[rivals.Rival]:
+    """Rival surfaces where sizes and ratios are enough to tell N from D."""
+    low, high = points.ray
+    sizes, tokens = (len(np.unique(np.round(np.log(x), 2))) for x in (points.N, points.D))
+    if high < SPREAD * low * 0.99 or min(sizes, tokens) < LEVELS:
+        return []
+    surfaces = [rivals.power_surface(points, at), *(rivals.surface_with(gamma, points, at) for gamma in GAMMAS)]
+    return [surface for surface in surfaces if surface is not None]
+
+
+def frontier_of(points: Points) -> Points:
+    """The lowest loss for each compute: the minima of identified IsoFLOP budgets, else the points below all of less compute."""
+    isoflop = fit_isoflop(points)
+    if isoflop.identified:
+        C, N, D, loss = minima_of(isoflop)
+        return Points(N, D, C, loss, np.arange(len(C)))
+    order = np.argsort(points.C, kind="stable")
+    loss = points.loss[order]
+    is_lowest = loss <= np.minimum.accumulate(loss)
+    return points.take(order[is_lowest])
 
 
 def _union(rows, low: str, high: str) -> list[float]:
@@ -150,6 +246,8 @@ def _fit(form: str, gamma: float | None, points: Points, floor: float) -> Fit:
         raise UserError(fit.reason)
     if form.startswith("ray") and fit.parameters["E"] < COLLAPSED * points.loss.min():
         raise UserError("it would need E below 0")
+    if form == "chinchilla" and lack_of_fit(fit, points, floor if floor > FLOOR else 0.0) is not None:
+        raise UserError(f"it does not fit the points: residuals of {100 * fit.scatter:.2g} %")
     if fit.optimum.covariance is None:
         raise UserError(fit.reason or "no degree of freedom")
     return fit

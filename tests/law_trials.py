@@ -3,6 +3,7 @@
     python tests/law_trials.py outliers --draws 60      # is the right law kept, are the outliers named, and nothing else?
     python tests/law_trials.py faults --draws 300       # are faults that runs share noticed, and do intervals hold the truth?
     python tests/law_trials.py isoflop --draws 100      # bias and coverage of N*'s exponent over ten designs and four laws
+    python tests/law_trials.py forecasts --draws 20     # do predictions hold surfaces that bend as no law here does?
 
 Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed, without a published table.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scaling.laws import Fit, Points, fit_form, fit_isoflop, lack_of_fit, shared_fault, with_bootstrap
+from scaling.predict import forecast
 
 TRUTH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}     # Besiroglu et al. 2024
 
@@ -208,7 +210,56 @@ def report_isoflop(draws: int) -> None:
               f"truth {inside.mean():.3f}, of {len(inside)} tables", flush=True)
 
 
-REPORTS = {"outliers": report_outliers, "faults": report_faults, "isoflop": report_isoflop}
+# ---------------------------------------------------------------------------------------------------------- forecasts
+
+def third_term(N, D):
+    """A slow third term: in sight of the points it passes for an irreducible loss, far out it falls on."""
+    return loss_of(N, D, TRUTH | {"E": 1.0}) + 6 * (N * D) ** -0.05
+
+
+def mixed_term(N, D):
+    return loss_of(N, D, TRUTH | {"E": 1.4}) + 100 * (N * D) ** -0.1
+
+
+def saturating(N, D):
+    """Exponents that fall by .02 a decade."""
+    alpha, beta = 0.347 - 0.02 * np.log10(N / 1e8), 0.367 - 0.02 * np.log10(D / 2e9)
+    return 1.6 + 477 * N**-alpha + 2143 * D**-beta
+
+
+def steepening(N, D):
+    alpha, beta = 0.24 + 0.01 * np.log10(N / 1e8), 0.24 + 0.01 * np.log10(D / 2e9)
+    return 1.6 + 60 * N**-alpha + 100 * D**-beta
+
+
+BENT = (third_term, mixed_term, saturating, steepening, loss_of)
+OFF_THE_RAY = {"6 sizes": (np.geomspace(2e7, 4e8, 6), (5, 10, 40, 80), 1.5e9),
+               "10 sizes": (np.geomspace(2e7, 1e9, 10), (2, 8, 40, 160), 7e9),
+               "a ladder": (np.geomspace(1.1e8, 2.7e9, 5), (20,), 1.3e10)}
+
+
+def forecast_trial(seed: int, surface, design: str, noise: float = 1e-3) -> dict:
+    """A forecast at 20 tokens per parameter, with `truth`, the surface's loss there."""
+    sizes, ratios, target = OFF_THE_RAY[design]
+    N = np.repeat(sizes, len(ratios))
+    D = N * np.tile(ratios, len(sizes))
+    rng = np.random.default_rng(seed)
+    points = independent(N, D, surface(N, D) * np.exp(rng.normal(0, noise, len(N))))
+    return forecast(points, (target, 20 * target, 120 * target**2)) | {"truth": float(surface(target, 20 * target))}
+
+
+def report_forecasts(draws: int) -> None:
+    for surface in BENT:
+        for design in OFF_THE_RAY:
+            said = [forecast_trial(seed, surface, design) for seed in range(draws)]
+            inside = sum(one["low"] <= one["truth"] <= one["high"] for one in said)
+            error = np.mean([100 * (one["loss"] / one["truth"] - 1) for one in said])
+            width = np.mean([100 * (one["high"] / one["low"] - 1) for one in said])
+            print(f"{surface.__name__:12} {design:9} inside {inside} of {draws}, error {error:+.2f} %, "
+                  f"interval {width:.1f} % wide", flush=True)
+
+
+REPORTS = {"outliers": report_outliers, "faults": report_faults, "isoflop": report_isoflop, "forecasts": report_forecasts}
 
 
 @np.errstate(all="ignore")
