@@ -8,8 +8,9 @@
     python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4,dataset=rw,lr=0.003 --out DIR
 
 Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given. Writes
-figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with a header; its losses are taken as
-nats per token, its counts as they stand, and nothing is converted.
+figure.png, figure.svg, then law.json. A table is text with a header, separated by commas, tabs, semicolons or spaces, or a chart
+exported from W&B (a column for each run, of which the last value counts; --runs TABLE gives their N and D). Losses are taken as
+nats per token, counts as they stand, and nothing is converted.
 """
 
 import os
@@ -19,8 +20,6 @@ if __name__ == "__main__":
     # Before numpy reads it: thousands of tiny fits are ten times slower when BLAS splits each over threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import csv
-import hashlib
 import itertools
 import json
 import math
@@ -64,6 +63,7 @@ from scaling.laws import (
 )
 from scaling.pairs import KIND, pairs
 from scaling.precision import ARMS, LINES, table
+from scaling.tables import joined, read_table
 
 SHOWN = 8                   # points that a warning names
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
@@ -78,8 +78,10 @@ BINS = 24               # per decade of compute, to smooth training curves
 FEW = 6                 # at most so many lines of one size, or of one ratio, in a panel
 HATCH = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
 NAMES_OF_RUNS = {"run", "run_id", "run_name", "runid", "name", "id", "model", "model_name", "trial", "experiment", "trajectory"}
+FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000     # at the largest run of a table, below which its unit is doubted
+USUAL_RATIOS = 0.05, 100_000.0                       # tokens per parameter
 MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
-FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "drop_highest", "where")    # of Options
+FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "drop_highest", "where", "runs")    # of Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,9 @@ class Options:
     predict: str = ""               # runs: a run to come, whose prediction is frozen in out
     score: bool = False             # runs: compare the predictions in out with the runs that have come
     points: FilePath = ""           # a table with a header line, instead of runs
-    d: str = ""                     # table: column of training tokens; C = 6 N D
-    c: str = ""                     # table: column of training FLOPs; D = C / (6 N). Neither d nor c: the power law in N alone
+    d: str = ""                     # table: column of training tokens; without c, C = 6 N D
+    c: str = ""                     # table: column of training FLOPs; without d, D = C / (6 N). Neither: the power law in N alone
+    runs: FilePath = ""             # table: a second table, a row for each run that the first's column "run" names
     cluster: str = ""               # table: column that names the training run; its points are not independent
     drop_highest: int = 0           # table: how many of the highest losses to leave out
     where: tuple[str, ...] = ()     # table: COL=VALUE,..: keep rows with these; two values of one column keep either
@@ -120,7 +123,7 @@ def main(o: Options) -> None:
     if o.paths:
         _fit_runs(o, folder)
     else:
-        chosen = read_points(o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster)
+        chosen = read_points(o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster, o.runs)
         group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist, columns=chosen.run_columns)
         group = replace(group, places=tuple(f"line {line}" for line in chosen.lines))
         if all(fit.objective is None for fit in group.laws.values()):
@@ -179,7 +182,8 @@ def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[st
     score; all tables where everything is wanted, else at most LINES: what is said stays whole."""
     content = json.loads(json.dumps({"format_version": 2, "delta": DELTA} | law), parse_constant=lambda _: None)    # NaN: null
     write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": content})
-    lines = [line for group in groups for line in _warnings(group)]
+    lines = [note for note in law["notes"] if note.startswith("WARNING")]
+    lines += [line for group in groups for line in _warnings(group)]
     for group in groups:
         lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]
     for group in groups if everything else ():
@@ -188,7 +192,8 @@ def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[st
              "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
              "not identified because": fit.reason} for form, fit in group.laws.items()])]
         lines += ["", f"{group.recipe}: {group.headline} under other choices", table(group.robustness)]
-    lines, room = "\n".join([*lines, "", *law["notes"]]).strip("\n").split("\n"), max(1, LINES - 2 - len(said))
+    notes = [note for note in law["notes"] if not note.startswith("WARNING")]
+    lines, room = "\n".join([*lines, "", *notes]).strip("\n").split("\n"), max(1, LINES - 2 - len(said))
     if len(lines) > room and not everything:
         lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]
     print("\n".join([*lines, *said]), "", f"wrote {folder / 'law.json'}, figure.png, figure.svg"
@@ -470,20 +475,26 @@ def _intervals(fit) -> str:
 Selection = namedtuple("Selection", "points axes source notes lines run_columns")
 
 
-def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), drop_highest: int = 0, cluster="") -> Selection:
-    """Points of a comma-, tab- or semicolon-separated table with one header line (UTF-8).
-    n, loss, d, c, cluster: column names; with c, D = C / (6 N); with d, C = 6 N D; with neither only N is known. where: texts
+def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), drop_highest: int = 0, cluster="",
+                runs: str = "") -> Selection:
+    """Points of a table separated by commas, tabs, semicolons or spaces with one header line (UTF-8), or of W&B's chart export.
+    n, loss, d, c, cluster: column names; with c alone, D = C / (6 N); with d alone, C = 6 N D; with both, they are taken as they
+    stand; with neither only N is known. runs: a second table that describes the runs that the first one names. where: texts
     COLUMN=VALUE; a row must have one of the values given for each column. drop_highest: so many of the highest losses are left
     out. cluster: equal text there is one trajectory, an empty cell a row of its own. Raises UserError."""
     path = Path(path)
-    if d and c:
-        raise UserError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
     filters: dict[str, list[str]] = {}
     for condition in where:
         name, _, value = (part.strip() for part in condition.partition("="))
         filters.setdefault(name, []).append(value)
     counted = [name for name in (n, loss, d, c) if name]
-    rows, sha256 = _rows(path, [*counted, *filter(None, [cluster]), *filters])
+    wanted = [*counted, *filter(None, [cluster]), *filters]
+    contents = joined(read_table(path), path, Path(runs)) if runs else read_table(path, wanted)
+    for name in wanted:
+        if contents.header.count(name) != 1:
+            raise UserError(f"{path} with {runs} has {contents.header.count(name)} columns called {name!r}"
+                            f"{nearest(name, contents.header)}")
+    rows, sha256 = contents.rows, contents.sha256
     for name, values in filters.items():
         there = {_value(row[name]): row[name] or "(empty)" for row in rows.values()}
         if unknown := [value for value in values if _value(value) not in there]:
@@ -502,16 +513,26 @@ def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), dro
         if not isinstance(value, float) or not 0 < value < math.inf:
             raise UserError(f"{path} line {line}, column {name!r}: {text!r} is no plain finite number above zero such as 1.24e8")
     # Stable: of equal losses the one that stands first in the file goes first.
-    dropped = sorted(sorted(kept, key=lambda line: -values[loss, line])[:drop_highest])
+    dropped = sorted(sorted(kept, key=lambda line: -values[loss, line])[:drop_highest], key=list(rows).index)
     kept = [line for line in kept if line not in dropped]
-    N, L, third = (np.array([values[name, line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
-    D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
+    N, L = (np.array([values[name, line] for line in kept]) for name in (n, loss))
+    D, C = (np.array([values[name, line] for line in kept]) if name else None for name in (d, c))
+    if D is None and C is not None:
+        D = C / (6 * N)
+    elif C is None and D is not None:
+        C = 6 * N * D
+    elif C is None and D is None:
+        C = D = np.ones(len(kept))
     label = np.array([rows[line][cluster] or f"line {line}" if cluster else line for line in kept])
     source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
               "columns": {"N": n, "D": d or None, "C": c or None, "loss": loss, "cluster": cluster or None},
-              "derived": "C = 6 N D" if d else "D = C / (6 N)" if c else None,
+              "derived": None if bool(d) == bool(c) else "C = 6 N D" if d else "D = C / (6 N)",
               "lines_left_out": {"loss_missing": missing, "highest_losses": dropped}}
-    notes = [f"{len(chosen)} of {len(rows)} rows of {path.name} meet " + "; ".join(
+    notes = [*_unit_warnings(N, D if d or c else None, path.name), *contents.notes]
+    if d and c:
+        ratio = C / (6 * N * D)
+        notes.append(f"C and D as they stand: C is {ratio.min():.3g} to {ratio.max():.3g} times 6 N D")
+    notes += [f"{len(chosen)} of {len(rows)} rows of {path.name} meet " + "; ".join(
         f"{name} = {' or '.join(some)}" for name, some in filters.items())] if filters else []
     notes += [f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
               for why, lines in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
@@ -533,27 +554,18 @@ def _run_columns(rows: dict[int, dict[str, str]], kept: list[int], N, counted: l
     return columns
 
 
-def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
-    """Line number -> {column: cell} of every row that is not blank, cells stripped; the SHA-256 of the file."""
-    try:
-        content = path.read_bytes()
-        lines = content.decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): --points wants one table as UTF-8 text, such as a .csv") from None
-    first = next((line for line in lines if line.strip()), "")
-    reader = csv.reader(lines, delimiter=max(",\t;", key=first.count), strict=True)
-    try:
-        rows = [(reader.line_num, cells) for row in reader if any(cells := [cell.strip() for cell in row])]
-    except csv.Error as error:          # else the rest of the table would be one cell
-        raise UserError(f"{path} line {reader.line_num}: {error}: is a quotation mark left open?") from None
-    header = rows.pop(0)[1] if rows else []
-    for name in wanted:
-        if (found := header.count(name)) != 1:
-            raise UserError(f"{path} has {found} columns called {name!r}{'' if found else nearest(name, header)}")
-    for line, cells in rows:
-        if len(cells) != len(header):
-            raise UserError(f"{path} line {line}: {len(cells)} cells where the header has {len(header)}; repair the line")
-    return {line: dict(zip(header, cells, strict=True)) for line, cells in rows}, hashlib.sha256(content).hexdigest()
+def _unit_warnings(N, D, name: str) -> list[str]:
+    """Lines that doubt the unit of the counts: nobody trains so few parameters, or on so few tokens. D: None where unknown."""
+    doubts = []
+    if N.max() < FEWEST_PARAMETERS:
+        doubts.append(f"N is at most {N.max():.4g} parameters: is it in millions or billions?")
+    if D is not None:
+        low, high = float((D / N).min()), float((D / N).max())
+        if D.max() < FEWEST_TOKENS:
+            doubts.append(f"D is at most {D.max():.4g} tokens: is it in millions or billions?")
+        if low < USUAL_RATIOS[0] or high > USUAL_RATIOS[1]:
+            doubts.append(f"{low:.3g} to {high:.3g} tokens per parameter: do N and D have the same unit?")
+    return [f"WARNING: {name}: {doubt} Give counts such as 1.24e8; nothing is converted" for doubt in doubts]
 
 
 def _value(cell: str) -> float | str:

@@ -117,22 +117,23 @@ def smallest_seen(sd: float, n: int) -> float:
     return sd * brentq(lambda gap: power(n, gap) - POWER, 0, 20)
 
 
-def verdict(found: Estimate, margin: Margin | None = None) -> str:
-    """A sentence's end for a gap in per cent; never "no loss"."""
+def verdict(found: Estimate, margin: Margin | None, p: float | None) -> str:
+    """A sentence's end for a gap in per cent with the p of its test against the margin; never "no loss"."""
     if found.se is None:
         return f"no interval (n = {found.n})"
     within = ""
-    if margin and (p := tost(found, margin.percent)) < ALPHA:
+    if margin and p is not None and p < ALPHA:
         within = f"within ±{margin.percent:g} % (TOST, p={p:.2g}{'' if margin.is_declared else ', margin after the fact'})"
     if found.low > 0 or found.high < 0:
         return f"{'costs' if found.mean > 0 else 'gains'} {abs(found.mean):.3g} %" + (f", {within}" if within else "")
     return f"equivalent {within}" if within else f"undecided: interval {found.low:+.2g} to {found.high:+.2g}"
 
 
-def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
-    """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%]; None where unknown."""
-    return {"verdict": "BF16 again: no Linear converted" if is_idle(chosen) else verdict(found, margin),
-            "tost_p": margin and tost(found, margin.percent), "smallest_seen": found.se and smallest_seen(found.sd, found.n)}
+def judged(chosen, found: Estimate, margin: Margin | None, p: float | None) -> dict:
+    """Of one recipe's pairs with their gap in per cent and the p of its equivalence: verdict, tost_p, smallest_seen [%]; None
+    where unknown."""
+    return {"verdict": "BF16 again: no Linear converted" if is_idle(chosen) else verdict(found, margin, p),
+            "tost_p": p, "smallest_seen": found.se and smallest_seen(found.sd, found.n)}
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs of runs

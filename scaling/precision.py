@@ -22,8 +22,9 @@ from matplotlib.patches import Patch
 
 from runtime.cli import FilePath, UserError, command, grid, run_command, si
 from scaling import pairs
+from scaling.equivalence import Equivalence, Part, judge_equivalence
 from scaling.figures import STYLES, counts_axis, settle, sheet, styled, styles, write_with
-from scaling.records import check_comparable, law_folder, read_runs, usable
+from scaling.records import check_comparable, law_folder, listed, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -56,12 +57,15 @@ def analyse(records, found, arm: str, margin) -> dict:
         run = chosen[0].fp8
         price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
         sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
-                      "throughput": speed, "costs": price, **pairs.judged(chosen, gaps[arm], margin)})
+                      "throughput": speed, "costs": price,
+                      **pairs.judged(chosen, gaps[arm], margin, margin and pairs.tost(gaps[arm], margin.percent))})
     for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):      # over all sizes: 100 ln(L_FP8 / L_BF16)
         logs = pairs.over(chosen, "log_percent")
+        equivalence = judge_equivalence(chosen, arm, margin.percent if margin else None)
         common[recipe] = {
             **logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "over_sizes": pairs.over_sizes(chosen, arm),
-            "over_tokens": pairs.over_tokens(chosen, arm), **pairs.judged(chosen, logs[arm], margin)}
+            "over_tokens": pairs.over_tokens(chosen, arm), "equivalence": equivalence,
+            **pairs.judged(chosen, logs[arm], margin, equivalence.p)}
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
             "null": pairs.measure(records, nulls, arm), "common": common, "ranking": pairs.rank(found, arm), "sizes": sizes,
             "laws": {law.name: law.source for some in laws.values() for law in some}, "no_own_law": reason,
@@ -72,7 +76,7 @@ def analyse(records, found, arm: str, margin) -> dict:
 
 def load(path: Path) -> dict:
     """A precision.json with its dataclasses, as analyse gave it."""
-    kinds = {frozenset(kind.__dataclass_fields__): kind for kind in (pairs.Estimate, pairs.Margin)}
+    kinds = {frozenset(kind.__dataclass_fields__): kind for kind in (pairs.Estimate, pairs.Margin, Equivalence, Part)}
     return json.loads(path.read_text(), object_hook=lambda one: kinds.get(frozenset(one), dict)(**one))
 
 
@@ -108,7 +112,38 @@ def _headline(result: dict) -> str:
              f"{pooled['sd_percent']:.3f} %, degrees of freedom: {pooled['dof']})."
              for name, pooled in (("other seeds", null["pooled"]), ("same seed", null["same_seed"]["pooled"])) if pooled]
     text.append(f"Margin ±{margin.percent:g} %: {margin.source}." if margin else "No margin was declared: no equivalence test.")
+    for recipe, row in common.items():
+        if equivalence := row.get("equivalence"):       # none in a precision.json of older code
+            text.append(f"{recipe}: {_equivalence_words(equivalence, margin)}.")
     return "\n".join([table(rows), "", *text])
+
+
+def _equivalence_words(equivalence: Equivalence, margin: pairs.Margin | None) -> str:
+    """What the intersection-union test of one recipe says, where it fails, and what its design could have shown."""
+    sizes = sum(part.kind == "size" for part in equivalence.parts)
+    could_show = "this design cannot show equivalence: no size has a second pair and fewer than four sizes give a trend"
+    if equivalence.could_show is not None:
+        could_show = f"this design could have shown equivalence within ±{equivalence.could_show:.2g} % (80 % power)"
+    if margin is None:
+        return could_show
+    failing = [part for part in equivalence.parts if part.p is None or part.p >= pairs.ALPHA]
+    if not failing:
+        where = "at its size's" if sizes == 1 else f"at each of {sizes} sizes'"
+        return f"within ±{margin.percent:g} % {where} largest budget; {could_show}"
+    said = [_part_words(part) for part in failing]
+    return f"not shown to lie within ±{margin.percent:g} % at {listed(said, 3)}; {could_show}"
+
+
+def _part_words(part: Part) -> str:
+    """A part of the test that did not pass, such as "131k (+0.85 % of 1 pair, p=0.3)"."""
+    pair_count = f"{part.independent_pairs} pair" + ("s" if part.independent_pairs > 1 else "")
+    gap = f"{part.mean:+.2g} % of {pair_count}"
+    if part.p is None:
+        return f"{si(part.N)} ({gap}, no spread known)"
+    if part.kind == "trend":
+        return f"{si(part.N)} by the trend over sizes ({part.mean:+.2g} %, p={part.p:.2g})"
+    borrowed = " with the other sizes' spread" if part.is_borrowed else ""
+    return f"{si(part.N)} ({gap}{borrowed}, p={part.p:.2g})"
 
 
 def _ranking(ranking: dict) -> str:

@@ -274,7 +274,54 @@ def test_compute_tokens_or_neither(tmp_path):
         assert len(set(points.cluster)) == 4 and chosen.axes == "NDC" and chosen.notes == []
     assert chosen.source["derived"] == "D = C / (6 N)" and chosen.source["columns"]["C"] == "flops"
     assert read_points(path, "N", "loss").axes == "N"
-    assert "d and c are both given" in refusal(path, d="tokens", c="flops")
+
+
+def test_tokens_and_compute_are_taken_as_they_stand_where_both_are_given(tmp_path):
+    rows = ["a,1e8,2e9,1.5e18,3.5,1", "b,2e8,4e9,5.0e18,3.2,1"]         # attention, a head: C is no 6 N D
+    chosen = read_points(table(tmp_path, rows), "N", "loss", d="tokens", c="flops")
+    assert chosen.points.D.tolist() == [2e9, 4e9] and chosen.points.C.tolist() == [1.5e18, 5.0e18]
+    assert chosen.source["derived"] is None and "1.04 to 1.25 times 6 N D" in chosen.notes[0]
+
+
+@pytest.mark.parametrize(("row", "doubts"), [
+    ("a,124,2.5,,3,1", ["N is at most 124 ", "D is at most 2.5 ", "0.0202 tokens per"]),
+    ("a,1.24e8,2.5,,3,1", ["D is at most 2.5 ", "e-08 tokens per"]),
+    ("a,124,2.5e9,,3,1", ["N is at most 124 ", "e+07 tokens per"]),
+    ("a,33000,165000,,3,1", [])])
+def test_counts_in_millions_or_billions_are_doubted(tmp_path, row, doubts):
+    notes = read_points(table(tmp_path, [row]), "N", "loss", d="tokens").notes
+    assert len(notes) == len(doubts) and all(note.startswith("WARNING: points.csv: ") for note in notes)
+    assert all(doubt in note for doubt, note in zip(doubts, notes, strict=True))
+
+
+@pytest.mark.parametrize("text", [
+    "N tokens loss\n1e8 2e9 3.5\n2e8 4e9 3.25\n", "   N   tokens  loss\n1e8      2e9   3.5\n\n2e8 4e9 3.25  \n",
+    "     N tokens loss\n0  1e8    2e9  3.5\n1  2e8    4e9 3.25\n"])          # the last: pandas' to_string
+def test_a_table_separated_by_spaces_is_read(tmp_path, text):
+    points = read_points(table(tmp_path, text=text), "N", "loss", d="tokens").points
+    assert [points.N.tolist(), points.D.tolist(), points.loss.tolist()] == [[1e8, 2e8], [2e9, 4e9], [3.5, 3.25]]
+
+
+CHART = ("Step,a - val/loss,a - val/loss__MIN,a - val/loss__MAX,b - val/loss,b - val/loss__MIN,b - val/loss__MAX\n"
+         "100,4.0,3.9,4.1,,,\n200,3.5,3.4,3.6,3.8,3.7,3.9\n300,,,,3.25,3.2,3.3\n")
+
+
+def test_columns_with_a_dash_are_no_chart(tmp_path):
+    points = read_points(table(tmp_path, text="N,loss - final\n1e8,3.5\n2e8,3.25\n"), "N", "loss - final").points
+    assert points.loss.tolist() == [3.5, 3.25]
+
+
+def test_a_chart_exported_from_wandb_gives_the_last_value_of_each_run(tmp_path):
+    (tmp_path / "runs.csv").write_text("Name,State,N,tokens\nb,finished,2e8,4e9\na,finished,1e8,2e9\nz,failed,,\n")
+    path = table(tmp_path, text=CHART)
+    chosen = read_points(path, "N", "val/loss", d="tokens", runs=str(tmp_path / "runs.csv"), cluster="run")
+    points = chosen.points
+    assert [points.N.tolist(), points.D.tolist(), points.loss.tolist()] == [[1e8, 2e8], [2e9, 4e9], [3.5, 3.25]]
+    assert points.cluster.tolist() == ["a", "b"] and "each of its 2 runs counts with its last val/loss" in chosen.notes[0]
+    assert "the chart holds run, Step, val/loss: give the others by --runs TABLE" in refusal(path, "N", "val/loss")
+    (tmp_path / "runs.csv").write_text("Name,N\na,1e8\n")
+    assert "0 rows for the run 'b'" in str(pytest.raises(UserError, read_points, path, "N", "val/loss",
+                                                          runs=str(tmp_path / "runs.csv")).value)
 
 
 def test_what_spreadsheets_and_pandas_write(tmp_path):
@@ -329,7 +376,7 @@ def test_conditions_and_clusters(tmp_path):
     *((f'N,loss\n1e8,3\n"{cell}",2\n', f"line 3, column 'N': {cell!r}") for cell in (
         "1,240", "124M", "1.2 B", "diverged", "0", "-3", "0x10", "1e400", "nan", "inf")),       # no number is guessed
     (b"", "0 columns called 'N'"), (b"\xff\xfeN\x00,\x00", "cannot be read"), (None, "cannot be read"),
-    (b"N,loss\n", "no row is left to fit"), (b"a b c\n1 2 3\n", "0 columns called 'N'; there are: a b c"),
+    (b"N,loss\n", "no row is left to fit"), (b"a b c\n1 2 3\n", "0 columns called 'N'; there are: a, b, c"),
     (b"N,Loss\n1,2\n", "did you mean 'Loss'?"), (b"N,loss,loss\n1,2,3\n", "2 columns called 'loss'"),
     (b"N,loss\n1,2\n3\n", "line 3: 1 cells"), (b'N,loss,run\n1,2,a\n3,4,"b\n5,6,c\n', "is a quotation mark left open?")])
 def test_damaged_tables_are_refused(tmp_path, text, sentence):

@@ -48,7 +48,8 @@ def test_intervals_and_tost_are_scipys_and_verdicts_follow_them(n, mean, sd, wor
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
     assert (found.mean, found.sd, found.n) == pytest.approx((mean, sd, n))
     theirs = max(ttest_1samp(values, -0.25, alternative="greater").pvalue, ttest_1samp(values, 0.25, alternative="less").pvalue)
-    assert pairs.tost(found, 0.25) == pytest.approx(theirs, rel=1e-9) and pairs.verdict(found, DECLARED).startswith(words)
+    p = pairs.tost(found, 0.25)
+    assert p == pytest.approx(theirs, rel=1e-9) and pairs.verdict(found, DECLARED, p).startswith(words)
     for same in ([mean], [mean] * 3, [0.0, 0.0]):       # without spread
         found = estimate(same)
         assert found.mean == pytest.approx(same[0]) and found.se is found.half is pairs.tost(found, 1) is None

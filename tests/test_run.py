@@ -37,6 +37,7 @@ from tests import faults
 from tests.conftest import ALONE, changed, write_source
 from tests.faults import summary
 from tests.test_log import traced_steps
+from tests.text_files import write_tokenizer
 
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, run):
@@ -299,13 +300,14 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(ti
 
 def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
     theirs, run_dir = tmp_path / "llama", tmp_path / "run"
-    theirs.mkdir()
     (run_dir / ".tokenizer.tmp").mkdir(parents=True)        # a kill in the middle of it
-    for content in ("rules", "other rules"):
-        (theirs / "tokenizer.json").write_text(content)
-        keep_tokenizer(run_dir, str(theirs))
+    write_tokenizer(theirs)
+    rules = (theirs / "tokenizer.json").read_text()
+    keep_tokenizer(run_dir, str(theirs))
+    write_tokenizer(theirs, spare=1)
+    keep_tokenizer(run_dir, str(theirs))
     assert (tokenizer_of(run_dir, "gpt2"), tokenizer_of(run_dir, str(theirs))) == ("gpt2", f"{run_dir}/tokenizer")
-    assert (run_dir / "tokenizer/tokenizer.json").read_text() == "rules", "those that the run was begun with"
+    assert (run_dir / "tokenizer/tokenizer.json").read_text() == rules, "those that the run was begun with"
     assert os.listdir(run_dir) == ["tokenizer"]
 
 
