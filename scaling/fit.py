@@ -560,11 +560,12 @@ def _unit_warnings(N, D, name: str) -> list[str]:
     if N.max() < FEWEST_PARAMETERS:
         doubts.append(f"N is at most {N.max():.4g} parameters: is it in millions or billions?")
     if D is not None:
-        low, high = float((D / N).min()), float((D / N).max())
+        ratio = D / N
         if D.max() < FEWEST_TOKENS:
             doubts.append(f"D is at most {D.max():.4g} tokens: is it in millions or billions?")
-        if low < USUAL_RATIOS[0] or high > USUAL_RATIOS[1]:
-            doubts.append(f"{low:.3g} to {high:.3g} tokens per parameter: do N and D have the same unit?")
+        middle = float(np.median(ratio))        # the first points of a curve may lie at next to no tokens
+        if not USUAL_RATIOS[0] <= middle <= USUAL_RATIOS[1]:
+            doubts.append(f"{middle:.3g} tokens per parameter in the middle of its points: do N and D have the same unit?")
     return [f"WARNING: {name}: {doubt} Give counts such as 1.24e8; nothing is converted" for doubt in doubts]
 
 
