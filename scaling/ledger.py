@@ -31,7 +31,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from runtime.cli import UserError, command, grid, nearest, run_command
+from runtime.cli import FilePath, UserError, command, grid, nearest, run_command
 from runtime.config import load_config, positive
 from runtime.machine import ROOT, write_json
 from scaling import sweep
@@ -50,14 +50,14 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_f
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    study: str                  # a file such as configs/study_cpu.py
+    study: FilePath             # a file such as configs/study_cpu.py
     run: bool = False           # train what is missing
     restore: bool = False       # write the rows as run folders below out/<study>
     repeat: str | None = None   # name of a run to train again
     only: str | None = None     # names and patterns of runs, with the trunks they branch off from
     limit: float | None = None  # seconds from the command's start: the run under way saves and leaves in time
-    out: str = "out"            # holds <study>/<run>/
-    rows: str | None = None     # folder of runs.jsonl and study.json; none = studies/<study>
+    out: FilePath = "out"       # holds <study>/<run>/
+    rows: FilePath | None = None    # folder of runs.jsonl and study.json; none = studies/<study>
 
     def __post_init__(self):
         if problems := positive(self, "limit"):

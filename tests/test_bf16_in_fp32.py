@@ -68,6 +68,7 @@ def test_a_run_trains_as_one_with_the_cpus_own_matmuls_and_is_evaluated_by_its_o
 
 
 def test_several_processes_are_refused(tiny, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="parallel.cpu_fp32=true is for one process on a CPU, not for 2"):
         parallel.start(changed(tiny, "parallel.cpu_fp32=true parallel.shard=2"))

@@ -30,15 +30,16 @@ PATHS = {
     "prepare_data.Options": "out tokenizer decontaminate words",
     "runtime.roofline.Options": "",
     "scaling.figures.Options": "run out",
-    "scaling.fit.Options": "paths out points",
+    "scaling.fit.Options": "paths out points runs",
     "scaling.learning_rate.Options": "runs out",
+    "scaling.ledger.Options": "study out rows",
     "scaling.plan.Options": "law runs study",
     "scaling.precision.Options": "paths out",
     "scaling.report.Options": "runs study out",
     "scaling.sweep.Options": "study out",
 }
 # Options whose comments speak of files and folders, and that name none.
-NO_PATHS = {"throughput.commit", "peers.commit"}
+NO_PATHS = {"throughput.commit", "peers.commit", "ledger.restore"}
 
 
 def options_class(name: str):

@@ -90,8 +90,8 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
     pieces = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     pieces.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    llama = SimpleNamespace(decode=lambda ids: pieces.decode(ids, skip_special_tokens=False), adds_start=False, start=2, eot=-1,
-                            encode_special=lambda text: np.array([0] if text else []))
+    llama = SimpleNamespace(decode=lambda ids: pieces.decode(ids, skip_special_tokens=False), adds_start=False, start=2,
+                            ends=(-1,), encode_special=lambda text: np.array([0] if text else []))
     known = [0, 1, 2, *(5 + b for b in "é日🤖".encode()), 4, 0, 3, 4, *(5 + b for b in "日".encode()), 1]
     assert llama.decode(known) == "the catsé日🤖 sat the  sat日 cat"
     assert shown([[i] for i in known], llama, "the")[-1] == "the the catsé日🤖 sat the  sat日 cat\n"
