@@ -101,3 +101,30 @@ def test_the_design_keeps_what_the_study_promises(power):
             assert np.median(halves) < power.TARGET
         if recipe == "nvfp4":
             assert np.mean(means > halves) > 0.5
+
+
+CNXML = b"""<document xmlns="http://cnx.rice.edu/cnxml" xmlns:m="http://www.w3.org/1998/Math/MathML"><title>Forces</title>
+<metadata><x>left out</x></metadata><content><note><label>Note</label>
+<title>A title</title><para>One   <emphasis>line</emphasis>,<newline/>
+no picture<media><image/> alt</media>: <m:math><m:mn>3</m:mn><m:mi>x</m:mi></m:math>.</para></note>
+<para><title>Strategy</title>Go <list><item>one</item><item>two</item></list></para>
+<table><row><entry>a\xc2\xa0b</entry><entry><para>c</para><para>d</para></entry></row></table></content></document>"""
+
+
+def test_a_module_becomes_lines_of_text_without_metadata_and_pictures():
+    assert module("public_text").flatten(CNXML) == (
+        "Forces\n\nNote\nA title\n\nOne line, no picture: 3 x.\n\nStrategy Go one two\n\na\u00a0b\n\nc d")
+
+
+def test_a_long_latex_file_is_cut_at_its_sections_and_a_short_one_is_whole():
+    text = module("public_text")
+    body = "A \\label{x}  \n\n\n\\section{One}\nfirst\n\\section{Two}\n"
+    assert text.sections(body.encode()) == ["A \\label{x}\n\n\\section{One}\nfirst\n\\section{Two}"]
+    long = text.sections((body + "y" * 60_000).encode())
+    assert [part[:13] for part in long] == ["A \\label{x}", "\\section{One}", "\\section{Two}"]
+
+
+def test_short_texts_and_second_copies_are_left_out():
+    documents = [{"text": letter * n, "source": source} for letter, n, source in (
+        ("a", 401, "first"), ("b", 400, "short"), ("a", 401, "copy"))]
+    assert [one["source"] for one in module("public_text").without_copies(iter(documents))] == ["first"]
