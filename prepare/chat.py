@@ -23,6 +23,9 @@ from runtime.cli import UserError
 
 CONFIG_FILE, TEMPLATE_FILE, MAP_FILE = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")      # begins what the assistant writes
+TEXT_PARTS = ("text", "input_text", "output_text")      # types of a part that is text
+# A tool may answer with any JSON, which templates spell.
+TOOL_ROLES = ("tool", "ipython", "function")
 REASONING = ("reasoning_content", "thinking", "reasoning")      # names of a message's reasoning
 PROBE = [
     {"role": "user", "content": "One?"},
@@ -31,11 +34,24 @@ PROBE = [
 ]
 
 
+class TemplateProblem(UserError):
+    """A chat template that can render no conversation for training: no row is at fault."""
+
+
+class OddConversation(UserError):
+    """A conversation that cannot be learned from: what is wrong with it, and what mends it."""
+
+    def __init__(self, problem: str, remedy: str):
+        super().__init__(f"{problem}: {remedy}")
+        self.problem, self.remedy = problem, remedy
+
+
 @dataclass(frozen=True)
 class Rendered:
     """The text of a conversation and the places in it, (first, last + 1), that the assistant wrote."""
     text: str
     spans: list[tuple[int, int]]
+    joined_parts: int = 0       # messages whose content came in parts, which were joined
 
 
 class ChatTemplate:
@@ -54,7 +70,7 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in self.sources.items()}
         except jinja2.TemplateError as error:
-            raise UserError(f"{folder}: its chat template is no Jinja that can be run here ({error})") from error
+            raise TemplateProblem(f"{folder}: its chat template is no Jinja that can be run here ({error})") from error
 
     @property
     def sha256(self) -> str:
@@ -66,20 +82,50 @@ class ChatTemplate:
 
         What the assistant wrote is what the template's own {% generation %} blocks hold; in a template
         without them, by which an answer makes the text longer than the text up to it with the
-        beginning of an answer. Raises UserError where the row is no conversation, the template refuses
-        it, or the text up to an answer is not how the text of the whole begins.
+        beginning of an answer. An answer of weight 0 is not learned.
+
+        Content in parts, all of them text, is joined where the template knows no parts.
+
+        Raises OddConversation where the row is no conversation, the template refuses it, the text
+        up to an answer is not how the text of the whole begins, or nothing is to be learned;
+        TemplateProblem where the template itself is the cause.
         """
-        messages, tools, extra = _read_row(row)
+        messages, weights, tools, extra = _read_row(row)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise UserError(f"{self._folder} has chat templates named {', '.join(self.sources)}, but none named default")
+            raise TemplateProblem(f"{self._folder} has chat templates named {', '.join(self.sources)}, but none named default")
 
         def text_of(some_messages: list[dict], add_generation_prompt: bool = False) -> str:
             return self._run(name, some_messages, tools, extra, add_generation_prompt)
 
-        if GENERATION.search(self.sources[name]):
-            return _read_marks(text_of(messages), self._marks)
-        return self._by_prefixes(messages, text_of)
+        has_marks = GENERATION.search(self.sources[name]) is not None
+        if not has_marks:
+            _check_roles(messages)
+        joined = _join_parts(messages)
+        joined_parts = sum(now is not before for now, before in zip(joined, messages, strict=True))
+        if joined_parts and self._knows_parts(messages, joined, text_of):
+            joined, joined_parts = messages, 0
+        if has_marks:
+            rendered = _read_marks(text_of(joined), self._marks)
+        else:
+            rendered = self._by_prefixes(joined, text_of)
+        if not rendered.spans:
+            _check_roles(joined)
+        return Rendered(rendered.text, _weighted(rendered.spans, joined, weights), joined_parts)
+
+    def _knows_parts(self, messages: list[dict], joined: list[dict], text_of) -> bool:
+        """Whether the template writes the text of `messages` whose content is in parts, rather than
+        refuse them, leave them out or spell them as a list. joined: the same messages as texts."""
+        try:
+            text = text_of(messages)
+        except OddConversation:
+            return False
+        parts = [part for message, other in zip(messages, joined, strict=True)
+                 if message is not other for part in message["content"]]
+        if any(spelling in text for part in parts for spelling in _spellings(part)):
+            return False
+        wanted = text_of(joined)
+        return all(_part_text(part) in text or _part_text(part) not in wanted for part in parts)
 
     @cached_property
     def _marks(self) -> tuple[str, str]:
@@ -95,8 +141,8 @@ class ChatTemplate:
             return self._templates[name].render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            raise UserError(f"the chat template of {self._folder} refuses a conversation ({error}): correct its "
-                            f"messages") from error
+            raise OddConversation(f"the chat template of {self._folder} refuses a conversation ({error})",
+                                  "correct its messages") from error
 
     def _by_prefixes(self, messages: list[dict], text_of) -> Rendered:
         text = text_of(messages)
@@ -106,13 +152,14 @@ class ChatTemplate:
                 continue
             before, after = text_of(messages[:i], True), text_of(messages[:i + 1])
             if not (text.startswith(before) and text.startswith(after)):
-                raise UserError(
+                raise OddConversation(
                     f"the chat template of {self._folder} writes message {i + 1} of a conversation another way once "
-                    f"messages follow it, so what the assistant wrote cannot be told: mark it in the template by "
-                    f"{{% generation %}} ... {{% endgeneration %}}, or give conversations that end with their first answer")
+                    f"messages follow it, so what the assistant wrote cannot be told",
+                    "mark it in the template by {% generation %} ... {% endgeneration %}, or give conversations that end "
+                    "with their first answer")
             spans.append((len(before), len(after)))
         if spans and self._ends_with_a_beginning(text_of):
-            raise UserError(
+            raise TemplateProblem(
                 f"the chat template of {self._folder} writes the beginning of an answer behind every conversation, whatever "
                 f"add_generation_prompt says, so it would be learned: write it in {{% if add_generation_prompt %}}")
         return Rendered(text, spans)
@@ -150,7 +197,7 @@ def _template_sources(folder: Path, settings: dict) -> dict[str, str]:
         sources = {entry.get("name"): entry.get("template") for entry in named}
         if sources and all(isinstance(part, str) for pair in sources.items() for part in pair):
             return sources
-    raise UserError(f"{folder} has no chat template, which rows of messages need: put one into chat_template.jinja, or "
+    raise TemplateProblem(f"{folder} has no chat template, which rows of messages need: put one into chat_template.jinja, or "
                     f"into tokenizer_config.json as chat_template")
 
 
@@ -164,19 +211,112 @@ def _special_tokens(settings: dict) -> dict[str, str]:
     return tokens
 
 
-def _read_row(row: dict) -> tuple[list[dict], list | None, dict]:
-    """The messages, tools and further values for the template of a row. Raises UserError."""
+def _read_row(row: dict) -> tuple[list[dict], list[bool], list | None, dict]:
+    """The messages of a row, whether each has the weight to be learned, the tools, and further values
+    for the template. Raises OddConversation."""
     messages, tools, extra = row["messages"], row.get("tools"), row.get("chat_template_kwargs")
+    wanted = "give a list of objects with role and content"
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"messages is {_name_type(messages)}, but must be a list of objects with role and content")
+        raise OddConversation(f"messages is {_name_type(messages)}", wanted)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"a message is {json.dumps(message)[:80]}, but must be an object with role and content")
+            raise OddConversation(f"a message is {json.dumps(message)[:80]}", wanted)
     if tools is not None and not isinstance(tools, list):
-        raise UserError(f"tools is {_name_type(tools)}, but must be a list of functions as JSON schemas")
+        raise OddConversation(f"tools is {_name_type(tools)}", "give a list of functions as JSON schemas")
     if extra is not None and not isinstance(extra, dict):
-        raise UserError(f"chat_template_kwargs is {_name_type(extra)}, but must be an object")
-    return [_read_message(message) for message in messages], tools or None, extra or {}
+        raise OddConversation(f"chat_template_kwargs is {_name_type(extra)}", "give an object")
+    read = [_read_message(message) for message in messages]
+    weights = [_take_weight(message, number) for number, message in enumerate(read, 1)]
+    for number, message in enumerate(read, 1):
+        _check_content(message, number)
+    return read, weights, tools or None, extra or {}
+
+
+def _check_roles(messages: list[dict]) -> None:
+    """Raises OddConversation where no message is one of the assistant."""
+    roles = list(dict.fromkeys(message["role"] for message in messages))
+    if "assistant" in roles:
+        return
+    raise OddConversation(f"no message has the role assistant, whose messages are learned, only {', '.join(roles)}",
+                          "give each answer the role assistant, and each question the role user")
+
+
+def _take_weight(message: dict, number: int) -> bool:
+    """Whether a message may be learned by its weight, as OpenAI's format has it, which is taken out.
+    Raises OddConversation."""
+    weight = message.pop("weight", None)
+    if weight is None:
+        return True
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or weight not in (0, 1):
+        raise OddConversation(f"message {number} has weight={json.dumps(weight)[:80]}",
+                              "give 1 for an answer that is learned and 0 for one that is not")
+    if weight == 1 and message["role"] != "assistant":
+        raise OddConversation(f"message {number} has weight=1 and the role {message['role']}, but only what the assistant "
+                              f"wrote is learned", "remove the weight")
+    return weight == 1
+
+
+def _weighted(spans: list[tuple[int, int]], messages: list[dict], weights: list[bool]) -> list[tuple[int, int]]:
+    """The spans of the answers that have weight. Raises OddConversation."""
+    if all(weight or message["role"] != "assistant" for message, weight in zip(messages, weights, strict=True)):
+        return spans
+    of_answers = [weight for message, weight in zip(messages, weights, strict=True) if message["role"] == "assistant"]
+    if not any(of_answers):
+        raise OddConversation("each answer has weight=0, so nothing would be learned", "give one of them weight=1")
+    if len(spans) != len(of_answers):
+        raise OddConversation(f"the template marks {len(spans)} places as written by the assistant, but there are "
+                              f"{len(of_answers)} answers, so which place an answer with weight=0 has cannot be told",
+                              "let the template mark each answer once")
+    return [span for span, weight in zip(spans, of_answers, strict=True) if weight]
+
+
+def _check_content(message: dict, number: int) -> None:
+    """Raises OddConversation where the content is none that can be learned."""
+    role, content = message["role"], message.get("content")
+    who = f"message {number}, of the role {role},"
+    if content is None:
+        if role == "assistant" and any(message.get(name) for name in ("tool_calls", "function_call")):
+            return
+        raise OddConversation(f"{who} has no content", "give its text")
+    if role in TOOL_ROLES or isinstance(content, str):
+        return
+    if not isinstance(content, list) or not content:
+        raise OddConversation(f"{who} has content that is {_name_type(content)}", "give a text, or a list of parts")
+    for part in content:
+        if not _is_text_part(part):
+            kind = part.get("type") if isinstance(part, dict) else None
+            name = f"a part of type {json.dumps(kind)[:80]}" if kind else f"the part {json.dumps(part)[:80]}"
+            raise OddConversation(f"{who} has {name}, but only text is learned here", "leave the conversation out")
+
+
+def _is_text_part(part) -> bool:
+    if isinstance(part, str):
+        return True
+    return isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def _part_text(part: str | dict) -> str:
+    return part if isinstance(part, str) else part["text"]
+
+
+def _spellings(part: str | dict) -> list[str]:
+    """How a part is spelled by templates that take it for a text: as Python, as JSON."""
+    # A text alone is spelled with quotes only where it lies in a list.
+    forms = [part] if isinstance(part, dict) else [[part]]
+    return [spelling for form in forms
+            for spelling in (str(form), json.dumps(form, ensure_ascii=False), json.dumps(form))]
+
+
+def _join_parts(messages: list[dict]) -> list[dict]:
+    """The messages, those whose content is parts of text with the parts joined as one text."""
+    joined = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and content and all(map(_is_text_part, content)):
+            message = message | {"content": "".join(map(_part_text, content))}
+        joined.append(message)
+    return joined
 
 
 def _name_type(value) -> str:

@@ -36,7 +36,7 @@ from typing import Literal
 
 import numpy as np
 
-from prepare.chat import ChatTemplate, Rendered
+from prepare.chat import ChatTemplate, OddConversation, Rendered
 from prepare.decontaminate import found_in, read_grams
 from prepare.sources import (
     ENCODING_REMEDY,
@@ -301,11 +301,13 @@ def _render(tokenizer: Tokenizer, row: Row, reading: Reading) -> Rendered | None
     template = cached_template(tokenizer.name)
     cleaned = json.loads(clean(json.dumps(row.conversation, ensure_ascii=False)))
     try:
-        return template.render(cleaned)
-    except UserError as error:
+        rendered = template.render(cleaned)
+    except OddConversation as error:
         reading.rows -= 1
-        reading.skip_or_refuse(row.place, f": {error}")
+        reading.skip_or_refuse(row.place, f": {error.problem}", error.remedy)
         return None
+    reading.joined_lists += rendered.joined_parts
+    return rendered
 
 
 def _chat_texts(chat: Rendered) -> list[str]:
@@ -870,7 +872,11 @@ def _story(index: Index) -> Iterator[str]:
     for file, count in index.replaced.items():
         yield (f"replaced: {count:,} characters of {file} are U+FFFD in place of bytes that are not "
                f"UTF-8")
+    is_chat = "messages" in index.selection.get("instruct", ())
     for file, count in index.joined_lists.items():
-        yield f"joined: {count:,} texts of {file} were lists of strings, which became lines"
+        if is_chat:
+            yield f"joined: {count:,} messages of {file} were lists of parts, which became one text each"
+        else:
+            yield f"joined: {count:,} texts of {file} were lists of strings, which became lines"
     for entry in index.odd_rows:
         yield f"left out: {entry['rows']:,} rows of {entry['file']}, the first: {entry['first']}"

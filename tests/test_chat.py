@@ -157,7 +157,7 @@ ALWAYS_BEGINS = PLAIN.replace("{% if add_generation_prompt %}", "").replace("ass
     ("{{ strftime_now('%d') }}", CONVERSATIONS[0], "'strftime_now' is undefined"),
     ("{% for %}", CONVERSATIONS[0], "is no Jinja"),
     (None, CONVERSATIONS[0], "has no chat template"),
-    (PLAIN, "hello", "messages is str, but must be a list"),
+    (PLAIN, "hello", "messages is str: give a list"),
     (PLAIN, [], "messages is empty"),
     (PLAIN, ["hello"], "a message is \"hello\""),
 ])
@@ -254,3 +254,81 @@ def test_half_made_instruct_shards_of_the_former_rule_are_not_mixed_with_others(
     begun.write_text(json.dumps(json.loads(begun.read_text()) | {"selection": FORMER}))
     prepare(tmp_path, [], folder, code=2)
     assert "is of selection={'instruct': ['prompt', 'response']}, not" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------- what rows of messages hold
+
+# Writes content in parts as templates of models that see images do.
+KNOWS_PARTS = PLAIN.replace(
+    "{{ message.content | trim }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}")
+ADDS_PARTS = PLAIN.replace("{{ message.content | trim }}", "{{ 'x' + message.content }}")
+AS_JSON = PLAIN.replace("message.content | trim", "message.content | tojson")
+
+
+def in_parts(messages):
+    """The messages with each content in parts as OpenAI's format has it."""
+    return [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, BRACKETS, KNOWS_PARTS, ADDS_PARTS, AS_JSON])
+def test_content_in_parts_is_the_text_of_its_parts(tmp_path, template):
+    folder = make_folder(tmp_path, template)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), ChatTemplate(str(folder))
+    for messages in CONVERSATIONS:
+        assert ours.render({"messages": in_parts(messages)}).text == theirs.apply_chat_template(messages, tokenize=False)
+
+
+def test_joined_parts_are_told(tmp_path, capsys):
+    folder = make_folder(tmp_path / "tokenizer", PLAIN)
+    prepare(tmp_path, [{"messages": in_parts(messages)} for messages in spread([])], folder)
+    assert "joined: 24 messages of chat.jsonl were lists of parts" in capsys.readouterr().out
+
+
+QUESTION = {"role": "user", "content": "q?"}
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize("messages, words", [
+    ([QUESTION | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER],
+     'message 1, of the role user, has a part of type "image_url", but only text is learned here'),
+    ([QUESTION | {"content": 5}, ANSWER], "message 1, of the role user, has content that is int"),
+    ([{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}],
+     "no message has the role assistant, whose messages are learned, only human, gpt"),
+    ([QUESTION], "no message has the role assistant, whose messages are learned, only user"),
+    ([QUESTION, ANSWER | {"content": None}], "message 2, of the role assistant, has no content"),
+    ([QUESTION, ANSWER | {"weight": .5}], "message 2 has weight=0.5"),
+    ([QUESTION | {"weight": 1}, ANSWER], "message 1 has weight=1 and the role user"),
+    ([QUESTION, ANSWER | {"weight": 0}], "each answer has weight=0, so nothing would be learned"),
+])
+def test_a_conversation_of_which_nothing_can_be_learned_is_an_odd_row(tmp_path, capsys, messages, words):
+    folder = make_folder(tmp_path / "tokenizer", PLAIN)
+    prepare(tmp_path, [{"messages": messages}, *({"messages": others} for others in spread([]))], folder, code=2)
+    told = capsys.readouterr().err
+    assert f"chat.jsonl:1: {words}" in told and "or add skip_bad=true to leave out such rows" in told
+    prepare(tmp_path, [], folder, "skip_bad=true")
+    assert "left out: 1 rows of chat.jsonl" in capsys.readouterr().out
+
+
+def test_an_answer_that_is_a_call_of_a_tool_needs_no_content(tmp_path):
+    folder = make_folder(tmp_path, PLAIN.replace("message.content | trim", "message.tool_calls or message.content"))
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert "'name': 'f'" in ChatTemplate(str(folder)).render({"messages": [QUESTION, call]}).text
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_an_answer_of_weight_0_is_context(tmp_path, template):
+    folder = make_folder(tmp_path, template)
+    messages = [QUESTION, ANSWER | {"weight": 0}, QUESTION, ANSWER | {"content": "no", "weight": 1}]
+    without = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    chat = ChatTemplate(str(folder)).render({"messages": messages})
+    assert chat.text == AutoTokenizer.from_pretrained(folder).apply_chat_template(without, tokenize=False)
+    assert [chat.text[first:last].rstrip() for first, last in chat.spans] == ["no<|over|>"]
+
+
+@pytest.mark.parametrize("template", [None, ALWAYS_BEGINS])
+def test_no_row_is_blamed_for_a_template_that_cannot_serve(tmp_path, capsys, template):
+    prepare(tmp_path, [{"messages": CONVERSATIONS[0]}], make_folder(tmp_path / "tokenizer", template), code=2)
+    told = capsys.readouterr().err
+    assert "chat template" in told and "skip_bad" not in told and "chat.jsonl:1" not in told
