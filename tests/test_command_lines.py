@@ -30,10 +30,10 @@ PATHS = {
     "prepare_data.Options": "out tokenizer decontaminate words",
     "runtime.roofline.Options": "",
     "scaling.figures.Options": "run out",
-    "scaling.fit.Options": "paths out points",
+    "scaling.fit.Options": "paths out points runs",
     "scaling.learning_rate.Options": "runs out",
     "scaling.plan.Options": "law runs study",
-    "scaling.precision.Options": "paths out",
+    "scaling.precision.Options": "paths out points",
     "scaling.report.Options": "runs study out",
     "scaling.sweep.Options": "study out",
 }
