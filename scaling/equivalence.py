@@ -83,8 +83,8 @@ def judge_equivalence(chosen, arm: str, margin_percent: float | None) -> Equival
         )  # of equally many pairs the largest budget
         sizes.append(SizeGaps(N, tokens, largest, richest))
     parts = parts_of(sizes, margin_percent)
-    p_values = [part.p for part in parts]
-    p = None if None in p_values else max(p_values)
+    known = [part.p for part in parts if part.p is not None]
+    p = max(known) if len(known) == len(parts) else None
     return Equivalence(parts, p, narrowest_margin(parts))
 
 
@@ -139,8 +139,8 @@ def narrowest_margin(parts: list[Part]) -> float | None:
     """The margin [%] that all `parts` pass with a probability of 80 % where each gap is 0, as if they were independent.
 
     None where a part has no spread."""
-    spreads = [(part.se, part.dof) for part in parts]
-    if not spreads or any(se is None for se, _ in spreads):
+    spreads = [(part.se, part.dof) for part in parts if part.se is not None and part.dof is not None]
+    if not spreads or len(spreads) < len(parts):
         return None
     widest = max(se for se, _ in spreads)
 

@@ -3,6 +3,7 @@
     python scaling/precision.py out/study               # every finished run under it; writes out/study/law/precision.*
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
     python scaling/precision.py out/study --all         # prints every table, else as many as 40 lines hold
+    python scaling/precision.py --points losses.csv --arm precision --pair seed --loss val_loss --n N --d tokens --out report
 
 Prints each recipe's gap over all sizes with its verdict, which recipe is the best (pairs.rank says by which rule), the gap per
 size beside the null (BF16 against BF16 with another seed, and with the same one rounded differently), what the gap costs in
@@ -14,7 +15,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from matplotlib.lines import Line2D
@@ -25,6 +25,7 @@ from scaling import pairs
 from scaling.equivalence import Equivalence, Part, judge_equivalence
 from scaling.figures import STYLES, counts_axis, settle, sheet, styled, styles, write_with
 from scaling.records import check_comparable, law_folder, listed, read_runs, usable
+from scaling.table_pairs import read_table_pairs
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -39,12 +40,30 @@ LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    paths: tuple[FilePath, ...]     # a folder of runs such as out/study, or run folders
+    paths: tuple[FilePath, ...] = ()  # a folder of runs such as out/study, or run folders
     out: FilePath | None = None     # folder for precision.json, precision.png, precision.svg (default: PATH/law)
-    loss: Literal["bf16", "as_trained"] = "bf16"    # which is judged; bf16: both arms evaluated through BF16 matmuls
+    loss: str = ""                  # runs: bf16 (both arms through BF16 matmuls; the default) or as_trained. Table: its column
     margin: float | None = None     # per cent of the loss that counts as equivalent (default: the study's; here: after the fact)
-    n: Literal["total", "nonembed"] | None = None   # which parameters N counts (default: what study.json says, else total)
+    n: str = ""                     # runs: total or nonembed, which parameters N counts (as the study does). Table: N's column
+    points: FilePath = ""           # a table of paired losses with a header line, instead of runs
+    arm: str = ""                   # table: column that names the precision
+    pair: str = ""                  # table: column whose equal text makes a pair, such as the seed or the run's name
+    base: str = ""                  # table: the baseline's text in the column of arms (default: bf16, bfloat16, baseline)
+    d: str = ""                     # table: column of training tokens
     all: bool = False               # print every table
+
+    def __post_init__(self):
+        if bool(self.points) == bool(self.paths):
+            raise UserError("give either run folders such as out/study, or a table with --points FILE")
+        if self.points:
+            if missing := [name for name in ("arm", "pair", "loss") if not getattr(self, name)]:
+                raise UserError(f"{missing[0]}= is missing: it names a column of the table")
+            return
+        if strange := [name for name in ("arm", "pair", "base", "d") if getattr(self, name)]:
+            raise UserError(f"{' and '.join(strange)}: only for a table of points=FILE")
+        for name, value, words in (("n", self.n, ("total", "nonembed")), ("loss", self.loss, ("bf16", "as_trained"))):
+            if value not in ("", *words):
+                raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
 
 def analyse(records, found, arm: str, margin) -> dict:
@@ -138,12 +157,13 @@ def _part_words(part: Part) -> str:
     """A part of the test that did not pass, such as "131k (+0.85 % of 1 pair, p=0.3)"."""
     pair_count = f"{part.independent_pairs} pair" + ("s" if part.independent_pairs > 1 else "")
     gap = f"{part.mean:+.2g} % of {pair_count}"
+    size = si(part.N) if part.N > 1 else "the table's pairs"        # a table may give no N
     if part.p is None:
-        return f"{si(part.N)} ({gap}, no spread known)"
+        return f"{size} ({gap}, no spread known)"
     if part.kind == "trend":
         return f"{si(part.N)} by the trend over sizes ({part.mean:+.2g} %, p={part.p:.2g})"
     borrowed = " with the other sizes' spread" if part.is_borrowed else ""
-    return f"{si(part.N)} ({gap}{borrowed}, p={part.p:.2g})"
+    return f"{size} ({gap}{borrowed}, p={part.p:.2g})"
 
 
 def _ranking(ranking: dict) -> str:
@@ -258,7 +278,11 @@ def draw_precision(result: dict):
 @command(__doc__, Options, "paths")
 def main(options: Options) -> None:
     folder = law_folder(options.paths, options.out)
-    records, notes = read_runs(options.paths, options.n)
+    if options.points:
+        print(_of_a_table(options, folder))
+        return
+    arm = options.loss or "bf16"
+    records, notes = read_runs(options.paths, options.n or None)
     records, left_out = usable(records)
     if not records:
         raise UserError("\n".join(["no run is left to compare", *left_out]))
@@ -267,18 +291,43 @@ def main(options: Options) -> None:
     notes += left_out + alone
     if all(pair.fp8.recipe == "bf16" for pair in found):
         raise UserError("\n".join(["no BF16/FP8 pair among these runs: there is no gap to report", *notes]))
-    result = analyse(records, found, options.loss, pairs.read_margin(records, options.margin))
+    result = analyse(records, found, arm, pairs.read_margin(records, options.margin))
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
     wrote = write_with(folder, "precision", draw_precision(result), {
         "precision.json": {"format_version": 1, **result, "notes": notes, "inputs": inputs}})
+    print(_page(tables(result), notes, wrote, options.all))
+
+
+def _of_a_table(options: Options, folder: Path) -> str:
+    """The same analysis of a table's pairs; without N and D what needs neither: gap over all pairs, its test, ranking."""
+    path = Path(options.points)
+    if bool(options.n) != bool(options.d):
+        raise UserError("give n= and d= both, or neither: a gap stands at a size and a budget")
+    table_pairs = read_table_pairs(path, options.arm, options.pair, options.loss, options.n, options.d, options.base)
+    result = analyse(table_pairs.runs, table_pairs.pairs, "bf16", pairs.read_margin([], options.margin))
+    notes = list(table_pairs.notes)
+    figure, blocks = None, tables(result)
+    if options.n:
+        figure = draw_precision(result)
+    else:
+        notes.append("without n= and d= there are no sizes: no null of other seeds, no cost in compute, no figure")
+        result |= {"null": pairs.measure([], [], "bf16"), "sizes": [], "laws": {}, "no_own_law": None}
+        blocks = tables(result)[:-2]
+    content = {"format_version": 1, **result, "notes": notes,
+               "inputs": [{"file": path.name, "sha256": table_pairs.sha256}]}
+    wrote = write_with(folder, "precision", figure, {"precision.json": content})
+    return _page(blocks, notes, wrote, options.all)
+
+
+def _page(blocks: list[str], notes: list[str], wrote: str, is_all: bool) -> str:
     lines = [f"WARNING: {note}" for note in notes]
-    if len(lines) > SHOWN and not options.all:
+    if len(lines) > SHOWN and not is_all:
         lines[SHOWN:] = [f"{len(lines) - SHOWN} more in precision.json"]
-    headline, *blocks = tables(result)
+    headline, *blocks = blocks
     parts = [headline, *["\n".join(lines)] * bool(lines)]
-    while blocks and (options.all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
+    while blocks and (is_all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
         parts.append(blocks.pop(0))
-    print("\n\n".join([*parts, *[f"{len(blocks)} more tables: --all"] * bool(blocks), wrote]))
+    return "\n\n".join([*parts, *[f"{len(blocks)} more tables: --all"] * bool(blocks), wrote])
 
 
 if __name__ == "__main__":

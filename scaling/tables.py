@@ -46,7 +46,8 @@ def read_table(path: Path, wanted=()) -> Table:
         table = _chart(path, header, numbered, metrics, sha256)
         hint = f"; the chart holds {RUN}, {', '.join(table.header[1:])}: give the others by --runs TABLE"
     else:
-        rows = {line: dict(zip(header, cells, strict=True)) for line, cells in numbered}
+        rows: dict[int | str, dict[str, str]] = {}
+        rows |= {line: dict(zip(header, cells, strict=True)) for line, cells in numbered}
         table, hint = Table(header, rows, sha256), ""
     for name in wanted:
         count = table.header.count(name)
@@ -116,8 +117,9 @@ def _chart_metrics(header: list[str]) -> list[str]:
     """The metrics of a W&B chart export, whose columns but the first are all "RUN - METRIC"; [] for another table."""
     if len(header) < 2:
         return []
-    matches = [CHART_COLUMN.fullmatch(name) for name in header[1:]]
-    if any(match is None for match in matches):
+    found = [CHART_COLUMN.fullmatch(name) for name in header[1:]]
+    matches = [match for match in found if match is not None]
+    if len(matches) < len(found):
         return []
     has_bounds = any(match["bound"] for match in matches)
     if not has_bounds and header[0] not in STEP_COLUMNS:
@@ -131,8 +133,8 @@ def _chart(path: Path, header, numbered, metrics: list[str], sha256: str) -> Tab
     rows: dict[int | str, dict[str, str]] = {}
     for column, name in enumerate(header[1:], 1):
         match = CHART_COLUMN.fullmatch(name)
-        if match["bound"]:
-            continue                # the band of a smoothed line
+        if match is None or match["bound"]:     # the band of a smoothed line
+            continue
         row = rows.setdefault(match["run"], {RUN: match["run"], axis: "", **dict.fromkeys(metrics, "")})
         if row[match["metric"]]:
             raise UserError(f"{path} has two columns called {name!r}")

@@ -34,7 +34,7 @@ PATHS = {
     "scaling.learning_rate.Options": "runs out",
     "scaling.ledger.Options": "study out rows",
     "scaling.plan.Options": "law runs study",
-    "scaling.precision.Options": "paths out",
+    "scaling.precision.Options": "paths out points",
     "scaling.report.Options": "runs study out",
     "scaling.sweep.Options": "study out",
 }
