@@ -43,6 +43,7 @@ from runtime.tokenizer import (
     end_ids,
     keep_tokenizer,
     load_tokenizer,
+    read_roles,
     with_ends,
 )
 from scaling.records import listed
@@ -294,8 +295,15 @@ def _let_the_file_decide(path: Path) -> None:
     The class of that name also leaves to tokenizer.json what is put around a text, whatever
     add_bos_token says.
     """
-    settings = json.loads(path.read_bytes())
-    changed = {key: value for key, value in settings.items() if key != "auto_map"}
+    settings = json.loads(path.read_bytes()) if path.is_file() else {}
+    # Beside some keys of this file transformers does not read special_tokens_map.json.
+    roles = read_roles(path.parent)
+    missing = {}
+    for role in ("bos_token", "eos_token"):
+        token = roles.get(role)
+        if token is not None and settings.get(role) is None:
+            missing[role] = token["content"] if isinstance(token, dict) else token
+    changed = {key: value for key, value in (settings | missing).items() if key != "auto_map"}
     changed["tokenizer_class"] = FILE_CLASS
     if changed != settings:
         path.write_text(as_json(changed), encoding="utf-8")
@@ -605,6 +613,8 @@ def architecture_named(raw: dict) -> str:
         if architecture is None:
             raise UserError(f"config.json has architectures=None and model_type={model_type!r}: only {known} can be held here")
         return architecture
+    if isinstance(named, str):
+        raise UserError(f"config.json has architectures={named!r}, a text, where a list is needed: write [{json.dumps(named)}]")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in MODEL_TYPES:
         biased = " (Qwen2's q, k and v have biases)" if named == ["Qwen2ForCausalLM"] else ""
         raise UserError(f"config.json has architectures={named!r}: only {known} can be held here{biased}")

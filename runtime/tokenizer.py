@@ -15,6 +15,7 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -195,7 +196,8 @@ def vocab_bpe() -> bytes:
 
 
 def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
-    """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template. generation_config.json
+    """Of tokenizer_config.json, and special_tokens_map.json where it names none, only the tokens that end and begin a text
+    are read: no code, no template. generation_config.json
     and config.json, where the folder has them, may name more tokens that end a text."""
     import tokenizers
     file, config = (Path(name) / file for file in FOLDER_FILES[:2])
@@ -203,7 +205,7 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
         raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder, but that one has no "
                         f"tokenizer.json: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
     try:
-        rules, roles = file.read_bytes(), json.loads(config.read_bytes())
+        rules, roles = file.read_bytes(), read_roles(Path(name))
         control = _control_tokens(json.loads(rules))
         plain = _as_special(rules, control) if control and control_tokens == "text" else rules
         fast = tokenizers.Tokenizer.from_buffer(plain)
@@ -253,6 +255,21 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
                      adds_start=first == [prefix[-1]],      # by its post-processor; a bos_token's name alone adds none
                      other_ends=_other_ends(Path(name), eos, vocab_size), control_tokens=control,
                      special_ids=frozenset(special_ids))
+
+
+def read_roles(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with the tokens that special_tokens_map.json alone names, as older
+    folders have it. Raises OSError and ValueError: a file that cannot be read, or neither is there."""
+    config, special = (folder / name for name in FOLDER_FILES[1:3])
+    if not special.is_file():
+        return json.loads(config.read_bytes())
+    settings = json.loads(config.read_bytes()) if config.is_file() else {}
+    tokens = json.loads(special.read_bytes())
+    if not isinstance(settings, dict) or not isinstance(tokens, dict):
+        raise ValueError("a JSON object is expected in tokenizer_config.json and special_tokens_map.json")
+    named = {key: value for key, value in settings.items() if value is not None}
+    roles = {key: value for key, value in tokens.items() if key.endswith("_token")}
+    return settings | roles | named
 
 
 def _control_tokens(rules: dict) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import tokenizers
 from tiktoken_ext.openai_public import r50k_pat_str
 from transformers import AutoTokenizer
 
+from eval import export
 from runtime import tokenizer as room
 from runtime.cli import UserError
 from runtime.tokenizer import BYTE_LETTERS, GPT2_PATTERN, VOCAB_SIZE, keep_tokenizer, load_tokenizer, token_bytes, vocab_bpe
@@ -159,6 +160,26 @@ def test_a_tokenizer_that_drops_merges_by_chance_is_refused(tmp_path):
     path.write_text(json.dumps(rules))
     with pytest.raises(UserError, match=r"dropout=0.1 .* set it to null"):
         load_tokenizer(str(tmp_path))
+@pytest.mark.parametrize("settings", [{}, {"bos_token": None}, {"added_tokens_decoder": {}}, None])
+def test_roles_that_special_tokens_map_alone_names_are_those_of_transformers(folder, tmp_path, settings):
+    write_tokenizer(tmp_path, settings or {})
+    roles = {"eos_token": "<|end|>", "bos_token": {"content": "<|begin|>", "lstrip": False}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(roles))
+    if settings is None:
+        (tmp_path / "tokenizer_config.json").unlink()
+    tok = load_tokenizer(str(tmp_path))
+    assert tok.prefix == (1, 0) and tok.sha256 == load_tokenizer(str(folder)).sha256
+    out = tmp_path / "export"
+    out.mkdir()
+    export.write_tokenizer(tok, 8, tok.vocab_size, out)
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (1, 0)
+
+
+def test_roles_of_tokenizer_config_go_before_those_of_special_tokens_map(folder, tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|begin|>"}))
+    assert load_tokenizer(str(tmp_path)).prefix == (1, 0)
 
 
 # ---------------------------------------------------------------------------------------- ends
