@@ -160,6 +160,8 @@ def test_a_tokenizer_that_drops_merges_by_chance_is_refused(tmp_path):
     path.write_text(json.dumps(rules))
     with pytest.raises(UserError, match=r"dropout=0.1 .* set it to null"):
         load_tokenizer(str(tmp_path))
+
+
 @pytest.mark.parametrize("settings", [{}, {"bos_token": None}, {"added_tokens_decoder": {}}, None])
 def test_roles_that_special_tokens_map_alone_names_are_those_of_transformers(folder, tmp_path, settings):
     write_tokenizer(tmp_path, settings or {})
