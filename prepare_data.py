@@ -22,7 +22,7 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
                             than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)
     column=NAME             local, hf: which column holds the text, nested by dots as in meta.text (text)
-    instruct=true           local: .jsonl lines {"prompt": ..., "response": ...}, only responses are learned, or
+    instruct=true           local: .jsonl or .parquet rows {"prompt": ..., "response": ...}, only responses are learned, or
                             {"messages": [...]}, rendered by the tokenizer's chat template, of which only what
                             the assistant wrote is learned; spelled special tokens are tokens in both
     control_tokens=text     keep text where plain text spells a control token that tokenizer.json does not call

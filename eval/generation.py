@@ -42,6 +42,9 @@ def read_generation(keys: dict[str, Any] | None, task: str) -> Generation:
     keys = {key: value for key, value in (keys or {}).items() if value is not None}
     if isinstance(keys.get("until"), tuple):
         keys["until"] = list(keys["until"])     # lm-eval knows lists alone
+    if "max_length" in keys:
+        raise _refusal(task, "max_length", keys["max_length"], "sets a length that counts the tokens of the prompt too",
+                       "give the number of new tokens as max_gen_toks")
     _check_lengths(keys, task)
     _check_until(keys, task)
     _check_sampling(keys, task)
@@ -67,8 +70,9 @@ def _check_lengths(keys: dict[str, Any], task: str) -> None:
         if isinstance(value, bool) or not is_whole or int(value) < 1:
             raise _refusal(task, key, value, "needs a number of new tokens", "give a whole number above 0")
     if len({int(value) for value in lengths.values()}) > 1:
-        key, value = list(lengths.items())[1]
-        raise _refusal(task, key, value, f"has {next(iter(lengths))}={next(iter(lengths.values()))} too", "keep one of them")
+        listed = " and ".join(f"{key}={value}" for key, value in lengths.items())
+        raise UserError(f"the task {task!r} gives several lengths of an answer in its generation_kwargs, {listed}: keep one of "
+                        f"them in a YAML of your own (include=)")
 
 
 def _check_until(keys: dict[str, Any], task: str) -> None:

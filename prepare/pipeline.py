@@ -186,6 +186,13 @@ class Piece:
         return table["hash"][rows] % np.uint64(HASH_STEPS)
 
 
+def _named_reason(piece: Piece) -> str:
+    """Why a file could not be read, with its name once."""
+    name = piece.input[0]
+    is_named = name in re.split(r"[ :,]", piece.reason, maxsplit=1)[0]
+    return piece.reason if is_named else f"{name}: {piece.reason}"
+
+
 def read_piece(stem: Path) -> Piece:
     return Piece(**json.loads(read_bytes(stem.with_suffix(".json")) or "{}") | {"stem": stem})
 
@@ -291,6 +298,9 @@ def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     if len(texts) == 1:
         return [start, tokenizer.encode(texts[0])]
     ids = [tokenizer.encode_special(text) for text in texts]        # <|user|> in an instruction is that token
+    first = 0 if len(ids[0]) else 1
+    if len(start) > 1 and ids[first][:1].tolist() == [tokenizer.start]:
+        ids[first] = ids[first][1:]     # apply_chat_template() wrote the token that begins a text
     start, context, response = (part.astype("<u4") for part in (start, *ids))
     return [start[:1], LOSS_MASK_BIT | start[1:], LOSS_MASK_BIT | context, response]
 
@@ -522,8 +532,14 @@ class Work:
         cannot be read."""
         names = array("Q")
         try:
-            for row in file.read(Reading(borders=_borders(self.tokenizer), skips_odd_rows=True)):
+            reading = Reading(borders=_borders(self.tokenizer), skips_odd_rows=True)
+            for row in file.read(reading):
                 texts = [clean(text) for text in row.texts]
+                if row.conversation is not None:
+                    chat = _render(self.tokenizer, row, reading)
+                    if chat is None:
+                        continue
+                    texts = _chat_texts(chat)
                 names.append(document_hash(texts, [text.encode() for text in texts]) or NO_DOCUMENT)
         except BadFile:
             return np.empty(0, np.uint64)
@@ -579,17 +595,19 @@ class Work:
             pieces, train = [piece for piece in pieces if piece.homes is not None], splits["train"]["tokens"]
             if layout["is_whole"] and end < len(found):
                 if failed:
-                    listed = "".join(f"\n  {piece.input[0]}: {piece.reason}" for piece in failed)
+                    listed = "".join(f"\n  {_named_reason(piece)}" for piece in failed)
                     raise MachineError(f"{name} is not finished: {len(failed)} of {len(self.files)} input files could not be "
-                                       f"read; run the command again, or add skip_bad=true to leave them out:{listed}")
+                                       f"read; mend what is said of each and run the command again, or add skip_bad=true to "
+                                       f"leave them out:{listed}")
                 there = sum(piece.tokens for piece in pieces)
                 self.target = there + SLACK * (budget - train) * there / max(1, train) + 1 if budget else math.inf
                 return False
             if empty := [split for split, counts in splits.items() if not counts["documents"]]:
                 odd_rows = sum(piece.odd_rows for piece in pieces)
-                left_out = (f"copies {layout['duplicates'] or 0}, empty {layout['empty']}, "
-                            f"contaminated {layout['contaminated']}, odd rows {odd_rows}, "
-                            f"files {[piece.reason for piece in failed]}")
+                left_out = (f"copies {sum(layout['duplicates'].values())}, empty {layout['empty']}, "
+                            f"contaminated {layout['contaminated']}, odd rows {odd_rows}, files {len(failed)}")
+                if failed:
+                    left_out += f" ({'; '.join(map(_named_reason, failed))})"
                 raise UserError(f"{name} has no documents for {' and '.join(empty)}; left out are "
                                 f"{left_out}: {self._split_advice(pieces, layout)}")
             print(f"{self.folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
@@ -615,10 +633,13 @@ class Work:
         residues = np.concatenate([
             np.empty(0, np.uint64), *(piece.split_residues(is_by_document) for piece in pieces)])
         count = len(residues)
+        remedies = [
+            f"put each end-of-text token of {piece.input[0]} alone on its line, where it ends a document "
+            f"({piece.inner_borders:,} lines hold one beside other text)"
+            for piece in pieces if piece.inner_borders]
         if count < 2:
-            return (f"each split needs a document, and there is {count or 'none'} beside those: give "
-                    f"more documents")
-        remedies = []
+            return (f"each split needs a document, and there is {count or 'none'} beside those: "
+                    f"{', or '.join([*remedies, 'give more documents'])}")
         kept = {}       # documents of validation, by percent
         for percent in VAL_PERCENTS:
             documents = int((residues < percent * HASH_STEPS // 100).sum())

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 from runtime.cli import MachineError, UserError
 
 FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet", ".json"), (".gz", ".xz", ".zst")
-PAIR_FORMATS = (".jsonl", ".json")      # of instructions
+PAIR_FORMATS = (".jsonl", ".parquet", ".json")      # of instructions
 PAIR = ("prompt", "response")   # columns of instructions
 MESSAGES = ("messages",)        # column of conversations, rendered by the tokenizer's chat template
 MESSAGES_MORE = ("tools", "chat_template_kwargs")       # columns that a template may be given beside
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
 ROWS = 64                       # of parquet in memory at once: documents of a megabyte must not fill the memory
+KIND_ROWS = 100                 # rows at the beginning of a file that tell pairs from conversations
 BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte order mark) is no row
 TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)              # seconds before a question is asked again
@@ -181,7 +182,9 @@ class Source:
         if self.grouped_by:
             found = _of_group(self, found, self.grouped_by, self.keep[self.grouped_by])
         if not found:
-            raise UserError(f"{self.dataset}@{self.revision} has no file {self.files}{f' with {self.keep}' if self.keep else ''}:"
+            wanted = self.files if is_pattern else ", ".join(self.files)
+            values = "; ".join(f"{column}={', '.join(kept)}" for column, kept in self.keep.items())
+            raise UserError(f"{self.dataset}@{self.revision} has no file {wanted}{f' with {values}' if values else ''}:"
                             f" correct the pattern; there are {', '.join([*there][:5]) or 'none'}")
         found.sort(key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
         return [InputFile(path, there[path], self.revision, partial(_read_hub, self, path)) for path in found]
@@ -213,16 +216,26 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
 
 
 def _holds_messages(path: Path) -> bool:
-    """Whether the first row of a file of instructions is a conversation. False where it cannot be read:
-    who reads the file says so."""
-    if _format(path) not in PAIR_FORMATS:
+    """Whether a file of instructions holds conversations, by the first row that is a conversation or a
+    pair. Says so where that row is both. False where the file cannot be read: who reads it says so."""
+    if not path.is_file() or _format(path) not in PAIR_FORMATS:
         return False
-    records = _records(partial(open, path, "rb"), str(path), (), (), Reading())
+    reading = Reading(skips_odd_rows=True)
+    records = _records(partial(open, path, "rb"), str(path), (), (*MESSAGES, *PAIR), reading)
     try:
-        first, _ = next(records, (_Record(0, {}), 0.0))
+        for record, _ in islice(records, KIND_ROWS):
+            has_messages = record.values.get(MESSAGES[0]) is not None
+            if all(record.values.get(column) is not None for column in PAIR):
+                if has_messages:
+                    print(f"{path}: its rows have prompt and response as well as messages; the responses are "
+                          f"learned, and messages are not read: remove prompt and response to learn from "
+                          f"the messages", file=sys.stderr)
+                return False
+            if has_messages:
+                return True
     except (BadFile, UserError):
         return False
-    return MESSAGES[0] in first.values and not set(PAIR) <= first.values.keys()
+    return False
 
 
 def is_text_file(name: str) -> bool:
@@ -687,15 +700,36 @@ def _parquet_rows(
         raise UserError(
             f"{where}{': '.join(problem)}, or add skip_bad=true to leave out such files"
         )
-    needed = [
-        name for name in dict.fromkeys([*columns, *kept]) if _type_of(schema, name) is not None
-    ]
+    more = MESSAGES_MORE if columns == MESSAGES else ()
+    # What lies within a value of type JSON is looked up in each row, once the value is decoded.
+    needed = dict.fromkeys(
+        name.partition(".")[0] if _is_within_json(schema, name) else name
+        for name in [*columns, *kept, *more]
+        if _type_of(schema, name) is not None
+    )
     number = 0
-    for batch in table.iter_batches(ROWS, columns=needed):
-        values = [_values(_array_of(batch, name), name, where) for name in needed]
-        for row in zip(*values, strict=True):
+    for batch in table.iter_batches(ROWS, columns=list(needed)):
+        arrays = [_values(_array_of(batch, name), name, where) for name in needed]
+        for row in zip(*arrays, strict=True):
             number += 1
-            yield _Record(number, dict(zip(needed, row, strict=True)), label=", row ")
+            values = dict(zip(needed, row, strict=True))
+            broken = [name for name, value in values.items() if isinstance(value, BrokenJson)]
+            if broken:
+                problem = f": column {broken[0]!r} is of type JSON, but what it holds is not valid JSON"
+                yield _Record(number, {}, ", row ", problem)
+                continue
+            if columns == MESSAGES:
+                values = _without_nulls(values)
+            yield _Record(number, values, label=", row ")
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without keys of objects that are null: parquet gives each object the keys of all."""
+    if isinstance(value, list):
+        return [_without_nulls(element) for element in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
 
 
 def _schema_problem(schema, columns: tuple[str, ...]) -> tuple[str, str] | None:
@@ -704,6 +738,8 @@ def _schema_problem(schema, columns: tuple[str, ...]) -> tuple[str, str] | None:
         kind = _type_of(schema, column)
         if kind is None:
             return _no_column(column, _schema_names(schema))
+        if columns == MESSAGES:
+            continue  # the chat template judges them
         if not _holds_text(kind, is_list_allowed=column not in PAIR):
             return (
                 f": column {column!r} holds {_type_name(kind)}, not text",
@@ -722,10 +758,27 @@ def _type_of(schema, column: str):
     first, *inner = column.split(".")
     kind = schema.field(first).type if first in schema.names else None
     for name in inner:
+        if isinstance(kind, pyarrow.JsonType):
+            return kind  # each value tells what it holds
         if kind is None or not pyarrow.types.is_struct(kind) or kind.get_field_index(name) < 0:
             return None
         kind = kind.field(name).type
     return kind
+
+
+def _is_within_json(schema, column: str) -> bool:
+    """Whether a column that _type_of() knows lies in values of type JSON."""
+    import pyarrow
+
+    if column in schema.names:
+        return False
+    first, *inner = column.split(".")
+    kind = schema.field(first).type
+    for name in inner:
+        if isinstance(kind, pyarrow.JsonType):
+            return True
+        kind = kind.field(name).type
+    return False
 
 
 def _array_of(batch, column: str):
@@ -795,12 +848,13 @@ def _values(array, column: str, where: str) -> list:
     import pyarrow
 
     if isinstance(array.type, pyarrow.JsonType):
-        return [
-            None if text is None else _json_value(text)
-            for text in _values(array.storage, column, where)
-        ]
+        texts = _values(array.storage, column, where)
+        return [_decoded_json(text, array.type) for text in texts]
     try:
-        return array.to_pylist()
+        values = array.to_pylist()
+        if _holds_json(array.type):
+            return [_decoded_json(value, array.type) for value in values]
+        return values
     except UnicodeDecodeError:
         return array.cast(_as_binary(array.type)).to_pylist()
     except (
@@ -826,11 +880,37 @@ class BrokenJson:
     """In place of a value that is not the JSON which the type of its column promises."""
 
 
-def _json_value(text: str | bytes) -> Any:
+def _holds_json(kind) -> bool:
+    """Whether an Arrow type has the type JSON within it."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):
+        return True
+    if isinstance(kind, pyarrow.DataType) and kind.num_fields:
+        return any(_holds_json(kind.field(number).type) for number in range(kind.num_fields))
+    return False
+
+
+def _decoded_json(value: Any, kind) -> Any:
+    """A value of an Arrow type, that which has the type JSON decoded; BrokenJson where it cannot be."""
     try:
-        return json.loads(text)
+        return _with_json(value, kind)
     except (ValueError, RecursionError):
         return BrokenJson()
+
+
+def _with_json(value: Any, kind) -> Any:
+    import pyarrow
+
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return json.loads(value)
+    if isinstance(value, dict) and pyarrow.types.is_struct(kind):
+        return {key: _with_json(inner, kind.field(key).type) for key, inner in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_with_json(element, kind.value_type) for element in value]
+    return value
 
 
 def _stretches(stream: io.BufferedIOBase, column: str, reading: Reading) -> Iterator[_Record]:

@@ -1,6 +1,7 @@
 """Rows of messages and special tokens in instructions, against transformers' own rendering."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -72,9 +73,8 @@ def prepare(tmp_path, rows, folder, *more, code=0):
     assert main(words) == code
 
 
-def read_documents(folder):
-    """(ids, whether each is learned) of every document of both splits, without its end-of-text token."""
-    eot = LOSS_MASK_BIT | np.uint32(1)
+def read_documents(folder, eot=LOSS_MASK_BIT | 1):
+    """(ids, whether each is learned) of every document of both splits, without its end-of-text token `eot`."""
     documents = []
     for split in ("train", "val"):
         values = np.fromfile(folder / f"{split}_00000.bin", "<u4")
@@ -332,3 +332,65 @@ def test_no_row_is_blamed_for_a_template_that_cannot_serve(tmp_path, capsys, tem
     prepare(tmp_path, [{"messages": CONVERSATIONS[0]}], make_folder(tmp_path / "tokenizer", template), code=2)
     told = capsys.readouterr().err
     assert "chat template" in told and "skip_bad" not in told and "chat.jsonl:1" not in told
+
+
+# ------------------------------------------------------------------------------ kinds of rows
+
+@pytest.mark.parametrize("first_row", ['{"id": 1}', "[1]", "{", '{"prompt": null, "response": null}'])
+def test_an_odd_first_row_does_not_decide_of_what_kind_the_others_are(tmp_path, first_row):
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": messages} for messages in spread([])])
+    path.write_text(first_row + "\n" + path.read_text())
+    prepare(tmp_path, [], make_folder(tmp_path / "tokenizer", PLAIN), "skip_bad=true")
+    index = read_index(tmp_path / "data/chat")
+    assert index.selection["instruct"] == ["messages"] and sum(split.documents for split in index.splits.values()) == 12
+
+
+def test_rows_that_are_pairs_and_conversations_are_told_as_what_they_are_read(tmp_path, capsys):
+    rows = [{"messages": messages, **pair} for messages, pair in zip(spread([]), PAIRS, strict=False)]
+    prepare(tmp_path, rows, make_folder(tmp_path / "tokenizer", PLAIN))
+    assert "prompt and response as well as messages; the responses are learned" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pairs", "messages", "messages in parts and not"])
+def test_instructions_of_parquet_are_those_of_json_lines(tmp_path, kind):
+    import datasets
+
+    folder = make_folder(tmp_path / "tokenizer", PLAIN)
+    # `datasets` keeps a text that is JSON itself, such as 1, without quotes.
+    texts = [[QUESTION | {"content": f"q {n}?"}, ANSWER] for n in range(20)]
+    rows = PAIRS if kind == "pairs" else [{"messages": messages} for messages in texts]
+    documents = []
+    for name in ("chat.jsonl", "chat.parquet"):
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            if kind == "messages in parts and not":
+                rows = [row if n % 2 else {"messages": in_parts(row["messages"])} for n, row in enumerate(rows)]
+            datasets.disable_progress_bars()
+            datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(path)
+        else:
+            write_rows(path, rows)
+        out = tmp_path / path.suffix[1:]
+        words = ["local", str(path), "name=chat", "instruct=true", f"tokenizer={folder}", f"out={out}"]
+        assert main([*words, "val_share=0.3", "processes=1"]) == 0
+        documents.append(read_documents(out / "chat"))
+    assert documents[0] == documents[1]
+
+
+def test_a_prompt_by_apply_chat_template_begins_once(tmp_path):
+    folder = make_folder(tmp_path / "tokenizer", PLAIN)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    questions = [[{"role": "user", "content": f"q {n}?"}] for n in range(20)]
+    prompts = [theirs.apply_chat_template(question, tokenize=False, add_generation_prompt=True) for question in questions]
+    prepare(tmp_path, [{"prompt": prompt, "response": "yes"} for prompt in prompts], folder)
+    contexts = [[i for i, is_learned in zip(*document, strict=True) if not is_learned]
+                for document in read_documents(tmp_path / "data/chat", eot=1)]
+    assert sorted(contexts) == sorted(theirs.encode(prompt, add_special_tokens=False) for prompt in prompts)
+
+
+def test_a_touched_file_of_conversations_is_compared_with_the_finished_folder(tmp_path, capsys):
+    folder = make_folder(tmp_path / "tokenizer", PLAIN)
+    rows = [{"messages": messages} for messages in spread([])]
+    prepare(tmp_path, rows, folder)
+    os.utime(tmp_path / "chat.jsonl", (1, 1))
+    prepare(tmp_path, [], folder)
+    assert "is complete" in capsys.readouterr().out

@@ -40,13 +40,13 @@ def test_keys_that_leave_an_answer_greedy_are_accepted(keys):
     ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size=3", "not greedy"),
     ({"num_return_sequences": 2}, "num_return_sequences=2", "not greedy"),
     ({"min_new_tokens": 4}, "min_new_tokens=4", "not greedy"),
-    ({"max_length": 99}, "max_length=99", "no meaning"),
+    ({"max_length": 99}, "max_length=99", "counts the tokens of the prompt too"),
     ({"max_new_token": 6}, "max_new_token=6", "no meaning"),
     ({"stop_strings": ["\n"]}, "stop_strings=", "no meaning"),
     ({"max_gen_toks": 0}, "max_gen_toks=0", "number of new tokens"),
     ({"max_new_tokens": 2.5}, "max_new_tokens=2.5", "number of new tokens"),
     ({"max_new_tokens": True}, "max_new_tokens=True", "number of new tokens"),
-    ({"max_gen_toks": 6, "max_new_tokens": 9}, "max_new_tokens=9", "has max_gen_toks=6 too"),
+    ({"max_gen_toks": 6, "max_new_tokens": 9}, "max_new_tokens=9", "gives several lengths"),
     ({"until": [""]}, "until=['']", "needs texts"), ({"until": 5}, "until=5", "needs texts")])
 def test_whatever_else_is_refused_with_task_key_and_value(keys, named, words):
     with pytest.raises(UserError, match="the task 'my_task' ") as refusal:

@@ -69,7 +69,7 @@ def test_text_of_another_encoding_is_a_bad_file(tmp_path, capsys, name, encoding
     file = write_raw(tmp_path / name, [text.encode(encoding) for text in texts])
     good = write(tmp_path / "good.jsonl", DOCUMENTS)
     errors = said(capsys, 1, file, good, out=tmp_path)
-    assert f"{name}: " in errors and "not UTF-8: " in errors and "iconv -f" in errors
+    assert f"{name} is not UTF-8: " in errors and "iconv -f" in errors
     assert local(file, good, out=tmp_path, skip_bad="true") == 0 and found(
         tmp_path / "mine"
     ) == due(DOCUMENTS)
@@ -269,7 +269,7 @@ def test_a_broken_value_of_type_json_is_an_odd_row(tmp_path, capsys):
     write_parquet(
         tmp_path / "a.parquet", text=pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)
     )
-    assert "row 41: column 'text' holds BrokenJson, not text" in said(
+    assert "row 41: column 'text' is of type JSON, but what it holds is not valid" in said(
         capsys, 2, tmp_path / "a.parquet", out=tmp_path
     )
 
@@ -788,3 +788,25 @@ def test_an_evaluation_file_that_is_not_utf8_is_a_sentence(tmp_path, name, conte
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match="cannot be read .*utf-8"):
         read_grams([str(tmp_path / name)])
+
+
+def test_a_column_within_one_of_type_json_is_read(tmp_path):
+    storage = pyarrow.array([json.dumps({"body": text, "other": 5}) for text in DOCUMENTS])
+    column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)
+    file = write_parquet(tmp_path / "a.parquet", meta=column)
+    assert local(file, out=tmp_path, column="meta.body") == 0
+    assert found(tmp_path / "mine") == due(DOCUMENTS)
+
+
+def test_the_sentence_about_an_empty_split_names_markers_within_lines(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("".join(f"story {n}.<|endoftext|>\n" for n in range(9)))
+    errors = said(capsys, 2, tmp_path / "a.txt", out=tmp_path)
+    assert "put each end-of-text token of a.txt alone on its line" in errors
+    assert "9 lines hold one beside other text" in errors and "files 0" in errors
+
+
+def test_a_bad_file_is_named_once(tmp_path, capsys):
+    (tmp_path / "koi.jsonl").write_bytes("".join(
+        json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in RUSSIAN).encode("koi8-r"))
+    errors = said(capsys, 1, tmp_path / "koi.jsonl", out=tmp_path)
+    assert errors.count("koi.jsonl") == 1 and "mend what is said of each" in errors
