@@ -381,21 +381,21 @@ def keep_tokenizer(run_dir: Path, name: str) -> None:
         return
     shutil.rmtree(part, ignore_errors=True)     # of a run that was killed
     shutil.copytree(name, part, ignore=lambda _, names: set(names) - set(FOLDER_FILES))
-    _keep_ends(part / GENERATION_FILE, load_tokenizer(name).ends)
+    _keep_ends(part / GENERATION_FILE, end_ids(Path(name) / "config.json"))
     part.rename(own)
 
 
-def _keep_ends(path: Path, ends: tuple[int, ...]) -> None:
-    """Let the copy's generation_config.json name the ends that only the folder's config.json names,
-    which is the model's and stays behind. Where it lacks none it stays as it is."""
-    known = {ends[0], *end_ids(path)}
-    if known >= set(ends):
+def _keep_ends(path: Path, ends: list[int]) -> None:
+    """Let the copy's generation_config.json name the `ends` of the folder's config.json, which is the
+    model's and stays behind. Where it names them all it stays as it is."""
+    named = end_ids(path)
+    if set(named) >= set(ends):
         return
     content = json.loads(path.read_bytes()) if path.is_file() else {}
-    write_json(path, content | {"eos_token_id": with_ends(end_ids(path), ends)})
+    write_json(path, content | {"eos_token_id": with_ends(named, ends)})
 
 
-def with_ends(named: list[int], ends: tuple[int, ...]) -> int | list[int]:
+def with_ends(named: list[int], ends: Iterable[int]) -> int | list[int]:
     """The eos_token_id of a file that names `named`, with all `ends`: a number where it is one."""
     every = list(dict.fromkeys([*named, *ends]))
     return every[0] if len(every) == 1 else every
