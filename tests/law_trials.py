@@ -189,12 +189,13 @@ def bent_valleys(seed: int = 0, noise: float = 1.5e-3) -> Points:
     return independent(np.concatenate(N), np.concatenate(D), np.concatenate(loss))
 
 
-def isoflop_trials(design: str, draws: int, truth: dict, first_seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def isoflop_trials(design: str, draws: int, truth: dict) -> tuple[np.ndarray, np.ndarray]:
     """(errors of a, whether its interval holds the truth) of the tables whose exponent is identified."""
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
     errors, inside = [], []
-    for seed in range(first_seed, first_seed + draws):
-        fit = fit_isoflop(isoflop_table(seed, design, truth))
+    noise_of_law = 10_000 * LAWS.index(truth)       # else the laws' tables share their noise and count for one
+    for seed in range(draws):
+        fit = fit_isoflop(isoflop_table(noise_of_law + seed, design, truth))
         if fit.identified:
             low, high = fit.ci95["a"]
             errors.append(fit.parameters["a"] - exponent)
