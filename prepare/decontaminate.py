@@ -17,6 +17,7 @@ from zlib import crc32
 
 import numpy as np
 
+from prepare.sources import is_list_type
 from runtime.cli import UserError
 from runtime.shards import file_sha256
 from runtime.tokenizer import clean
@@ -74,17 +75,10 @@ def _parquet_values(array) -> Iterator:
     from pyarrow import types
 
     kind = array.type
-    lists = (
-        types.is_list,
-        types.is_large_list,
-        types.is_fixed_size_list,
-        types.is_list_view,
-        types.is_large_list_view,
-    )
     if types.is_struct(kind):
         for place in range(kind.num_fields):
             yield from _parquet_values(pyarrow.compute.struct_field(array, place))
-    elif any(is_list(kind) for is_list in lists):
+    elif is_list_type(kind):
         yield from _parquet_values(array.flatten())
     elif types.is_dictionary(kind):
         yield from _parquet_values(array.dictionary_decode())

@@ -803,20 +803,27 @@ def _schema_names(fields, prefix: str = "") -> list[str]:
     return names
 
 
-def _holds_text(kind, is_list_allowed: bool) -> bool:
-    """Whether values of an Arrow type are texts, or nulls; of type JSON the values decide."""
-    from pyarrow import JsonType, types
+def is_list_type(kind) -> bool:
+    """Whether values of an Arrow type are lists, in any of its layouts."""
+    from pyarrow import types
 
-    if types.is_dictionary(kind):
-        return _holds_text(kind.value_type, is_list_allowed)
-    lists = (
+    layouts = (
         types.is_list,
         types.is_large_list,
         types.is_fixed_size_list,
         types.is_list_view,
         types.is_large_list_view,
     )
-    if any(is_list(kind) for is_list in lists):
+    return any(is_layout(kind) for is_layout in layouts)
+
+
+def _holds_text(kind, is_list_allowed: bool) -> bool:
+    """Whether values of an Arrow type are texts, or nulls; of type JSON the values decide."""
+    from pyarrow import JsonType, types
+
+    if types.is_dictionary(kind):
+        return _holds_text(kind.value_type, is_list_allowed)
+    if is_list_type(kind):
         return is_list_allowed and _holds_text(kind.value_type, is_list_allowed=False)
     texts = (
         types.is_string,
