@@ -1,16 +1,17 @@
-"""What the words of every command line mean: home folders, "none", flags, closed pipes, commands without words."""
+"""What the words of every command line mean: home folders, "none", flags, closed pipes, commands
+without words."""
 
 import importlib
 import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
-from typing import get_type_hints
+from dataclasses import dataclass, fields
+from typing import Literal, get_type_hints
 
 import pytest
 
-from runtime.cli import FilePath, UserError, field_lines, parse, read_options
+from runtime.cli import FilePath, UserError, field_lines, field_meanings, parse, read_options
 from runtime.config import KEYS, SECTIONS, apply_overrides, load_config
 from tests.conftest import ROOT, changed, write_config
 
@@ -74,12 +75,10 @@ def test_the_list_of_paths_is_complete():
     }
     assert classes == set(PATHS)
     for name in PATHS:
-        for option, line in field_lines("", options_class(name)).items():
-            if (
-                re.search(r"folder|\bfiles?\b|JSON lines", line.partition("#")[2])
-                and option not in PATHS[name].split()
-            ):
-                assert f"{name.split('.')[-2]}.{option}" in NO_PATHS, line
+        for option, meaning in field_meanings(options_class(name)).items():
+            speaks_of_a_path = re.search(r"folder|\bfiles?\b|JSON lines", meaning)
+            if speaks_of_a_path and option not in PATHS[name].split():
+                assert f"{name.split('.')[-2]}.{option}" in NO_PATHS, meaning
 
 
 def modules_with_commands() -> list[str]:
@@ -134,16 +133,17 @@ def test_a_model_of_the_hub_keeps_its_prefix(monkeypatch, text, path):
 
 
 def test_none_is_a_value_wherever_help_says_so():
-    """`fp8.include=none` as --help words it, and every other key and option whose comment says "none =" or "(none = ..)"."""
-    for section, cls in SECTIONS.items():
-        for key, line in field_lines(f"{section}.".lstrip("."), cls).items():
-            if "none =" in line:
+    """`fp8.include=none` as --help words it, and every other key and option whose comment says
+    "none =" or "(none = ..)"."""
+    for cls in SECTIONS.values():
+        for key, meaning in field_meanings(cls).items():
+            if "none =" in meaning:
                 hint = get_type_hints(cls, include_extras=True)[key]
                 assert parse(key, "none", hint) in (None, ()), key
     for name in PATHS:
         cls = options_class(name)
-        for key, line in field_lines("", cls).items():
-            if "none =" in line:
+        for key, meaning in field_meanings(cls).items():
+            if "none =" in meaning:
                 hint = get_type_hints(cls, include_extras=True)[key]
                 assert parse(key, "none", hint) in (None, ()), f"{name}.{key}"
 
@@ -207,3 +207,26 @@ def test_an_empty_value_is_refused(tiny, key):
     """`out=` would be the current folder."""
     with pytest.raises(UserError, match=f"{key} needs a value: write {key}=VALUE"):
         apply_overrides(tiny, [f"{key}="])
+
+
+@dataclass
+class Documented:
+    short: int = 1  # meaning behind the field
+    # the meaning of a field whose comment has no room behind it,
+    # on two lines
+    long: Literal["one", "two"] = "one"
+    none: float | None = None  # a long meaning: word word word word word word word word word
+
+
+def test_help_takes_the_comment_behind_a_field_or_the_lines_above_it():
+    meanings = field_meanings(Documented)
+    assert meanings["short"] == "meaning behind the field"
+    assert (
+        meanings["long"]
+        == "the meaning of a field whose comment has no room behind it, on two lines"
+    )
+
+
+def test_help_has_at_most_100_columns():
+    lines = "\n".join(field_lines("section.", Documented).values()).splitlines()
+    assert len(lines) > 3 and max(map(len, lines)) <= 100
