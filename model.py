@@ -1,13 +1,15 @@
-"""The GPT, in one file: configuration, blocks, initialisation, forward pass, parameter and FLOP counts.
+"""The GPT, in one file: configuration, blocks, initialisation, forward pass, parameter and FLOP
+counts.
 
-A Llama-family decoder, so that a checkpoint exports to LlamaForCausalLM (Qwen3ForCausalLM with QK-norm)
-tensor for tensor: RMSNorm before each sub-layer, half-split RoPE, grouped-query attention, SwiGLU, no biases.
+A Llama-family decoder, so that a checkpoint exports to LlamaForCausalLM (Qwen3ForCausalLM with
+QK-norm) tensor for tensor: RMSNorm before each sub-layer, half-split RoPE, grouped-query attention,
+SwiGLU, no biases.
 
-    B batch   T time   C channels (n_embd)   H query heads   K key/value heads   D head size (head_dim)   F ffn   V vocabulary
+    B batch  T time   C channels (n_embd)   H query heads   K key/value heads   D head size (head_dim)   F ffn   V vocabulary
 
-Weights are stored in fp32. The activations carry the compute dtype (BF16 in training) from the embedding on, and each Linear
-casts its weight to it: no autocast, so the BF16 and FP8 arms of a comparison cast at the same places.
-"""
+Weights are stored in fp32. The activations carry the compute dtype (BF16 in training) from the
+embedding on, and each Linear casts its weight to it: no autocast, so the BF16 and FP8 arms of a
+comparison cast at the same places."""
 
 import math
 from dataclasses import dataclass, fields
@@ -21,28 +23,34 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    n_layer: int                        # blocks
-    n_head: int                         # query heads
-    n_embd: int                         # width C, in channels; a multiple of n_head, or give head_size
-    n_ffn: int                          # hidden width of the SwiGLU, in channels
-    n_kv_head: int | None = None        # key/value heads (grouped-query attention); none = n_head
-    head_size: int | None = None        # channels of a head (HF's head_dim), even; none = n_embd / n_head
-    n_ctx: int = 1024                   # context length T, in tokens
-    vocab_size: int = 50257             # tokens the tokenizer can emit (gpt2 50257, byte 257)
-    vocab_multiple: int = 128           # rows of embedding and head are padded to a multiple of this: whole tensor-core tiles
-    tied: bool = True                   # one matrix for the embedding and the head
-    qk_norm: bool = False               # RMSNorm on each query and key head before RoPE (exports as Qwen3)
-    norm_eps: float = 1e-5              # added to the mean square in RMSNorm
-    rope_theta: float = 10_000.0        # base of the RoPE wavelengths
-    rope_factor: float | None = None    # llama3 scaling: wavelengths beyond the original context grow by this; none = off
-    rope_low_freq: float = 1.0          # llama3 scaling: fewer turns than this per original context are fully stretched
-    rope_high_freq: float = 4.0         # llama3 scaling: more turns than this per original context stay as they are
-    rope_original_ctx: int = 8192       # llama3 scaling: context length, in tokens, before the stretch
-    loss_chunk: int | None = None       # tokens per cross-entropy chunk, so that logits never exist whole; none = one chunk
+    n_layer: int  # blocks
+    n_head: int  # query heads
+    n_embd: int  # width C, in channels; a multiple of n_head, or give head_size
+    n_ffn: int  # hidden width of the SwiGLU, in channels
+    n_kv_head: int | None = None  # key/value heads (grouped-query attention); none = n_head
+    head_size: int | None = None  # channels of a head (HF's head_dim), even; none = n_embd / n_head
+    n_ctx: int = 1024  # context length T, in tokens
+    vocab_size: int = 50257  # tokens the tokenizer can emit (gpt2 50257, byte 257)
+    # rows of embedding and head are padded to a multiple of this: whole tensor-core tiles
+    vocab_multiple: int = 128
+    tied: bool = True  # one matrix for the embedding and the head
+    qk_norm: bool = False  # RMSNorm on each query and key head before RoPE (exports as Qwen3)
+    norm_eps: float = 1e-5  # added to the mean square in RMSNorm
+    rope_theta: float = 10_000.0  # base of the RoPE wavelengths
+    # llama3 scaling: wavelengths beyond the original context grow by this; none = off
+    rope_factor: float | None = None
+    # llama3 scaling: fewer turns than this per original context are fully stretched
+    rope_low_freq: float = 1.0
+    # llama3 scaling: more turns than this per original context stay as they are
+    rope_high_freq: float = 4.0
+    rope_original_ctx: int = 8192  # llama3 scaling: context length, in tokens, before the stretch
+    # tokens per cross-entropy chunk, so that logits never exist whole; none = one chunk
+    loss_chunk: int | None = None
 
     @property
     def head_dim(self) -> int:
-        """D, the channels of a head: model.head_size where it is given, else an equal share of the width."""
+        """D, the channels of a head: model.head_size where it is given, else an equal share of the
+        width."""
         if self.head_size is not None:
             return self.head_size
         return self.n_embd // self.n_head
@@ -53,35 +61,58 @@ class GPTConfig:
 
     @property
     def vocab_padded(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple     # the extra rows are never a target
+        # the extra rows are never a target
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def params_total(self) -> int:
         """Parameters by closed form; GPT.counts() asserts that the modules agree."""
         C, D = self.n_embd, self.head_dim
-        block = 2 * C * D * (self.n_head + self.kv_heads) + 3 * C * self.n_ffn + 2 * C + 2 * D * self.qk_norm
+        block = (
+            2 * C * D * (self.n_head + self.kv_heads)
+            + 3 * C * self.n_ffn
+            + 2 * C
+            + 2 * D * self.qk_norm
+        )
         return self.n_layer * block + C + self.vocab_padded * C * (1 if self.tied else 2)
 
     def problems(self) -> list[str]:
-        """One sentence for each size that no model can have; an empty list is a sound configuration."""
-        out = [f"model.{f.name}={value} must be a positive, finite number" for f in fields(self)
-               if type(value := getattr(self, f.name)) in (int, float) and not 0 < value < math.inf]
+        """One sentence for each size that no model can have; an empty list is a sound
+        configuration."""
+        out = [
+            f"model.{f.name}={value} must be a positive, finite number"
+            for f in fields(self)
+            if type(value := getattr(self, f.name)) in (int, float) and not 0 < value < math.inf
+        ]
         if out:
             return out
         if self.head_size is not None:
             if self.head_size % 2:
-                out.append(f"model.head_size={self.head_size} is odd, but RoPE rotates pairs of channels: give an even number")
+                out.append(
+                    f"model.head_size={self.head_size} is odd, but RoPE rotates pairs of channels:"
+                    " give an even number"
+                )
         elif self.n_embd % self.n_head:
-            out.append(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: give a width that is a "
-                       f"multiple of the number of heads, or the channels of a head in model.head_size")
+            out.append(
+                f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: give a"
+                " width that is a multiple of the number of heads, or the channels of a head in"
+                " model.head_size"
+            )
         elif self.head_dim % 2:
-            out.append(f"model.n_embd={self.n_embd} over model.n_head={self.n_head} heads gives heads of {self.head_dim} "
-                       f"channels, but RoPE rotates pairs: give an even head size")
+            out.append(
+                f"model.n_embd={self.n_embd} over model.n_head={self.n_head} heads gives heads of"
+                f" {self.head_dim} channels, but RoPE rotates pairs: give an even head size"
+            )
         if self.n_head % self.kv_heads:
-            out.append(f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}: "
-                       f"each key/value head serves a whole number of query heads")
+            out.append(
+                f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}: "
+                "each key/value head serves a whole number of query heads"
+            )
         if self.rope_factor is not None and self.rope_high_freq <= self.rope_low_freq:
-            out.append(f"model.rope_high_freq={self.rope_high_freq} must be above model.rope_low_freq={self.rope_low_freq}")
+            out.append(
+                f"model.rope_high_freq={self.rope_high_freq} must be above"
+                f" model.rope_low_freq={self.rope_low_freq}"
+            )
         return out
 
 
@@ -96,7 +127,8 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation (1910.07467), in Hugging Face's order: fp32 inside, cast back, then the weight."""
+    """Root-mean-square normalisation (1910.07467), in Hugging Face's order: fp32 inside, cast back,
+    then the weight."""
 
     def __init__(self, n: int, eps: float):
         super().__init__()
@@ -110,27 +142,37 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
-    """Radians per position of each channel pair, shape (D/2,), fp32; with Llama 3's stretch where rope_factor is set.
+    """Radians per position of each channel pair, shape (D/2,), fp32; with Llama 3's stretch where
+    rope_factor is set.
 
-    Source: RoFormer, 2104.09864 (equation 15); the stretch as published with Llama 3.1, its operations in the order of Hugging
-    Face's transformers, whose last bits it shares: the difference grows with the position."""
+    Source: RoFormer, 2104.09864 (equation 15); the stretch as published with Llama 3.1, its
+    operations in the order of Hugging Face's transformers, whose last bits it shares: the
+    difference grows with the position."""
     D = config.head_dim
-    freq = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
+    freq = 1.0 / config.rope_theta ** (
+        torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
+    )
     if config.rope_factor is None:
         return freq
     factor, low, high = config.rope_factor, config.rope_low_freq, config.rope_high_freq
     wavelength, context = 2 * math.pi / freq, config.rope_original_ctx
     stretched = torch.where(wavelength > context / low, freq / factor, freq)
-    keep = (context / wavelength - low) / (high - low)          # of the wavelengths between: 1 untouched, 0 fully stretched
+    # of the wavelengths between: 1 untouched, 0 fully stretched
+    keep = (context / wavelength - low) / (high - low)
     blended = (1 - keep) * stretched / factor + keep * stretched
-    return torch.where((wavelength < context / high) | (wavelength > context / low), stretched, blended)
+    return torch.where(
+        (wavelength < context / high) | (wavelength > context / low), stretched, blended
+    )
 
 
 def rotate(x, cos, sin):
-    """Rotate channel i of each head with channel i + D/2 (half-split RoPE); x (B, T, H, D), cos and sin (T, D/2)."""
-    halves = x.float().unflatten(-1, (2, -1))       # (B, T, H, 2, D/2); fp32: BF16 cosines would blur distant positions
-    cos, sin = cos[:, None, None], torch.stack((-sin, sin), dim=1)[:, None]     # (T, 1, 1 or 2, D/2)
-    # Not chunk() and cat(): without them the compiler turns q's and k's gradients and lays them beside v's in one kernel.
+    """Rotate channel i of each head with channel i + D/2 (half-split RoPE); x (B, T, H, D), cos and
+    sin (T, D/2)."""
+    # (B, T, H, 2, D/2); fp32: BF16 cosines would blur distant positions
+    halves = x.float().unflatten(-1, (2, -1))
+    cos, sin = cos[:, None, None], torch.stack((-sin, sin), dim=1)[:, None]  # (T, 1, 1 or 2, D/2)
+    # Not chunk() and cat(): without them the compiler turns q's and k's gradients and lays them
+    # beside v's in one kernel.
     return (halves * cos + halves.flip(-2) * sin).flatten(-2).to(x.dtype)
 
 
@@ -138,30 +180,38 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.H, self.K, self.D = config.n_head, config.kv_heads, config.head_dim
-        self.qkv = Linear(config.n_embd, (self.H + 2 * self.K) * self.D)    # one matmul: FP8 pays on wide outputs
+        # one matmul: FP8 pays on wide outputs
+        self.qkv = Linear(config.n_embd, (self.H + 2 * self.K) * self.D)
         self.out = Linear(self.H * self.D, config.n_embd)
-        self.q_norm, self.k_norm = (RMSNorm(self.D, config.norm_eps) if config.qk_norm else None for _ in "qk")
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.D, config.norm_eps) if config.qk_norm else None for _ in "qk"
+        )
 
     def forward(self, x, cos, sin, cache=None):
         B, T, _ = x.shape
         H, K, D = self.H, self.K, self.D
-        q, k, v = self.qkv(x).view(B, T, -1, D).split((H, K, K), dim=2)        # (B, T, H or K, D)
+        q, k, v = self.qkv(x).view(B, T, -1, D).split((H, K, K), dim=2)  # (B, T, H or K, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        # Rotated in this layout, which attention's output takes from q: (B, T, H, D) needs no copy before the last matmul.
+        # Rotated in this layout, which attention's output takes from q: (B, T, H, D) needs no copy
+        # before the last matmul.
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)      # (B, H or K, T, D)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
         if cache is not None:
-            k, v = cache.append(self, k, v)         # (B, K, past + T, D)
-        # A single new token sees everything cached before it, so only longer inputs need the causal mask; what stands
-        # behind a cached past needs it spelled out, for is_causal would count from the past's first token.
-        S = k.size(2)       # past + T
-        mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
+            k, v = cache.append(self, k, v)  # (B, K, past + T, D)
+        # A single new token sees everything cached before it, so only longer inputs need the causal
+        # mask; what stands behind a cached past needs it spelled out, for is_causal would count
+        # from the past's first token.
+        S = k.size(2)  # past + T
+        mask = (
+            torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
+        )
         y = self.attend(q, k, v, attn_mask=mask, is_causal=1 < T == S, enable_gqa=H != K)
-        return self.out(y.transpose(1, 2).reshape(B, T, H * D))     # (B, T, C)
+        return self.out(y.transpose(1, 2).reshape(B, T, H * D))  # (B, T, C)
 
     def attend(self, q, k, v, **how):
-        """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D); `how` as torch's function has it."""
+        """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D); `how` as torch's function has
+        it."""
         return F.scaled_dot_product_attention(q, k, v, **how)
 
 
@@ -174,7 +224,7 @@ class MLP(nn.Module):
         self.down = Linear(config.n_ffn, config.n_embd)
 
     def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, dim=-1)     # (B, T, F) each
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, F) each
         return self.down(F.silu(gate) * up)
 
 
@@ -195,7 +245,7 @@ class KVCache:
     """Keys and values of the tokens seen so far, by attention layer; grows by concatenation."""
 
     def __init__(self, length=0, kv=()):
-        self.length = length        # tokens cached
+        self.length = length  # tokens cached
         self._kv = dict(kv)
 
     def append(self, layer, k, v):
@@ -205,12 +255,17 @@ class KVCache:
         return k, v
 
     def rows(self, index):
-        """A cache of its own for the rows that index (n,) names, in that order, one as often as it is named."""
-        return KVCache(self.length, {layer: (k[index], v[index]) for layer, (k, v) in self._kv.items()})
+        """A cache of its own for the rows that index (n,) names, in that order, one as often as it
+        is named."""
+        return KVCache(
+            self.length, {layer: (k[index], v[index]) for layer, (k, v) in self._kv.items()}
+        )
 
 
 class GPT(nn.Module):
-    """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy of a sequence (B,), nats."""
+    """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy
+    of a sequence (B,), nats."""
+
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -225,7 +280,9 @@ class GPT(nn.Module):
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Linear(config.n_embd, config.vocab_padded)
         for table in "cos", "sin":
-            self.register_buffer(table, torch.empty(config.n_ctx, config.head_dim // 2), persistent=False)
+            self.register_buffer(
+                table, torch.empty(config.n_ctx, config.head_dim // 2), persistent=False
+            )
         self.tie()
 
     @classmethod
@@ -235,24 +292,28 @@ class GPT(nn.Module):
             return cls(config, compute_dtype)
 
     def tie(self):
-        """Make embedding and head one Parameter again; moving a model off the meta device splits them."""
+        """Make embedding and head one Parameter again; moving a model off the meta device splits
+        them."""
         if self.config.tied:
             self.head.weight = self.wte.weight
 
     def blocks(self) -> list[Block]:
-        """Where this model may be cut: the units of sharding, of per-block compilation and of recomputation."""
+        """Where this model may be cut: the units of sharding, of per-block compilation and of
+        recomputation."""
         return [block for block in self.layers if isinstance(block, Block)]
 
     @torch.no_grad()
     def init_weights(self, seed: int, assign=torch.Tensor.copy_):
-        """Fill every parameter and the RoPE tables; the values depend on (seed, parameter name) alone, not on device or sharding.
+        """Fill every parameter and the RoPE tables; the values depend on (seed, parameter name)
+        alone, not on device or sharding.
 
-        wte, head, qkv, gate_up     normal, std sqrt(2 / (5 C)), "small init" (1910.05895; 0.020 at C = 1024)
-        attn.out, mlp.down          the same / sqrt(2 * n_layer): the residual sum keeps its size with depth
-        norms                       ones
+        wte, head, qkv, gate_up  normal, std sqrt(2 / (5 C)), "small init" (1910.05895; 0.020 at C = 1024)
+        attn.out, mlp.down       the same / sqrt(2 * n_layer): the residual sum keeps its size with depth
+        norms                    ones
 
-        A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats (docs/findings.md).
-        `assign(parameter, full_value)` stores a value, drawn on the CPU; sharded parameters take only their part of it."""
+        A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats
+        (docs/findings.md). `assign(parameter, full_value)` stores a value, drawn on the CPU;
+        sharded parameters take only their part of it."""
         self.tie()
         for name, p in self.named_parameters():
             if "norm" in name:
@@ -261,7 +322,9 @@ class GPT(nn.Module):
                 std = math.sqrt(0.4 / self.config.n_embd)
                 if name.endswith(("out.weight", "down.weight")):
                     std /= math.sqrt(2 * self.config.n_layer)
-                key = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+                key = int.from_bytes(
+                    blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little"
+                )
                 generator = torch.Generator().manual_seed(key & (2**63 - 1))
                 value = torch.empty(p.shape).normal_(0.0, std, generator=generator)
             assign(p, value)
@@ -271,28 +334,36 @@ class GPT(nn.Module):
     def init_buffers(self):
         """Fill the RoPE tables, which no checkpoint holds."""
         positions = torch.arange(self.config.n_ctx, dtype=torch.float32, device=self.cos.device)
-        angle = torch.outer(positions, rope_frequencies(self.config, self.cos.device))      # (T, D/2)
+        angle = torch.outer(positions, rope_frequencies(self.config, self.cos.device))  # (T, D/2)
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
     def forward(self, x, y=None, cache: KVCache | None = None):
         h = self.hidden(x, cache)
         if y is None:
-            return self.head(h)                                                 # (B, T, V)
-        h, targets = h.view(-1, h.size(-1)), y.reshape(-1)                      # (B * T, C), (B * T)
+            return self.head(h)  # (B, T, V)
+        h, targets = h.view(-1, h.size(-1)), y.reshape(-1)  # (B * T, C), (B * T)
         if self.config.loss_chunk is None:
             losses = self.token_losses(h, targets)
-        else:   # recomputed in the backward pass, chunk by chunk: memory for loss_chunk rows of logits, not B * T
-            parts = zip(h.split(self.config.loss_chunk), targets.split(self.config.loss_chunk), strict=True)
-            losses = torch.cat([checkpoint(self.token_losses, *part, use_reentrant=False) for part in parts])
+        else:
+            # recomputed in the backward pass, chunk by chunk: memory for loss_chunk rows of logits,
+            # not B * T
+            parts = zip(
+                h.split(self.config.loss_chunk), targets.split(self.config.loss_chunk), strict=True
+            )
+            losses = torch.cat(
+                [checkpoint(self.token_losses, *part, use_reentrant=False) for part in parts]
+            )
         return losses.view(y.shape).sum(dim=1)
 
     def hidden(self, x, cache: KVCache | None = None):
         """Final hidden states (B, T, C), normalised: what the head reads."""
         past = cache.length if cache is not None else 0
         T = x.size(1)
-        assert past + T <= self.config.n_ctx, f"{past + T} tokens in a context of {self.config.n_ctx}"
-        cos, sin = self.cos[past:past + T], self.sin[past:past + T]
+        assert past + T <= self.config.n_ctx, (
+            f"{past + T} tokens in a context of {self.config.n_ctx}"
+        )
+        cos, sin = self.cos[past : past + T], self.sin[past : past + T]
         h = self.wte(x).to(self.compute_dtype)
         for block in self.layers:
             h = block(h, cos, sin, cache)
@@ -301,8 +372,10 @@ class GPT(nn.Module):
         return self.norm(h)
 
     def token_losses(self, h, targets):
-        """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32, nats."""
-        return F.cross_entropy(self.head(h).float(), targets, reduction="none")     # fp32: sums of 50k exponentials
+        """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32,
+        nats."""
+        # fp32: sums of 50k exponentials
+        return F.cross_entropy(self.head(h).float(), targets, reduction="none")
 
     def counts(self) -> dict[str, int]:
         """Parameters and FLOPs per token under every convention in use, counted from the modules.
@@ -311,19 +384,31 @@ class GPT(nn.Module):
         params_nonembed   without embedding and head (Kaplan et al., 2001.08361)
         params_matmul     weights that multiply an activation: every Linear, the head once
         flops_per_token_* training FLOPs (forward and backward): 6 a parameter; attention 12 L H D T (PaLM, 2204.02311,
-                          appendix B), half of it where the causal mask is counted. `flops_per_token` is
-                          6 params_matmul + the whole of attention: the convention behind every MFU here."""
+                          appendix B), half of it where the causal mask is counted.
+                          `flops_per_token` is 6 params_matmul + the whole of attention: the
+                          convention behind every MFU here."""
         c = self.config
         total = sum(p.numel() for p in self.parameters())
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        embed = self.wte.weight.numel()     # as the head's
-        assert total == c.params_total, f"{total} parameters in the modules, {c.params_total} by the formula"
-        nonembed, attention = total - embed * (1 if c.tied else 2), 12 * c.n_layer * c.n_head * c.head_dim * c.n_ctx
+        embed = self.wte.weight.numel()  # as the head's
+        assert total == c.params_total, (
+            f"{total} parameters in the modules, {c.params_total} by the formula"
+        )
+        nonembed, attention = (
+            total - embed * (1 if c.tied else 2),
+            12 * c.n_layer * c.n_head * c.head_dim * c.n_ctx,
+        )
         return {
-            "params_total": total, "params_nonembed": nonembed, "params_matmul": matmul,
-            "params_embed_tok": embed, "params_head": embed,
-            "flops_per_token_6n_total": 6 * total, "flops_per_token_6n_nonembed": 6 * nonembed,
+            "params_total": total,
+            "params_nonembed": nonembed,
+            "params_matmul": matmul,
+            "params_embed_tok": embed,
+            "params_head": embed,
+            "flops_per_token_6n_total": 6 * total,
+            "flops_per_token_6n_nonembed": 6 * nonembed,
             "flops_per_token_6n_matmul": 6 * matmul,
-            "flops_per_token_attn": attention, "flops_per_token_attn_causal": attention // 2,
-            "flops_per_token": 6 * matmul + attention, "flops_per_token_causal": 6 * matmul + attention // 2,
+            "flops_per_token_attn": attention,
+            "flops_per_token_attn_causal": attention // 2,
+            "flops_per_token": 6 * matmul + attention,
+            "flops_per_token_causal": 6 * matmul + attention // 2,
         }

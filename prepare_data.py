@@ -1,12 +1,12 @@
 """Turn text into token shards that training reads.
 
-    python prepare_data.py fineweb_edu python c arxiv tokens=31e9    the mixture of the 1.5B run, streamed from the Hub
-    python prepare_data.py hf:OWNER/NAME column=text tokens=1e9      any parquet or JSON-lines data set there
-    python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl, .json (also .gz, .xz, .zst), .parquet
-    python prepare_data.py demo                                      this Python installation's own text, a little
-    python prepare_data.py --check-sources [NAME...]                 each source's first record: is it still there?
-    python prepare_data.py --show [FOLDER...]                        what a data folder holds, finished or not
-    python prepare_data.py --verify [FOLDER...]                      hash every shard again; OK, or the bad one's name
+    python prepare_data.py fineweb_edu python c arxiv tokens=31e9  the mixture of the 1.5B run, streamed from the Hub
+    python prepare_data.py hf:OWNER/NAME column=text tokens=1e9    any parquet or JSON-lines data set there
+    python prepare_data.py local FILE... name=mydata               your .txt, .jsonl, .json (also .gz, .xz, .zst), .parquet
+    python prepare_data.py demo                                    this Python installation's own text, a little
+    python prepare_data.py --check-sources [NAME...]               each source's first record: is it still there?
+    python prepare_data.py --show [FOLDER...]                      what a data folder holds, finished or not
+    python prepare_data.py --verify [FOLDER...]                    hash every shard again; OK, or the bad one's name
 
 The named sources are values in configs/sources.py. Options are key=value, a leading -- is accepted:
     tokens=N                training tokens to prepare, split among several sources by configs/mixture.py (all there are)
@@ -16,24 +16,26 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
                             unfinished, another share goes on with what was read
     processes=N             tasks at the same time, an input file each (local: one per core; demo: 1; slurm, ray: 100)
     on=slurm partition=P    submit an array of jobs, time=20:00:00 each, and one behind them that makes the shards;
-                            --dry-run prints them. on=ray: a running Ray cluster. all see out= and this folder
+                            --dry-run prints them. on=ray: a running Ray cluster. all see out= and
+                            this folder
     decontaminate=FILE,...  drop documents that share 13 words in a row with these evaluation files
     skip_bad=true           leave out files that cannot be read and rows that cannot be used, and count them, rather
                             than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)
     column=NAME             local, hf: which column holds the text, nested by dots as in meta.text (text)
     instruct=true           local: .jsonl or .parquet rows {"prompt": ..., "response": ...}, only responses are learned, or
-                            {"messages": [...]}, rendered by the tokenizer's chat template, of which only what
-                            the assistant wrote is learned; spelled special tokens are tokens in both
+                            {"messages": [...]}, rendered by the tokenizer's chat template, of which
+                            only what the assistant wrote is learned; spelled special tokens are
+                            tokens in both
     control_tokens=text     keep text where plain text spells a control token that tokenizer.json does not call
                             special, such as <tool_call> (ids: it becomes that token)
     license=WORDS           local, hf: written to index.json (not stated; hf: what the data set's card says)
     revision=, files=       hf: a commit or branch; a pattern of file names, such as files=sample/10BT/*.parquet or
                             'files={en,de}/*.json.gz', quoted as the shell expands braces itself
 
-A document that came before, word for word, in this source or another one of the folder, is dropped. Killed at any
-moment, the same command goes on, and the shards end as if nothing had happened, however many processes there were.
-"""
+A document that came before, word for word, in this source or another one of the folder, is dropped.
+Killed at any moment, the same command goes on, and the shards end as if nothing had happened,
+however many processes there were."""
 
 import signal
 import sys
@@ -46,20 +48,35 @@ from configs.sources import SOURCES
 from prepare import harvest
 from prepare.pipeline import HASH_STEPS, Job, begun, prepare, show, verify
 from prepare.sources import PAIR, Source, any_dataset, check, local_source
-from runtime.cli import FilePath, MachineError, UserError, help_page, nearest, read_options, run_command
+from runtime.cli import (
+    FilePath,
+    MachineError,
+    UserError,
+    help_page,
+    nearest,
+    read_options,
+    run_command,
+)
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes", "control_tokens"}
 STREAMED = COMMON | {"tokens", "decontaminate", "skip_bad", "on", "partition", "time", "dry_run"}
-KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
-        "hf": STREAMED | {"name", "column", "license", "revision", "files"},
-        "check-sources": set(), "show": set(), "verify": set()}
-DEFAULTS = {"demo": {"out": "data/demo", "tokenizer": "byte", "val_share": 0.04, "processes": 1}}   # small: a larger share
+KEYS = {
+    "demo": COMMON,
+    "local": STREAMED | {"name", "column", "license", "instruct"},
+    "named": STREAMED | {"name"},
+    "hf": STREAMED | {"name", "column", "license", "revision", "files"},
+    "check-sources": set(),
+    "show": set(),
+    "verify": set(),
+}
+# small: a larger share
+DEFAULTS = {"demo": {"out": "data/demo", "tokenizer": "byte", "val_share": 0.04, "processes": 1}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Job):
-    words: tuple[FilePath, ...] = ()    # files, folders or sources, as the command takes them
+    words: tuple[FilePath, ...] = ()  # files, folders or sources, as the command takes them
     tokens: float | None = None
     name: str | None = None
     column: str = "text"
@@ -69,27 +86,51 @@ class Options(Job):
     files: str | None = None
 
     def __post_init__(self):
-        for key, low, high in ("val_share", 1 / HASH_STEPS, 0.5), ("tokens", 1, 2**53), ("processes", 1, 1024):
+        for key, low, high in (
+            ("val_share", 1 / HASH_STEPS, 0.5),
+            ("tokens", 1, 2**53),
+            ("processes", 1, 1024),
+        ):
             if (value := getattr(self, key)) is not None and not low <= value <= high:
                 raise UserError(f"{key}={value} must be a number from {low} to {high}")
-        if (self.on == "slurm") != (self.partition is not None) or (self.dry_run and self.on != "slurm"):
-            raise UserError("on=slurm needs partition=NAME, a queue of your cluster; that and --dry-run are for on=slurm alone")
+        if (self.on == "slurm") != (self.partition is not None) or (
+            self.dry_run and self.on != "slurm"
+        ):
+            raise UserError(
+                "on=slurm needs partition=NAME, a queue of your cluster; that and --dry-run are for"
+                " on=slurm alone"
+            )
 
 
 def _sources(kind: str, command: str, words: list[str], options: Options) -> Iterator[Source]:
-    """With shares of `tokens` by the mixture's weights among those named. Raises UserError for what cannot be a source."""
+    """With shares of `tokens` by the mixture's weights among those named. Raises UserError for what
+    cannot be a source."""
     if kind == "demo":
         sources = harvest.demo_sources()
     elif kind == "local":
-        sources = [local_source(options.name or "", words, PAIR if options.instruct else (options.column,), options.license)]
+        sources = [
+            local_source(
+                options.name or "",
+                words,
+                PAIR if options.instruct else (options.column,),
+                options.license,
+            )
+        ]
     elif kind == "hf":
         dataset = command.removeprefix("hf:")
         name = options.name or dataset.partition("/")[2].lower()
         folder = Path(options.out) / name
         held = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder)
         # The commit that it holds, or part of it: one pushed meanwhile must not stop a resume.
-        revision = options.revision or (held["revision"] if held.get("dataset") == dataset else None)
-        sources = [replace(any_dataset(dataset, options.column, revision, options.files, options.license), name=name)]
+        revision = options.revision or (
+            held["revision"] if held.get("dataset") == dataset else None
+        )
+        sources = [
+            replace(
+                any_dataset(dataset, options.column, revision, options.files, options.license),
+                name=name,
+            )
+        ]
     elif options.name and words:
         raise UserError(f"name={options.name} can name one source, not {1 + len(words)}")
     else:
@@ -97,8 +138,13 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> Ite
     weights = [MIXTURE.get(source.name, 0) if len(sources) > 1 else 1 for source in sources]
     for source, weight in zip(sources, weights, strict=True):
         if options.tokens and not weight:
-            raise UserError(f"{source.name} has no share in configs/mixture.py: prepare it by a command of its own")
-        yield replace(source, budget=options.tokens and max(1, round(options.tokens * weight / sum(weights))))
+            raise UserError(
+                f"{source.name} has no share in configs/mixture.py: prepare it by a command of"
+                " its own"
+            )
+        yield replace(
+            source, budget=options.tokens and max(1, round(options.tokens * weight / sum(weights)))
+        )
 
 
 def _named(name: str, known_as: str | None = None) -> Source:
@@ -108,43 +154,74 @@ def _named(name: str, known_as: str | None = None) -> Source:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command line; returns the exit code: 0, 2 for a mistake told on stderr, 1 for the machine's faults."""
+    """Runs the command line; returns the exit code: 0, 2 for a mistake told on stderr, 1 for the
+    machine's faults."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    for stream in (sys.stdout, sys.stderr):     # names and texts of any language, on a terminal of ASCII too
+    # names and texts of any language, on a terminal of ASCII too
+    for stream in (sys.stdout, sys.stderr):
         getattr(stream, "reconfigure", dict)(errors="backslashreplace")
     try:
         return _run(arguments)
     except (UserError, MachineError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
-    except BrokenPipeError:     # --show | head
+    except BrokenPipeError:  # --show | head
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"{where}{error.strerror or error}; what was prepared stays, and the same command goes on", file=sys.stderr)
-        # What a path itself is to blame for is the user's mistake; no space, input/output, the network are not.
-        return 2 if isinstance(error, (PermissionError, NotADirectoryError, FileNotFoundError, FileExistsError)) else 1
+        print(
+            f"{where}{error.strerror or error}; what was prepared stays, and the same command"
+            " goes on",
+            file=sys.stderr,
+        )
+        # What a path itself is to blame for is the user's mistake; no space, input/output, the
+        # network are not.
+        return (
+            2
+            if isinstance(
+                error, (PermissionError, NotADirectoryError, FileNotFoundError, FileExistsError)
+            )
+            else 1
+        )
     except (KeyboardInterrupt, SystemExit) as error:
-        print("\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr)
+        print(
+            "\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr
+        )
         return error.code if isinstance(error, SystemExit) else 130
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _run(arguments: list[str]) -> int:
-    words = [word for word in arguments if "=" not in word and word.replace("_", "-") != "--dry-run"]
+    words = [
+        word for word in arguments if "=" not in word and word.replace("_", "-") != "--dry-run"
+    ]
     if arguments and not words:
-        raise UserError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
+        raise UserError(
+            f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu;"
+            " --help lists all"
+        )
     if (command := (words[0] if words else "help").removeprefix("--")) in ("help", "-h"):
         print(help_page(__doc__))
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
     if kind not in KEYS:
         commands = [key for key in KEYS if key not in ("named", "hf")]
-        raise UserError(f"there is no command {words[0]!r}{nearest(command, [*commands, *SOURCES])}")
+        raise UserError(
+            f"there is no command {words[0]!r}{nearest(command, [*commands, *SOURCES])}"
+        )
     first = arguments.index(words[0])
-    options = read_options(Options, arguments[:first] + arguments[first + 1:], ("words",), KEYS[kind], DEFAULTS.get(kind))
-    words, folders = list(options.words), [Path(word) for word in options.words] or [Path(options.out)]
+    options = read_options(
+        Options,
+        arguments[:first] + arguments[first + 1 :],
+        ("words",),
+        KEYS[kind],
+        DEFAULTS.get(kind),
+    )
+    words, folders = (
+        list(options.words),
+        [Path(word) for word in options.words] or [Path(options.out)],
+    )
     if kind in ("show", "verify"):
         verify(folders) if kind == "verify" else [show(folder) for folder in folders]
         return 0
@@ -158,7 +235,10 @@ def _run(arguments: list[str]) -> int:
                 code = 2 if isinstance(error, UserError) else max(code, 1)
         return code
     if kind in ("demo", "hf") and words:
-        raise UserError(f"{command} takes no {words[0]!r}: your files are for `local`, a data set is prepared at a time")
+        raise UserError(
+            f"{command} takes no {words[0]!r}: your files are for `local`, a data set is prepared"
+            " at a time"
+        )
     prepare(_sources(kind, command, words, options), options)
     return 0
 

@@ -9,12 +9,12 @@
     python train.py configs/continue_llama.py                               on from an imported model (step_00000000)
     python train.py --help                                                  every key, its default and meaning
 
-What a config file imports is looked for beside it first: a copied pair of configs has its own _bf16 file as its parent.
-A run lives in out/<run>/. The same command again resumes it from its newest sound checkpoint, or says that it is finished.
-Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (not under nohup) finishes the step, saves and leaves; so does the end of torchrun. A second
-signal of its kind leaves at once. torchrun kills its workers 30 s after SIGTERM: where a step and a save take longer, give it
---shutdown-timeout=600.
-"""
+What a config file imports is looked for beside it first: a copied pair of configs has its own _bf16
+file as its parent. A run lives in out/<run>/. The same command again resumes it from its newest
+sound checkpoint, or says that it is finished. Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP (not under nohup)
+finishes the step, saves and leaves; so does the end of torchrun. A second signal of its kind leaves
+at once. torchrun kills its workers 30 s after SIGTERM: where a step and a save take longer, give it
+--shutdown-timeout=600."""
 
 import math
 import sys
@@ -35,50 +35,58 @@ from runtime.run import Run
 
 
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
-    """Train `config`, made from `config_files`, on the ranks of `world`, from where it stands to summary.json. Raises UserError,
-    MachineError."""
+    """Train `config`, made from `config_files`, on the ranks of `world`, from where it stands to
+    summary.json. Raises UserError, MachineError."""
     with Run.open(config, world, config_files) as run:
         if run.is_finished:
             return
         model, optimizer, accumulation = run.model, run.optimizer, config.accumulation(world.size)
-        while (step := run.next_step()) is not None:        # steps done; validates and goes back where that is due
-
-            # ---- forward and backward --------------------------------------------------------------------------------
+        # steps done; validates and goes back where that is due
+        while (step := run.next_step()) is not None:
+            # ---- forward and backward ------------------------------------------------------------
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
-            targets = run.data.targets(step + run.progress.data_offset)     # of all ranks: fewer than tokens, or 0, with prompts
+            # of all ranks: fewer than tokens, or 0, with prompts
+            targets = run.data.targets(step + run.progress.data_offset)
             step_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
-            run.scales.begin(step_scale)                    # of fp8.scaling=delayed: from the steps before
+            run.scales.begin(step_scale)  # of fp8.scaling=delayed: from the steps before
             loss_sum = torch.zeros((), device=world.device)
             for micro in range(accumulation):
-                x, y = run.next_batch()                     # (B, T) each
+                x, y = run.next_batch()  # (B, T) each
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
                 micro_loss = model(x, y).sum()
                 (micro_loss * step_scale).backward()
                 loss_sum += micro_loss.detach()
 
-            # ---- clip, one host read ---------------------------------------------------------------------------------
+            # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
             grad_norm = parallel.clip_gradients(model, config.optim.clip)
-            sums = parallel.all_sum(torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.is_set()))), world)
-            n_saturated = run.scales.end(step_scale)        # tensors beyond their delayed scale
-            loss, stops, grad_norm, n_saturated = torch.cat((sums, torch.stack((grad_norm, n_saturated)))).tolist()
-            loss = loss / targets if targets else math.nan      # a mean over nothing
+            sums = parallel.all_sum(
+                torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.is_set()))), world
+            )
+            n_saturated = run.scales.end(step_scale)  # tensors beyond their delayed scale
+            loss, stops, grad_norm, n_saturated = torch.cat(
+                (sums, torch.stack((grad_norm, n_saturated)))
+            ).tolist()
+            loss = loss / targets if targets else math.nan  # a mean over nothing
 
-            # ---- judge, update ---------------------------------------------------------------------------------------
+            # ---- judge, update -------------------------------------------------------------------
             verdict = run.guard.judge(step, loss, grad_norm, targets)
             if verdict in (Verdict.OK, Verdict.SPIKE):
-                run.saver.staged()                          # the save under way has its copy of the weights
+                run.saver.staged()  # the save under way has its copy of the weights
                 optimizer.step()
                 run.progress.updates += 1
                 fp8.refresh_weight_copies(model)
-            if verdict not in (Verdict.ROLLBACK, Verdict.STOP):     # whose gradients a diagnosis looks at
+            # whose gradients a diagnosis looks at
+            if verdict not in (Verdict.ROLLBACK, Verdict.STOP):
                 fp8.zero_gradients(model)
 
-            run.end_step(verdict, loss, grad_norm, lr, step_scale, stops > 0, int(n_saturated))     # log, probe, save, roll back
+            # log, probe, save, roll back
+            run.end_step(verdict, loss, grad_norm, lr, step_scale, stops > 0, int(n_saturated))
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done (or saved on request), 1 the machine failed us, 2 the user's mistake."""
+    """Returns the exit code: 0 done (or saved on request), 1 the machine failed us, 2 the user's
+    mistake."""
     if not argv or {"-h", "--help"} & set(argv):
         print(help_page(__doc__, help_text()))
         return 0 if argv else 2
@@ -100,16 +108,24 @@ def main(argv: list[str]) -> int:
         code = 0
     except (UserError, MachineError) as error:
         said, code = error, 2 if isinstance(error, UserError) else 1
-    except BrokenPipeError:     # `| head` has what it wanted; of a run the log goes on without a reader
+    except BrokenPipeError:
+        # `| head` has what it wanted; of a run the log goes on without a reader
         raise
     except OSError as error:
-        where = error.filename or (config.run_dir if config else "a file")      # a full disk names no file
-        said, code = f"{where}: {error.strerror or error}; correct it and run the same command again", 1
+        # a full disk names no file
+        where = error.filename or (config.run_dir if config else "a file")
+        said, code = (
+            f"{where}: {error.strerror or error}; correct it and run the same command again",
+            1,
+        )
     except KeyboardInterrupt:
-        said, code = "interrupted; what was saved stays, and the same command goes on from there", 130
+        said, code = (
+            "interrupted; what was saved stays, and the same command goes on from there",
+            130,
+        )
     if said is not None and (world is None or world.is_main):
         print(f"train.py: {said}", file=sys.stderr, flush=True)
-    elif world is not None and hasattr(said, "__notes__"):      # met by this rank, perhaps alone
+    elif world is not None and hasattr(said, "__notes__"):  # met by this rank, perhaps alone
         print(f"\ntrain.py: rank {world.rank}: {said}", file=sys.stderr, flush=True)
     if world is not None and world.size > 1:
         parallel.finish(world, code)

@@ -4,11 +4,11 @@
     python -m bench.data mb=1000 processes=1,8,16
     python -m bench.data mb=3 processes=1 repeats=1         a rehearsal
 
-The text is what this Python installation contains, repeated until there is enough of it; a first line of its own keeps each
-copy of a document from counting as a duplicate. In turns, so that what drifts cancels in the ratios: raw, which is
-tiktoken.encode_to_numpy by tiktoken's own pattern on the documents in memory, in one process, and `prepare_data.py local` with n
-processes as a user starts it. Then the loader: Data.batch on one core, from the page cache.
-"""
+The text is what this Python installation contains, repeated until there is enough of it; a first
+line of its own keeps each copy of a document from counting as a duplicate. In turns, so that what
+drifts cancels in the ratios: raw, which is tiktoken.encode_to_numpy by tiktoken's own pattern on
+the documents in memory, in one process, and `prepare_data.py local` with n processes as a user
+starts it. Then the loader: Data.batch on one core, from the page cache."""
 
 import json
 import shutil
@@ -32,15 +32,15 @@ from runtime.data import Data
 from runtime.machine import ROOT, device_name
 from runtime.shards import read_index
 
-LOADED_TOKENS = 2**25           # of one turn of the loader, at most
+LOADED_TOKENS = 2**25  # of one turn of the loader, at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    mb: float = 100                     # megabytes of text
+    mb: float = 100  # megabytes of text
     processes: tuple[int, ...] = (1, 2)
-    repeats: int = 3                    # turns of each
-    folder: FilePath = "out"            # on the disk to be measured; what is written there is removed
+    repeats: int = 3  # turns of each
+    folder: FilePath = "out"  # on the disk to be measured; what is written there is removed
 
 
 @command(__doc__, Options)
@@ -51,24 +51,38 @@ def main(options: Options) -> None:
         texts = list(some_text(options.mb))
         files = [folder / f"{i}.jsonl" for i in range(8)]
         for i, file in enumerate(files):
-            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[i::len(files)]))
+            file.write_text(
+                "".join(json.dumps({"text": text}) + "\n" for text in texts[i :: len(files)])
+            )
         mb = sum(len(text.encode()) for text in texts) / 1e6
-        print(f"{mb:.1f} MB of text in {len(texts):,} documents on {device_name(torch.device('cpu'))}")
+        print(
+            f"{mb:.1f} MB of text in {len(texts):,} documents on {device_name(torch.device('cpu'))}"
+        )
         encode = tiktokens_own()
-        raw(encode, texts[:100])        # warm
+        raw(encode, texts[:100])  # warm
         for n in options.processes:
-            turns = [(raw(encode, texts), prepare(files, folder / "out", n)) for _ in range(options.repeats)]
+            turns = [
+                (raw(encode, texts), prepare(files, folder / "out", n))
+                for _ in range(options.repeats)
+            ]
             encoded, whole = (mb / min(column) for column in zip(*turns, strict=True))
             ratio = statistics.median(one / (n * all_of_it) for one, all_of_it in turns)
-            print(f"{n} processes: raw tiktoken {encoded:.1f} MB/s in one, prepare_data.py {whole:.1f} MB/s, median ratio "
-                  f"{ratio:.2f} of {n} x raw")
+            print(
+                f"{n} processes: raw tiktoken {encoded:.1f} MB/s in one, prepare_data.py"
+                f" {whole:.1f} MB/s, median ratio {ratio:.2f} of {n} x raw"
+            )
         print(f"loader: {loader(folder / 'out') / 1e6:.0f}M tokens/s on one core")
 
 
 def some_text(mb: float) -> Iterator[str]:
     """What is installed, its sources by turns, over and over until there are `mb` megabytes."""
-    harvested = (document for _ in count() for row in zip_longest(*map(harvest.documents, harvest.LICENSES))
-                 for document in row if document)
+    harvested = (
+        document
+        for _ in count()
+        for row in zip_longest(*map(harvest.documents, harvest.LICENSES))
+        for document in row
+        if document
+    )
     size = 0
     for number, document in enumerate(harvested):
         text = f"document {number}\n{document}"
@@ -82,10 +96,16 @@ def tiktokens_own() -> Callable:
     """encode_to_numpy of GPT-2 by tiktoken's own pattern; ours gives the same ids faster."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
+
     ranks = {token: rank for rank, token in enumerate(tokenizer.token_bytes())}
-    # With its special token, as GPT-2 has it: without any, tiktoken searches for the empty string, which is slower.
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks,
-                             special_tokens={tokenizer.END_OF_TEXT: len(ranks)}).encode_to_numpy
+    # With its special token, as GPT-2 has it: without any, tiktoken searches for the empty string,
+    # which is slower.
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={tokenizer.END_OF_TEXT: len(ranks)},
+    ).encode_to_numpy
 
 
 def raw(encode: Callable, texts: list[str]) -> float:
@@ -100,15 +120,29 @@ def prepare(files: list[Path], out: Path, n: int) -> float:
     """Seconds of the command."""
     shutil.rmtree(out, ignore_errors=True)
     began = time.perf_counter()
-    subprocess.run([sys.executable, ROOT / "prepare_data.py", "local", *files, "name=bench", f"out={out}", f"processes={n}",
-                    "val_share=0.05"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [
+            sys.executable,
+            ROOT / "prepare_data.py",
+            "local",
+            *files,
+            "name=bench",
+            f"out={out}",
+            f"processes={n}",
+            "val_share=0.05",
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return time.perf_counter() - began
 
 
 def loader(folder: Path) -> float:
     """Tokens/s on one core from the page cache, which a first turn fills."""
-    config = load_config(ROOT / "configs/gpt50m_bf16.py", [
-        f"data.dir={folder}", "data.mixture=bench:1", "data.max_epochs=1e6", "eval.tokens=2048"])
+    config = load_config(
+        ROOT / "configs/gpt50m_bf16.py",
+        [f"data.dir={folder}", "data.mixture=bench:1", "data.max_epochs=1e6", "eval.tokens=2048"],
+    )
     index, tokens = read_index(folder / "bench"), config.data.tokens_per_step
     data = Data(config, index.tokenizer_sha256)
     steps = max(1, min(LOADED_TOKENS, index.splits["train"].tokens) // tokens)

@@ -1,17 +1,19 @@
-"""Time single Linears in BF16 against FP8 on the GPU at hand, for fp8.recipe=auto to go by; our cast kernels; matmuls alone.
+"""Time single Linears in BF16 against FP8 on the GPU at hand, for fp8.recipe=auto to go by; our
+cast kernels; matmuls alone.
 
-    python -m bench.kernels budget=540                      every Linear shape of configs/gpt*_bf16.py; again: what is missing
+    python -m bench.kernels budget=540  every Linear shape of configs/gpt*_bf16.py; again: what is missing
     python -m bench.kernels shapes=2048x11264 recipes=tensorwise,tensorwise+kernels,tensorwise+kernels+fast_backward
-    python -m bench.kernels casts                           our Triton kernels against a copy of as many bytes
-    python -m bench.kernels matmuls                         TFLOP/s of the three matmuls of each Linear of 1.5B, BF16 and FP8
-    python -m bench.kernels shapes=64x64 tokens=64 out=out/cpu.json         a rehearsal without a GPU, uncompiled
+    python -m bench.kernels casts       our Triton kernels against a copy of as many bytes
+    python -m bench.kernels matmuls     TFLOP/s of the three matmuls of each Linear of 1.5B, BF16 and FP8
+    python -m bench.kernels shapes=64x64 tokens=64 out=out/cpu.json  a rehearsal without a GPU, uncompiled
 
-A Linear is timed as RMSNorm -> Linear -> sigmoid on `tokens` rows of random BF16, forward and backward, compiled in one graph:
-the casts to FP8 can fuse with norm and sigmoid as they do in training; being in both arms, these pull the ratio towards 1, as in
-training. Gradient accumulation and what BF16 and +kernels do once a step (casting the weight) are not timed. FP8 runs between two
-turns of BF16 and is compared with their mean, so that what drifts cancels. The table gets the median ratio BF16 / FP8 of the
-turns, their 10th and 90th percentile, GPU, versions and commits (runtime/speed.py has its format), after every row.
-"""
+A Linear is timed as RMSNorm -> Linear -> sigmoid on `tokens` rows of random BF16, forward and
+backward, compiled in one graph: the casts to FP8 can fuse with norm and sigmoid as they do in
+training; being in both arms, these pull the ratio towards 1, as in training. Gradient accumulation
+and what BF16 and +kernels do once a step (casting the weight) are not timed. FP8 runs between two
+turns of BF16 and is compared with their mean, so that what drifts cancels. The table gets the
+median ratio BF16 / FP8 of the turns, their 10th and 90th percentile, GPU, versions and commits
+(runtime/speed.py has its format), after every row."""
 
 import re
 import shlex
@@ -40,58 +42,104 @@ BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 class Options:
     what: Literal["linears", "casts", "matmuls"] = "linears"
     out: FilePath = str(speed.SHIPPED.relative_to(ROOT))  # table that receives the rows of linears
-    shapes: tuple[str, ...] = ()    # Linears to time, inputs x outputs, as 2048x11264,2048x2048; () = those of the six sizes
-    recipes: tuple[str, ...] = ()   # recipes to time; () = those that auto chooses from
-    tokens: int = 16384             # M, rows of the input: the tokens of a micro-batch
-    turns: int = 7                  # of FP8 per row, each between two of BF16
-    budget: float | None = None     # seconds after which no further row is begun; none = all rows
+    # Linears to time, inputs x outputs, as 2048x11264,2048x2048; () = those of the six sizes
+    shapes: tuple[str, ...] = ()
+    recipes: tuple[str, ...] = ()  # recipes to time; () = those that auto chooses from
+    tokens: int = 16384  # M, rows of the input: the tokens of a micro-batch
+    turns: int = 7  # of FP8 per row, each between two of BF16
+    budget: float | None = None  # seconds after which no further row is begun; none = all rows
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
+    """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130
+    interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     told = shlex.join(["python", "-m", "bench.kernels", *arguments])
-    return command(__doc__, Options, "what")(lambda options: {
-        "linears": partial(time_linears, options, device, told), "casts": partial(time_casts, device),
-        "matmuls": partial(time_matmuls, options, device)}[options.what]())(arguments)
+    return command(__doc__, Options, "what")(
+        lambda options: {
+            "linears": partial(time_linears, options, device, told),
+            "casts": partial(time_casts, device),
+            "matmuls": partial(time_matmuls, options, device),
+        }[options.what]()
+    )(arguments)
 
 
 def milliseconds(call: Callable, device: torch.device) -> float:
     """Of one call, the median; on a GPU the GPU's own time."""
     if device.type == "cuda":
         from triton.testing import do_bench
+
         return do_bench(call, return_mode="median")
     return 1e3 * float(np.median(timeit.repeat(call, timer=time.perf_counter, number=1, repeat=5)))
 
 
-def in_turns(a: Callable, b: Callable, turns: int, device: torch.device) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Milliseconds of A and B in the turns A B A B .. A, (turns + 1) and (turns), and A / B (turns): of each turn of B against
-    the mean of its two neighbours among A's, so that a linear drift cancels."""
+def in_turns(
+    a: Callable, b: Callable, turns: int, device: torch.device
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Milliseconds of A and B in the turns A B A B .. A, (turns + 1) and (turns), and A / B
+    (turns): of each turn of B against the mean of its two neighbours among A's, so that a linear
+    drift cancels."""
     ms = np.array([milliseconds(call, device) for call in (a, *(b, a) * turns)])
     return ms[::2], ms[1::2], (ms[:-2:2] + ms[2::2]) / 2 / ms[1::2]
 
 
-# -------------------------------------------------------------------------------------------------------------- Linears
+# ----------------------------------------------------------------------------------------- Linears
+
 
 def time_linears(options: Options, device: torch.device, command: str) -> int:
     """Time what the table lacks, smallest shapes first; returns the exit code. Raises UserError."""
-    out = ROOT / options.out        # an absolute one stays as it is
+    out = ROOT / options.out  # an absolute one stays as it is
     if device.type == "cpu" and out.resolve() == speed.SHIPPED:
-        raise UserError("a CPU's timings say nothing about a GPU: give out=ANOTHER.json to rehearse")
+        raise UserError(
+            "a CPU's timings say nothing about a GPU: give out=ANOTHER.json to rehearse"
+        )
     shapes, recipes, env = shapes_of(options), recipes_of(options), environment(device, ROOT)
-    setup = {"torch": env["torch"], "torchao": env["torchao"], "driver": nvidia_smi("driver_version")[0],
-             "timer": "CUDA events" if device.type == "cuda" else "perf_counter, uncompiled: a rehearsal on a CPU"}
-    table = speed.load_table(out) if out.exists() else {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
+    setup = {
+        "torch": env["torch"],
+        "torchao": env["torchao"],
+        "driver": nvidia_smi("driver_version")[0],
+        "timer": (
+            "CUDA events"
+            if device.type == "cuda"
+            else "perf_counter, uncompiled: a rehearsal on a CPU"
+        ),
+    }
+    table = (
+        speed.load_table(out)
+        if out.exists()
+        else {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
+    )
     entries = table["measured"].setdefault(speed.architecture_of(env["device"]) or "cpu", [])
     entry = next((entry for entry in entries if entry["gpu"] == env["device"]), None)
     if entry is None:
-        entries.append(entry := {"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
+        entries.append(
+            entry := {
+                "gpu": env["device"],
+                "date": None,
+                **setup,
+                "commit": None,
+                "command": command,
+                "rows": [],
+            }
+        )
     if differs := [key for key in setup if entry[key] != setup[key]]:
-        raise UserError(f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it is "
-                        f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take the entry out")
+        raise UserError(
+            f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it"
+            f" is {setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or"
+            " take the entry out"
+        )
     there = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}
-    todo = [(recipe, K, N) for K, N in shapes for recipe in recipes if (recipe, K, N, options.tokens) not in there]
-    print(f"{env['device']}: {len(todo)} rows to time, {len(shapes) * len(recipes) - len(todo)} are there", flush=True)
+    todo = [
+        (recipe, K, N)
+        for K, N in shapes
+        for recipe in recipes
+        if (recipe, K, N, options.tokens) not in there
+    ]
+    print(
+        f"{env['device']}: {len(todo)} rows to time, {len(shapes) * len(recipes) - len(todo)} are"
+        " there",
+        flush=True,
+    )
     commits = [*(entry["commit"] or "").split(", "), env["git_commit"]]
     out.parent.mkdir(parents=True, exist_ok=True)
     began, failed = time.perf_counter(), 0
@@ -101,51 +149,76 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
             break
         try:
             row, ms = time_linear(recipe, K, N, options, device)
-        except Exception as error:      # one recipe's missing kernel or memory must not cost the other rows
+        except Exception as error:
+            # one recipe's missing kernel or memory must not cost the other rows
             failed += 1
-            print(f"{recipe:26} {K:6d} x {N:<6d} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
+            print(
+                f"{recipe:26} {K:6d} x {N:<6d} FAILED: {' '.join(str(error).split())[:300]}",
+                flush=True,
+            )
             continue
         entry["rows"].append(row)
-        entry |= {"date": env["t_start"][:10], "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None,
-                  "command": command}
+        entry |= {
+            "date": env["t_start"][:10],
+            "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None,
+            "command": command,
+        }
         write_atomically(out, speed.to_text(table))
-        print(f"{recipe:26} {K:6d} x {N:<6d} {row['ratio']:.3f}x ({row['ratio_p10']:.3f} to {row['ratio_p90']:.3f})  "
-              f"BF16 {ms:.3f} ms", flush=True)
+        print(
+            f"{recipe:26} {K:6d} x {N:<6d} {row['ratio']:.3f}x ({row['ratio_p10']:.3f} to"
+            f" {row['ratio_p90']:.3f})  BF16 {ms:.3f} ms",
+            flush=True,
+        )
     return 1 if failed else 0
 
 
-def time_linear(recipe: str, K: int, N: int, options: Options, device: torch.device) -> tuple[dict, float]:
-    """The row of one Linear, plus BF16's median milliseconds. Raises RuntimeError where FP8 computes no finite numbers."""
+def time_linear(
+    recipe: str, K: int, N: int, options: Options, device: torch.device
+) -> tuple[dict, float]:
+    """The row of one Linear, plus BF16's median milliseconds. Raises RuntimeError where FP8
+    computes no finite numbers."""
     import torch._inductor.config as inductor
-    torch.compiler.reset()          # each row compiles the same code for other shapes: dynamo's limit of variants is 8
-    torch.manual_seed(0)            # never zeros: a GPU multiplies them with less power, hence faster
+
+    # each row compiles the same code for other shapes: dynamo's limit of variants is 8
+    torch.compiler.reset()
+    torch.manual_seed(0)  # never zeros: a GPU multiplies them with less power, hence faster
     x = torch.randn(options.tokens, K, device=device, dtype=torch.bfloat16).requires_grad_()
     g = torch.randn(options.tokens, N, device=device, dtype=torch.bfloat16)
     bf16, quantised = (linear_step(name, K, N, x, g) for name in ("off", recipe))
     bf16()
-    with inductor.patch(emulate_precision_casts=recipe.startswith("rowwise")):      # as parallel.set_torch_flags does
+    # as parallel.set_torch_flags does
+    with inductor.patch(emulate_precision_casts=recipe.startswith("rowwise")):
         if not all(gradient.isfinite().all() for gradient in quantised()):
             raise RuntimeError("a gradient is not finite: the time of such a Linear means nothing")
         bf16_ms, _, ratios = in_turns(bf16, quantised, options.turns, device)
     p10, median, p90 = np.quantile(ratios, (0.1, 0.5, 0.9)).tolist()
-    return {"recipe": recipe, "K": K, "N": N, "M": options.tokens, "ratio": round(median, 4), "ratio_p10": round(p10, 4),
-            "ratio_p90": round(p90, 4)}, float(np.median(bf16_ms))
+    return {
+        "recipe": recipe,
+        "K": K,
+        "N": N,
+        "M": options.tokens,
+        "ratio": round(median, 4),
+        "ratio_p10": round(p10, 4),
+        "ratio_p90": round(p90, 4),
+    }, float(np.median(bf16_ms))
 
 
 def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -> Callable:
-    """One forward and backward pass under `recipe`, as a function that returns the gradients of x and weights."""
+    """One forward and backward pass under `recipe`, as a function that returns the gradients of x
+    and weights."""
     with torch.device(x.device):
-        norm, linear = RMSNorm(K, 1e-5), nn.Sequential(Linear(K, N))        # a Sequential, in which runtime.fp8 can swap it
+        # a Sequential, in which runtime.fp8 can swap it
+        norm, linear = RMSNorm(K, 1e-5), nn.Sequential(Linear(K, N))
     nn.init.ones_(norm.weight)
-    nn.init.normal_(linear[0].weight, std=K ** -0.5)
+    nn.init.normal_(linear[0].weight, std=K**-0.5)
     fp8.check_hardware(fp8.by_name(recipe), x.device)
     if recipe == "off":
-        fp8.keep_bf16_copies(linear)        # as in training on one process
+        fp8.keep_bf16_copies(linear)  # as in training on one process
     else:
         fp8.convert(linear, fp8.by_name(recipe), device_type=x.device.type)
     piece = nn.Sequential(norm, linear, nn.Sigmoid())
-    piece.compute_dtype = BF16      # as a GPT has it
-    fp8.refresh_weight_copies(piece)        # once, as in a step of many micro-batches
+    piece.compute_dtype = BF16  # as a GPT has it
+    fp8.refresh_weight_copies(piece)  # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())
@@ -153,12 +226,16 @@ def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -
 
 
 def shapes_of(options: Options) -> list[tuple[int, int]]:
-    """(inputs K, outputs N) of the Linears asked for, else of those of the gpt*_bf16 configs, each once, smallest first."""
+    """(inputs K, outputs N) of the Linears asked for, else of those of the gpt*_bf16 configs, each
+    once, smallest first."""
     shapes = set()
     for text in options.shapes:
         pair = re.fullmatch(r"(\d+)x(\d+)", text)
         if not pair or any(int(n) % 16 or not int(n) for n in pair.groups()):
-            raise UserError(f"shapes={text!r} is no shape: write inputs x outputs, both multiples of 16, as 2048x11264")
+            raise UserError(
+                f"shapes={text!r} is no shape: write inputs x outputs, both multiples of 16, as"
+                " 2048x11264"
+            )
         shapes.add((int(pair[1]), int(pair[2])))
     for path in [] if shapes else (ROOT / "configs").glob("gpt*_bf16.py"):
         layers = GPT.on_meta(load_config(path).model).modules()
@@ -176,17 +253,23 @@ def recipes_of(options: Options) -> tuple[str, ...]:
     return options.recipes or fp8.CANDIDATES + fp8.KERNEL_CANDIDATES
 
 
-# ------------------------------------------------------------------------------------------------------ casts and matmuls
+# ------------------------------------------------------------------------------- casts and matmuls
 
 # what is cast, rows M, columns K, its dtype, FP8's: 16 x 1024 tokens at 1.5B, 64 x 1024 at 125M
-CASTS = (("x of qkv, out, gate_up, 1.5B", 16384, 2048, BF16, E4M3), ("x of down, 1.5B", 16384, 5632, BF16, E4M3),
-         ("g of gate_up, 1.5B", 16384, 11264, BF16, E5M2), ("g of out, down, 1.5B", 16384, 2048, BF16, E5M2),
-         ("weight of gate_up, 1.5B", 11264, 2048, torch.float32, E4M3), ("x of qkv, 125M", 65536, 768, BF16, E4M3),
-         ("logits, 1.5B", 16384, 50304, BF16, E5M2))
+CASTS = (
+    ("x of qkv, out, gate_up, 1.5B", 16384, 2048, BF16, E4M3),
+    ("x of down, 1.5B", 16384, 5632, BF16, E4M3),
+    ("g of gate_up, 1.5B", 16384, 11264, BF16, E5M2),
+    ("g of out, down, 1.5B", 16384, 2048, BF16, E5M2),
+    ("weight of gate_up, 1.5B", 11264, 2048, torch.float32, E4M3),
+    ("x of qkv, 125M", 65536, 768, BF16, E4M3),
+    ("logits, 1.5B", 16384, 50304, BF16, E5M2),
+)
 
 
 def time_casts(device: torch.device) -> None:
-    """Time each case in turns with a copy of the bytes that it cannot avoid; on a CPU a rehearsal, in torch."""
+    """Time each case in turns with a copy of the bytes that it cannot avoid; on a CPU a rehearsal,
+    in torch."""
     for what, M, K, source, format in CASTS:
         if device.type == "cpu":
             M, K = M // 64, K // 64
@@ -194,28 +277,45 @@ def time_casts(device: torch.device) -> None:
         call = partial(fp8.cast_both, x, scale, format)
         if what.startswith("logits"):
             lse, targets = torch.logsumexp(x.float(), 1), torch.randint(0, K, (M,), device=device)
-            call = partial(fp8.cross_entropy_grad, x, lse, targets, torch.ones(M, device=device), scale)
+            call = partial(
+                fp8.cross_entropy_grad, x, lse, targets, torch.ones(M, device=device), scale
+            )
         size = M * K * (source.itemsize + 2)
         half = torch.randint(0, 255, (size // 2,), dtype=torch.uint8, device=device)
         copy_ms, ms, ratios = in_turns(partial(torch.empty_like(half).copy_, half), call, 5, device)
-        print(f"{what:32} {M:6d} x {K:<6d} {np.median(ms):8.4f} ms, {np.median(ratios):.1%} of the pace of a copy, "
-              f"which moves {size / np.median(copy_ms) / 1e6:,.0f} GB/s", flush=True)
+        print(
+            f"{what:32} {M:6d} x {K:<6d} {np.median(ms):8.4f} ms, {np.median(ratios):.1%} of the"
+            f" pace of a copy, which moves {size / np.median(copy_ms) / 1e6:,.0f} GB/s",
+            flush=True,
+        )
 
 
 def time_matmuls(options: Options, device: torch.device) -> None:
-    """TFLOP/s of (M, K) @ (K, N) on random data, operands stored as cuBLAS wants them; FP8 with one scale a tensor."""
+    """TFLOP/s of (M, K) @ (K, N) on random data, operands stored as cuBLAS wants them; FP8 with one
+    scale a tensor."""
     M, one = options.tokens, torch.ones((), device=device)
     of_1p5b = ((2048, 6144), (2048, 2048), (2048, 11264), (5632, 2048), (2048, 50304))
     for K, N in shapes_of(options) if options.shapes else of_1p5b:
-        for name, (m, k, n) in {"forward": (M, K, N), "input's gradient": (M, N, K), "weight's gradient": (N, M, K)}.items():
+        for name, (m, k, n) in {
+            "forward": (M, K, N),
+            "input's gradient": (M, N, K),
+            "weight's gradient": (N, M, K),
+        }.items():
             a, b = (torch.randn(rows, k, device=device, dtype=BF16) for rows in (m, n))
             a8, b8 = a.to(E4M3 if name == "forward" else E5M2), b.to(E4M3)
             fast = (True,) if name == "forward" else (False, True)
-            calls = [partial(torch.mm, a, b.t()), *(partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, how) for how in fast)]
+            calls = [
+                partial(torch.mm, a, b.t()),
+                *(partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, how) for how in fast),
+            ]
             bf16, *quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
-            print(f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s" + "".join(
-                f", FP8{', accumulating fast' * how} {rate:8.1f}: {rate / bf16:.2f}x"
-                for how, rate in zip(fast, quantised, strict=True)))
+            print(
+                f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s"
+                + "".join(
+                    f", FP8{', accumulating fast' * how} {rate:8.1f}: {rate / bf16:.2f}x"
+                    for how, rate in zip(fast, quantised, strict=True)
+                )
+            )
 
 
 if __name__ == "__main__":

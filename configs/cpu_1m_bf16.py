@@ -1,4 +1,5 @@
-"""1.07M parameters on bytes of text, LaTeX and code: of the study on a CPU (configs/study_cpu.py)."""
+"""1.07M parameters on bytes of text, LaTeX and code: of the study on a CPU
+(configs/study_cpu.py)."""
 
 from configs.cpu_30k_bf16 import build
 

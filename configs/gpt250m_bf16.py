@@ -2,5 +2,14 @@
 
 from configs.gpt50m_bf16 import build
 
-# 20 x 257,065,984 = 5.14B tokens = 9,807 steps of 256 sequences; a forward pass sees 32,768 tokens on each GPU.
-config = build(run="gpt250m_bf16", n_layer=16, n_embd=1024, n_ffn=2816, tokens_per_step=524_288, micro_batch=16, lr=6e-4)
+# 20 x 257,065,984 = 5.14B tokens = 9,807 steps of 256 sequences; a forward pass sees 32,768 tokens
+# on each GPU.
+config = build(
+    run="gpt250m_bf16",
+    n_layer=16,
+    n_embd=1024,
+    n_ffn=2816,
+    tokens_per_step=524_288,
+    micro_batch=16,
+    lr=6e-4,
+)

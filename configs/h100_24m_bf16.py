@@ -1,4 +1,5 @@
-"""25.4M parameters without the vocabulary's, 57.6M with them, in BF16: the largest of the H100 study."""
+"""25.4M parameters without the vocabulary's, 57.6M with them, in BF16: the largest of the H100
+study."""
 
 from configs.h100_3m_bf16 import build
 

@@ -1,11 +1,11 @@
-"""Is what FP8 costs recovered by a last phase in BF16? And does a last phase in FP8 alone cost as much?
+"""Is what FP8 costs recovered by a last phase in BF16? And does a last phase in FP8 alone cost as
+much?
 
     python scaling/sweep.py configs/study_switch.py --run jobs=2
     python scaling/precision.py out/switch
 
-Each trunk is trained in one precision; its decay, the last fifth, runs in the same and in another one. nvfp4 is here because
-its cost is large enough to see how much of it comes back.
-"""
+Each trunk is trained in one precision; its decay, the last fifth, runs in the same and in another
+one. nvfp4 is here because its cost is large enough to see how much of it comes back."""
 
 from scaling.study import Size, Study
 

@@ -1,15 +1,17 @@
-"""Read, without a GPU, which kernels torch.compile would run on an H100 for a training step: bytes, registers, spills.
+"""Read, without a GPU, which kernels torch.compile would run on an H100 for a training step: bytes,
+registers, spills.
 
-    python -m dev.compiler_plan                                     configs/gpt1p5b_bf16.py, 16 x 1024 tokens
+    python -m dev.compiler_plan  configs/gpt1p5b_bf16.py, 16 x 1024 tokens
     python -m dev.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16 model.n_ctx=1024
 
-Forward and backward pass of one micro-batch, from the first block's input to the loss and back, with train.py's model, swap of
-Linears and compiler; all blocks from the difference of two and one. Attention is a box whose bytes count; the embedding is left
-out; gradients are added to those of the micro-batch before. Bytes are what a kernel's arguments hold: what a cache saves is not
-in it. Inductor's kernels are built for sm_90, each in every configuration that a GPU would choose from; a spill is a register
-kept in memory. A graph break would raise. Nothing is timed or run. Torch's private parts are told that there is an H100 (tried
-with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
-"""
+Forward and backward pass of one micro-batch, from the first block's input to the loss and back,
+with train.py's model, swap of Linears and compiler; all blocks from the difference of two and one.
+Attention is a box whose bytes count; the embedding is left out; gradients are added to those of the
+micro-batch before. Bytes are what a kernel's arguments hold: what a cache saves is not in it.
+Inductor's kernels are built for sm_90, each in every configuration that a GPU would choose from; a
+spill is a register kept in memory. A graph break would raise. Nothing is timed or run. Torch's
+private parts are told that there is an H100 (tried with 2.11's CUDA build and 2.13's CPU build,
+which needs `pip install triton`)."""
 
 import re
 import subprocess
@@ -44,18 +46,37 @@ from runtime.cli import UserError, run_command
 from runtime.config import load_config
 from runtime.parallel import COMPUTE_DTYPE
 
-H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 80 * 2**30, "multi_processor_count": 132,
-        "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
-        "warp_size": 32, "L2_cache_size": 50 * 2**20, "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448,
-        "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": False, "is_multi_gpu_board": False}
-BUILT: dict[str, tuple[int, int]] = {}      # kernel and configuration -> registers a thread, bytes of its spills
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "major": 9,
+    "minor": 0,
+    "total_memory": 80 * 2**30,
+    "multi_processor_count": 132,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+    "L2_cache_size": 50 * 2**20,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_multiprocessor": 233472,
+    "gcnArchName": "",
+    "is_integrated": False,
+    "is_multi_gpu_board": False,
+}
+# kernel and configuration -> registers a thread, bytes of its spills
+BUILT: dict[str, tuple[int, int]] = {}
 
 
 def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    path, *overrides = arguments or ["configs/gpt1p5b_bf16.py", "data.micro_batch=16", "model.n_ctx=1024"]
+    path, *overrides = arguments or [
+        "configs/gpt1p5b_bf16.py",
+        "data.micro_batch=16",
+        "model.n_ctx=1024",
+    ]
     try:
         config = load_config(path, overrides)
     except UserError as error:
@@ -65,31 +86,48 @@ def main(arguments: list[str]) -> int:
     pretend_h100()
     one, two = (read_step(config, n, config.data.micro_batch) for n in (1, 2))
     sums = {key: one[key] + (depth - 1) * (two[key] - one[key]) for key in two}
-    print(f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch {torch.__version__}, for an H100")
+    print(
+        f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch"
+        f" {torch.__version__}, for an H100"
+    )
     for key, value in sorted(sums.items()):
         print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
     most, spilled = max(BUILT.values()), [name for name, (_, local) in BUILT.items() if local]
-    print(f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills: {', '.join(spilled) or 'none'}")
+    print(
+        f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills:"
+        f" {', '.join(spilled) or 'none'}"
+    )
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------- reading one step
+# -------------------------------------------------------------------------------- reading one step
+
 
 def read_step(config, n_layer: int, micro_batch: int) -> Counter:
-    """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss, after pretend_h100()."""
-    inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")      # as parallel.set_torch_flags does
+    """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss, after
+    pretend_h100()."""
+    # as parallel.set_torch_flags does
+    inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")
     model = GPT.on_meta(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
     fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
     fp8.DelayedScales(model)
     fp8.keep_bf16_copies(model)
     fp8.keep_gradients(model)
-    fp8.refresh_weight_copies(model)        # copies of weights that last are made between the steps, not in them
-    model.wte.forward = lambda h: h         # what comes in is the embedded tokens
+    # copies of weights that last are made between the steps, not in them
+    fp8.refresh_weight_copies(model)
+    model.wte.forward = lambda h: h  # what comes in is the embedded tokens
     passes = []
-    weights = {name: p for name, p in model.named_parameters() if config.model.tied or not name.startswith("wte.")}
+    weights = {
+        name: p
+        for name, p in model.named_parameters()
+        if config.model.tied or not name.startswith("wte.")
+    }
 
-    def on_gpu(a, a_inverse, b, b_inverse, dtype, fast=False):      # traced on CPU tensors, where it would be emulated
-        return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+    # traced on CPU tensors, where it would be emulated
+    def on_gpu(a, a_inverse, b, b_inverse, dtype, fast=False):
+        return torch._scaled_mm(
+            a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast
+        )
 
     def step(h, y, tensors):
         return torch.func.functional_call(model, tensors, (h, y)).sum()
@@ -101,46 +139,74 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     def keep(graph, _):
         passes.append(graph)
         return make_boxed_func(graph)
-    with (FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)),
-          mock.patch.object(fp8, "scaled_mm", on_gpu),
-          mock.patch.object(fp8, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype))):
+
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        mock.patch.object(fp8, "scaled_mm", on_gpu),
+        mock.patch.object(fp8, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype)),
+    ):
         shape = (micro_batch, config.model.n_ctx)
-        tensors = {name: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
-                   for name, t in [*weights.items(), *model.named_buffers()]}
+        tensors = {
+            name: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
+            for name, t in [*weights.items(), *model.named_buffers()]
+        }
         h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
-        aot_function(step, keep, keep, partition_fn=partition, decompositions=select_decomp_table())(
-            h, torch.zeros(shape, dtype=torch.long), tensors).backward()
+        aot_function(
+            step, keep, keep, partition_fn=partition, decompositions=select_decomp_table()
+        )(h, torch.zeros(shape, dtype=torch.long), tensors).backward()
     lasting = {id(m.weight) for m in model.modules() if getattr(m, "total", None) is not None}
-    outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)     # read twice, written once
+    # read twice, written once
+    outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)
     forward, backward = passes
-    sums = _lower(forward, "forward") + _lower(backward, "backward") + Counter({"gradients added outside": outside})
-    kept = [node.meta["val"] for node in forward.graph.output_node().args[0][1:]
-            if isinstance(node, torch.fx.Node) and node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)]
+    sums = (
+        _lower(forward, "forward")
+        + _lower(backward, "backward")
+        + Counter({"gradients added outside": outside})
+    )
+    kept = [
+        node.meta["val"]
+        for node in forward.graph.output_node().args[0][1:]
+        if isinstance(node, torch.fx.Node)
+        and node.op != "placeholder"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+    ]
     sums["kept for the backward pass"] = sum(t.numel() * t.element_size() for t in kept)
     return sums
 
 
 def _lower(graph, direction: str) -> Counter:
-    """Bytes by kind of what Inductor makes of a traced pass, on CUDA tensors that have no memory."""
+    """Bytes by kind of what Inductor makes of a traced pass, on CUDA tensors that have no
+    memory."""
     sums: Counter = Counter()
 
     def stop(lowering):
         lowering.init_wrapper_code(), lowering._update_scheduler()
         for node in lowering.scheduler.nodes:
-            if not (node.is_extern() and type(node.node).__name__ == "MultiOutput"):    # a name for one of several results
+            # a name for one of several results
+            if not (node.is_extern() and type(node.node).__name__ == "MultiOutput"):
                 sums[f"{direction}, {_kind(node)}"] += node.get_read_write_buffers_sizes()
         _build(lowering, direction)
         sums["done"] = 1
-        raise InterruptedError      # the compiler would go on to build and load the kernels
+        raise InterruptedError  # the compiler would go on to build and load the kernels
 
     gpu = torch.device("cuda", 0)
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": gpu}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+    ):
         values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-        inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=gpu) if isinstance(v, torch.Tensor) else v
-                  for v in values]
+        inputs = [
+            (
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=gpu)
+                if isinstance(v, torch.Tensor)
+                else v
+            )
+            for v in values
+        ]
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
         graph.recompile()
         with mock.patch.object(GraphLowering, "_compile_to_module", stop):
@@ -153,7 +219,8 @@ def _lower(graph, direction: str) -> Counter:
 
 
 def _build(lowering, direction: str) -> None:
-    """Compile every Triton kernel that Inductor writes for a pass, by NVIDIA's assembler, into BUILT."""
+    """Compile every Triton kernel that Inductor writes for a pass, by NVIDIA's assembler, into
+    BUILT."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     lowering.wrapper_code.push_codegened_graph(lowering)
     lowering.scheduler.codegen()
@@ -164,8 +231,15 @@ def _build(lowering, direction: str) -> None:
         for i, result in enumerate(kernel.compile_results):
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 Path(file.name).write_bytes(result.kernel.asm["cubin"])
-                usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
-            registers, local = (int(re.search(rf"{what}:(\d+)", usage.stdout)[1]) for what in ("REG", "LOCAL"))
+                usage = subprocess.run(
+                    [tools / "cuobjdump", "-res-usage", file.name],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+            registers, local = (
+                int(re.search(rf"{what}:(\d+)", usage.stdout)[1]) for what in ("REG", "LOCAL")
+            )
             BUILT[f"{direction} {name} ({i})"] = registers, local
 
 
@@ -174,44 +248,88 @@ def _kind(node) -> str:
     if not node.is_extern():
         return "written"
     called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
-    if called.removesuffix("_dtype").endswith("mm") or "add_weight_grad" in called:      # mm_dtype writes fp32
+    # mm_dtype writes fp32
+    if called.removesuffix("_dtype").endswith("mm") or "add_weight_grad" in called:
         return "matmul FP8" if node.node.inputs[0].get_dtype().itemsize == 1 else "matmul BF16"
     return "attention" if "nanofp8.attention" in called else "called"
 
 
-# ------------------------------------------------------------------------------------------------- an H100 that is not there
+# ----------------------------------------------------------------------- an H100 that is not there
+
 
 def pretend_h100() -> None:
-    """Answer torch's and Triton's questions about the GPU with an H100's properties; for the rest of this process."""
-    inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = False, False, 1
-    inductor.use_static_triton_launcher = False     # it keeps no binary
-    joint_graph.lazy_init = lambda *_: None         # patterns traced on a real GPU: of attention written out, random numbers
+    """Answer torch's and Triton's questions about the GPU with an H100's properties; for the rest
+    of this process."""
+    inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = (
+        False,
+        False,
+        1,
+    )
+    inductor.use_static_triton_launcher = False  # it keeps no binary
+    # patterns traced on a real GPU: of attention written out, random numbers
+    joint_graph.lazy_init = lambda *_: None
     properties, none = SimpleNamespace(**H100), lambda *_, **__: None
-    for name, answer in {"is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1,
-                         "get_device_properties": lambda *_: properties, "get_device_capability": lambda *_: (9, 0),
-                         "get_device_name": lambda *_: H100["name"], "set_device": none, "synchronize": none,
-                         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": none,
-                         "_lazy_init": none, "_get_device_properties": lambda *_: properties,
-                         "_exchange_device": lambda *_: 0, "_maybe_exchange_device": lambda *_: 0}.items():
+    for name, answer in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: H100["name"],
+        "set_device": none,
+        "synchronize": none,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": none,
+        "_lazy_init": none,
+        "_get_device_properties": lambda *_: properties,
+        "_exchange_device": lambda *_: 0,
+        "_maybe_exchange_device": lambda *_: 0,
+    }.items():
         setattr(torch.cuda, name, answer)
     fake_tensor.init_gpu_context = triton_helpers.set_driver_to_gpu = none
-    torch.compiler.is_compiling = lambda: True      # checks that only an eager step can make are left out
-    for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice", "_cuda_getCurrentRawStream"):
+    # checks that only an eager step can make are left out
+    torch.compiler.is_compiling = lambda: True
+    for name in (
+        "_cuda_getDevice",
+        "_cuda_exchangeDevice",
+        "_cuda_maybeExchangeDevice",
+        "_cuda_getCurrentRawStream",
+    ):
         setattr(torch._C, name, lambda *_: 0)
-    triton.runtime.driver.set_active(SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, is_active=lambda: True,
-        get_current_stream=lambda *_: 0, get_active_torch_device=lambda: torch.device("cuda", 0)))
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            is_active=lambda: True,
+            get_current_stream=lambda *_: 0,
+            get_active_torch_device=lambda: torch.device("cuda", 0),
+        )
+    )
 
-    # In the place of attention operations that the compiler cannot see into, as cuDNN's kernels are on a GPU. They are never
-    # called: only the shapes below are asked for.
-    attention, backward = (torch.library.custom_op(f"nanofp8::{name}", none, mutates_args=(), schema=schema) for name, schema in (
-        ("attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"),
-        ("attention_backward", "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)")))
-    like = torch.empty_like         # cuDNN lays its output out as q, its gradients as q, k and v
-    attention.register_fake(lambda q, k, v: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
+    # In the place of attention operations that the compiler cannot see into, as cuDNN's kernels are
+    # on a GPU. They are never called: only the shapes below are asked for.
+    attention, backward = (
+        torch.library.custom_op(f"nanofp8::{name}", none, mutates_args=(), schema=schema)
+        for name, schema in (
+            ("attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"),
+            (
+                "attention_backward",
+                (
+                    "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse) -> (Tensor,"
+                    " Tensor, Tensor)"
+                ),
+            ),
+        )
+    )
+    like = torch.empty_like  # cuDNN lays its output out as q, its gradients as q, k and v
+    attention.register_fake(
+        lambda q, k, v: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32))
+    )
     backward.register_fake(lambda g, q, k, v, out, lse: (like(q), like(k), like(v)))
-    attention.register_autograd(lambda ctx, g, _: backward(g, *ctx.saved_tensors),
-                                setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+    attention.register_autograd(
+        lambda ctx, g, _: backward(g, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+    )
     F.scaled_dot_product_attention = lambda q, k, v, **_: attention(q, k, v)[0]
 
 

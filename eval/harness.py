@@ -2,23 +2,26 @@
 
     python -m eval.harness out/RUN --tasks demo
     torchrun --nproc_per_node=8 -m eval.harness out/RUN --tasks core
-    python -m eval.harness hf:gpt2 --tasks core                         a public model, scored by the same command
-    python -m eval.harness --table out/*                                all that was scored, as a table and a figure
-    python -m eval.harness --fetch DIR tasks=core                       saves the tasks' data; then --offline DIR needs no network
+    python -m eval.harness hf:gpt2 --tasks core    a public model, scored by the same command
+    python -m eval.harness --table out/*           all that was scored, as a table and a figure
+    python -m eval.harness --fetch DIR tasks=core  saves the tasks' data; then --offline DIR needs no network
 
-tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours: demo (val_ppl and val_cloze,
-made from the run's own validation shards, eval/tasks.py; no network), core (wikitext, lambada_openai, hellaswag, piqa,
-arc_easy, arc_challenge, openbookqa, boolq, sciq, winogrande, without examples shown) and full (core, mmlu with five examples and
-commonsense_qa, at chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts, one beyond
-2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a time.
+tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours:
+demo (val_ppl and val_cloze, made from the run's own validation shards, eval/tasks.py; no network),
+core (wikitext, lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, openbookqa, boolq, sciq,
+winogrande, without examples shown) and full (core, mmlu with five examples and commonsense_qa, at
+chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts,
+one beyond 2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a
+time.
 
-Prints a table; writes out/RUN/eval/TASKS.json (with fp8=RECIPE: TASKS_fp8_RECIPE.json) and lm-eval's log of every document
-beside it (samples_TASK.jsonl.gz). A run is scored at its newest checkpoint, or at step=N. Recipes with one activation
-scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little on
-micro_batch. Probabilities are normalised over the padded vocabulary, as in training; what would be generated (is_greedy,
-generate_until) is looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format)
-is read by transformers, needed here alone, from safetensors, without running code of its own; its scores lie in out/hf_NAME.
-"""
+Prints a table; writes out/RUN/eval/TASKS.json (with fp8=RECIPE: TASKS_fp8_RECIPE.json) and
+lm-eval's log of every document beside it (samples_TASK.jsonl.gz). A run is scored at its newest
+checkpoint, or at step=N. Recipes with one activation scale a tensor (tensorwise, amax) share it
+between all that shares a forward pass: their scores depend a little on micro_batch. Probabilities
+are normalised over the padded vocabulary, as in training; what would be generated (is_greedy,
+generate_until) is looked for among the tokenizer's own ids. A public model (hf:NAME, or
+hf:/a/folder in Hugging Face's format) is read by transformers, needed here alone, from safetensors,
+without running code of its own; its scores lie in out/hf_NAME."""
 
 import contextlib
 import ctypes
@@ -53,31 +56,48 @@ from runtime.config import read_config
 from runtime.machine import memory_error, write_atomically
 from runtime.parallel import World, finish, own_store, read_launch
 
-RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
-PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part, which may take that long
+RATIOS = {
+    "word_perplexity": "exp",
+    "byte_perplexity": "exp",
+    "perplexity": "exp",
+    "bits_per_byte": "bits",
+}
+# the ranks meet when each has done its part, which may take that long
+PATIENCE = timedelta(hours=24)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: FilePath                       # folder of a run, hf:NAME or hf:/a/folder
-    tasks: tuple[str, ...]              # demo, core, full, or names of lm-eval's
-    offline: FilePath | None = None     # folder that --fetch filled, a cache of Hugging Face's datasets
-    include: FilePath | None = None     # folder with task YAMLs of your own
-    limit: int | None = None            # documents per task at most; none = all. For trying things out: such scores are marked
-    micro_batch: int = 16               # sequences of a full context per forward pass; of shorter ones more
-    device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained (an FP8 run: plain BF16 matmuls), or float32
-    fp8: Recipe = "off"                 # the Linears that this recipe converts multiply in FP8, whatever trained the run
-    step: int | None = None             # of a checkpoint that was kept; none = the newest
+    run: FilePath  # folder of a run, hf:NAME or hf:/a/folder
+    tasks: tuple[str, ...]  # demo, core, full, or names of lm-eval's
+    # folder that --fetch filled, a cache of Hugging Face's datasets
+    offline: FilePath | None = None
+    include: FilePath | None = None  # folder with task YAMLs of your own
+    # documents per task at most; none = all. For trying things out: such scores are marked
+    limit: int | None = None
+    micro_batch: int = 16  # sequences of a full context per forward pass; of shorter ones more
+    device: str = "auto"  # auto (a GPU where there is one), cpu, cuda
+    # as trained (an FP8 run: plain BF16 matmuls), or float32
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # the Linears that this recipe converts multiply in FP8, whatever trained the run
+    fp8: Recipe = "off"
+    step: int | None = None  # of a checkpoint that was kept; none = the newest
 
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit={self.limit} must be at least 1")
         names = tasks.expand(self.tasks)
         if not names:
-            raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
-        if self.public and (self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)):
-            raise UserError(f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop them")
+            raise UserError(
+                "tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa"
+            )
+        if self.public and (
+            self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)
+        ):
+            raise UserError(
+                f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop"
+                " them"
+            )
 
     @property
     def public(self) -> str | None:
@@ -86,7 +106,8 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        """Where the scores lie: of hf:NAME in out/hf_<name>, what no file name should hold replaced."""
+        """Where the scores lie: of hf:NAME in out/hf_<name>, what no file name should hold
+        replaced."""
         if self.public is None:
             return Path(self.run)
         return Path("out", "hf_" + re.sub(r"[^\w.-]+", "_", self.public).strip("_")[-150:])
@@ -94,7 +115,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    fetch: FilePath                     # the folder
+    fetch: FilePath  # the folder
     tasks: tuple[str, ...]
     include: FilePath | None = None
 
@@ -102,32 +123,46 @@ class FetchOptions:
 def score(options: Options, world: World) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
-    The ranks of a `world` share the work, each returns the record, and the first writes. What one rank raises is raised on all.
-    """
+    The ranks of a `world` share the work, each returns the record, and the first writes. What one
+    rank raises is raised on all."""
     start = time.perf_counter()
     if options.public is None:
-        read_config(options.run)        # before the seconds that lm-eval takes to start
-    done: list = []         # by this rank: a model does not travel
+        read_config(options.run)  # before the seconds that lm-eval takes to start
+    done: list = []  # by this rank: a model does not travel
     together(lambda: done.append(_prepare(options, world)), world)
     lm, loaded, layers, step = done[0]
     if len(set(gather(step, world))) > 1:
-        raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
+        raise UserError(
+            f"{options.run} wrote a checkpoint while the processes read it, each another one: start"
+            " again"
+        )
     together(lambda: done.append(evaluate(lm, loaded, options.limit)), world)
     scores, samples = done[1]
-    record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
-              "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
-              "layers_fp8": [layer.name for layer in layers if layer.recipe],
-              "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": importlib.metadata.version("lm_eval"),
-              "truncated_requests": getattr(lm, "n_truncated", None), "shortened_answers": getattr(lm, "n_shortened", None),
-              "wall_s": round(time.perf_counter() - start, 1)}
+    record = {
+        "run": str(options.run),
+        "step": step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tasks": scores,
+        "limit": options.limit,
+        "dtype": options.dtype,
+        "fp8": options.fp8,
+        "layers_fp8": [layer.name for layer in layers if layer.recipe],
+        "micro_batch": options.micro_batch,
+        "device": str(lm.device),
+        "lm_eval": importlib.metadata.version("lm_eval"),
+        "truncated_requests": getattr(lm, "n_truncated", None),
+        "shortened_answers": getattr(lm, "n_shortened", None),
+        "wall_s": round(time.perf_counter() - start, 1),
+    }
     if world.is_main:
         write(options, record, samples)
     return record
 
 
 def _prepare(options: Options, world: World) -> tuple:
-    """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step. Raises OSError
-    where nothing can be written, as into a run of others: hours of scoring would be lost."""
+    """What answers the requests, the tasks that make them, the verdict on every Linear, and the
+    checkpoint's step. Raises OSError where nothing can be written, as into a run of others: hours
+    of scoring would be lost."""
     loaded = tasks.load(tasks.expand(options.tasks), options.include, options.run, options.offline)
     device, layers, step = options.device, [], None
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
@@ -135,7 +170,10 @@ def _prepare(options: Options, world: World) -> tuple:
         device = f"cuda:{world.local_rank}"
     if options.public is None:
         from eval.lm import CheckpointLM  # after tasks.load()
-        model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8, options.step)
+
+        model, tokenizer, where, layers, step = load_for_inference(
+            options.run, device, options.dtype, options.fp8, options.step
+        )
         lm = CheckpointLM(model, tokenizer, options.micro_batch, where, world)
     elif world.size == 1:
         lm = public_lm(options.public, pick_device(device), options.dtype, options.micro_batch)
@@ -149,10 +187,12 @@ def _prepare(options: Options, world: World) -> tuple:
 
 
 def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
-    """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's format."""
+    """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's
+    format."""
     try:
         import transformers
         from lm_eval.models.huggingface import HFLM
+
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
 
@@ -162,23 +202,35 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
                 self.tokenizer = _by_the_file(pretrained, self.tokenizer)
 
             def loglikelihood_rolling(self, requests, disable_tqdm=False):
-                self.logits_cache = False       # it mixes up windows of equal tokens whose scored parts begin elsewhere
+                # it mixes up windows of equal tokens whose scored parts begin elsewhere
+                self.logits_cache = False
                 scores = super().loglikelihood_rolling(requests, disable_tqdm)
                 self.logits_cache = True
                 return scores
-        # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds a log-likelihood to 3 digits.
-        return PublicLM(pretrained=os.path.expanduser(name), device=str(device), dtype=dtype, batch_size=micro_batch,
-                        use_safetensors=True, softmax_dtype="float32")
-    except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
+
+        # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds
+        # a log-likelihood to 3 digits.
+        return PublicLM(
+            pretrained=os.path.expanduser(name),
+            device=str(device),
+            dtype=dtype,
+            batch_size=micro_batch,
+            use_safetensors=True,
+            softmax_dtype="float32",
+        )
+    except Exception as error:  # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
             raise
         said = (str(error).strip().splitlines() or [""])[0][:300]
-        raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install transformers "
-                        f"accelerate` and safetensors, on the Hub or in a folder, without code of their own") from error
+        raise UserError(
+            f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install"
+            " transformers accelerate` and safetensors, on the Hub or in a folder, without code of"
+            " their own"
+        ) from error
 
 
-# Texts on which rules of splitting differ: runs of digits, of blanks and of line ends, a blank at the
-# beginning and at the end, abbreviations, marks, letters of several scripts, a composed letter.
+# Texts on which rules of splitting differ: runs of digits, of blanks and of line ends, a blank at
+# the beginning and at the end, abbreviations, marks, letters of several scripts, a composed letter.
 PROBE_TEXTS = (
     "In 2024 he'll pay $1,234,567.89 (50%) for it.",
     " one  two   three\tfour",
@@ -189,8 +241,8 @@ PROBE_TEXTS = (
 
 
 def _by_the_file(name: str, theirs):
-    """The tokenizer of a public model: `theirs`, transformers' own, or where that makes other ids than
-    the model's tokenizer.json, one that takes its rules from that file; says so on stderr.
+    """The tokenizer of a public model: `theirs`, transformers' own, or where that makes other ids
+    than the model's tokenizer.json, one that takes its rules from that file; says so on stderr.
 
     By the name of one of its own classes transformers 5 takes vocabulary and merges alone from
     tokenizer.json and splits text by the rules of the class.
@@ -208,12 +260,16 @@ def _by_the_file(name: str, theirs):
     differing = [
         text
         for text in PROBE_TEXTS
-        if theirs.encode(text, add_special_tokens=False) != file.encode(text, add_special_tokens=False).ids
+        if theirs.encode(text, add_special_tokens=False)
+        != file.encode(text, add_special_tokens=False).ids
     ]
     if not differing:
         return theirs
-    print(f"hf:{name}: transformers' {type(theirs).__name__} makes other tokens than the model's tokenizer.json, of "
-          f"{differing[0]!r} for one: scored with those of tokenizer.json", file=sys.stderr)
+    print(
+        f"hf:{name}: transformers' {type(theirs).__name__} makes other tokens than the model's"
+        f" tokenizer.json, of {differing[0]!r} for one: scored with those of tokenizer.json",
+        file=sys.stderr,
+    )
     return transformers.PreTrainedTokenizerFast.from_pretrained(name)
 
 
@@ -221,20 +277,24 @@ def join() -> World:
     """This process among those that torchrun started; they exchange objects, not tensors."""
     size, rank, local_rank = read_launch(os.environ)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", store=own_store(), rank=rank, world_size=size, timeout=PATIENCE)
+        dist.init_process_group(
+            "gloo", store=own_store(), rank=rank, world_size=size, timeout=PATIENCE
+        )
     return World(rank, local_rank, size, torch.device("cpu"))
 
 
 def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
-    """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: .., docs_sha256: ..}} and
-    lm-eval's log of each task's documents. A group's row also names its `subtasks`, the tasks at its leaves."""
+    """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: ..,
+    docs_sha256: ..}} and lm-eval's log of each task's documents. A group's row also names its
+    `subtasks`, the tasks at its leaves."""
     from lm_eval import evaluator
     from lm_eval.api import task as lm_eval_task
 
     for task in loaded["tasks"].values():
         tasks.watch_requests(task)
-    lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)       # "0/125": the building of requests
-    with contextlib.redirect_stdout(io.StringIO()):     # "bootstrapping for stddev"
+    # "0/125": the building of requests
+    lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)
+    with contextlib.redirect_stdout(io.StringIO()):  # "bootstrapping for stddev"
         results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
     out: dict[str, dict] = {}
     for name, metrics in results["results"].items():
@@ -243,7 +303,8 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
         scored: set[str] = set()
         unscored: set[str] = set()
         for key, value in metrics.items():
-            metric, _, which = key.partition(",")       # "acc,none", "acc_stderr,none", "exact_match,strict-match"
+            # "acc,none", "acc_stderr,none", "exact_match,strict-match"
+            metric, _, which = key.partition(",")
             if not which or metric.endswith("_stderr"):
                 continue
             number = to_number(value)
@@ -254,8 +315,13 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
             label = metric if which == "none" else f"{metric}.{which}"
             error = metrics.get(f"{metric}_stderr,{which}")
             if not isinstance(error, (int, float)):
-                influences = influence(metric, [s[metric] for s in samples if metric in s])[1] if metric in RATIOS else ()
-                error = spread(influences) if len(influences) else None     # lm-eval gives a perplexity none
+                influences = (
+                    influence(metric, [s[metric] for s in samples if metric in s])[1]
+                    if metric in RATIOS
+                    else ()
+                )
+                # lm-eval gives a perplexity none
+                error = spread(influences) if len(influences) else None
             row[label], row[f"{label}_se"] = number, None if error is None else float(error)
         row["version"] = results["versions"].get(name)
         task = loaded["tasks"].get(name)
@@ -263,26 +329,41 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
             unscored |= metrics_asked(task) - scored
         if unscored:
             row["not_scored"] = sorted(unscored)
-        if task:        # chance: of guessing, where one of several answers is right
-            guesses = [1 / len(task.doc_to_choice(s["doc"])) for s in samples if task.OUTPUT_TYPE == "multiple_choice"]
-            row |= {"n": len({s["doc_id"] for s in samples}), "num_fewshot": task.config.num_fewshot or 0,
-                    "chance": sum(guesses) / len(guesses) if guesses else None,
-                    "docs_sha256": hash_of(s["doc_hash"] for s in samples)}
+        if task:  # chance: of guessing, where one of several answers is right
+            guesses = [
+                1 / len(task.doc_to_choice(s["doc"]))
+                for s in samples
+                if task.OUTPUT_TYPE == "multiple_choice"
+            ]
+            row |= {
+                "n": len({s["doc_id"] for s in samples}),
+                "num_fewshot": task.config.num_fewshot or 0,
+                "chance": sum(guesses) / len(guesses) if guesses else None,
+                "docs_sha256": hash_of(s["doc_hash"] for s in samples),
+            }
     for name, group in loaded["groups"].items():
-        if name in out:     # the tasks at its leaves weigh by their questions
+        if name in out:  # the tasks at its leaves weigh by their questions
             subtasks = [task.task_name for task in group.get_all_tasks()]
             leaves = [out[task] for task in subtasks]
             n, chances = sum(row["n"] for row in leaves), [row["chance"] for row in leaves]
             shots = {row["num_fewshot"] for row in leaves}
             out[name] |= {
-                "n": n, "num_fewshot": shots.pop() if len(shots) == 1 else None,
-                "chance": sum(row["chance"] * row["n"] for row in leaves) / n if n and None not in chances else None,
-                "docs_sha256": hash_of(row["docs_sha256"] for row in leaves), "subtasks": subtasks}
+                "n": n,
+                "num_fewshot": shots.pop() if len(shots) == 1 else None,
+                "chance": (
+                    sum(row["chance"] * row["n"] for row in leaves) / n
+                    if n and None not in chances
+                    else None
+                ),
+                "docs_sha256": hash_of(row["docs_sha256"] for row in leaves),
+                "subtasks": subtasks,
+            }
     return out, results["samples"]
 
 
 def to_number(value) -> float | None:
-    """A metric's value; of NumPy's and torch's numbers too. None where it is none, as a matrix of confusions."""
+    """A metric's value; of NumPy's and torch's numbers too. None where it is none, as a matrix of
+    confusions."""
     if hasattr(value, "item") and getattr(value, "size", 1) in (1, torch.Size([])):
         value = value.item()
     return float(value) if isinstance(value, numbers.Real) else None
@@ -291,31 +372,37 @@ def to_number(value) -> float | None:
 def metrics_asked(task) -> set[str]:
     """The names in a task's metric_list under which lm-eval must have a value."""
     if task.OUTPUT_TYPE == "generate_until" and not callable(task.config.process_results):
-        return set()        # lm-eval computes each; one function may give values of other names, as rouge gives rouge1
+        # lm-eval computes each; one function may give values of other names, as rouge gives rouge1
+        return set()
     metrics = [entry["metric"] for entry in task.config.metric_list or []]
     names = {metric if isinstance(metric, str) else metric.__name__ for metric in metrics}
     return names - {"bypass"}
 
 
 def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
-    """A metric over documents, and how much each of them moves it, to first order: what the delta method needs.
+    """A metric over documents, and how much each of them moves it, to first order: what the delta
+    method needs.
 
-    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits (Cochran 1977, 6.3)."""
-    table = np.array(values, dtype=float) if None not in values else np.empty(0)    # (n,) or (n, 2): nats' minus, size
+    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits
+    (Cochran 1977, 6.3)."""
+    # (n,) or (n, 2): nats' minus, size
+    table = np.array(values, dtype=float) if None not in values else np.empty(0)
     if len(table) < 2 or not np.isfinite(table).all():
         return None, np.empty(0)
     if metric not in RATIOS:
         return float(table.mean()), (table - table.mean()) / len(table)
     nats, size = (-table, np.ones(len(table))) if table.ndim == 1 else (-table[:, 0], table[:, 1])
     ratio = nats.sum() / size.sum()
-    value, slope = (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
+    value, slope = (
+        (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
+    )
     return float(value), slope * (nats - ratio * size) / size.sum()
 
 
 def spread(influences: np.ndarray) -> float:
     """The standard error that documents of these influences give."""
     n = len(influences)
-    return float(np.sqrt(n / (n - 1) * np.sum(influences ** 2)))
+    return float(np.sqrt(n / (n - 1) * np.sum(influences**2)))
 
 
 def hash_of(hashes) -> str:
@@ -324,24 +411,32 @@ def hash_of(hashes) -> str:
 
 
 def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
-    """Put record and logs into the run's eval/. The file names tell what may not be compared: FP8, another dtype, a part of the
-    documents, the step that was asked for. A log is named in its task's row."""
+    """Put record and logs into the run's eval/. The file names tell what may not be compared: FP8,
+    another dtype, a part of the documents, the step that was asked for. A log is named in its
+    task's row."""
     kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
     kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
     kind += f"_limit{record['limit']}" if record["limit"] else ""
     kind += "" if options.step is None else f"_step{options.step}"
-    folder, names = options.folder / "eval", "+".join(dict.fromkeys(word.strip() for word in options.tasks))
+    folder, names = (
+        options.folder / "eval",
+        "+".join(dict.fromkeys(word.strip() for word in options.tasks)),
+    )
     for task, rows in samples.items():
         name = record["tasks"][task]["samples"] = f"samples_{task}{kind}.jsonl.gz"
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        write_atomically(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
-    if len(names) > 100:        # file names end at 255 bytes
+        write_atomically(
+            folder / name,
+            gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0),
+        )
+    if len(names) > 100:  # file names end at 255 bytes
         names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
     write_atomically(folder / f"{names}{kind}.json", json.dumps(record, indent=1) + "\n")
 
 
 def stands_for(row: dict) -> list[str]:
-    """The tasks that a group's row tells of; none where the group, as openllm, has no score of its own."""
+    """The tasks that a group's row tells of; none where the group, as openllm, has no score of its
+    own."""
     return row.get("subtasks", []) if any(key.endswith("_se") for key in row) else []
 
 
@@ -351,24 +446,41 @@ def table(record: dict) -> str:
     hidden = {name for row in record["tasks"].values() for name in stands_for(row)}
     for name, row in record["tasks"].items():
         for metric in (key for key in row if f"{key}_se" in row and name not in hidden):
-            error, chance = row[f"{metric}_se"], row.get("chance") if metric.startswith("acc") else None
-            error, chance = "-" if error is None else f"{error:.4f}", "-" if chance is None else f"{chance:.2f}"
+            error, chance = (
+                row[f"{metric}_se"],
+                (row.get("chance") if metric.startswith("acc") else None),
+            )
+            error, chance = (
+                "-" if error is None else f"{error:.4f}",
+                ("-" if chance is None else f"{chance:.2f}"),
+            )
             lines.append([name, metric, f"{row[metric]:.4f}", error, chance, str(row["n"] or "-")])
-    notes = [f"limit={record['limit']}: a part of each task, not to be compared with published scores"] * bool(record["limit"])
+    notes = [
+        f"limit={record['limit']}: a part of each task, not to be compared with published scores"
+    ] * bool(record["limit"])
     if record["truncated_requests"]:
-        notes.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
+        notes.append(
+            f"{record['truncated_requests']} requests were longer than the context and lost their"
+            " beginning"
+        )
     if record["shortened_answers"]:
-        notes.append(f"{record['shortened_answers']} answers were cut by the end of the context, before the length that their "
-                     f"task asks for")
+        notes.append(
+            f"{record['shortened_answers']} answers were cut by the end of the context, before the"
+            " length that their task asks for"
+        )
     for name, row in record["tasks"].items():
         if row.get("not_scored"):
-            notes.append(f"{name}: no number was computed for {', '.join(row['not_scored'])}, which its YAML asks for")
+            notes.append(
+                f"{name}: no number was computed for {', '.join(row['not_scored'])}, which its YAML"
+                " asks for"
+            )
     return "\n".join([grid(lines), *notes])
 
 
 def main(arguments: list[str]) -> int:
     if "--table" in arguments:
         from eval import table as scores_table
+
         return scores_table.main([word for word in arguments if word != "--table"])
     cls, work = (Options, "run"), lambda options: table(score(options, join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
@@ -377,10 +489,12 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Let glibc keep what tensors give back: fresh pages for each piece of logits cost a CPU a fifth of a whole scoring.
-    with contextlib.suppress(OSError, AttributeError):      # another C library has no such switch
+    # Let glibc keep what tensors give back: fresh pages for each piece of logits cost a CPU a fifth
+    # of a whole scoring.
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
         libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)             # M_MMAP_MAX: nothing from mmap, which goes back to the system when freed
-        libc.mallopt(-1, 2**31 - 1)     # M_TRIM_THRESHOLD: nor is the heap's end given back
+        # M_MMAP_MAX: nothing from mmap, which goes back to the system when freed
+        libc.mallopt(-4, 0)
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nor is the heap's end given back
     code = run_command(main)
     finish(World(0, 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")), code)

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-BATCHES_BETWEEN_QUESTIONS = 8       # a question may wait for the device: not at each batch, yet seconds apart at most
+# a question may wait for the device: not at each batch, yet seconds apart at most
+BATCHES_BETWEEN_QUESTIONS = 8
 
 
 @dataclass(frozen=True)
 class ValLoss:
-    """Summed cross-entropy of each validation sequence, by source; everything else follows from it."""
-    sequences: dict[str, np.ndarray]    # source -> (n,) float64, nats
-    weights: dict[str, float]           # source -> share of the mixture
-    targets: dict[str, np.ndarray]      # source -> (n,) int64: tokens of each sequence that were to be foretold
+    """Summed cross-entropy of each validation sequence, by source; everything else follows from
+    it."""
+
+    sequences: dict[str, np.ndarray]  # source -> (n,) float64, nats
+    weights: dict[str, float]  # source -> share of the mixture
+    # source -> (n,) int64: tokens of each sequence that were to be foretold
+    targets: dict[str, np.ndarray]
 
     def source_loss(self, source: str) -> float:
         """Mean over a source's targets, nats per token."""
@@ -28,25 +32,42 @@ class ValLoss:
 
     @property
     def standard_error(self) -> float | None:
-        """Of `loss` over the drawing of validation sequences, nats per token; None with one sequence in a source."""
+        """Of `loss` over the drawing of validation sequences, nats per token; None with one
+        sequence in a source."""
         if min(map(len, self.sequences.values())) < 2:
             return None
-        # Of a ratio of two means, where sequences have unequally many targets (Cochran 1977, 6.3); else of a mean.
-        residuals = {s: self.sequences[s] - self.source_loss(s) * self.targets[s] for s in self.weights}
-        return math.sqrt(sum((w / self.targets[s].mean()) ** 2 * residuals[s].var(ddof=1) / len(residuals[s])
-                             for s, w in self.weights.items()))
+        # Of a ratio of two means, where sequences have unequally many targets (Cochran 1977, 6.3);
+        # else of a mean.
+        residuals = {
+            s: self.sequences[s] - self.source_loss(s) * self.targets[s] for s in self.weights
+        }
+        return math.sqrt(
+            sum(
+                (w / self.targets[s].mean()) ** 2 * residuals[s].var(ddof=1) / len(residuals[s])
+                for s, w in self.weights.items()
+            )
+        )
 
 
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro_batch: int, device: torch.device,
-             rank: int = 0, size: int = 1, gather: Callable = lambda t: t[None],
-             is_stopping: Callable[[], bool] = lambda: False) -> ValLoss | None:
-    """The loss of `model` on every sequence of `val` (source -> set with len(), targets, batch(start, stop) -> x, y).
+def evaluate(
+    model: torch.nn.Module,
+    val: dict,
+    weights: dict[str, float],
+    micro_batch: int,
+    device: torch.device,
+    rank: int = 0,
+    size: int = 1,
+    gather: Callable = lambda t: t[None],
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> ValLoss | None:
+    """The loss of `model` on every sequence of `val` (source -> set with len(), targets,
+    batch(start, stop) -> x, y).
 
-    Batches of `micro_batch` go to the ranks in turn. Every batch is full and every rank runs equally many, the last
-    sequence repeated where they run out: one compiled shape, and no rank alone in a collective. `gather` stacks
-    equally shaped tensors of all ranks. None where `is_stopping`, asked now and then and by all ranks alike, says so.
-    """
+    Batches of `micro_batch` go to the ranks in turn. Every batch is full and every rank runs
+    equally many, the last sequence repeated where they run out: one compiled shape, and no rank
+    alone in a collective. `gather` stacks equally shaped tensors of all ranks. None where
+    `is_stopping`, asked now and then and by all ranks alike, says so."""
     sequences = {}
     for source in weights:
         n = len(val[source])
@@ -61,11 +82,12 @@ def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro
             losses[i] = model(x.to(device), y.to(device))
             if (i + 1) % BATCHES_BETWEEN_QUESTIONS == 0 and is_stopping():
                 return None
-        everyone = gather(losses)       # (size, batches / size, micro_batch)
+        everyone = gather(losses)  # (size, batches / size, micro_batch)
         sequences[source] = everyone.transpose(0, 1).reshape(-1)[:n].cpu().numpy()
     return ValLoss(sequences, dict(weights), {source: val[source].targets for source in weights})
 
 
 def bits_per_byte(loss: float, val) -> float:
-    """Nats per token on a validation set, as bits per byte of its text: comparable between tokenizers."""
+    """Nats per token on a validation set, as bits per byte of its text: comparable between
+    tokenizers."""
     return loss / math.log(2) * val.tokens / val.text_bytes

@@ -2,11 +2,11 @@
 
     python -m eval.sample out/RUN "prompt" n=3 tokens=200 temperature=0.8 top_k=200 seed=1
 
-A continuation ends earlier with its document (at any of the tokens that the tokenizer, its generation_config.json or
-config.json name as ends) or with the model's context; of several the first is printed as it grows. A prompt that spells a
-special token, such as <|endoftext|>, holds that token.
-Without a prompt the model starts a document of its own. A prompt that looks like key=value goes as prompt="key=value".
-"""
+A continuation ends earlier with its document (at any of the tokens that the tokenizer, its
+generation_config.json or config.json name as ends) or with the model's context; of several the
+first is printed as it grows. A prompt that spells a special token, such as <|endoftext|>, holds
+that token. Without a prompt the model starts a document of its own. A prompt that looks like
+key=value goes as prompt="key=value"."""
 
 import json
 import math
@@ -25,23 +25,25 @@ from runtime.cli import FilePath, UserError, command, run_command
 from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
-Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and every recipe's name
-REPLACEMENT = "\ufffd"      # what an incomplete UTF-8 sequence decodes to
+Recipe = get_type_hints(FP8Config)["recipe"]  # the annotation: "off" and every recipe's name
+REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: FilePath                   # folder of a run
+    run: FilePath  # folder of a run
     prompt: str = ""
-    n: int = 1                      # continuations of the same prompt, drawn together
-    tokens: int = 200               # new tokens at most
-    temperature: float = 0.8        # 0 takes the likeliest token each time, 1 samples from the model's own distribution
-    top_k: int | None = 200         # sample from the k likeliest tokens only; none = from all
-    seed: int = 1337                # of the sampling
-    device: str = "auto"            # auto (a GPU where there is one), cpu, cuda
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained, or float32
-    fp8: Recipe = "off"             # the Linears that this recipe converts multiply in FP8, whatever trained the run
-    step: int | None = None         # of a checkpoint that was kept; none = the newest
+    n: int = 1  # continuations of the same prompt, drawn together
+    tokens: int = 200  # new tokens at most
+    # 0 takes the likeliest token each time, 1 samples from the model's own distribution
+    temperature: float = 0.8
+    top_k: int | None = 200  # sample from the k likeliest tokens only; none = from all
+    seed: int = 1337  # of the sampling
+    device: str = "auto"  # auto (a GPU where there is one), cpu, cuda
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # as trained, or float32
+    # the Linears that this recipe converts multiply in FP8, whatever trained the run
+    fp8: Recipe = "off"
+    step: int | None = None  # of a checkpoint that was kept; none = the newest
 
     def __post_init__(self):
         for name, least in (("n", 1), ("tokens", 1), ("top_k", 1), ("temperature", 0)):
@@ -49,33 +51,47 @@ class Options:
                 raise UserError(f"{name}={value} must be at least {least}")
 
 
-@torch.no_grad()        # and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input
-def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k: int | None,
-           generator: torch.Generator | None = None, ends: Sequence[int] = (),
-           n_ids: int | None = None) -> Iterator[torch.Tensor]:
-    """Yield the next token of each row, (B,) int64, n_new times, or until the context is full or all rows have ended.
+# and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input
+@torch.no_grad()
+def stream(
+    model: GPT,
+    ids: torch.Tensor,
+    n_new: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | None = None,
+    ends: Sequence[int] = (),
+    n_ids: int | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yield the next token of each row, (B,) int64, n_new times, or until the context is full or
+    all rows have ended.
 
-    ids (B, T) are prompts of equal length, T >= 1. A row that has emitted one of `ends` goes on with the first of them.
-    Only ids below vocab_size can come out, never the rows that pad the vocabulary, and only those below `n_ids` where the
-    tokenizer has fewer, as an imported model's may. temperature 0 is argmax. Raises UserError where the model has diverged.
-    """
+    ids (B, T) are prompts of equal length, T >= 1. A row that has emitted one of `ends` goes on
+    with the first of them. Only ids below vocab_size can come out, never the rows that pad the
+    vocabulary, and only those below `n_ids` where the tokenizer has fewer, as an imported model's
+    may. temperature 0 is argmax. Raises UserError where the model has diverged."""
     config = model.config
     n_ids = min(config.vocab_size, n_ids or config.vocab_size)
-    assert 1 <= ids.size(1) <= config.n_ctx, f"a prompt of {ids.size(1)} tokens in a context of {config.n_ctx}"
+    assert 1 <= ids.size(1) <= config.n_ctx, (
+        f"a prompt of {ids.size(1)} tokens in a context of {config.n_ctx}"
+    )
     cache, x = KVCache(), ids
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     end_ids = torch.tensor(list(ends), dtype=torch.int64, device=ids.device)
     # The last token needs no place of its own in the context: nothing is computed from it.
     for _ in range(min(n_new, config.n_ctx - ids.size(1) + 1)):
-        logits = model.head(model.hidden(x, cache)[:, -1]).float()[:, :n_ids]      # (B, V)
+        logits = model.head(model.hidden(x, cache)[:, -1]).float()[:, :n_ids]  # (B, V)
         if not logits.isfinite().all():
-            raise UserError("the model's logits are not finite numbers, no token can be drawn from them: its run has diverged")
+            raise UserError(
+                "the model's logits are not finite numbers, no token can be drawn from them: its"
+                " run has diverged"
+            )
         if temperature == 0:
             token = logits.argmax(dim=-1)
         else:
             logits = logits / temperature
             if top_k is not None:
-                least = logits.topk(min(top_k, n_ids), dim=-1).values[:, -1:]       # (B, 1)
+                least = logits.topk(min(top_k, n_ids), dim=-1).values[:, -1:]  # (B, 1)
                 logits = logits.masked_fill(logits < least, -math.inf)
             token = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
         if ends:
@@ -84,47 +100,65 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         yield token
         if ended.all():
             return
-        x = token[:, None]      # (B, 1)
+        x = token[:, None]  # (B, 1)
 
 
 class Inference(NamedTuple):
     """A model ready to be asked, and what it takes to ask it."""
+
     model: GPT
     tokenizer: Tokenizer
     device: torch.device
-    layers: list[fp8.Layer]     # the verdict on every Linear; nothing is converted where fp8=off
-    step: int                   # of the checkpoint
+    layers: list[fp8.Layer]  # the verdict on every Linear; nothing is converted where fp8=off
+    step: int  # of the checkpoint
 
 
-def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off", step: int | None = None) -> Inference:
-    """The newest checkpoint of a run, or that of `step`: its Linears in FP8 by `recipe`, other weights in the compute dtype.
+def load_for_inference(
+    run_dir: str, device: str, dtype: str, recipe: str = "off", step: int | None = None
+) -> Inference:
+    """The newest checkpoint of a run, or that of `step`: its Linears in FP8 by `recipe`, other
+    weights in the compute dtype.
 
-    A BF16 Linear casts its weight at each use; storing the cast weight gives the same numbers for half the memory
-    traffic. An FP8 Linear quantises its fp32 weight at each use, as in training: the losses are those of training,
-    the memory is not that of an FP8 server. Raises UserError where the run cannot be read, the device does not exist,
-    or the recipe cannot run on it or on this model.
-    """
+    A BF16 Linear casts its weight at each use; storing the cast weight gives the same numbers for
+    half the memory traffic. An FP8 Linear quantises its fp32 weight at each use, as in training:
+    the losses are those of training, the memory is not that of an FP8 server. Raises UserError
+    where the run cannot be read, the device does not exist, or the recipe cannot run on it or on
+    this model."""
     where, config = pick_device(device), read_config(run_dir)
     if recipe != "off" and dtype != "bfloat16":
-        raise UserError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
+        raise UserError(
+            f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop"
+            " one of the two"
+        )
     settings = check_recipe(config, recipe, where)
     tokenizer, newest = read_tokenizer(config, run_dir), latest(Path(run_dir))
-    step = step_of(newest) if newest and step is None else step     # a run that trains keeps it until two newer ones are whole
+    # a run that trains keeps it until two newer ones are whole
+    step = step_of(newest) if newest and step is None else step
     model, _ = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=step)
     layers = fp8.convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.recipe}
     for p in model.parameters():
         if id(p) not in quantised:
-            p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
+            # parameters only: BF16 RoPE tables would blur the positions
+            p.data = p.data.to(model.compute_dtype)
     return Inference(model.eval(), tokenizer, where, layers, step)
 
 
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
-    """What to convert, where nothing is sharded: the run's own choice of Linears if this recipe trained it, else the recipe's
-    defaults. Raises UserError where the device or the model's sizes refuse the recipe, before a checkpoint is read."""
-    settings = replace(config.fp8, all_gather=False) if config.fp8.recipe == recipe else FP8Config(recipe=recipe)
+    """What to convert, where nothing is sharded: the run's own choice of Linears if this recipe
+    trained it, else the recipe's defaults. Raises UserError where the device or the model's sizes
+    refuse the recipe, before a checkpoint is read."""
+    settings = (
+        replace(config.fp8, all_gather=False)
+        if config.fp8.recipe == recipe
+        else FP8Config(recipe=recipe)
+    )
     fp8.check_hardware(settings, device)
-    fp8.select(GPT.on_meta(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    fp8.select(
+        GPT.on_meta(config.model),
+        settings,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    )
     return settings
 
 
@@ -140,23 +174,31 @@ def pick_device(name: str) -> torch.device:
 
 
 def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a run; where it is a folder the run's own copy, or without one what the config names.
+    """The tokenizer of a run; where it is a folder the run's own copy, or without one what the
+    config names.
 
-    Raises UserError where it cannot be read, or its ids mean other text than in the training: the newest checkpoint's manifest
-    holds that tokenizer's SHA-256, an import's with its source, else summary.json does.
-    """
+    Raises UserError where it cannot be read, or its ids mean other text than in the training: the
+    newest checkpoint's manifest holds that tokenizer's SHA-256, an import's with its source, else
+    summary.json does."""
     run_dir = Path(run_dir)
-    tokenizer, newest = load_tokenizer(tokenizer_of(run_dir, config.data.tokenizer)), latest(run_dir)
+    tokenizer, newest = (
+        load_tokenizer(tokenizer_of(run_dir, config.data.tokenizer)),
+        latest(run_dir),
+    )
     state = read_json(newest / "manifest.json").get("state", {}) if newest else {}
     holders = (state, state.get("imported", {}), read_json(run_dir / "summary.json"))
     trained = next(filter(None, (holder.get("tokenizer_sha256") for holder in holders)), None)
     if trained is not None and not tokenizer.goes_by(trained):
-        raise UserError(f"{run_dir} was trained with another tokenizer than {tokenizer.name}: put it back as its tokenizer/")
+        raise UserError(
+            f"{run_dir} was trained with another tokenizer than {tokenizer.name}: put it back as"
+            " its tokenizer/"
+        )
     return tokenizer
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object; {} where there is none, or a damaged one: who needs the rest of the file says so."""
+    """A JSON object; {} where there is none, or a damaged one: who needs the rest of the file says
+    so."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -165,17 +207,20 @@ def read_json(path: Path) -> dict:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """What a model reads before it goes on: the prompt, after the token that begins a text where the tokenizer adds it by
-    itself; without a prompt what stands before a document's first token. A prompt that spells a special token holds it."""
+    """What a model reads before it goes on: the prompt, after the token that begins a text where
+    the tokenizer adds it by itself; without a prompt what stands before a document's first token. A
+    prompt that spells a special token holds it."""
     ids = tokenizer.encode_special(prompt).tolist()
     if not ids:
         return [tokenizer.start]
     return [tokenizer.start, *ids] if tokenizer.adds_start and ids[0] != tokenizer.start else ids
 
 
-def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, out: TextIO) -> None:
-    """Print n continuations one below the other, the first as it grows. `steps`: the next token of each, of
-    one that has ended a token that ends texts."""
+def show(
+    steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, out: TextIO
+) -> None:
+    """Print n continuations one below the other, the first as it grows. `steps`: the next token of
+    each, of one that has ended a token that ends texts."""
     begin, ends = prompt_ids(tokenizer, prompt), tokenizer.ends
     rows, skipped = [list(begin) for _ in range(n)], len(tokenizer.decode(begin))
     shown = skipped
@@ -185,7 +230,8 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
         for row, token in enumerate(tokens):
             if token not in ends:
                 rows[row].append(token)
-        whole = tokenizer.decode(rows[0]).rstrip(REPLACEMENT)       # without a character that a later token may complete
+        # without a character that a later token may complete
+        whole = tokenizer.decode(rows[0]).rstrip(REPLACEMENT)
         out.write(whole[shown:])
         out.flush()
         shown = max(shown, len(whole))
@@ -197,18 +243,33 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
 @command(__doc__, Options, "run", "prompt")
 def main(options: Options) -> None:
     model, tokenizer, device, layers, _ = load_for_inference(
-        options.run, options.device, options.dtype, options.fp8, options.step)
+        options.run, options.device, options.dtype, options.fp8, options.step
+    )
     for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():
-        print(line, file=sys.stderr)        # how many Linears, and what this device makes of it
+        print(line, file=sys.stderr)  # how many Linears, and what this device makes of it
     ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx
     if len(ids) > n_ctx:
-        raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
-    steps = stream(model, torch.tensor([ids] * options.n, device=device), options.tokens, options.temperature, options.top_k,
-                   torch.Generator(device).manual_seed(options.seed), tokenizer.ends, tokenizer.vocab_size)
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}:"
+            " shorten the prompt"
+        )
+    steps = stream(
+        model,
+        torch.tensor([ids] * options.n, device=device),
+        options.tokens,
+        options.temperature,
+        options.top_k,
+        torch.Generator(device).manual_seed(options.seed),
+        tokenizer.ends,
+        tokenizer.vocab_size,
+    )
     show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, sys.stdout)
     if len(ids) + options.tokens > n_ctx + 1:
-        print(f"the context of {n_ctx} tokens allows {n_ctx - len(ids) + 1} new ones, not tokens={options.tokens}",
-              file=sys.stderr)
+        print(
+            f"the context of {n_ctx} tokens allows {n_ctx - len(ids) + 1} new ones, not"
+            f" tokens={options.tokens}",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Load lm-eval's tasks by their names; keep their data in a folder, from which they are scored without network; make two of a
-run's validation shards, which need no download."""
+"""Load lm-eval's tasks by their names; keep their data in a folder, from which they are scored
+without network; make two of a run's validation shards, which need no download."""
 
 import difflib
 import logging
@@ -21,17 +21,34 @@ from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 DEMO_TASKS = Path(__file__).parent / "demo_tasks"
 DEMO = ("val_ppl", "val_cloze")
-CORE = ("wikitext", "lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "openbookqa", "boolq", "sciq",
-        "winogrande")
-# Both additions ask for the letter of an answer, which models below one or two billion parameters give no better than by
-# chance, and mmlu's 14,042 questions with five examples each take longer than all of core.
+CORE = (
+    "wikitext",
+    "lambada_openai",
+    "hellaswag",
+    "piqa",
+    "arc_easy",
+    "arc_challenge",
+    "openbookqa",
+    "boolq",
+    "sciq",
+    "winogrande",
+)
+# Both additions ask for the letter of an answer, which models below one or two billion parameters
+# give no better than by chance, and mmlu's 14,042 questions with five examples each take longer
+# than all of core.
 FULL = (*CORE, "mmlu", "commonsense_qa")
 GROUPS = {"demo": DEMO, "core": CORE, "full": FULL}
 
-# Where lm-eval 0.4.13 keeps those whose folder is not called like them. Its index of 14,000 YAMLs takes ten seconds that these
-# need not wait for; others do, as a group may name tasks of other folders.
-FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc", "boolq": "super_glue/boolq",
-           "mmlu": "mmlu/default"}
+# Where lm-eval 0.4.13 keeps those whose folder is not called like them. Its index of 14,000 YAMLs
+# takes ten seconds that these need not wait for; others do, as a group may name tasks of other
+# folders.
+FOLDERS = {
+    "lambada_openai": "lambada",
+    "arc_easy": "arc",
+    "arc_challenge": "arc",
+    "boolq": "super_glue/boolq",
+    "mmlu": "mmlu/default",
+}
 
 
 def expand(words: tuple[str, ...]) -> list[str]:
@@ -40,16 +57,26 @@ def expand(words: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def load(names: list[str], include: str | None, run_dir: str | None = None, offline: str | None = None) -> dict:
-    """lm-eval's TaskDict of the tasks, groups and tags called `names`; the demo tasks are cut from the shards of `run_dir`.
+def load(
+    names: list[str], include: str | None, run_dir: str | None = None, offline: str | None = None
+) -> dict:
+    """lm-eval's TaskDict of the tasks, groups and tags called `names`; the demo tasks are cut from
+    the shards of `run_dir`.
 
-    To come before any import of lm-eval and datasets, which then read their settings. With `offline`, the folder that fetch()
-    filled, and for the demo tasks no library asks the network."""
-    os.environ["DISABLE_MULTIPROC"] = "1"       # lm-eval's bootstrap would fork a process that holds torch's threads
+    To come before any import of lm-eval and datasets, which then read their settings. With
+    `offline`, the folder that fetch() filled, and for the demo tasks no library asks the
+    network."""
+    # lm-eval's bootstrap would fork a process that holds torch's threads
+    os.environ["DISABLE_MULTIPROC"] = "1"
     if offline is not None:
         os.environ["HF_DATASETS_CACHE"] = os.path.abspath(offline)
     if offline is not None or set(names) <= set(DEMO):
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE"):
+        for name in (
+            "HF_HUB_OFFLINE",
+            "HF_DATASETS_OFFLINE",
+            "TRANSFORMERS_OFFLINE",
+            "HF_EVALUATE_OFFLINE",
+        ):
             os.environ[name] = "1"
     say_warnings(include)
     check_include(include)
@@ -58,63 +85,98 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()      # of each data set that it finds in the folder
+    datasets.logging.set_verbosity_error()  # of each data set that it finds in the folder
     theirs = Path(lm_eval.__file__).parent / "tasks"
     folders = dict.fromkeys(theirs / FOLDERS.get(name, name) for name in names if name in FULL)
     for is_whole_index in (False, True):
-        manager = TaskManager(include_path=[*folders, DEMO_TASKS, *([include] if include else [])],
-                              include_defaults=is_whole_index,
-                              metadata={"run_dir": run_dir} if set(DEMO) & set(names) else None)
+        manager = TaskManager(
+            include_path=[*folders, DEMO_TASKS, *([include] if include else [])],
+            include_defaults=is_whole_index,
+            metadata={"run_dir": run_dir} if set(DEMO) & set(names) else None,
+        )
         unknown = [name for name in names if name not in manager.all_tasks]
         if not unknown:
             break
     else:
         near = difflib.get_close_matches(unknown[0], [*GROUPS, *manager.all_tasks], 3, cutoff=0.5)
-        raise UserError(f"there is no task {unknown[0]!r}; `lm-eval ls tasks` lists all; near: {', '.join(near) or 'none'}")
+        raise UserError(
+            f"there is no task {unknown[0]!r}; `lm-eval ls tasks` lists all; near:"
+            f" {', '.join(near) or 'none'}"
+        )
     loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         try:
             part = manager.load([name])
         except UserError:
             raise
-        except Exception as error:      # a task is foreign code and foreign data: whatever it raises, name the task
+        except Exception as error:
+            # a task is foreign code and foreign data: whatever it raises, name the task
             said = (str(error).strip().splitlines() or [""])[0]
-            raise UserError(f"the task {name!r} could not be loaded ({type(error).__name__}: {said}): its data come from where "
-                            f"its YAML has them, the Hugging Face Hub, or offline=DIR after --fetch DIR") from error
+            raise UserError(
+                f"the task {name!r} could not be loaded ({type(error).__name__}: {said}): its data"
+                " come from where its YAML has them, the Hugging Face Hub, or offline=DIR after"
+                " --fetch DIR"
+            ) from error
         for key, task in part["tasks"].items():
             if task.get_config("num_fewshot") is None:
-                # Of mmlu five examples are shown, though lm-eval itself shows none (Hendrycks et al., 2009.03300).
-                task.set_config(key="num_fewshot", value=5 if task.config.dataset_path == "cais/mmlu" else 0)
-            if loaded["tasks"].get(key, task).get_config("num_fewshot") != (shots := task.get_config("num_fewshot")):
-                raise UserError(f"{name} shows {shots} examples to {key!r}, other tasks= another number: score them one by one")
+                # Of mmlu five examples are shown, though lm-eval itself shows none (Hendrycks et
+                # al., 2009.03300).
+                task.set_config(
+                    key="num_fewshot", value=5 if task.config.dataset_path == "cais/mmlu" else 0
+                )
+            if loaded["tasks"].get(key, task).get_config("num_fewshot") != (
+                shots := task.get_config("num_fewshot")
+            ):
+                raise UserError(
+                    f"{name} shows {shots} examples to {key!r}, other tasks= another number: score"
+                    " them one by one"
+                )
         for key in loaded:
             loaded[key] |= part[key]
     for name, task in loaded["tasks"].items():
-        task.set_fewshot_seed(seed=1234)        # lm-eval's own default, for equal few-shot examples
+        task.set_fewshot_seed(seed=1234)  # lm-eval's own default, for equal few-shot examples
         if getattr(task, "MULTIMODAL", False):
-            raise UserError(f"the task {name!r} shows images or plays sound, but the models here read text: leave it out")
+            raise UserError(
+                f"the task {name!r} shows images or plays sound, but the models here read text:"
+                " leave it out"
+            )
         if getattr(task, "UNSAFE_CODE", False):
-            raise UserError(f"the task {name!r} runs code that the model has written, which is not done here: leave it out")
+            raise UserError(
+                f"the task {name!r} runs code that the model has written, which is not done here:"
+                " leave it out"
+            )
         if task.OUTPUT_TYPE == "generate_until":
-            read_generation(task.get_config("generation_kwargs"), name)     # refuses what is not greedy
+            # refuses what is not greedy
+            read_generation(task.get_config("generation_kwargs"), name)
     return loaded
 
 
-# What lm-eval says of nearly every task, and what its documentation promises: a default that it takes.
-ORDINARY = ("No `until` specified", "No `generation_kwargs` specified", "passed `generation_kwargs`, but",
-            "is defined, but aggregation is not", "is defined, but higher_is_better is not", "Custom kwargs can be passed")
+# What lm-eval says of nearly every task, and what its documentation promises: a default that it
+# takes.
+ORDINARY = (
+    "No `until` specified",
+    "No `generation_kwargs` specified",
+    "passed `generation_kwargs`, but",
+    "is defined, but aggregation is not",
+    "is defined, but higher_is_better is not",
+    "Custom kwargs can be passed",
+)
 
 
 class _Once(logging.Handler):
-    """Prints each of lm-eval's warnings once, in a line: what it replaces or leaves out is not to be found in a score."""
+    """Prints each of lm-eval's warnings once, in a line: what it replaces or leaves out is not to
+    be found in a score."""
 
     def __init__(self, include: str | None):
         super().__init__(logging.WARNING)
         self.said: set[str] = set()
-        self.own_folders = {include, os.path.abspath(include), os.path.realpath(include)} if include else set()
+        self.own_folders = (
+            {include, os.path.abspath(include), os.path.realpath(include)} if include else set()
+        )
 
     def is_ordinary(self, text: str) -> bool:
-        if "overrides existing task" in text or "Duplicate task name" in text:      # lm-eval's own folders hold such twins
+        # lm-eval's own folders hold such twins
+        if "overrides existing task" in text or "Duplicate task name" in text:
             return not any(folder in text for folder in self.own_folders)
         return any(words in text for words in ORDINARY)
 
@@ -138,28 +200,35 @@ def say_warnings(include: str | None) -> None:
 
 
 def check_include(include: str | None) -> None:
-    """lm-eval passes over YAML that it cannot read, and over a folder that is not there. Raises UserError instead."""
+    """lm-eval passes over YAML that it cannot read, and over a folder that is not there. Raises
+    UserError instead."""
     if include is None:
         return
     folder = Path(include)
     if not folder.is_dir():
         raise UserError(f"include={include} is no folder: give the one that holds your task YAMLs")
     from lm_eval.tasks._yaml_loader import load_yaml
+
     paths = sorted(folder.glob("**/*.yaml"))
     if not paths:
-        raise UserError(f"include={include} holds no file called *.yaml: give the folder of your task YAMLs")
+        raise UserError(
+            f"include={include} holds no file called *.yaml: give the folder of your task YAMLs"
+        )
     for path in paths:
         try:
             load_yaml(path, resolve_func=False)
-        except Exception as error:      # whatever the package raises for a file of the user's
+        except Exception as error:  # whatever the package raises for a file of the user's
             reason = " ".join(str(error).split())
-            raise UserError(f"{path} cannot be read as a task of lm-eval ({type(error).__name__}: {reason:.200}): mend it, "
-                            f"or take it out of include={include}") from error
+            raise UserError(
+                f"{path} cannot be read as a task of lm-eval ({type(error).__name__}:"
+                f" {reason:.200}): mend it, or take it out of include={include}"
+            ) from error
 
 
 def watch_requests(task) -> None:
-    """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError where it fails, and where
-    an answer is empty: without a token its log-likelihood is 0, above that of every other, and acc_norm divides by its length."""
+    """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError
+    where it fails, and where an answer is empty: without a token its log-likelihood is 0, above
+    that of every other, and acc_norm divides by its length."""
     build = task.build_all_requests
 
     def build_and_check(*args, **settings) -> None:
@@ -167,14 +236,20 @@ def watch_requests(task) -> None:
             build(*args, **settings)
         except MemoryError:
             raise
-        except Exception as error:      # foreign code and foreign data: whatever it raises, name the task
+        except Exception as error:
+            # foreign code and foreign data: whatever it raises, name the task
             reason = (str(error).strip().splitlines() or [""])[0]
-            raise UserError(f"the questions of the task {task.task_name!r} could not be made "
-                            f"({type(error).__name__}: {reason:.200}): its YAML and its data must fit each other, and "
-                            f"num_fewshot the documents there are") from error
+            raise UserError(
+                f"the questions of the task {task.task_name!r} could not be made"
+                f" ({type(error).__name__}: {reason:.200}): its YAML and its data must fit each"
+                " other, and num_fewshot the documents there are"
+            ) from error
         delimiter = task.config.target_delimiter if task.OUTPUT_TYPE == "multiple_choice" else ""
         for request in task.instances:
-            if request.request_type == "loglikelihood" and request.args[1].removeprefix(delimiter) == "":
+            if (
+                request.request_type == "loglikelihood"
+                and request.args[1].removeprefix(delimiter) == ""
+            ):
                 raise empty_answer(request)
 
     task.build_all_requests = build_and_check
@@ -182,73 +257,109 @@ def watch_requests(task) -> None:
 
 def empty_answer(request) -> UserError:
     """What is said of a request of lm-eval whose answer has nothing that could be scored."""
-    return UserError(f"the task {request.task_name!r} has an empty answer in its document {request.doc_id} (counted from 0, "
-                     f"answer {request.idx + 1} of its requests), which would score best with a log-likelihood of 0: "
-                     f"mend that row, or leave it out by the task's process_docs")
+    return UserError(
+        f"the task {request.task_name!r} has an empty answer in its document"
+        f" {request.doc_id} (counted from 0, answer {request.idx + 1} of its requests), which would"
+        " score best with a log-likelihood of 0: mend that row, or leave it out by the task's"
+        " process_docs"
+    )
 
 
 def fetch(folder: str, words: tuple[str, ...], include: str | None) -> str:
-    """Save the data of the tasks in `folder`, which is then a cache of datasets; a line for each task."""
-    names = [name for name in expand(words) if name not in DEMO]        # those are made from a run's own shards
+    """Save the data of the tasks in `folder`, which is then a cache of datasets; a line for each
+    task."""
+    # those are made from a run's own shards
+    names = [name for name in expand(words) if name not in DEMO]
     os.environ["HF_DATASETS_CACHE"] = os.path.abspath(folder)
-    return "\n".join(f"{name}: {len(task.eval_docs):,} documents" for name, task in load(names, include)["tasks"].items())
+    return "\n".join(
+        f"{name}: {len(task.eval_docs):,} documents"
+        for name, task in load(names, include)["tasks"].items()
+    )
 
 
-# --------------------------------------------------- the demo's tasks: the same for every run on the same validation shards
+# -------------------------- the demo's tasks: the same for every run on the same validation shards
 
-DOCUMENTS = 32          # per source, val_ppl
-CHARACTERS = 4096       # of each document, val_ppl
-QUESTIONS = 100         # per source, val_cloze
-CONTEXT, CHOICE = 96, 32        # characters: both fit a context of 128 bytes
+DOCUMENTS = 32  # per source, val_ppl
+CHARACTERS = 4096  # of each document, val_ppl
+QUESTIONS = 100  # per source, val_cloze
+CONTEXT, CHOICE = 96, 32  # characters: both fit a context of 128 bytes
 N_CHOICES = 4
 
 
 def documents(run_dir: str, **_) -> dict:
-    """val_ppl, {"validation": a dataset of `source`, `text`}: documents, cut to CHARACTERS, for their bits per byte."""
-    rows = [{"source": source, "text": text} for source, *texts in _sources(run_dir)
-            for text in _pick(*texts, DOCUMENTS, f"val_ppl/{source}", lambda text: text[:CHARACTERS])]
+    """val_ppl, {"validation": a dataset of `source`, `text`}: documents, cut to CHARACTERS, for
+    their bits per byte."""
+    rows = [
+        {"source": source, "text": text}
+        for source, *texts in _sources(run_dir)
+        for text in _pick(*texts, DOCUMENTS, f"val_ppl/{source}", lambda text: text[:CHARACTERS])
+    ]
     return _dataset(rows, run_dir)
 
 
 def questions(run_dir: str, **_) -> dict:
-    """val_cloze, {"validation": a dataset of `source`, `context`, `choices`, `label`}: a piece of a document, and four that may
-    follow: its own, three of other documents of the same source, cut from them by the same rule. Only the context tells them
-    apart, so a model that ignores it scores 25 %, whatever it has learned about the language."""
+    """val_cloze, {"validation": a dataset of `source`, `context`, `choices`, `label`}: a piece of a
+    document, and four that may follow: its own, three of other documents of the same source, cut
+    from them by the same rule. Only the context tells them apart, so a model that ignores it scores
+    25 %, whatever it has learned about the language."""
     rows = []
     for source, *texts in _sources(run_dir):
-        usable = _pick(*texts, QUESTIONS, f"val_cloze/{source}", lambda text: (places := _places(text)) and (text, places))
+        usable = _pick(
+            *texts,
+            QUESTIONS,
+            f"val_cloze/{source}",
+            lambda text: (places := _places(text)) and (text, places),
+        )
         rng = random.Random(f"val_cloze/{source}/cuts")
-        for q in range(QUESTIONS if len(usable) >= N_CHOICES else 0):       # in turn: few documents serve several times
+        # in turn: few documents serve several times
+        for q in range(QUESTIONS if len(usable) >= N_CHOICES else 0):
             asked = q % len(usable)
             context, answer = _cut(usable[asked], rng)
             choices = [answer]
             for other in rng.sample(range(len(usable)), len(usable)):
-                if other != asked and len(choices) < N_CHOICES and (piece := _cut(usable[other], rng)[1]) not in choices:
+                if (
+                    other != asked
+                    and len(choices) < N_CHOICES
+                    and (piece := _cut(usable[other], rng)[1]) not in choices
+                ):
                     choices.append(piece)
             if len(choices) == N_CHOICES:
                 rng.shuffle(choices)
-                rows.append({"source": source, "context": context, "choices": choices, "label": choices.index(answer)})
+                rows.append(
+                    {
+                        "source": source,
+                        "context": context,
+                        "choices": choices,
+                        "label": choices.index(answer),
+                    }
+                )
     return _dataset(rows, run_dir)
 
 
 def _places(text: str) -> list[int]:
-    """Where a text may be cut: before a blank, where tokenizers that merge letters part too, with enough on either side."""
+    """Where a text may be cut: before a blank, where tokenizers that merge letters part too, with
+    enough on either side."""
     ends = (m.end() for m in re.finditer(r"\S(?=\s)", text))
-    return [i for i in ends if CONTEXT <= i <= len(text) - CHOICE and not text[i:i + CHOICE].isspace()]
+    return [
+        i for i in ends if CONTEXT <= i <= len(text) - CHOICE and not text[i : i + CHOICE].isspace()
+    ]
 
 
 def _cut(usable: tuple[str, list[int]], rng: random.Random) -> tuple[str, str]:
     """A context and what follows it."""
     text, places = usable
     i = rng.choice(places)
-    return text[i - CONTEXT:i], text[i:i + CHOICE]
+    return text[i - CONTEXT : i], text[i : i + CHOICE]
 
 
 def _dataset(rows: list[dict], run_dir: str) -> dict:
     import datasets  # here, because it takes a second that only an evaluation should pay
 
     if not rows:
-        raise UserError(f"no source of {run_dir} has {N_CHOICES} validation documents of {CONTEXT + CHOICE} characters")
+        raise UserError(
+            f"no source of {run_dir} has {N_CHOICES} validation documents of"
+            f" {CONTEXT + CHOICE} characters"
+        )
     return {"validation": datasets.Dataset.from_list(rows)}
 
 
@@ -259,19 +370,31 @@ def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
     for source in sorted(data.mixture):
         folder, documents, skip = Path(data.dir) / source, [], len(tokenizer.prefix)
         index = read_index(folder)
-        if index.tokenizer != tokenizer.kind or not tokenizer.goes_by(index.tokenizer_sha256) and tokenizer.kind == "folder":
-            raise UserError(f"{folder} was made with another tokenizer than {run_dir}: prepare the data with {tokenizer.name}")
+        if (
+            index.tokenizer != tokenizer.kind
+            or not tokenizer.goes_by(index.tokenizer_sha256)
+            and tokenizer.kind == "folder"
+        ):
+            raise UserError(
+                f"{folder} was made with another tokenizer than {run_dir}: prepare the data with"
+                f" {tokenizer.name}"
+            )
         for path in (shard.path for shard in index.splits["val"].shards if shard.tokens):
             ids = np.memmap(path, dtype=index.dtype, mode="r")
             is_chat = "messages" in index.selection.get("instruct", ())
-            border = LOSS_MASK_BIT | np.uint32(tokenizer.eot) if is_chat else tokenizer.eot     # nothing is learned of it there
-            starts = np.flatnonzero(ids == border)      # a document's tail in the next shard is left out
-            documents += [ids[a + skip:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+            # nothing is learned of it there
+            border = LOSS_MASK_BIT | np.uint32(tokenizer.eot) if is_chat else tokenizer.eot
+            # a document's tail in the next shard is left out
+            starts = np.flatnonzero(ids == border)
+            documents += [
+                ids[a + skip : b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)
+            ]
         yield source, documents, tokenizer
 
 
 def _pick(documents: list[np.ndarray], tokenizer: Tokenizer, n: int, seed: str, transform) -> list:
-    """transform(text) of n documents drawn without replacement, passing over those it returns nothing for."""
+    """transform(text) of n documents drawn without replacement, passing over those it returns
+    nothing for."""
     order = random.Random(seed).sample(range(len(documents)), len(documents))
     found = (transform(tokenizer.decode((documents[i] & ~LOSS_MASK_BIT).tolist())) for i in order)
     return list(islice(filter(None, found), n))

@@ -1,10 +1,9 @@
-"""Render conversations by the chat template of a tokenizer folder, as transformers does, and tell which
-characters the assistant wrote.
+"""Render conversations by the chat template of a tokenizer folder, as transformers does, and tell
+which characters the assistant wrote.
 
-Templates are Jinja, run in its sandbox: they change nothing and reach no file. One thing differs from
-transformers: there is no strftime_now. The text must not depend on the day on which it is prepared, and
-templates that ask for the date have one of their own where they find no clock.
-"""
+Templates are Jinja, run in its sandbox: they change nothing and reach no file. One thing differs
+from transformers: there is no strftime_now. The text must not depend on the day on which it is
+prepared, and templates that ask for the date have one of their own where they find no clock."""
 
 import json
 import re
@@ -21,12 +20,16 @@ import jinja2.sandbox
 
 from runtime.cli import UserError
 
-CONFIG_FILE, TEMPLATE_FILE, MAP_FILE = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")      # begins what the assistant writes
-TEXT_PARTS = ("text", "input_text", "output_text")      # types of a part that is text
+CONFIG_FILE, TEMPLATE_FILE, MAP_FILE = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+)
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins what the assistant writes
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of a part that is text
 # A tool may answer with any JSON, which templates spell.
 TOOL_ROLES = ("tool", "ipython", "function")
-REASONING = ("reasoning_content", "thinking", "reasoning")      # names of a message's reasoning
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
 PROBE = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "Two."},
@@ -48,14 +51,17 @@ class OddConversation(UserError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a conversation and the places in it, (first, last + 1), that the assistant wrote."""
+    """The text of a conversation and the places in it, (first, last + 1), that the assistant
+    wrote."""
+
     text: str
     spans: list[tuple[int, int]]
-    joined_parts: int = 0       # messages whose content came in parts, which were joined
+    joined_parts: int = 0  # messages whose content came in parts, which were joined
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer folder. Raises UserError where it has none or it is no Jinja."""
+    """The chat template of a tokenizer folder. Raises UserError where it has none or it is no
+    Jinja."""
 
     def __init__(self, folder: str):
         self._folder = Path(folder)
@@ -63,26 +69,34 @@ class ChatTemplate:
         self.sources = _template_sources(self._folder, settings)
         self._special_tokens = _special_tokens(_read_object(self._folder / MAP_FILE) | settings)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         self._environment = environment
         try:
-            self._templates = {name: environment.from_string(text) for name, text in self.sources.items()}
+            self._templates = {
+                name: environment.from_string(text) for name, text in self.sources.items()
+            }
         except jinja2.TemplateError as error:
-            raise TemplateProblem(f"{folder}: its chat template is no Jinja that can be run here ({error})") from error
+            raise TemplateProblem(
+                f"{folder}: its chat template is no Jinja that can be run here ({error})"
+            ) from error
 
     @property
     def sha256(self) -> str:
         """Identity of the template and of the special tokens that it may write."""
-        return sha256(json.dumps([self.sources, self._special_tokens], sort_keys=True).encode()).hexdigest()
+        return sha256(
+            json.dumps([self.sources, self._special_tokens], sort_keys=True).encode()
+        ).hexdigest()
 
     def render(self, row: dict) -> Rendered:
-        """The text of row["messages"], with row["tools"] and row["chat_template_kwargs"] where there are.
+        """The text of row["messages"], with row["tools"] and row["chat_template_kwargs"] where
+        there are.
 
-        What the assistant wrote is what the template's own {% generation %} blocks hold; in a template
-        without them, by which an answer makes the text longer than the text up to it with the
-        beginning of an answer. An answer of weight 0 is not learned.
+        What the assistant wrote is what the template's own {% generation %} blocks hold; in a
+        template without them, by which an answer makes the text longer than the text up to it with
+        the beginning of an answer. An answer of weight 0 is not learned.
 
         Content in parts, all of them text, is joined where the template knows no parts.
 
@@ -93,7 +107,10 @@ class ChatTemplate:
         messages, weights, tools, extra = _read_row(row)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
-            raise TemplateProblem(f"{self._folder} has chat templates named {', '.join(self.sources)}, but none named default")
+            raise TemplateProblem(
+                f"{self._folder} has chat templates named {', '.join(self.sources)}, but none named"
+                " default"
+            )
 
         def text_of(some_messages: list[dict], add_generation_prompt: bool = False) -> str:
             return self._run(name, some_messages, tools, extra, add_generation_prompt)
@@ -120,8 +137,12 @@ class ChatTemplate:
             text = text_of(messages)
         except OddConversation:
             return False
-        parts = [part for message, other in zip(messages, joined, strict=True)
-                 if message is not other for part in message["content"]]
+        parts = [
+            part
+            for message, other in zip(messages, joined, strict=True)
+            if message is not other
+            for part in message["content"]
+        ]
         if any(spelling in text for part in parts for spelling in _spellings(part)):
             return False
         wanted = text_of(joined)
@@ -134,15 +155,31 @@ class ChatTemplate:
         self._environment.globals["generation_marks"] = marks = (f"<{nonce}+>", f"<{nonce}->")
         return marks
 
-    def _run(self, name: str, messages: list[dict], tools, extra: dict, add_generation_prompt: bool) -> str:
-        assert self._marks      # which the template's {% generation %} writes
+    def _run(
+        self, name: str, messages: list[dict], tools, extra: dict, add_generation_prompt: bool
+    ) -> str:
+        assert self._marks  # which the template's {% generation %} writes
         values = self._special_tokens | extra
         try:
             return self._templates[name].render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **values)
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            raise OddConversation(f"the chat template of {self._folder} refuses a conversation ({error})",
-                                  "correct its messages") from error
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **values,
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            IndexError,
+        ) as error:
+            raise OddConversation(
+                f"the chat template of {self._folder} refuses a conversation ({error})",
+                "correct its messages",
+            ) from error
 
     def _by_prefixes(self, messages: list[dict], text_of) -> Rendered:
         text = text_of(messages)
@@ -150,18 +187,22 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = text_of(messages[:i], True), text_of(messages[:i + 1])
+            before, after = text_of(messages[:i], True), text_of(messages[: i + 1])
             if not (text.startswith(before) and text.startswith(after)):
                 raise OddConversation(
-                    f"the chat template of {self._folder} writes message {i + 1} of a conversation another way once "
-                    f"messages follow it, so what the assistant wrote cannot be told",
-                    "mark it in the template by {% generation %} ... {% endgeneration %}, or give conversations that end "
-                    "with their first answer")
+                    f"the chat template of {self._folder} writes message {i + 1} of a conversation"
+                    " another way once messages follow it, so what the assistant wrote cannot be"
+                    " told",
+                    "mark it in the template by {% generation %} ... {% endgeneration %}, or give"
+                    " conversations that end with their first answer",
+                )
             spans.append((len(before), len(after)))
         if spans and self._ends_with_a_beginning(text_of):
             raise TemplateProblem(
-                f"the chat template of {self._folder} writes the beginning of an answer behind every conversation, whatever "
-                f"add_generation_prompt says, so it would be learned: write it in {{% if add_generation_prompt %}}")
+                f"the chat template of {self._folder} writes the beginning of an answer behind"
+                " every conversation, whatever add_generation_prompt says, so it would be learned:"
+                " write it in {% if add_generation_prompt %}"
+            )
         return Rendered(text, spans)
 
     @staticmethod
@@ -197,12 +238,15 @@ def _template_sources(folder: Path, settings: dict) -> dict[str, str]:
         sources = {entry.get("name"): entry.get("template") for entry in named}
         if sources and all(isinstance(part, str) for pair in sources.items() for part in pair):
             return sources
-    raise TemplateProblem(f"{folder} has no chat template, which rows of messages need: put one into chat_template.jinja, or "
-                    f"into tokenizer_config.json as chat_template")
+    raise TemplateProblem(
+        f"{folder} has no chat template, which rows of messages need: put one into"
+        " chat_template.jinja, or into tokenizer_config.json as chat_template"
+    )
 
 
 def _special_tokens(settings: dict) -> dict[str, str]:
-    """bos_token, eos_token and others as a template may write them; a name without a token is left out."""
+    """bos_token, eos_token and others as a template may write them; a name without a token is left
+    out."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -212,8 +256,8 @@ def _special_tokens(settings: dict) -> dict[str, str]:
 
 
 def _read_row(row: dict) -> tuple[list[dict], list[bool], list | None, dict]:
-    """The messages of a row, whether each has the weight to be learned, the tools, and further values
-    for the template. Raises OddConversation."""
+    """The messages of a row, whether each has the weight to be learned, the tools, and further
+    values for the template. Raises OddConversation."""
     messages, tools, extra = row["messages"], row.get("tools"), row.get("chat_template_kwargs")
     wanted = "give a list of objects with role and content"
     if not isinstance(messages, list) or not messages:
@@ -222,7 +266,9 @@ def _read_row(row: dict) -> tuple[list[dict], list[bool], list | None, dict]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise OddConversation(f"a message is {json.dumps(message)[:80]}", wanted)
     if tools is not None and not isinstance(tools, list):
-        raise OddConversation(f"tools is {_name_type(tools)}", "give a list of functions as JSON schemas")
+        raise OddConversation(
+            f"tools is {_name_type(tools)}", "give a list of functions as JSON schemas"
+        )
     if extra is not None and not isinstance(extra, dict):
         raise OddConversation(f"chat_template_kwargs is {_name_type(extra)}", "give an object")
     read = [_read_message(message) for message in messages]
@@ -237,37 +283,57 @@ def _check_roles(messages: list[dict]) -> None:
     roles = list(dict.fromkeys(message["role"] for message in messages))
     if "assistant" in roles:
         return
-    raise OddConversation(f"no message has the role assistant, whose messages are learned, only {', '.join(roles)}",
-                          "give each answer the role assistant, and each question the role user")
+    raise OddConversation(
+        f"no message has the role assistant, whose messages are learned, only {', '.join(roles)}",
+        "give each answer the role assistant, and each question the role user",
+    )
 
 
 def _take_weight(message: dict, number: int) -> bool:
-    """Whether a message may be learned by its weight, as OpenAI's format has it, which is taken out.
-    Raises OddConversation."""
+    """Whether a message may be learned by its weight, as OpenAI's format has it, which is taken
+    out. Raises OddConversation."""
     weight = message.pop("weight", None)
     if weight is None:
         return True
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or weight not in (0, 1):
-        raise OddConversation(f"message {number} has weight={json.dumps(weight)[:80]}",
-                              "give 1 for an answer that is learned and 0 for one that is not")
+        raise OddConversation(
+            f"message {number} has weight={json.dumps(weight)[:80]}",
+            "give 1 for an answer that is learned and 0 for one that is not",
+        )
     if weight == 1 and message["role"] != "assistant":
-        raise OddConversation(f"message {number} has weight=1 and the role {message['role']}, but only what the assistant "
-                              f"wrote is learned", "remove the weight")
+        raise OddConversation(
+            f"message {number} has weight=1 and the role {message['role']}, but only what the"
+            " assistant wrote is learned",
+            "remove the weight",
+        )
     return weight == 1
 
 
-def _weighted(spans: list[tuple[int, int]], messages: list[dict], weights: list[bool]) -> list[tuple[int, int]]:
+def _weighted(
+    spans: list[tuple[int, int]], messages: list[dict], weights: list[bool]
+) -> list[tuple[int, int]]:
     """The spans of the answers that have weight. Raises OddConversation."""
-    if all(weight or message["role"] != "assistant" for message, weight in zip(messages, weights, strict=True)):
+    if all(
+        weight or message["role"] != "assistant"
+        for message, weight in zip(messages, weights, strict=True)
+    ):
         return spans
-    of_answers = [weight for message, weight in zip(messages, weights, strict=True) if message["role"] == "assistant"]
+    of_answers = [
+        weight
+        for message, weight in zip(messages, weights, strict=True)
+        if message["role"] == "assistant"
+    ]
     if not any(of_answers):
-        raise OddConversation("each answer has weight=0, so nothing would be learned", "give one of them weight=1")
+        raise OddConversation(
+            "each answer has weight=0, so nothing would be learned", "give one of them weight=1"
+        )
     if len(spans) != len(of_answers):
-        raise OddConversation(f"the template marks {len(spans)} places as written by the assistant, but there are "
-                              f"{len(of_answers)} answers, so which place an answer with weight=0 has cannot be told",
-                              "let the template mark each answer once")
+        raise OddConversation(
+            f"the template marks {len(spans)} places as written by the assistant, but there are "
+            f"{len(of_answers)} answers, so which place an answer with weight=0 has cannot be told",
+            "let the template mark each answer once",
+        )
     return [span for span, weight in zip(spans, of_answers, strict=True) if weight]
 
 
@@ -276,24 +342,38 @@ def _check_content(message: dict, number: int) -> None:
     role, content = message["role"], message.get("content")
     who = f"message {number}, of the role {role},"
     if content is None:
-        if role == "assistant" and any(message.get(name) for name in ("tool_calls", "function_call")):
+        if role == "assistant" and any(
+            message.get(name) for name in ("tool_calls", "function_call")
+        ):
             return
         raise OddConversation(f"{who} has no content", "give its text")
     if role in TOOL_ROLES or isinstance(content, str):
         return
     if not isinstance(content, list) or not content:
-        raise OddConversation(f"{who} has content that is {_name_type(content)}", "give a text, or a list of parts")
+        raise OddConversation(
+            f"{who} has content that is {_name_type(content)}", "give a text, or a list of parts"
+        )
     for part in content:
         if not _is_text_part(part):
             kind = part.get("type") if isinstance(part, dict) else None
-            name = f"a part of type {json.dumps(kind)[:80]}" if kind else f"the part {json.dumps(part)[:80]}"
-            raise OddConversation(f"{who} has {name}, but only text is learned here", "leave the conversation out")
+            name = (
+                f"a part of type {json.dumps(kind)[:80]}"
+                if kind
+                else f"the part {json.dumps(part)[:80]}"
+            )
+            raise OddConversation(
+                f"{who} has {name}, but only text is learned here", "leave the conversation out"
+            )
 
 
 def _is_text_part(part) -> bool:
     if isinstance(part, str):
         return True
-    return isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, dict)
+        and part.get("type", "text") in TEXT_PARTS
+        and isinstance(part.get("text"), str)
+    )
 
 
 def _part_text(part: str | dict) -> str:
@@ -304,8 +384,11 @@ def _spellings(part: str | dict) -> list[str]:
     """How a part is spelled by templates that take it for a text: as Python, as JSON."""
     # A text alone is spelled with quotes only where it lies in a list.
     forms = [part] if isinstance(part, dict) else [[part]]
-    return [spelling for form in forms
-            for spelling in (str(form), json.dumps(form, ensure_ascii=False), json.dumps(form))]
+    return [
+        spelling
+        for form in forms
+        for spelling in (str(form), json.dumps(form, ensure_ascii=False), json.dumps(form))
+    ]
 
 
 def _join_parts(messages: list[dict]) -> list[dict]:
@@ -324,7 +407,8 @@ def _name_type(value) -> str:
 
 
 def _read_message(message: dict) -> dict:
-    """Without keys that say nothing, and with its reasoning under the names that templates ask for."""
+    """Without keys that say nothing, and with its reasoning under the names that templates ask
+    for."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is None:
@@ -345,6 +429,7 @@ def _read_marks(text: str, marks: tuple[str, str]) -> Rendered:
 
 class _Generation(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %}: its content between two marks."""
+
     tags = {"generation"}
 
     def parse(self, parser):
@@ -359,7 +444,9 @@ class _Generation(jinja2.ext.Extension):
 
 def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     # Jinja's own escapes what HTML would take for tags.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str):

@@ -1,10 +1,10 @@
 """Find documents that share 13 words in a row with evaluation texts.
 
-The 13-grams of GPT-3 (Brown et al. 2020, appendix C): of words in lower case, split at white space, without punctuation
-and symbols. GPT-3 cut 200 characters around a find out of the document; here found_in() is for leaving out the whole
-document. Grams are kept and compared as 64-bit hashes of words' 32-bit ones: a false find has odds of 1e-12 a gram among 20
-million, one that differs in a single word passes for the same with odds of 2e-10.
-"""
+The 13-grams of GPT-3 (Brown et al. 2020, appendix C): of words in lower case, split at white space,
+without punctuation and symbols. GPT-3 cut 200 characters around a find out of the document; here
+found_in() is for leaving out the whole document. Grams are kept and compared as 64-bit hashes of
+words' 32-bit ones: a false find has odds of 1e-12 a gram among 20 million, one that differs in a
+single word passes for the same with odds of 2e-10."""
 
 import json
 import sys
@@ -23,31 +23,39 @@ from runtime.shards import file_sha256
 from runtime.tokenizer import clean
 
 WORDS = 13
-BASE = 0x9E3779B97F4A7C15       # odd: no word of a gram loses bits
+BASE = 0x9E3779B97F4A7C15  # odd: no word of a gram loses bits
 
 
 def found_in(grams: np.ndarray, text: str) -> bool:
     """Whether a gram of the evaluation texts, by read_grams(), is one of `text`."""
-    those = np.sort(_grams(text))       # in order they are found sooner: memory is read in one direction
+    those = np.sort(_grams(text))  # in order they are found sooner: memory is read in one direction
     return bool((grams[np.searchsorted(grams[:-1], those)] == those).any())
 
 
 def read_grams(paths: Iterable[str]) -> tuple[list[dict], np.ndarray]:
-    """{file, sha256} of each file, for index.json, and the grams, uint64 and sorted, of every text in the files: all of a .txt;
-    each string of .json, .jsonl and .parquet, however nested. Prints a line per file. Raises UserError: a file that cannot be
-    read or has no gram."""
+    """{file, sha256} of each file, for index.json, and the grams, uint64 and sorted, of every text
+    in the files: all of a .txt; each string of .json, .jsonl and .parquet, however nested. Prints a
+    line per file. Raises UserError: a file that cannot be read or has no gram."""
     files, found = [], [np.empty(0, np.uint64)]
     for path in map(Path, paths):
         try:
             grams = [_grams(text) for value in _values(path) for text in _strings(value)]
-        except (ValueError, OSError, RecursionError) as error:      # pyarrow's own errors are the first two
-            raise UserError(f"decontaminate={path} cannot be read as .txt, .json, .jsonl or .parquet: "
-                            f"{str(error).splitlines()[0]}") from error
+        except (ValueError, OSError, RecursionError) as error:
+            # pyarrow's own errors are the first two
+            raise UserError(
+                f"decontaminate={path} cannot be read as .txt, .json, .jsonl or .parquet:"
+                f" {str(error).splitlines()[0]}"
+            ) from error
         if not (long := [some for some in grams if len(some)]):
-            raise UserError(f"decontaminate={path} has no text of {WORDS} words or more to look for: leave it out")
+            raise UserError(
+                f"decontaminate={path} has no text of {WORDS} words or more to look for: leave"
+                " it out"
+            )
         found.append(np.unique(np.concatenate(long)))
-        print(f"{path}: {len(grams):,} texts, {len(found[-1]):,} stretches of {WORDS} words to look for; "
-              f"{len(grams) - len(long):,} texts are shorter and are not looked for")
+        print(
+            f"{path}: {len(grams):,} texts, {len(found[-1]):,} stretches of {WORDS} words to look"
+            f" for; {len(grams) - len(long):,} texts are shorter and are not looked for"
+        )
         files.append({"file": path.name, "sha256": file_sha256(path)})
     return files, np.unique(np.concatenate(found))
 
@@ -56,13 +64,14 @@ def _values(path: Path) -> Iterable:
     """The texts of a file, in whatever lists and tables it has them."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
+
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(1000)
         columns = (column for batch in batches for column in batch.columns)
         return (value for column in columns for value in _parquet_values(column))
-    text = path.read_text("utf-8-sig")      # a text of another encoding would match nothing
+    text = path.read_text("utf-8-sig")  # a text of another encoding would match nothing
     try:
         return [text if path.suffix == ".txt" else json.loads(text)]
-    except json.JSONDecodeError as error:       # many a .json holds a row a line, as .jsonl does
+    except json.JSONDecodeError as error:  # many a .json holds a row a line, as .jsonl does
         if error.msg != "Extra data":
             raise
         return map(json.loads, filter(str.strip, text.split("\n")))
@@ -107,7 +116,7 @@ def _grams(text: str) -> np.ndarray:
     hashes = np.fromiter(map(crc32, map(str.encode, words)), np.uint64, len(words))
     grams = np.zeros(max(0, len(words) + 1 - WORDS), np.uint64)
     for i in range(WORDS):
-        grams += hashes[i:i + len(grams)] * np.uint64(pow(BASE, i, 1 << 64))
+        grams += hashes[i : i + len(grams)] * np.uint64(pow(BASE, i, 1 << 64))
     grams ^= grams >> np.uint64(29)
     return grams * np.uint64(0xD6E8FEB86659FD93)
 
@@ -115,4 +124,6 @@ def _grams(text: str) -> np.ndarray:
 @cache
 def _dropped() -> dict[int, None]:
     """Punctuation and symbols."""
-    return dict.fromkeys(code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] in "PS")
+    return dict.fromkeys(
+        code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] in "PS"
+    )

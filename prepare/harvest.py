@@ -1,10 +1,9 @@
 """Find the text that a Python installation already contains.
 
-Four sources for a demo that needs no download: the standard library (python), the C and C++ headers of the interpreter,
-NumPy and torch (c), the long docstrings of scientific packages (science), documentation (prose). Packages are read as
-files, never imported. The order is a pure function of the installed files; other versions hold other text, hence
-revision().
-"""
+Four sources for a demo that needs no download: the standard library (python), the C and C++ headers
+of the interpreter, NumPy and torch (c), the long docstrings of scientific packages (science),
+documentation (prose). Packages are read as files, never imported. The order is a pure function of
+the installed files; other versions hold other text, hence revision()."""
 
 import ast
 import importlib.metadata
@@ -19,19 +18,34 @@ from pathlib import Path
 
 from prepare.sources import InputFile, Reading, Row, Source
 
-SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
-SCIENCE_CHARS = 4_000_000       # as much as the other sources hold, so that none drowns them
-TORCH_CHARS = 3_000_000         # of 37 MB of headers
-DOCSTRING_CHARS = 400           # shorter docstrings are mostly one-liners without a full sentence
-NOT_READ = {"test", "tests", "idlelib", "site-packages", "dist-packages", "pydoc_data"}     # pydoc_data is prose
-LICENSES = {"python": "PSF-2.0", "c": "PSF-2.0 (CPython), BSD-3-Clause (NumPy, PyTorch)", "science": "BSD-3-Clause",
-            "prose": "PSF-2.0 (CPython); each package's own for its description"}
+# packages whose docstrings are read, where they are installed
+SCIENCE = ("numpy", "scipy", "sympy", "sklearn")
+SCIENCE_CHARS = 4_000_000  # as much as the other sources hold, so that none drowns them
+TORCH_CHARS = 3_000_000  # of 37 MB of headers
+DOCSTRING_CHARS = 400  # shorter docstrings are mostly one-liners without a full sentence
+# pydoc_data is prose
+NOT_READ = {"test", "tests", "idlelib", "site-packages", "dist-packages", "pydoc_data"}
+LICENSES = {
+    "python": "PSF-2.0",
+    "c": "PSF-2.0 (CPython), BSD-3-Clause (NumPy, PyTorch)",
+    "science": "BSD-3-Clause",
+    "prose": "PSF-2.0 (CPython); each package's own for its description",
+}
 
 
 def demo_sources() -> list[Source]:
     """What is installed; every machine has other versions, so an older harvest serves as well."""
-    return [Source(name=name, dataset="installed", revision=revision(name), license=license, may_age=True,
-                   local_files=(InputFile(name, None, None, partial(_read, name)),)) for name, license in LICENSES.items()]
+    return [
+        Source(
+            name=name,
+            dataset="installed",
+            revision=revision(name),
+            license=license,
+            may_age=True,
+            local_files=(InputFile(name, None, None, partial(_read, name)),),
+        )
+        for name, license in LICENSES.items()
+    ]
 
 
 def _read(source: str, reading: Reading) -> Iterator[Row]:
@@ -44,7 +58,11 @@ def _read(source: str, reading: Reading) -> Iterator[Row]:
 def revision(source: str) -> str:
     """The versions that decide what documents(source) yields."""
     versions = {d.name: d.version for d in _distributions()}
-    names = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}.get(source, versions)
+    names = {
+        "python": [],
+        "c": ["numpy", "torch"],
+        "science": ["numpy", "scipy", "sympy", "scikit-learn"],
+    }.get(source, versions)
     found = [f"{name} {versions[name]}" for name in names if name in versions]
     return ", ".join([f"CPython {platform.python_version()}", *found])
 
@@ -61,32 +79,52 @@ def documents(source: str) -> Iterator[str]:
             yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", mixed=True))
     elif source == "science":
         for name in SCIENCE:
-            texts = (text for code in read_files(_package(name), "*.py", mixed=True) for text in docstrings(code))
+            texts = (
+                text
+                for code in read_files(_package(name), "*.py", mixed=True)
+                for text in docstrings(code)
+            )
             yield from _at_most(SCIENCE_CHARS // len(SCIENCE), texts)
     else:
         yield from (text for code in read_files(stdlib, "*.py") for text in docstrings(code))
         from pydoc_data.topics import topics  # the language reference, as help() shows it
+
         yield from (topics[name] for name in sorted(topics))
-        yield from (d.metadata["Description"] for d in _distributions() if d.metadata["Description"])
+        yield from (
+            d.metadata["Description"] for d in _distributions() if d.metadata["Description"]
+        )
 
 
 def _package(name: str) -> Path | None:
     """Folder of an installed package, which is not imported."""
     spec = find_spec(name)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    return (
+        Path(spec.submodule_search_locations[0])
+        if spec and spec.submodule_search_locations
+        else None
+    )
 
 
 def _distributions() -> list[importlib.metadata.Distribution]:
     """Installed packages by name; the first on the path wins, as it does for import."""
-    found = {d.name.lower(): d for d in reversed(list(importlib.metadata.distributions())) if d.name}    # half removed: no name
+    # half removed: no name
+    found = {
+        d.name.lower(): d for d in reversed(list(importlib.metadata.distributions())) if d.name
+    }
     return [found[name] for name in sorted(found)]
 
 
 def read_files(root: Path | None, pattern: str, mixed: bool = False) -> Iterator[str]:
-    """The text of the files below `root`, if there is one: by path or, where the reader will stop early, by the hash of the path,
-    a fair sample of all folders."""
-    paths = {path.relative_to(root).as_posix(): path for path in root.rglob(pattern) if path.is_file()} if root else {}
-    for name in sorted(paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p):
+    """The text of the files below `root`, if there is one: by path or, where the reader will stop
+    early, by the hash of the path, a fair sample of all folders."""
+    paths = (
+        {path.relative_to(root).as_posix(): path for path in root.rglob(pattern) if path.is_file()}
+        if root
+        else {}
+    )
+    for name in sorted(
+        paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p
+    ):
         if NOT_READ.isdisjoint(name.split("/")):
             yield paths[name].read_bytes().decode("utf-8", errors="replace")
 
@@ -101,13 +139,18 @@ def _at_most(chars: int, texts: Iterator[str]) -> Iterator[str]:
 
 
 def docstrings(source: str) -> list[str]:
-    """The long docstrings in Python source, in order, without their indentation; none where the source does not parse."""
+    """The long docstrings in Python source, in order, without their indentation; none where the
+    source does not parse."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # old escapes in other people's strings
+            warnings.simplefilter("ignore")  # old escapes in other people's strings
             tree = ast.parse(source)
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-        return [text for node in nodes if (text := ast.get_docstring(node)) and len(text) >= DOCSTRING_CHARS]
+        return [
+            text
+            for node in nodes
+            if (text := ast.get_docstring(node)) and len(text) >= DOCSTRING_CHARS
+        ]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []

@@ -22,22 +22,25 @@ from typing import Any, NamedTuple
 from runtime.cli import MachineError, UserError
 
 FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet", ".json"), (".gz", ".xz", ".zst")
-PAIR_FORMATS = (".jsonl", ".parquet", ".json")      # of instructions
-PAIR = ("prompt", "response")   # columns of instructions
-MESSAGES = ("messages",)        # column of conversations, rendered by the tokenizer's chat template
-MESSAGES_MORE = ("tools", "chat_template_kwargs")       # columns that a template may be given beside
-TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
-TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
-ROWS = 64                       # of parquet in memory at once: documents of a megabyte must not fill the memory
-KIND_ROWS = 100                 # rows at the beginning of a file that tell pairs from conversations
-BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte order mark) is no row
-TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
-ASK_WAITS = (1, 3)              # seconds before a question is asked again
-READ_WAITS = (1, 5, 25, 60, 120, 300, 600)      # seconds before a block is: 18 minutes of silence cost no file
+PAIR_FORMATS = (".jsonl", ".parquet", ".json")  # of instructions
+PAIR = ("prompt", "response")  # columns of instructions
+MESSAGES = ("messages",)  # column of conversations, rendered by the tokenizer's chat template
+MESSAGES_MORE = ("tools", "chat_template_kwargs")  # columns that a template may be given beside
+TXT_CHARS = 16_384  # a text file is cut at the first blank line after this many characters,
+TXT_CHARS_MOST = 1_048_576  # or in mid-paragraph after this many: memory stays bounded
+ROWS = 64  # of parquet in memory at once: documents of a megabyte must not fill the memory
+KIND_ROWS = 100  # rows at the beginning of a file that tell pairs from conversations
+BLANK = b" \t\n\r\f\v\xef\xbb\xbf"  # a line of these alone (also a byte order mark) is no row
+TIMEOUT_S = 8.0  # of a question to the Hub; with ASK_WAITS half a minute where there is no network
+ASK_WAITS = (1, 3)  # seconds before a question is asked again
+# seconds before a block is: 18 minutes of silence cost no file
+READ_WAITS = (1, 5, 25, 60, 120, 300, 600)
 # Of .xz and .zst that are unpacked at once: at most 64 MB, of a file of zeros.
 PACKED_BYTES = 1 << 11
-BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
-HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
+# bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
+BLOCK = 16 << 20
+# of a file whose first record is looked at: bytes a request, lines at most
+HEAD_BYTES, HEAD_LINES = 1 << 16, 1000
 # A file that begins with so many rows of no use, and none of use, is another one than was meant.
 ODD_ROWS_MOST = 1000
 SKIP_ROWS = "add skip_bad=true to leave out such rows"
@@ -48,16 +51,18 @@ JSON_CHARS, JSON_CHARS_MOST = 1 << 18, 1 << 26
 # More characters than any literal or escape has, one of which may be cut.
 JSON_WORD = 16
 JSON_BLANK = re.compile(r"[ \t\r\n]*")
-HEAD_LOOKED_AT = 4096           # bytes at the begin of a file whose NULs tell UTF-16 and -32
-NAMES_MOST = 20                 # columns that a message lists
-NOTHING = r"(?!)"               # a pattern that matches nowhere
+HEAD_LOOKED_AT = 4096  # bytes at the begin of a file whose NULs tell UTF-16 and -32
+NAMES_MOST = 20  # columns that a message lists
+NOTHING = r"(?!)"  # a pattern that matches nowhere
 REPLACEMENT = "\ufffd"
-ENCODING_REMEDY = ("convert it, such as by `iconv -f WINDOWS-1251 -t UTF-8 FILE`, with the encoding "
-                   "that it has")
+ENCODING_REMEDY = (
+    "convert it, such as by `iconv -f WINDOWS-1251 -t UTF-8 FILE`, with the encoding that it has"
+)
 
 
 class BadFile(MachineError):
-    """An input file that cannot be read; the message says why. It is skipped, counted and listed."""
+    """An input file that cannot be read; the message says why. It is skipped, counted and
+    listed."""
 
 
 class Row(NamedTuple):
@@ -127,24 +132,33 @@ class InputFile:
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A selection of one data set's files and rows."""
-    name: str | None = None         # of its folder
+
+    name: str | None = None  # of its folder
     dataset: str
-    revision: str                   # a commit: a branch would change under a resume
+    revision: str  # a commit: a branch would change under a resume
     license: str
-    files: str | tuple[str, ...] = ()   # of the Hub: pattern of paths within the repository, or the paths themselves
-    local_files: tuple[InputFile, ...] = ()     # of this machine
+    # of the Hub: pattern of paths within the repository, or the paths themselves
+    files: str | tuple[str, ...] = ()
+    local_files: tuple[InputFile, ...] = ()  # of this machine
     column: str = "text"
-    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
-    grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
-    tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
-    budget: int | None = None       # training tokens to prepare; None: all there are
-    may_age: bool = False           # whether shards of an older revision serve as well
-    is_masked: bool = False         # whether its documents are prompts and responses, the responses alone to be learned
-    is_chat: bool = False           # whether they are conversations, lists of messages, and masked
+    # column, nested by dots -> values of the rows wanted
+    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # a column of `keep` by whose values the files are grouped, to read only those that matter
+    grouped_by: str | None = None
+    # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
+    tokens: float | None = None
+    budget: int | None = None  # training tokens to prepare; None: all there are
+    may_age: bool = False  # whether shards of an older revision serve as well
+    # whether its documents are prompts and responses, the responses alone to be learned
+    is_masked: bool = False
+    is_chat: bool = False  # whether they are conversations, lists of messages, and masked
 
     def __post_init__(self):
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise UserError(f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as mydata")
+            raise UserError(
+                f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.',"
+                " such as mydata"
+            )
 
     @property
     def selection(self) -> dict:
@@ -154,12 +168,14 @@ class Source:
         return {"column": self.column, "files": self.files, "keep": self.keep}
 
     def list_files(self) -> list[InputFile]:
-        """The input files in the order in which they are taken in: those of the Hub, which is asked for them, by a hash of their
-        names. A prefix, which is what a budget takes, is then a random sample, where the first names may be one crawl."""
+        """The input files in the order in which they are taken in: those of the Hub, which is asked
+        for them, by a hash of their names. A prefix, which is what a budget takes, is then a random
+        sample, where the first names may be one crawl."""
         if self.local_files:
             return list(self.local_files)
         from fsspec.utils import glob_translate
         from huggingface_hub import HfApi
+
         is_pattern = isinstance(self.files, str)
         globs = expand_braces(self.files) if is_pattern else []
         patterns = [re.compile(glob_translate(glob)) for glob in globs]
@@ -170,8 +186,11 @@ class Source:
             return any(pattern.fullmatch(path) for pattern in patterns)
 
         def ask() -> dict[str, int]:
-            HfApi().dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)   # fails soon, the listing tries long
-            entries = HfApi().list_repo_tree(self.dataset, recursive=True, revision=self.revision, repo_type="dataset")
+            # fails soon, the listing tries long
+            HfApi().dataset_info(self.dataset, revision=self.revision, timeout=TIMEOUT_S)
+            entries = HfApi().list_repo_tree(
+                self.dataset, recursive=True, revision=self.revision, repo_type="dataset"
+            )
             return {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
 
         there = _ask(ask, self)
@@ -184,16 +203,26 @@ class Source:
         if not found:
             wanted = self.files if is_pattern else ", ".join(self.files)
             values = "; ".join(f"{column}={', '.join(kept)}" for column, kept in self.keep.items())
-            raise UserError(f"{self.dataset}@{self.revision} has no file {wanted}{f' with {values}' if values else ''}:"
-                            f" correct the pattern; there are {', '.join([*there][:5]) or 'none'}")
+            raise UserError(
+                f"{self.dataset}@{self.revision} has no file"
+                f" {wanted}{f' with {values}' if values else ''}: correct the pattern; there are"
+                f" {', '.join([*there][:5]) or 'none'}"
+            )
         found.sort(key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
-        return [InputFile(path, there[path], self.revision, partial(_read_hub, self, path)) for path in found]
+        return [
+            InputFile(path, there[path], self.revision, partial(_read_hub, self, path))
+            for path in found
+        ]
 
 
-# ---------------------------------------------------------------------------------------------------------- local files
+# ------------------------------------------------------------------------------------- local files
 
-def local_source(name: str, words: list[str], columns: tuple[str, ...], license: str | None) -> Source:
-    """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing or of another kind."""
+
+def local_source(
+    name: str, words: list[str], columns: tuple[str, ...], license: str | None
+) -> Source:
+    """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing
+    or of another kind."""
     paths, files = [Path(word) for word in words], []
     if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
@@ -206,18 +235,29 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
             raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
         _check_format(path, PAIR_FORMATS if is_masked else FORMATS, str(path))
         # Files of one name in several folders need their folders to be told apart.
-        known_as, stat, where = path.name if alike[path.name] == 1 else str(path), path.stat(), str(path.absolute())
+        known_as, stat, where = (
+            path.name if alike[path.name] == 1 else str(path),
+            path.stat(),
+            str(path.absolute()),
+        )
         read = partial(read_file, partial(open, where, "rb"), where, columns, {}, True)
         files.append(InputFile(known_as, stat.st_size, stat.st_mtime_ns, read))
     stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
-    return Source(name=name, dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
-                  revision=hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], license=license or "not stated",
-                  local_files=tuple(files), is_masked=is_masked, is_chat=columns == MESSAGES)
+    return Source(
+        name=name,
+        dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
+        revision=hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
+        license=license or "not stated",
+        local_files=tuple(files),
+        is_masked=is_masked,
+        is_chat=columns == MESSAGES,
+    )
 
 
 def _holds_messages(path: Path) -> bool:
-    """Whether a file of instructions holds conversations, by the first row that is a conversation or a
-    pair. Says so where that row is both. False where the file cannot be read: who reads it says so."""
+    """Whether a file of instructions holds conversations, by the first row that is a conversation
+    or a pair. Says so where that row is both. False where the file cannot be read: who reads it
+    says so."""
     if not path.is_file() or _format(path) not in PAIR_FORMATS:
         return False
     reading = Reading(skips_odd_rows=True)
@@ -227,9 +267,12 @@ def _holds_messages(path: Path) -> bool:
             has_messages = record.values.get(MESSAGES[0]) is not None
             if all(record.values.get(column) is not None for column in PAIR):
                 if has_messages:
-                    print(f"{path}: its rows have prompt and response as well as messages; the responses are "
-                          f"learned, and messages are not read: remove prompt and response to learn from "
-                          f"the messages", file=sys.stderr)
+                    print(
+                        f"{path}: its rows have prompt and response as well as messages; the"
+                        " responses are learned, and messages are not read: remove prompt and"
+                        " response to learn from the messages",
+                        file=sys.stderr,
+                    )
                 return False
             if has_messages:
                 return True
@@ -249,22 +292,27 @@ def _format(path: PurePath) -> str:
 
 def _check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
     if _format(path) == ".parquet" and path.suffix != ".parquet":
-        raise UserError(f"{where} is parquet packed as a whole: unpack it, parquet packs its columns "
-                        f"itself")
+        raise UserError(
+            f"{where} is parquet packed as a whole: unpack it, parquet packs its columns itself"
+        )
     if _format(path) not in formats:
-        raise UserError(f"{where} cannot be read: its name must end in {', '.join(formats)}, text optionally followed by "
-                        f"{', '.join(PACKINGS)}")
+        raise UserError(
+            f"{where} cannot be read: its name must end in {', '.join(formats)}, text optionally"
+            f" followed by {', '.join(PACKINGS)}"
+        )
 
 
-# -------------------------------------------------------------------------------------------------------------- readers
+# ----------------------------------------------------------------------------------------- readers
+
 
 class _Record(NamedTuple):
     """A row as it lies in a file."""
-    number: int                     # from 1: the line, element or row
-    values: dict[str, Any]          # by column; texts that are not UTF-8 as bytes
-    label: str = ":"                # before the number, in messages
-    problem: str = ""               # why the row has no values
-    is_continued: bool = False      # as Row has it
+
+    number: int  # from 1: the line, element or row
+    values: dict[str, Any]  # by column; texts that are not UTF-8 as bytes
+    label: str = ":"  # before the number, in messages
+    problem: str = ""  # why the row has no values
+    is_continued: bool = False  # as Row has it
     # The values without the bytes that are not UTF-8, where a line of JSON has such bytes.
     undamaged: dict[str, Any] | None = None
 
@@ -277,9 +325,9 @@ def read_file(
     is_strict: bool,
     reading: Reading,
 ) -> Iterator[Row]:
-    """InputFile.read of the file `where`, whose name says its format: the texts of the columns of each row, a null as an empty
-    one. keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one
-    alone."""
+    """InputFile.read of the file `where`, whose name says its format: the texts of the columns of
+    each row, a null as an empty one. keep: column, nested by dots -> values of the rows wanted.
+    is_strict: each row must have the columns, not the first one alone."""
     is_first = True
     for record, share in _records(opened, where, columns, tuple(keep), reading):
         is_wanted = all(_nested(record.values, name) in values for name, values in keep.items())
@@ -367,7 +415,9 @@ def _conversation(record: _Record, reading: Reading) -> dict:
     text = json.dumps(conversation, ensure_ascii=False)
     reading.characters += len(text)
     if record.undamaged is not None:
-        undamaged = json.dumps({name: record.undamaged.get(name) for name in names}, ensure_ascii=False)
+        undamaged = json.dumps(
+            {name: record.undamaged.get(name) for name in names}, ensure_ascii=False
+        )
         reading.replaced += text.count(REPLACEMENT) - undamaged.count(REPLACEMENT)
     return conversation
 
@@ -466,7 +516,9 @@ def _records(
         if isinstance(error, ConnectionError):
             sentence = f"{where} cannot be read: {_brief(error)}"
         elif is_unread:
-            sentence = f"{where} cannot be read ({_brief(error)}): check its permissions and the disk"
+            sentence = (
+                f"{where} cannot be read ({_brief(error)}): check its permissions and the disk"
+            )
         else:
             sentence = f"{where} is damaged or was cut short ({_brief(error)}): fetch it again"
         raise BadFile(sentence) from error
@@ -553,7 +605,8 @@ def _json_lines(lines: Iterable[bytes], where: str, reading: Reading) -> Iterato
         except (ValueError, RecursionError) as error:
             text = line.decode(errors="replace")
             reason = str(error)
-            if isinstance(error, json.JSONDecodeError):  # its own line numbers begin anew in each line
+            # its own line numbers begin anew in each line
+            if isinstance(error, json.JSONDecodeError):
                 place = min(error.pos, len(text.rstrip())) + 1
                 reason = f"{error.msg}, character {place} of the line"
             is_utf8 = REPLACEMENT not in text
@@ -677,7 +730,7 @@ def _parsed(raw: bytes) -> tuple[Any, Any]:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------- parquet
+# ----------------------------------------------------------------------------------------- parquet
 
 
 def _parquet_rows(
@@ -691,7 +744,8 @@ def _parquet_rows(
     that is no text."""
     import pyarrow.parquet
 
-    # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into memory at once.
+    # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into
+    # memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
     schema = table.schema_arrow
     if problem := _schema_problem(schema, columns):
@@ -715,7 +769,9 @@ def _parquet_rows(
             values = dict(zip(needed, row, strict=True))
             broken = [name for name, value in values.items() if isinstance(value, BrokenJson)]
             if broken:
-                problem = f": column {broken[0]!r} is of type JSON, but what it holds is not valid JSON"
+                problem = (
+                    f": column {broken[0]!r} is of type JSON, but what it holds is not valid JSON"
+                )
                 yield _Record(number, {}, ", row ", problem)
                 continue
             if columns == MESSAGES:
@@ -724,7 +780,8 @@ def _parquet_rows(
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys of objects that are null: parquet gives each object the keys of all."""
+    """The value without keys of objects that are null: parquet gives each object the keys of
+    all."""
     if isinstance(value, list):
         return [_without_nulls(element) for element in value]
     if not isinstance(value, dict):
@@ -899,7 +956,8 @@ def _holds_json(kind) -> bool:
 
 
 def _decoded_json(value: Any, kind) -> Any:
-    """A value of an Arrow type, that which has the type JSON decoded; BrokenJson where it cannot be."""
+    """A value of an Arrow type, that which has the type JSON decoded; BrokenJson where it cannot
+    be."""
     try:
         return _with_json(value, kind)
     except (ValueError, RecursionError):
@@ -969,7 +1027,8 @@ def _unescaped(text: str) -> str | bytes:
         return text.encode("utf-8", "surrogateescape")
 
 
-# -------------------------------------------------------------------------------------------------------------- the Hub
+# ----------------------------------------------------------------------------------------- the Hub
+
 
 def expand_braces(pattern: str) -> list[str]:
     """The patterns that one with {a,b} means, as a shell expands it; braces without a comma are
@@ -1010,49 +1069,77 @@ def _split_at_commas(text: str) -> list[str]:
     return parts
 
 
-def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> Source:
-    """A data set that configs/sources.py does not name: its train split, as datasets finds it, or what the pattern `files` means.
-    The revision becomes the commit it means now. Raises UserError: no such data set, one with a script."""
+def any_dataset(
+    dataset: str, column: str, revision: str | None, files: str | None, license: str | None
+) -> Source:
+    """A data set that configs/sources.py does not name: its train split, as datasets finds it, or
+    what the pattern `files` means. The revision becomes the commit it means now. Raises UserError:
+    no such data set, one with a script."""
     from huggingface_hub import HfApi
+
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
         raise UserError(f"hf:{dataset}: the name must look like hf:OWNER/NAME")
-    source = Source(dataset=dataset, revision=revision or "main", files=files or (), column=column, license=license or "")
+    source = Source(
+        dataset=dataset,
+        revision=revision or "main",
+        files=files or (),
+        column=column,
+        license=license or "",
+    )
     info = _ask(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), source)
-    licenses = [tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")]
-    source = replace(source, revision=info.sha, license=license or ", ".join(licenses) or "not stated")
+    licenses = [
+        tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")
+    ]
+    source = replace(
+        source, revision=info.sha, license=license or ", ".join(licenses) or "not stated"
+    )
     if files:
         return source
     import datasets
+
     datasets.disable_progress_bars()
-    datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
+    datasets.config.TORCH_AVAILABLE = False  # it would be loaded for nothing: 4 s, 180 MB
     try:
         builder = _ask(lambda: datasets.load_dataset_builder(dataset, revision=info.sha), source)
-        paths = [path.partition(f"@{info.sha}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
-        if not all(paths or [""]):      # files of another repository have no path here
+        paths = [
+            path.partition(f"@{info.sha}/")[2]
+            for path in (builder.config.data_files or {}).get("train", [])
+        ]
+        if not all(paths or [""]):  # files of another repository have no path here
             raise FileNotFoundError("it has no train split of its own")
     except UserError:
         raise
     except (RuntimeError, ValueError, FileNotFoundError) as error:
-        raise UserError(f"{dataset}: {_brief(error)}: give files= a pattern, such as files=data/*.parquet, or take "
-                        f"revision=refs/convert/parquet") from error
+        raise UserError(
+            f"{dataset}: {_brief(error)}: give files= a pattern, such as files=data/*.parquet, or"
+            " take revision=refs/convert/parquet"
+        ) from error
     return replace(source, files=tuple(sorted(paths)))
 
 
 def check(source: Source) -> None:
-    """Prints a source's data set, revision, licence, size, first record. Raises UserError where it is not as named, OSError
-    where the Hub cannot be asked."""
+    """Prints a source's data set, revision, licence, size, first record. Raises UserError where it
+    is not as named, OSError where the Hub cannot be asked."""
     print(f"{source.name}: {source.dataset}@{source.revision}, {source.license}", flush=True)
     files = source.list_files()
-    print(f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB", flush=True)
+    print(
+        f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB",
+        flush=True,
+    )
     rows = (row for file in files for row in islice(file.read(Reading()), HEAD_LINES))
     texts = (row.texts[0].strip() for row in rows)
     if (first := next(filter(None, texts), None)) is None:
-        raise UserError(f"{source.name}: no row of {source.dataset} has {source.keep or 'any text'}: correct configs/sources.py")
+        raise UserError(
+            f"{source.name}: no row of {source.dataset} has {source.keep or 'any text'}: correct"
+            " configs/sources.py"
+        )
     print(f"  {first[:100]!r}", flush=True)
 
 
 def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, ...]) -> list[str]:
-    """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
+    """The files that may hold a wanted value: it begins them, or it begins the next one, as a group
+    may begin in mid-file."""
+
     def first_value(path: str) -> str | None:
         """The column of the first record that has it, by a request for the file's first bytes."""
         opened, where = partial(_opened, source, path, HEAD_BYTES), f"{source.dataset}/{path}"
@@ -1062,15 +1149,24 @@ def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, 
 
     with ThreadPoolExecutor(8) as pool:
         begins = list(pool.map(first_value, paths))
-    chosen = [path for path, *starts in zip(paths, begins, [*begins[1:], None], strict=True) if {*starts} & {*wanted}]
-    print(f"{source.dataset}: {len(chosen)} of {len(paths)} files may hold {', '.join(wanted)}", file=sys.stderr)
+    chosen = [
+        path
+        for path, *starts in zip(paths, begins, [*begins[1:], None], strict=True)
+        if {*starts} & {*wanted}
+    ]
+    print(
+        f"{source.dataset}: {len(chosen)} of {len(paths)} files may hold {', '.join(wanted)}",
+        file=sys.stderr,
+    )
     return chosen
 
 
-# ------------------------------------------------------------------------------------------------- the Hub over a network
+# -------------------------------------------------------------------------- the Hub over a network
+
 
 def _read_hub(source: Source, path: str, reading: Reading) -> Iterator[Row]:
-    """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the rows that were read."""
+    """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the
+    rows that were read."""
     opened, where = partial(_opened, source, path, BLOCK), f"{source.dataset}/{path}"
     read = partial(read_file, opened, where, (source.column,), source.keep, False)
     reading.skips_broken_lines = False  # one may be the transfer's fault: a second reading skips it
@@ -1089,31 +1185,46 @@ def _read_hub(source: Source, path: str, reading: Reading) -> Iterator[Row]:
 
 
 def _opened(source: Source, path: str, block: int):
-    """A file of the data set, of which `block` bytes are asked for at a time, and again where the network fails."""
+    """A file of the data set, of which `block` bytes are asked for at a time, and again where the
+    network fails."""
     from huggingface_hub import HfFileSystem
+
     where = f"datasets/{source.dataset}@{source.revision}/{path}"
     # A new file system each time: the size it knows of a file may have mended.
-    file = _ask(lambda: HfFileSystem(skip_instance_cache=True).open(where, "rb", block_size=block), source, is_reading=True)
-    fetch = file.cache.fetcher      # huggingface_hub's own tries add 23 s to each of ours
+    file = _ask(
+        lambda: HfFileSystem(skip_instance_cache=True).open(where, "rb", block_size=block),
+        source,
+        is_reading=True,
+    )
+    fetch = file.cache.fetcher  # huggingface_hub's own tries add 23 s to each of ours
 
     def fetch_whole(start: int, end: int) -> bytes:
         if len(data := fetch(start, end)) < end - start:
             raise ConnectionError(f"{path} was cut short")
         return data
 
-    file.cache.fetcher = lambda start, end: _ask(partial(fetch_whole, start, end), source, is_reading=True)
+    file.cache.fetcher = lambda start, end: _ask(
+        partial(fetch_whole, start, end), source, is_reading=True
+    )
     return file
 
 
 def _ask(question: Callable, source: Source, is_reading: bool = False):
-    """question(), asked again while the network fails. Raises UserError: a refusal; ConnectionError: no answer.
+    """question(), asked again while the network fails. Raises UserError: a refusal;
+    ConnectionError: no answer.
 
-    is_reading: the data set was there before, so only the Hub's own word counts as a refusal. A 401 or 403 without it, or by the
-    servers that hold the large files, may come of a link that ran out or a server that is unwell."""
+    is_reading: the data set was there before, so only the Hub's own word counts as a refusal. A 401
+    or 403 without it, or by the servers that hold the large files, may come of a link that ran out
+    or a server that is unwell."""
     import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
     from huggingface_hub.utils import logging
+
     logging.set_verbosity_error()
     waits = iter(READ_WAITS if is_reading else ASK_WAITS)
     while True:
@@ -1124,16 +1235,23 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
             while cause and not isinstance(cause, HfHubHTTPError):
                 cause = cause.__cause__
             is_final = isinstance(cause, HfHubHTTPError) and (
-                cause.response.status_code in (401, 403) or isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError)))
+                cause.response.status_code in (401, 403)
+                or isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError))
+            )
             if is_final and (not is_reading or "X-Error-Code" in cause.response.headers):
-                raise UserError(f"{source.dataset}@{source.revision} is refused by the Hub ({type(cause).__name__}): correct its "
-                                f"name or revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it "
-                                f"is gated, and log in with `hf auth login` or HF_TOKEN if it is private") from error
+                raise UserError(
+                    f"{source.dataset}@{source.revision} is refused by the Hub"
+                    f" ({type(cause).__name__}): correct its name or revision, accept its terms at"
+                    f" https://huggingface.co/datasets/{source.dataset} if it is gated, and log in"
+                    " with `hf auth login` or HF_TOKEN if it is private"
+                ) from error
             if isinstance(error, FileNotFoundError) and not is_reading:
                 raise
             if (wait := next(waits, None)) is None:
-                raise ConnectionError(f"{HfApi().endpoint} gives no sound answer about {source.dataset} ({_brief(error)}): "
-                                      f"check the network, then the data set") from error
+                raise ConnectionError(
+                    f"{HfApi().endpoint} gives no sound answer about"
+                    f" {source.dataset} ({_brief(error)}): check the network, then the data set"
+                ) from error
             print(f"{source.dataset}: {_brief(error)}; asked again in {wait} s", file=sys.stderr)
             time.sleep(wait)
 

@@ -1,9 +1,9 @@
 """Multiply BF16 values in fp32 on a CPU, and round each result once: what a BF16 unit computes.
 
-The product of two BF16 values is exact in fp32, as on a BF16 unit, and the sum is taken in fp32, as there. A CPU without
-such units (avx512_bf16, AMX) needs five times as long for its own BF16 matmuls, and three times for attention's gradient.
-Attention's weights alone are rounded less often: torch's kernel rounds them to BF16 between its two matmuls.
-"""
+The product of two BF16 values is exact in fp32, as on a BF16 unit, and the sum is taken in fp32, as
+there. A CPU without such units (avx512_bf16, AMX) needs five times as long for its own BF16
+matmuls, and three times for attention's gradient. Attention's weights alone are rounded less often:
+torch's kernel rounds them to BF16 between its two matmuls."""
 
 import torch
 
@@ -32,7 +32,7 @@ class MatmulInFp32(torch.autograd.Function):
 
 class LinearInFp32(Linear):
     def forward(self, x):
-        rows = x.reshape(-1, x.shape[-1])       # (M, K)
+        rows = x.reshape(-1, x.shape[-1])  # (M, K)
         return MatmulInFp32.apply(rows, self.weight).view(*x.shape[:-1], -1)
 
 
@@ -43,10 +43,11 @@ class AttentionInFp32(Attention):
 
 
 def convert(model: GPT) -> None:
-    """Swap the classes of every Linear that FP8 leaves alone, and of every attention, in place; weights and names stay."""
+    """Swap the classes of every Linear that FP8 leaves alone, and of every attention, in place;
+    weights and names stay."""
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = LinearInFp32
         elif type(module) is Attention:
             module.__class__ = AttentionInFp32
-    model.is_in_fp32 = True     # type: ignore[assignment]  # fp8.in_bf16() evaluates the same way
+    model.is_in_fp32 = True  # type: ignore[assignment]  # fp8.in_bf16() evaluates the same way

@@ -1,21 +1,23 @@
-"""Keep a run's checkpoints: save in the background, verify before reading, load at any world size, branch off another run.
+"""Keep a run's checkpoints: save in the background, verify before reading, load at any world size,
+branch off another run.
 
-    out/<run>/checkpoints/step_00013500/        __<rank>_0.distcp, .metadata     torch.distributed.checkpoint (DCP)
-                                                manifest.json                    JSON state, tensors, SHA-256 of each file
-                                                DONE                             written last: the SHA-256 of manifest.json
-    out/<run>/checkpoints/bad_step_00013500/    one that was found damaged, kept for inspection
-    out/<run>/checkpoints/.tmp_step_00013500/   one that is being written or deleted; the next save or start removes leftovers
-    out/<run>/saved.json                        the step of the first checkpoint that was complete, or null before it: whether a
-                                                run without checkpoints has lost them
+    out/<run>/checkpoints/step_00013500/       __<rank>_0.distcp, .metadata     torch.distributed.checkpoint (DCP)
+                                                manifest.json  JSON state, tensors, SHA-256 of each file
+                                                DONE           written last: the SHA-256 of manifest.json
+    out/<run>/checkpoints/bad_step_00013500/   one that was found damaged, kept for inspection
+    out/<run>/checkpoints/.tmp_step_00013500/  one that is being written or deleted; the next save or start removes leftovers
+    out/<run>/saved.json                       the step of the first checkpoint that was complete, or null before it: whether a
+                                               run without checkpoints has lost them
 
-Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background, DCP writes and syncs them
-under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE, renames the folder and deletes what the
-keep policy no longer wants. A stage that fails on one rank fails on all and leaves nothing behind; the next due save tries again.
+Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background,
+DCP writes and syncs them under a temporary name, each rank hashes its own files, rank 0 writes
+manifest and DONE, renames the folder and deletes what the keep policy no longer wants. A stage that
+fails on one rank fails on all and leaves nothing behind; the next due save tries again.
 
-Read: DCP notices no flipped bit, casts other dtypes, and unpickles whatever `.metadata` names, so that an untrusted folder runs
-its code (pytorch#189308, #190877). Here every file, name, shape and dtype is compared with the manifest first, and the
-unpickler knows only the classes that describe tensors.
-"""
+Read: DCP notices no flipped bit, casts other dtypes, and unpickles whatever `.metadata` names, so
+that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and
+dtype is compared with the manifest first, and the unpickler knows only the classes that describe
+tensors."""
 
 import hashlib
 import json
@@ -36,7 +38,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
+
+# a BaseException: `except Exception` misses it
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from model import GPT
@@ -46,10 +50,12 @@ from runtime.machine import GIB, file_sha256, sync_folder, write_atomically, wri
 from runtime.optim import check_branch, local
 from runtime.tokenizer import tokenizer_of
 
-FORMAT_VERSION = 3      # 2, which names runtime/run.py's Progress otherwise, is read too
+FORMAT_VERSION = 3  # 2, which names runtime/run.py's Progress otherwise, is read too
 FORMAT_2_NAMES = {"moved_on": "data_offset", "train_s": "seconds", "probe_s": "probe_seconds"}
-HASHERS = 4             # files hashed at a time: SHA-256 runs at about 1.8 GB/s a core, a disk rarely faster than four
-ATTEMPTS = 3            # failed saves in a row after which going on only burns hours that no checkpoint will hold
+# files hashed at a time: SHA-256 runs at about 1.8 GB/s a core, a disk rarely faster than four
+HASHERS = 4
+# failed saves in a row after which going on only burns hours that no checkpoint will hold
+ATTEMPTS = 3
 
 T = TypeVar("T")
 
@@ -76,7 +82,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-# ----------------------------------------------------------------------------------------- has a run ever had a checkpoint?
+# ---------------------------------------------------------------- has a run ever had a checkpoint?
 
 SAVED = "saved.json"
 
@@ -84,37 +90,50 @@ SAVED = "saved.json"
 @dataclass(frozen=True)
 class Saved:
     """saved.json: outside of checkpoints/, so that it outlives that folder."""
+
     schema_version: int = 1
-    first_checkpoint: int | None = None     # step of the first checkpoint that was complete; None before it
+    # step of the first checkpoint that was complete; None before it
+    first_checkpoint: int | None = None
 
 
 def read_saved(run_dir: Path) -> Saved | None:
-    """None where there is none: the run was begun by a version that wrote none, or its file is damaged."""
+    """None where there is none: the run was begun by a version that wrote none, or its file is
+    damaged."""
     with suppress(OSError, ValueError, TypeError):
         return Saved(**json.loads((Path(run_dir) / SAVED).read_text()))
     return None
 
 
 def note_saved(run_dir: Path, step: int | None, is_anew: bool = False) -> None:
-    """Note that the run has a complete checkpoint of `step`, or (None) that it begins without one. What was noted first stays,
-    unless the run begins anew."""
+    """Note that the run has a complete checkpoint of `step`, or (None) that it begins without one.
+    What was noted first stays, unless the run begins anew."""
     saved = read_saved(run_dir)
     if not is_anew and saved is not None and (step is None or saved.first_checkpoint is not None):
         return
     write_json(Path(run_dir) / SAVED, asdict(Saved(first_checkpoint=step)))
 
 
-# ----------------------------------------------------------------------------------------------------------------- save
+# -------------------------------------------------------------------------------------------- save
+
 
 class Saver:
-    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together. `losses` tells rank 0 the
-    validation losses so far, by step: the best checkpoint among those that have one is kept."""
+    """Saves one run's checkpoints, one at a time, from all ranks, which call each method together.
+    `losses` tells rank 0 the validation losses so far, by step: the best checkpoint among those
+    that have one is kept."""
 
-    def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: Callable[[], dict[int, float]]):
-        self.dir, self.policy, self.world, self.losses = Path(run_dir) / "checkpoints", policy, world, losses
-        self.failures: list[str] = []       # a sentence on each save that failed since the last good one
-        self.seconds: float | None = None   # that the last good save took, from its call to its end; None before the first
-        self._pending: tuple[str, Future | None] = "", None     # the checkpoint being saved
+    def __init__(
+        self, run_dir: Path, policy: CheckpointConfig, world, losses: Callable[[], dict[int, float]]
+    ):
+        self.dir, self.policy, self.world, self.losses = (
+            Path(run_dir) / "checkpoints",
+            policy,
+            world,
+            losses,
+        )
+        self.failures: list[str] = []  # a sentence on each save that failed since the last good one
+        # that the last good save took, from its call to its end; None before the first
+        self.seconds: float | None = None
+        self._pending: tuple[str, Future | None] = "", None  # the checkpoint being saved
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
@@ -122,25 +141,44 @@ class Saver:
         run_on_rank0(world, self._sweep)
 
     @torch.no_grad()
-    def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config) -> None:
-        """Wait for the save before this one, begin and return; staged() must come before anything that changes `tensors`.
-        `state` is plain JSON. Raises MachineError after ATTEMPTS failed saves in a row."""
+    def save(
+        self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config
+    ) -> None:
+        """Wait for the save before this one, begin and return; staged() must come before anything
+        that changes `tensors`. `state` is plain JSON. Raises MachineError after ATTEMPTS failed
+        saves in a row."""
         self.wait()
         began = time.perf_counter()
         if len(self.failures) >= ATTEMPTS:
-            raise MachineError(f"{ATTEMPTS} saves in a row have failed, the last: {self.failures[-1]}")
-        manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
-                    "config": asdict(config), "torch": str(torch.__version__), "world_size": self.world.size,
-                    "tensors": describe(tensors)}
-        if self._stream:        # copies run on a stream of their own, behind what is queued now
+            raise MachineError(
+                f"{ATTEMPTS} saves in a row have failed, the last: {self.failures[-1]}"
+            )
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "state": json.loads(json.dumps(state)),
+            "config": asdict(config),
+            "torch": str(torch.__version__),
+            "world_size": self.world.size,
+            "tensors": describe(tensors),
+        }
+        if self._stream:  # copies run on a stream of their own, behind what is queued now
             self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
-        with torch.cuda.stream(self._stream):               # does nothing where there is none
+        with torch.cuda.stream(self._stream):  # does nothing where there is none
             for name, live in tensors.items():
                 shard = local(live)
-                if name not in self._copies:        # pinned for a GPU, or the copy would not be asynchronous
-                    buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
-                    # from_local() would move it to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way.
-                    self._copies[name] = DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
+                # pinned for a GPU, or the copy would not be asynchronous
+                if name not in self._copies:
+                    buffer = torch.empty(
+                        shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda"
+                    )
+                    # from_local() would move it to the mesh's device. FSDP2 makes its CPU-offloaded
+                    # parameters in this way.
+                    self._copies[name] = (
+                        DTensor(buffer, live._spec, requires_grad=False)
+                        if isinstance(live, DTensor)
+                        else buffer
+                    )
                 local(self._copies[name]).copy_(shard, non_blocking=True)
             self._copied = self._stream.record_event() if self._stream else None
         self._pending = name_of(step), self._thread.submit(self._write, manifest, began)
@@ -153,16 +191,27 @@ class Saver:
     def roll_back(self, step: int) -> None:
         """Delete the checkpoints of later steps, so that no resume continues from one."""
         self.wait()
-        if self.world.is_main and all(step_of(path) > step for path in checkpoints(self.dir.parent)):
-            note_saved(self.dir.parent, None, is_anew=True)     # a branch goes back to its trunk, and on without any of its own
+        if self.world.is_main and all(
+            step_of(path) > step for path in checkpoints(self.dir.parent)
+        ):
+            # a branch goes back to its trunk, and on without any of its own
+            note_saved(self.dir.parent, None, is_anew=True)
         # Newest first: a kill in between leaves the fewest of those that are to go.
-        run_on_rank0(self.world, lambda: [_remove(p) for p in reversed(checkpoints(self.dir.parent)) if step_of(p) > step])
+        run_on_rank0(
+            self.world,
+            lambda: [
+                _remove(p) for p in reversed(checkpoints(self.dir.parent)) if step_of(p) > step
+            ],
+        )
 
     def wait(self) -> None:
-        """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
+        """Wait for the save under way, if any. Raises nothing, however it ended: error paths call
+        it too."""
         (name, pending), self._pending = self._pending, ("", None)
         if pending and (error := pending.exception()):
-            self.failures.append(f"checkpoint {name} could not be written under {self.dir} ({error})")
+            self.failures.append(
+                f"checkpoint {name} could not be written under {self.dir} ({error})"
+            )
         elif pending:
             self.failures = []
 
@@ -170,11 +219,14 @@ class Saver:
         """Wait for the save under way. Raises MachineError where the last one failed."""
         self.wait()
         if self.failures:
-            raise MachineError(f"{self.failures[-1]}: correct that, then run the same command to resume")
+            raise MachineError(
+                f"{self.failures[-1]}: correct that, then run the same command to resume"
+            )
 
     def _write(self, manifest: dict, began: float) -> None:
-        """All of a save but the copies, in a background thread of each rank. Where it fails, it raises the same error on all.
-        `began`: when it was asked for, in seconds of time.perf_counter()."""
+        """All of a save but the copies, in a background thread of each rank. Where it fails, it
+        raises the same error on all. `began`: when it was asked for, in seconds of
+        time.perf_counter()."""
         final, is_main = self.dir / name_of(manifest["step"]), self.world.is_main
         tmp = final.with_name(f".tmp_{final.name}")
         try:
@@ -184,34 +236,41 @@ class Saver:
             self._together(lambda: is_main and self._commit(tmp, final, manifest, files))
         finally:
             if is_main:
-                shutil.rmtree(tmp, ignore_errors=True)      # renamed by now, unless a stage failed
+                shutil.rmtree(tmp, ignore_errors=True)  # renamed by now, unless a stage failed
         self.seconds = time.perf_counter() - began
         if is_main:
-            with suppress(OSError):     # the save itself is good; the next one tries again
+            with suppress(OSError):  # the save itself is good; the next one tries again
                 note_saved(self.dir.parent, manifest["step"])
-        # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
+        # In a row of skips these weights may be what is wrong: the next good save prunes, or a
+        # rollback deletes this one.
         if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             there = {step_of(path): path for path in checkpoints(self.dir.parent)}
             for step in there.keys() - kept(list(there), self.policy, dict(self.losses())):
-                with suppress(OSError):     # the save itself is good; the next one tries again
+                with suppress(OSError):  # the save itself is good; the next one tries again
                     _remove(there[step])
 
     def _together(self, stage: Callable[[], T]) -> list[T]:
-        """The stage's result on each rank. Raises RuntimeError on every rank where it failed on one."""
+        """The stage's result on each rank. Raises RuntimeError on every rank where it failed on
+        one."""
+
         def attempt() -> T:
             try:
                 return stage()
             except (Exception, CheckpointException) as error:
                 rank = next(iter(getattr(error, "failures", ())), self.world.rank)
-                free = shutil.disk_usage(self.dir).free / GIB       # where the disk is full, torch's own words do not say so
-                raise RuntimeError(f"rank {rank}: {cause(error)}; {free:.3g} GiB are free on its disk") from error
+                # where the disk is full, torch's own words do not say so
+                free = shutil.disk_usage(self.dir).free / GIB
+                raise RuntimeError(
+                    f"rank {rank}: {cause(error)}; {free:.3g} GiB are free on its disk"
+                ) from error
 
         return together(attempt, self.world)
 
     def _begin(self, tmp: Path, final: Path) -> bool:
-        """Wait for the copies; rank 0 makes the folder. Returns whether the checkpoint exists already, as after a resume."""
+        """Wait for the copies; rank 0 makes the folder. Returns whether the checkpoint exists
+        already, as after a resume."""
         if self._copied:
-            torch.cuda.set_device(self.world.device)        # each thread has a current device of its own
+            torch.cuda.set_device(self.world.device)  # each thread has a current device of its own
             self._copied.synchronize()
         is_there = (final / "DONE").exists()
         if self.world.is_main and not is_there:
@@ -222,9 +281,12 @@ class Saver:
     def _commit(self, tmp: Path, final: Path, manifest: dict, files: list[dict]) -> None:
         manifest["files"] = {name: entry for each in files for name, entry in each.items()}
         if absent := [name for name in manifest["files"] if not (tmp / name).is_file()]:
-            raise OSError(f"{absent[0]}, which another rank wrote, is not there on rank 0: all machines must share this folder")
+            raise OSError(
+                f"{absent[0]}, which another rank wrote, is not there on rank 0: all machines must"
+                " share this folder"
+            )
         seal(tmp, manifest)
-        shutil.rmtree(final, ignore_errors=True)        # a folder without DONE: never a whole checkpoint
+        shutil.rmtree(final, ignore_errors=True)  # a folder without DONE: never a whole checkpoint
         os.rename(tmp, final)
         sync_folder(self.dir)
 
@@ -232,28 +294,36 @@ class Saver:
         """Remove what a killed or failed save left."""
         self.dir.mkdir(parents=True, exist_ok=True)
         for leftover in self.dir.glob(".tmp_*"):
-            shutil.rmtree(leftover, ignore_errors=True)     # on NFS a reader's open file may keep it; the next sweep tries again
+            # on NFS a reader's open file may keep it; the next sweep tries again
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:
     """Which of the checkpoints of `steps`, in ascending order, stay on disk.
 
-    The two newest always do: the last update before the newest may have ruined its weights, which shows only in the step
-    after it. Those of checkpoint.at stay for good. One that is due to rolling alone, or to nothing (saved on a signal, or late
-    because of skipped steps), is a rolling one; without checkpoint.rolling it is a regular one."""
+    The two newest always do: the last update before the newest may have ruined its weights, which
+    shows only in the step after it. Those of checkpoint.at stay for good. One that is due to
+    rolling alone, or to nothing (saved on a signal, or late because of skipped steps), is a rolling
+    one; without checkpoint.rolling it is a regular one."""
     due = [s for s in steps if policy.every and s % policy.every == 0]
     others = [s for s in steps if s not in due and s not in policy.at]
     regular, rolling = (due, others) if policy.rolling else (sorted(due + others), [])
-    stay = {*steps[-2:], *regular[-policy.keep:], *rolling[-1:]}
+    stay = {*steps[-2:], *regular[-policy.keep :], *rolling[-1:]}
     stay |= {s for s in steps if s in policy.at or (policy.forever and s % policy.forever == 0)}
     judged = [s for s in steps if policy.best and math.isfinite(losses.get(s, math.nan))]
     return stay.union(sorted(judged, key=lambda s: (losses[s], -s))[:1])
 
 
 def dump(folder: Path, tensors: dict[str, torch.Tensor], world=None) -> dict[str, dict]:
-    """Write this rank's files; returns size and SHA-256 of each, by name, hashed while they are in its own page cache."""
-    # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is on the host already.
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), **_process_group(world))
+    """Write this rank's files; returns size and SHA-256 of each, by name, hashed while they are in
+    its own page cache."""
+    # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is
+    # on the host already.
+    dcp.save(
+        tensors,
+        storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
+        **_process_group(world),
+    )
     rank = world.rank if world else 0
     mine = [folder / ".metadata"] * (rank == 0) + sorted(folder.glob(f"__{rank}_*"))
     return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in mine}
@@ -264,24 +334,32 @@ def _remove(path: Path) -> None:
     trash = path.with_name(f".tmp_{path.name}")
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)        # else the next save's sweep removes it
+    shutil.rmtree(trash, ignore_errors=True)  # else the next save's sweep removes it
 
 
-# ------------------------------------------------------------------------------------------------------ verify and load
+# --------------------------------------------------------------------------------- verify and load
+
 
 def seal(folder: Path, manifest: dict) -> None:
-    """Write manifest.json, then DONE with its SHA-256, both synced: a folder that has the two is a checkpoint."""
+    """Write manifest.json, then DONE with its SHA-256, both synced: a folder that has the two is a
+    checkpoint."""
     text = json.dumps(manifest, indent=1)
     write_atomically(folder / "manifest.json", text)
     write_atomically(folder / "DONE", hashlib.sha256(text.encode()).hexdigest())
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint, every file it lists verified by its hash; a format 2 state under today's names.
+    """The manifest of a checkpoint, every file it lists verified by its hash; a format 2 state
+    under today's names.
 
-    Raises DamagedError naming the file that is missing or changed, UserError for another format version."""
+    Raises DamagedError naming the file that is missing or changed, UserError for another format
+    version."""
+
     def damaged(name: str) -> DamagedError:
-        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away for an older one")
+        return DamagedError(
+            f"{path / name} differs from what was written or is missing: move {path} away for an"
+            " older one"
+        )
 
     try:
         text = (path / "manifest.json").read_bytes()
@@ -289,16 +367,28 @@ def read_manifest(path: Path) -> dict:
             raise damaged("manifest.json")
         manifest = json.loads(text)
         if (version := manifest["format_version"]) not in (2, FORMAT_VERSION):
-            raise UserError(f"{path} has checkpoint format {version}, this version reads 2 and {FORMAT_VERSION}: "
-                            f"use the version that wrote it, or start the run anew")
+            raise UserError(
+                f"{path} has checkpoint format {version}, this version reads 2 and"
+                f" {FORMAT_VERSION}: use the version that wrote it, or start the run anew"
+            )
         with ThreadPoolExecutor(HASHERS) as pool:
-            hashes = dict(zip(manifest["files"], pool.map(lambda name: file_sha256(path / name), manifest["files"]), strict=True))
-    except FileNotFoundError as error:      # any other OSError is the machine's
+            hashes = dict(
+                zip(
+                    manifest["files"],
+                    pool.map(lambda name: file_sha256(path / name), manifest["files"]),
+                    strict=True,
+                )
+            )
+    except FileNotFoundError as error:  # any other OSError is the machine's
         raise damaged(Path(error.filename).name) from error
-    if changed := [name for name, entry in manifest["files"].items() if hashes[name] != entry["sha256"]]:
+    if changed := [
+        name for name, entry in manifest["files"].items() if hashes[name] != entry["sha256"]
+    ]:
         raise damaged(changed[0])
     if version == 2:
-        manifest["state"] = {FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()}
+        manifest["state"] = {
+            FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()
+        }
     return manifest
 
 
@@ -307,21 +397,33 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     return {name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()}
 
 
-def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callable[[str], None],
-            before: int | None = None) -> tuple[Path, dict] | None:
-    """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where given), by all ranks together;
-    its folder and manifest, or None. No save may be under way, whose collectives would mix with these. A damaged one is renamed
-    to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises UserError where the newest does not fit."""
+def restore(
+    run_dir: Path,
+    tensors: dict[str, torch.Tensor],
+    world,
+    say: Callable[[str], None],
+    before: int | None = None,
+) -> tuple[Path, dict] | None:
+    """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where
+    given), by all ranks together; its folder and manifest, or None. No save may be under way, whose
+    collectives would mix with these. A damaged one is renamed to bad_step_00000400, and `say`, on
+    rank 0 alone, gets a line about it. Raises UserError where the newest does not fit."""
+
     def newest_whole() -> tuple[Path, dict] | None:
-        for path in reversed([p for p in checkpoints(run_dir) if before is None or step_of(p) < before]):
+        for path in reversed(
+            [p for p in checkpoints(run_dir) if before is None or step_of(p) < before]
+        ):
             try:
                 return path, read_manifest(path)
             except DamagedError as error:
                 aside = path.with_name(f"bad_{path.name}")
-                while aside.exists():       # an earlier one of that step stays too
+                while aside.exists():  # an earlier one of that step stays too
                     aside = aside.with_name(f"{aside.name}_again")
                 os.rename(path, aside)
-                say(f"checkpoint {path.name} is damaged, set aside as {aside.name}: {str(error).partition(': move ')[0]}")
+                say(
+                    f"checkpoint {path.name} is damaged, set aside as {aside.name}:"
+                    f" {str(error).partition(': move ')[0]}"
+                )
         return None
 
     if found := run_on_rank0(world, newest_whole):
@@ -330,39 +432,61 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
 
 
 def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=None) -> None:
-    """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks together.
+    """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks
+    together.
 
-    Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype; MachineError, on all ranks,
-    where reading failed on one of them."""
+    Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype;
+    MachineError, on all ranks, where reading failed on one of them."""
     for name, want in describe(tensors).items():
         if (have := manifest["tensors"].get(name)) != want:
-            raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
+            raise UserError(
+                f"{path} holds {name} as {have}, the model needs {want}: the configuration does"
+                " not fit"
+            )
 
     def read() -> None:
         reader = dcp.FileSystemReader(path)
-        with open(path / ".metadata", "rb") as file:    # here, as DCP of torch 2.11 goes on without what it cannot read
+        # here, as DCP of torch 2.11 goes on without what it cannot read
+        with open(path / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
-        reader.read_metadata = lambda *args, **kwargs: metadata     # type: ignore[method-assign]
+        reader.read_metadata = lambda *args, **kwargs: metadata  # type: ignore[method-assign]
         dcp.load(tensors, storage_reader=reader, **_process_group(world))
 
     try:
         together(read, world)
     except (Exception, CheckpointException) as error:
-        raise MachineError(f"{path} could not be loaded ({cause(error)}): run the same command again, or move it away to use "
-                           f"the one before it") from error
+        raise MachineError(
+            f"{path} could not be loaded ({cause(error)}): run the same command again, or move it"
+            " away to use the one before it"
+        ) from error
 
 
-def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_dtype: torch.dtype = torch.bfloat16,
-               step: int | None = None) -> tuple[GPT, Config]:
-    """The newest checkpoint of a run, or that of `step`, as a plain model, whatever precision and world size trained it.
+def load_model(
+    run_dir: str | Path,
+    device: str | torch.device = "cpu",
+    compute_dtype: torch.dtype = torch.bfloat16,
+    step: int | None = None,
+) -> tuple[GPT, Config]:
+    """The newest checkpoint of a run, or that of `step`, as a plain model, whatever precision and
+    world size trained it.
 
-    Raises UserError where the folder is no run, has no such finished checkpoint, or the checkpoint is damaged."""
-    config, there = read_config(run_dir), {step_of(path): path for path in checkpoints(Path(run_dir))}
+    Raises UserError where the folder is no run, has no such finished checkpoint, or the checkpoint
+    is damaged."""
+    config, there = (
+        read_config(run_dir),
+        {step_of(path): path for path in checkpoints(Path(run_dir))},
+    )
     if not there:
-        raise UserError(f"{run_dir} has no finished checkpoint yet: train it first, python train.py configs/{config.run}.py")
+        raise UserError(
+            f"{run_dir} has no finished checkpoint yet: train it first, python train.py"
+            f" configs/{config.run}.py"
+        )
     path = there.get(max(there) if step is None else step)
     if path is None:
-        raise UserError(f"step={step}: {run_dir} has no such checkpoint, but those of steps {', '.join(map(str, there))}")
+        raise UserError(
+            f"step={step}: {run_dir} has no such checkpoint, but those of steps"
+            f" {', '.join(map(str, there))}"
+        )
     manifest = read_manifest(path)
     model = GPT.on_meta(config_from_dict(manifest["config"]).model, compute_dtype)
     model.to_empty(device=device)
@@ -375,10 +499,18 @@ def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_
 
 class _Unpickler(pickle.Unpickler):
     """For DCP's metadata, which can name nothing but tensors."""
-    ALLOWED = {     # without BytesStorageMetadata: DCP unpickles what it describes, even under the name of a tensor
+
+    # without BytesStorageMetadata: DCP unpickles what it describes, even under the name of a tensor
+    ALLOWED = {
         "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-            "_MEM_FORMAT_ENCODING"},
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch": {"Size", "float32", "bfloat16", "float16", "int64", "strided"},
         "torch.serialization": {"_get_layout"},
@@ -386,19 +518,25 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str):
-        module = "pathlib" if module == "pathlib._local" else module     # Python 3.13's name of it
+        module = "pathlib" if module == "pathlib._local" else module  # Python 3.13's name of it
         if name in self.ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise ValueError(f"its .metadata names {module}.{name}, which no checkpoint of ours contains: it is refused because "
-                         f"loading it could run code")
+        raise ValueError(
+            f"its .metadata names {module}.{name}, which no checkpoint of ours contains: it is"
+            " refused because loading it could run code"
+        )
 
 
-# --------------------------------------------------------------------------------------------------------------- branch
+# ------------------------------------------------------------------------------------------ branch
 
-def branch(config: Config, tokenizer_hashes: tuple[str, ...], tensors: dict[str, torch.Tensor], world) -> tuple[Path, dict]:
-    """Fill `tensors` in place from the checkpoint config.start_from, by all ranks together; its path and manifest. The weights
-    alone, without moments and order of data, where its state says `imported`: a model by eval/export.py, or a finished run.
-    Raises UserError where there is none, it is damaged, or it does not fit this run."""
+
+def branch(
+    config: Config, tokenizer_hashes: tuple[str, ...], tensors: dict[str, torch.Tensor], world
+) -> tuple[Path, dict]:
+    """Fill `tensors` in place from the checkpoint config.start_from, by all ranks together; its
+    path and manifest. The weights alone, without moments and order of data, where its state says
+    `imported`: a model by eval/export.py, or a finished run. Raises UserError where there is none,
+    it is damaged, or it does not fit this run."""
     path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_hashes))
     if "imported" in manifest["state"]:
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
@@ -408,14 +546,17 @@ def branch(config: Config, tokenizer_hashes: tuple[str, ...], tensors: dict[str,
 
 def _branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> tuple[Path, dict]:
     path = Path(config.start_from or "")
-    is_run = not path.name.startswith("step_")      # the weights alone of its last checkpoint
+    is_run = not path.name.startswith("step_")  # the weights alone of its last checkpoint
     run_dir = path if is_run else path.parent.parent
     there = checkpoints(run_dir)
     path = there[-1] if is_run and there else path
     if path not in there:
         names = ", ".join(p.name for p in there) or "none"
-        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has {names}: train that run "
-                        f"first (checkpoint.at=STEP keeps a step), or import one, python -m eval.export --from-hf DIR {run_dir}")
+        raise UserError(
+            f"start_from={config.start_from} is no finished checkpoint; {run_dir} has {names}:"
+            " train that run first (checkpoint.at=STEP keeps a step), or import one, python -m"
+            f" eval.export --from-hf DIR {run_dir}"
+        )
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
     if "imported" not in manifest["state"]:
@@ -423,38 +564,65 @@ def _branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> tuple[Pa
             check_branch(config, parent, manifest["step"])
             return path, manifest
         if step_of(path) != parent.total_steps:
-            raise UserError(f"start_from={run_dir} has {path.name} as the last of its checkpoints, not that of its last step, "
-                            f"{parent.total_steps}: finish that run, or put that checkpoint back")
-        manifest |= {"step": 0, "state": {"imported": {
-            "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
-    theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads, head_size=c.model.head_dim)) for c in (parent, config))
-    changes = [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
-               if key not in ("n_ctx", "loss_chunk") and ours[key] != theirs[key]]      # on which no weight depends
+            raise UserError(
+                f"start_from={run_dir} has {path.name} as the last of its checkpoints, not that of"
+                f" its last step, {parent.total_steps}: finish that run, or put that checkpoint"
+                " back"
+            )
+        manifest |= {
+            "step": 0,
+            "state": {
+                "imported": {
+                    "folder": run_dir.name,
+                    "step": step_of(path),
+                    "tokenizer_sha256": manifest["state"]["tokenizer_sha256"],
+                }
+            },
+        }
+    theirs, ours = (
+        asdict(replace(c.model, n_kv_head=c.model.kv_heads, head_size=c.model.head_dim))
+        for c in (parent, config)
+    )
+    changes = [
+        f"model.{key} is {theirs[key]} there, {ours[key]} here"
+        for key in ours
+        # on which no weight depends
+        if key not in ("n_ctx", "loss_chunk") and ours[key] != theirs[key]
+    ]
     if manifest["state"]["imported"]["tokenizer_sha256"] not in tokenizer_hashes:
-        changes.append(f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there, {config.data.tokenizer} here")
+        changes.append(
+            f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there,"
+            f" {config.data.tokenizer} here"
+        )
     if changes:
-        raise UserError(f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model section of its "
-                        f"config.json, of which n_ctx and loss_chunk alone are free, and shards of its tokenizer")
-    manifest["state"]["imported"]["run"] = run_dir.name     # which an import's own name is not
+        raise UserError(
+            f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model"
+            " section of its config.json, of which n_ctx and loss_chunk alone are free, and shards"
+            " of its tokenizer"
+        )
+    manifest["state"]["imported"]["run"] = run_dir.name  # which an import's own name is not
     return path, manifest
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks
+# ------------------------------------------------------------------------------------------- ranks
+
 
 def run_on_rank0(world, work: Callable[[], T]) -> T:
-    """What work() returns on rank 0, on every rank; what it raises there is raised on every rank. None: one process."""
+    """What work() returns on rank 0, on every rank; what it raises there is raised on every rank.
+    None: one process."""
     return together(lambda: work() if world is None or world.is_main else cast(T, None), world)[0]
 
 
 def together(work: Callable[[], T], world) -> list[T]:
-    """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all."""
+    """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on
+    all."""
     try:
         mine: tuple = work(), None
     except (Exception, CheckpointException) as problem:
         mine = None, problem
     outcomes = gather(mine, world)
     if raised := [problem for _, problem in outcomes if problem is not None]:
-        raise mine[1] or raised[0]      # its own, where it has one: that knows where it was raised
+        raise mine[1] or raised[0]  # its own, where it has one: that knows where it was raised
     return [result for result, _ in outcomes]
 
 
@@ -476,5 +644,6 @@ def cause(error: BaseException) -> str:
 def _process_group(world) -> dict:
     """Arguments of dcp.save() and dcp.load()."""
     group = world and world.checkpoint_group
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
+    # one process is no mistake
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     return {"process_group": group, "no_dist": group is None}

@@ -1,4 +1,5 @@
-"""Run a config or study file: imports find the files beside it first, then the repository's own configs."""
+"""Run a config or study file: imports find the files beside it first, then the repository's own
+configs."""
 
 import runpy
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 from runtime.machine import ROOT
 
 CONFIGS = "configs"  # the package whose modules a copied config names; ROOT / CONFIGS holds ours
-# Top-level names that always mean the repository's own modules: a second copy of a class would not be equal to the first.
+# Top-level names that always mean the repository's own modules: a second copy of a class would not
+# be equal to the first.
 OWN_NAMES = frozenset(
     (
         "model",
@@ -33,10 +35,12 @@ OWN_NAMES = frozenset(
 
 
 def run_file(path: str | Path, name: str) -> tuple[Any, list[Path]]:
-    """What the Python file at `path` binds to `name`, None where nothing, and the files it was made from, itself first.
+    """What the Python file at `path` binds to `name`, None where nothing, and the files it was made
+    from, itself first.
 
-    `from base import ..` and `from configs.base import ..` both take base.py beside the file where there is one. What was
-    imported so is forgotten afterwards: the next file may have another base.py beside it. Raises what the file raises."""
+    `from base import ..` and `from configs.base import ..` both take base.py beside the file where
+    there is one. What was imported so is forgotten afterwards: the next file may have another
+    base.py beside it. Raises what the file raises."""
     file = Path(path).absolute()
     finder = _BesideFinder(file)
     with _importing_by(finder):
@@ -96,7 +100,8 @@ class _BesideFinder(MetaPathFinder):
 
 
 class _SourceLoader(SourceFileLoader):
-    """Loads from source, never from __pycache__, whose check by size and second misses a quick edit of a number."""
+    """Loads from source, never from __pycache__, whose check by size and second misses a quick edit
+    of a number."""
 
     def __init__(self, finder: _BesideFinder, name: str, path: str):
         super().__init__(name, path)
@@ -126,7 +131,8 @@ class _SourceLoader(SourceFileLoader):
 
 @contextmanager
 def _importing_by(finder: _BesideFinder) -> Iterator[None]:
-    """Let `finder` be asked first; afterwards sys.modules holds none of the modules that it served."""
+    """Let `finder` be asked first; afterwards sys.modules holds none of the modules that it
+    served."""
     before = {
         name: module for name, module in sys.modules.items() if name.partition(".")[0] == CONFIGS
     }

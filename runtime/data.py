@@ -1,12 +1,13 @@
 """Serve the micro-batch of (step, micro, rank) from token shards, and the validation windows.
 
-Nothing here has state. The order of the whole run is a pure function of the seed, the mixture and the shards: the same on
-every machine, at every world size, in every precision. Sequence i of the run belongs to a source (the mixture's weights hold
-to within one sequence at every i), is the k-th of that source, and a keyed permutation, a new one in each epoch, maps k to a
-window. A resume needs only the step number.
+Nothing here has state. The order of the whole run is a pure function of the seed, the mixture and
+the shards: the same on every machine, at every world size, in every precision. Sequence i of the
+run belongs to a source (the mixture's weights hold to within one sequence at every i), is the k-th
+of that source, and a keyed permutation, a new one in each epoch, maps k to a window. A resume needs
+only the step number.
 
-A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
-"""
+A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do
+not overlap."""
 
 import math
 import threading
@@ -29,45 +30,53 @@ from runtime.machine import digest
 from runtime.shards import LOSS_MASK_BIT, Index, missing_source, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 
-NO_TARGET = -100            # F.cross_entropy's ignore_index
-SAMPLED_SEQUENCES = 4096    # read before the first step to say how many steps have no target: some milliseconds
-WEIGHT_STEPS = 2**20        # a mixture of no simple ratio is rounded to shares of this
+NO_TARGET = -100  # F.cross_entropy's ignore_index
+# read before the first step to say how many steps have no target: some milliseconds
+SAMPLED_SEQUENCES = 4096
+WEIGHT_STEPS = 2**20  # a mixture of no simple ratio is rounded to shares of this
 FEISTEL_ROUNDS = 6
 
 
-# ---------------------------------------------------------------------------------------------------------------- order
+# ------------------------------------------------------------------------------------------- order
+
 
 def shares(mixture: dict[str, float]) -> dict[str, int]:
-    """Whole numbers in the ratio of the weights, without a common factor; their sum is the period of the mixture.
+    """Whole numbers in the ratio of the weights, without a common factor; their sum is the period
+    of the mixture.
 
-    Exact for weights that are fractions with a denominator up to 1000 (0.07, 1/3, 80); others are rounded to shares of
-    2**20 by largest remainder."""
+    Exact for weights that are fractions with a denominator up to 1000 (0.07, 1/3, 80); others are
+    rounded to shares of 2**20 by largest remainder."""
     near = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
     scale = math.lcm(*(fraction.denominator for fraction in near.values()))
     counts = {name: int(fraction * scale) for name, fraction in near.items()}
-    is_exact = all(abs(near[name] / Fraction(weight) - 1) < 1e-12 for name, weight in mixture.items())
+    is_exact = all(
+        abs(near[name] / Fraction(weight) - 1) < 1e-12 for name, weight in mixture.items()
+    )
     if not is_exact or sum(counts.values()) > WEIGHT_STEPS * math.gcd(*counts.values()):
         total = sum(map(Fraction, mixture.values()))
         quotas = {name: Fraction(weight) * WEIGHT_STEPS / total for name, weight in mixture.items()}
         counts = {name: int(quota) for name, quota in quotas.items()}
         by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
-        for name in by_remainder[:WEIGHT_STEPS - sum(counts.values())]:
+        for name in by_remainder[: WEIGHT_STEPS - sum(counts.values())]:
             counts[name] += 1
     common = math.gcd(*counts.values())
     return {name: count // common for name, count in counts.items()}
 
 
 def schedule(counts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each sequence, (length,) uint16, such that every prefix holds its share of each to within one, and which of
-    its source's it is, (length,) int64. A longer schedule begins as a shorter one.
+    """The source of each sequence, (length,) uint16, such that every prefix holds its share of each
+    to within one, and which of its source's it is, (length,) int64. A longer schedule begins as a
+    shorter one.
 
-    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
-    x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
-    may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that."""
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of
+    share a of P, the x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2),
+    where K counts from 1; of those that may, the one is taken whose deviation would reach 1 - 1 /
+    (2n - 2) first. No prefix deviates by more than that."""
     n, period, c = len(counts), sum(counts), max(1, 2 * len(counts) - 2)
     table, ordinal = np.empty(length, np.uint16), np.empty(length, np.int64)
     common = math.lcm(*counts)
-    # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots times c common / P.
+    # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots
+    # times c common / P.
     release = [-(-period // (c * a)) for a in counts]
     deadline = [(c - 1) * (common // a) for a in counts]
     drawn = [0] * n
@@ -83,15 +92,19 @@ def schedule(counts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
 def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     """The images of `position` under a permutation of range(n) chosen by `key`, int64; O(1) memory.
 
-    A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002)."""
+    A Feistel network over the next even power of two, walked until the value is below n again
+    (Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    round_keys = np.frombuffer(blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest(), "<u8").astype(np.uint64)
+    round_keys = np.frombuffer(blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest(), "<u8").astype(
+        np.uint64
+    )
     value, outside = position.astype(np.uint64), np.ones(len(position), bool)
     while outside.any():
         left, right = value[outside] >> half, value[outside] & mask
         for round_key in round_keys:
-            mixed = right ^ round_key       # by SplitMix64's finaliser (Steele et al. 2014): each bit depends on every bit
+            # by SplitMix64's finaliser (Steele et al. 2014): each bit depends on every bit
+            mixed = right ^ round_key
             mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
@@ -100,15 +113,18 @@ def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     return value.astype(np.int64)
 
 
-# -------------------------------------------------------------------------------------------------------------- windows
+# ----------------------------------------------------------------------------------------- windows
+
 
 class Windows:
     """The windows of one split of one source, numbered through its shards."""
 
     def __init__(self, index: Index, split: str, n_ctx: int):
         self.n_ctx, self.vocab_size, self.is_masked = n_ctx, index.vocab_size, index.is_masked
-        self.shards = [shard for shard in index.splits[split].shards if shard.tokens]   # an empty file cannot be mapped
-        self.ends = np.cumsum([0, *((shard.tokens - 1) // n_ctx for shard in self.shards)])     # the last token is only a target
+        # an empty file cannot be mapped
+        self.shards = [shard for shard in index.splits[split].shards if shard.tokens]
+        # the last token is only a target
+        self.ends = np.cumsum([0, *((shard.tokens - 1) // n_ctx for shard in self.shards)])
         # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
         self.tokens = [np.asarray(np.memmap(shard.path, index.dtype, "r")) for shard in self.shards]
 
@@ -116,18 +132,25 @@ class Windows:
         return int(self.ends[-1])
 
     def read(self, window: int) -> np.ndarray:
-        """The n_ctx + 1 tokens of a window as they lie on disk. Raises UserError for an id outside the vocabulary."""
+        """The n_ctx + 1 tokens of a window as they lie on disk. Raises UserError for an id outside
+        the vocabulary."""
         shard = int(np.searchsorted(self.ends, window, "right")) - 1
         start = (window - int(self.ends[shard])) * self.n_ctx
-        row = self.tokens[shard][start:start + self.n_ctx + 1]
+        row = self.tokens[shard][start : start + self.n_ctx + 1]
         if (largest := (row & ~LOSS_MASK_BIT if self.is_masked else row).max()) >= self.vocab_size:
             folder = self.shards[0].path.parent
-            raise _on_this_rank(f"{folder} holds the id {largest}, its tokenizer {self.vocab_size} ids: a shard is damaged; "
-                                f"`python prepare_data.py --verify {folder}` names it")
+            raise _on_this_rank(
+                f"{folder} holds the id {largest}, its tokenizer {self.vocab_size} ids: a shard is"
+                f" damaged; `python prepare_data.py --verify {folder}` names it"
+            )
         return row
 
     def targets(self, window: int) -> int:
-        return int(np.count_nonzero(self.read(window)[1:] < LOSS_MASK_BIT)) if self.is_masked else self.n_ctx
+        return (
+            int(np.count_nonzero(self.read(window)[1:] < LOSS_MASK_BIT))
+            if self.is_masked
+            else self.n_ctx
+        )
 
     def has_targets(self) -> bool:
         return any(self.targets(window) for window in range(len(self)))
@@ -140,33 +163,41 @@ class Windows:
 
 
 class Validation:
-    """The fixed validation windows of one source: the same, in the same order, in every run of equal n_ctx.
+    """The fixed validation windows of one source: the same, in the same order, in every run of
+    equal n_ctx.
 
-    Attributes: n_ctx; selection, the numbers of the windows; targets of each window, (windows,) int64; tokens, the sum of
-    targets; text_bytes, an estimate of their UTF-8 bytes: tokens x the mean bytes per target of the whole split. End-of-text
-    tokens have no bytes: bits per byte = summed nats / ln 2 / text_bytes includes predicting where a document ends."""
+    Attributes: n_ctx; selection, the numbers of the windows; targets of each window, (windows,)
+    int64; tokens, the sum of targets; text_bytes, an estimate of their UTF-8 bytes: tokens x the
+    mean bytes per target of the whole split. End-of-text tokens have no bytes: bits per byte =
+    summed nats / ln 2 / text_bytes includes predicting where a document ends."""
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
         windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx
-        self.n_windows = len(windows)       # of which `selection` are read
+        self.n_windows = len(windows)  # of which `selection` are read
         count = min(len(windows), -(-tokens_at_most // n_ctx))
-        self.selection = np.arange(count) * len(windows) // max(1, count)      # evenly strided
+        self.selection = np.arange(count) * len(windows) // max(1, count)  # evenly strided
         self._rows = [(windows, w) for w in self.selection.tolist()]
         self.targets = np.array([windows.targets(w) for _, w in self._rows], np.int64)
         self.tokens = int(self.targets.sum())
-        of_split = sum(np.count_nonzero(t < LOSS_MASK_BIT) for t in windows.tokens) if index.is_masked else split.tokens
+        of_split = (
+            sum(np.count_nonzero(t < LOSS_MASK_BIT) for t in windows.tokens)
+            if index.is_masked
+            else split.tokens
+        )
         self.text_bytes = round(self.tokens * split.text_bytes / max(1, of_split))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows start to stop (exclusive) as x and y, (stop - start, n_ctx), fewer at the end: see _read_batch()."""
+        """Windows start to stop (exclusive) as x and y, (stop - start, n_ctx), fewer at the end:
+        see _read_batch()."""
         return _read_batch(self._rows[start:stop], self.n_ctx)
 
 
 def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y, int64 (rows, n_ctx) on the CPU: y is x shifted by one token, NO_TARGET where that is context only."""
+    """x and y, int64 (rows, n_ctx) on the CPU: y is x shifted by one token, NO_TARGET where that is
+    context only."""
     tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
         row[:] = windows.read(window)
@@ -175,167 +206,265 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
-# ----------------------------------------------------------------------------------------------------------------- data
+# -------------------------------------------------------------------------------------------- data
+
 
 class Data:
-    """The data of a run: all shards of every source in the mixture, checked against their index.json. Sources are in alphabetical
-    order, so the order a mixture was typed in changes nothing. Raises UserError.
+    """The data of a run: all shards of every source in the mixture, checked against their
+    index.json. Sources are in alphabetical order, so the order a mixture was typed in changes
+    nothing. Raises UserError.
 
-    Attributes: sources, their names; weights, each one's share of the mixture as rounded, together 1; planned, each one's
-    sequences in the run, an array; epochs, how often the run sees each one's training tokens; val, each one's Validation;
-    train_sha256, the identity of the training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the
-    windows selected from them."""
+    Attributes: sources, their names; weights, each one's share of the mixture as rounded, together
+    1; planned, each one's sequences in the run, an array; epochs, how often the run sees each one's
+    training tokens; val, each one's Validation; train_sha256, the identity of the training tokens
+    on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected
+    from them."""
 
     def __init__(self, config: Config, *tokenizer_sha256: str):
         """tokenizer_sha256: the hashes that the run's tokenizer goes by, today's first."""
-        self.config, self.sources, kind = config, sorted(config.data.mixture), tokenizer_kind(config.data.tokenizer)
+        self.config, self.sources, kind = (
+            config,
+            sorted(config.data.mixture),
+            tokenizer_kind(config.data.tokenizer),
+        )
         self._indexes = _read_indexes([Path(config.data.dir) / name for name in self.sources])
         for name, index in self._indexes.items():
             folder = Path(config.data.dir) / name
             if index.tokenizer != kind or index.tokenizer_sha256 not in tokenizer_sha256:
-                raise UserError(f"{folder} was made with tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but "
-                                f"data.tokenizer={config.data.tokenizer} is another tokenizer ({tokenizer_sha256[0][:9]}...): "
-                                f"set data.tokenizer to the first and model.vocab_size={index.vocab_size}, or prepare the text "
-                                f"with the second elsewhere")
+                raise UserError(
+                    f"{folder} was made with"
+                    f" tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but"
+                    f" data.tokenizer={config.data.tokenizer} is another tokenizer"
+                    f" ({tokenizer_sha256[0][:9]}...): set data.tokenizer to the first and"
+                    f" model.vocab_size={index.vocab_size}, or prepare the text with the second"
+                    " elsewhere"
+                )
             # An imported model's embedding may have rows that its tokenizer does not use.
-            if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
-                raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size={config.model.vocab_size}: "
-                                f"set model.vocab_size={index.vocab_size}")
-        # As the shards have it, so that runs on the same shards agree, whichever hash was in use when they began.
+            if index.vocab_size > config.model.vocab_size or (
+                kind != "folder" and index.vocab_size < config.model.vocab_size
+            ):
+                raise UserError(
+                    f"{folder} holds ids below {index.vocab_size}, but"
+                    f" model.vocab_size={config.model.vocab_size}: set"
+                    f" model.vocab_size={index.vocab_size}"
+                )
+        # As the shards have it, so that runs on the same shards agree, whichever hash was in use
+        # when they began.
         shards_sha256 = {index.tokenizer_sha256 for index in self._indexes.values()}
-        self.tokenizer_sha256 = next(digest for digest in tokenizer_sha256 if digest in shards_sha256)
-        self.n_ctx, self.sequences_per_step = config.model.n_ctx, config.data.tokens_per_step // config.model.n_ctx
-        self.n_sequences = config.total_steps * self.sequences_per_step     # of the whole run
+        self.tokenizer_sha256 = next(
+            digest for digest in tokenizer_sha256 if digest in shards_sha256
+        )
+        self.n_ctx, self.sequences_per_step = (
+            config.model.n_ctx,
+            config.data.tokens_per_step // config.model.n_ctx,
+        )
+        self.n_sequences = config.total_steps * self.sequences_per_step  # of the whole run
         counts = shares({name: config.data.mixture[name] for name in self.sources})
         self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
-        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
-        self._order = lru_cache(maxsize=2)(lambda length: schedule(list(counts.values()), min(self._period, length)))
+        # a step at a time: one call costs as much as hundreds
+        self._rows = lru_cache(maxsize=2)(self._locate_step)
+        self._order = lru_cache(maxsize=2)(
+            lambda length: schedule(list(counts.values()), min(self._period, length))
+        )
         whole, rest = divmod(self.n_sequences, self._period)
         first = self._order(self.n_sequences)[0][:rest]
         self.planned = whole * self._counts + np.bincount(first, minlength=len(self.sources))
         self._train = [Windows(index, "train", self.n_ctx) for index in self._indexes.values()]
         self._there = np.array([len(windows) for windows in self._train])
-        self.val = {name: Validation(index, self.n_ctx, config.eval.tokens) for name, index in self._indexes.items()}
+        self.val = {
+            name: Validation(index, self.n_ctx, config.eval.tokens)
+            for name, index in self._indexes.items()
+        }
         if problems := [problem for s in range(len(self.sources)) for problem in self._problems(s)]:
             raise UserError("\n".join(problems))
         self.weights = {name: count / self._period for name, count in counts.items()}
         self.epochs = dict(zip(self.sources, (self.planned / self._there).tolist(), strict=True))
         self.train_sha256 = self._identity("train")
-        self.val_sha256 = self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self.val.items()])
-        self._hashed: Future = Future()     # verify() ends it
+        self.val_sha256 = self._identity(
+            "val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self.val.items()]
+        )
+        self._hashed: Future = Future()  # verify() ends it
 
     def _problems(self, s: int) -> Iterator[str]:
-        name, there, planned, limit = self.sources[s], int(self._there[s]), int(self.planned[s]), self.config.data.max_epochs
+        name, there, planned, limit = (
+            self.sources[s],
+            int(self._there[s]),
+            int(self.planned[s]),
+            self.config.data.max_epochs,
+        )
         folder = Path(self.config.data.dir) / name
         n_windows = {"train": there, "val": self.val[name].n_windows}
         for split, n in n_windows.items():
             if not n:
-                more = "prepare more text, or raise val_share=" if split == "val" else "prepare more text"
-                yield (f"{folder} has {self._indexes[name].splits[split].tokens} {split} tokens, too few for one window of "
-                       f"model.n_ctx={self.n_ctx} tokens and a target: {more}")
+                more = (
+                    "prepare more text, or raise val_share="
+                    if split == "val"
+                    else "prepare more text"
+                )
+                yield (
+                    f"{folder} has {self._indexes[name].splits[split].tokens} {split} tokens, too"
+                    f" few for one window of model.n_ctx={self.n_ctx} tokens and a target: {more}"
+                )
         if there and not self._train[s].has_targets():
-            yield (f"{folder} has no target in its {self._indexes[name].splits['train'].tokens} training tokens: they are "
-                   f"prompts alone, from which nothing can be learned; prepare rows that have a response")
+            yield (
+                f"{folder} has no target in its"
+                f" {self._indexes[name].splits['train'].tokens} training tokens: they are prompts"
+                " alone, from which nothing can be learned; prepare rows that have a response"
+            )
         if n_windows["val"] and not self.val[name].tokens:
             yield self._problem_without_targets(name)
         if there and planned > limit * there:
-            yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,} and "
-                   f"data.max_epochs={limit:g}; set it to {math.ceil(100 * planned / there) / 100:g}, or give fewer steps, or "
-                   f"{name} less of data.mixture, or prepare more text")
+            yield (
+                f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has"
+                f" {there * self.n_ctx:,} and data.max_epochs={limit:g}; set it to"
+                f" {math.ceil(100 * planned / there) / 100:g}, or give fewer steps, or {name} less"
+                " of data.mixture, or prepare more text"
+            )
 
     def _problem_without_targets(self, name: str) -> str:
-        """The sentence for a masked source none of whose selected validation windows holds a target."""
+        """The sentence for a masked source none of whose selected validation windows holds a
+        target."""
         index, selected, tokens = self._indexes[name], len(self.val[name]), self.config.eval.tokens
         folder = Path(self.config.data.dir) / name
         n_windows = self.val[name].n_windows
         while selected < n_windows:
             selected = min(2 * selected, n_windows)
             if Validation(index, self.n_ctx, selected * self.n_ctx).tokens:
-                return (f"eval.tokens={tokens} selects {len(self.val[name])} of the {n_windows} validation windows of {folder}, "
-                        f"all of prompts without a response to learn: give eval.tokens={selected * self.n_ctx} or more")
-        return (f"none of the {n_windows} validation windows of {folder} holds a response to learn: raise val_share=, or prepare "
-                f"data with responses")
+                return (
+                    f"eval.tokens={tokens} selects {len(self.val[name])} of the"
+                    f" {n_windows} validation windows of {folder}, all of prompts without a"
+                    f" response to learn: give eval.tokens={selected * self.n_ctx} or more"
+                )
+        return (
+            f"none of the {n_windows} validation windows of {folder} holds a response to learn:"
+            " raise val_share=, or prepare data with responses"
+        )
 
     def _identity(self, split: str, *more) -> str:
-        files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
-                 for name, index in self._indexes.items()]
+        files = [
+            [
+                name,
+                [
+                    [shard.path.name, shard.tokens, shard.sha256]
+                    for shard in index.splits[split].shards
+                ],
+            ]
+            for name, index in self._indexes.items()
+        ]
         return digest([files, *more])
 
     def describe(self) -> list[str]:
-        """A line per source: its share of the mixture, training tokens there are, planned ones, epochs; then what there is to say
-        of targets, where a source is masked."""
+        """A line per source: its share of the mixture, training tokens there are, planned ones,
+        epochs; then what there is to say of targets, where a source is masked."""
         return [*self._describe_sources(), *self._describe_targets()]
 
     def _describe_sources(self) -> list[str]:
-        return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self._period})  "
-                f"{self._there[s] * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
-                f"= {self.epochs[name]:.2f} epochs; {self.val[name].tokens:,} to validate on"
-                for s, name in enumerate(self.sources)]
+        return [
+            f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self._period}) "
+            f" {self._there[s] * self.n_ctx:,} tokens there,"
+            f" {self.planned[s] * self.n_ctx:,} planned = {self.epochs[name]:.2f} epochs;"
+            f" {self.val[name].tokens:,} to validate on"
+            for s, name in enumerate(self.sources)
+        ]
 
     def _describe_targets(self) -> list[str]:
-        masked = {name: windows for name, windows in zip(self.sources, self._train, strict=True) if windows.is_masked}
-        lines = [f"data: {name:12} {windows.target_share():.2%} of its tokens are targets (responses), the rest is context"
-                 for name, windows in masked.items()]
+        masked = {
+            name: windows
+            for name, windows in zip(self.sources, self._train, strict=True)
+            if windows.is_masked
+        }
+        lines = [
+            f"data: {name:12} {windows.target_share():.2%} of its tokens are targets (responses),"
+            " the rest is context"
+            for name, windows in masked.items()
+        ]
         if not masked:
             return lines
         steps = min(self.config.total_steps, max(1, SAMPLED_SEQUENCES // self.sequences_per_step))
         targets = np.array([self.targets(step) for step in range(steps)])
-        without, few = int((targets == 0).sum()), int(((targets > 0) & (targets < FEW_TARGETS)).sum())
+        without, few = (
+            int((targets == 0).sum()),
+            int(((targets > 0) & (targets < FEW_TARGETS)).sum()),
+        )
         start = f"of the first {steps} steps have"
         if without:
             lines.append(f"data: {without} {start} no target: they are read and change no weight")
         if few:
-            lines.append(f"data: {few} {start} fewer than {FEW_TARGETS} targets: too few for the guard to tell a spike")
+            lines.append(
+                f"data: {few} {start} fewer than {FEW_TARGETS} targets: too few for the guard to"
+                " tell a spike"
+            )
         if without or few:
             tokens = self.config.data.tokens_per_step
-            lines.append(f"data: a larger data.tokens_per_step (now {tokens:,}) gives each step more targets")
+            lines.append(
+                f"data: a larger data.tokens_per_step (now {tokens:,}) gives each step more targets"
+            )
         return lines
 
     def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source number and training window, int64 each, of the run's sequences of these numbers (from 0).
+        """Source number and training window, int64 each, of the run's sequences of these numbers
+        (from 0).
 
-        A run that left steps out reads on past its plan: mixture and epochs go on as in a longer run."""
+        A run that left steps out reads on past its plan: mixture and epochs go on as in a longer
+        run."""
         period, position = np.divmod(sequences, self._period)
         length = self.n_sequences
         while length <= position.max():
             length *= 2
         table, ordinal = self._order(length)
         source = table[position].astype(np.int64)
-        epoch, place = np.divmod(period * self._counts[source] + ordinal[position], self._there[source])
+        epoch, place = np.divmod(
+            period * self._counts[source] + ordinal[position], self._there[source]
+        )
         window = np.empty(len(sequences), np.int64)
         for s, e in sorted(set(zip(source.tolist(), epoch.tolist(), strict=True))):
             chosen = (source == s) & (epoch == e)
-            window[chosen] = permute(place[chosen], int(self._there[s]), f"{self.config.seed}/{self.sources[s]}/{e}".encode())
+            window[chosen] = permute(
+                place[chosen],
+                int(self._there[s]),
+                f"{self.config.seed}/{self.sources[s]}/{e}".encode(),
+            )
         return source, window
 
     def _locate_step(self, step: int) -> list[tuple[Windows, int]]:
-        source, window = self.locate(step * self.sequences_per_step + np.arange(self.sequences_per_step))
+        source, window = self.locate(
+            step * self.sequences_per_step + np.arange(self.sequences_per_step)
+        )
         return [(self._train[s], w) for s, w in zip(source.tolist(), window.tolist(), strict=True)]
 
     def targets(self, step: int) -> int:
-        """Targets in a step's sequences, over all ranks: tokens_per_step where no source is masked, 0 or more where one is."""
+        """Targets in a step's sequences, over all ranks: tokens_per_step where no source is masked,
+        0 or more where one is."""
         return sum(windows.targets(window) for windows, window in self._rows(step))
 
-    def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y of a micro-batch, (micro_batch, n_ctx), as _read_batch() returns them; `step` counts from 0.
+    def batch(
+        self, step: int, micro: int, rank: int, world_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y of a micro-batch, (micro_batch, n_ctx), as _read_batch() returns them; `step`
+        counts from 0.
 
-        A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
-        read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary."""
+        A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so
+        all ranks together read the same sequences in a step however many they are. Raises UserError
+        for an id outside the vocabulary."""
         size = self.config.micro_batch
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
-        return _read_batch(self._rows(step)[place:place + size], self.n_ctx)
+        return _read_batch(self._rows(step)[place : place + size], self.n_ctx)
 
-    def stream(self, start_step: int, stop_step: int, rank: int, world_size: int,
-               device: torch.device) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
+    def stream(
+        self, start_step: int, stop_step: int, rank: int, world_size: int, device: torch.device
+    ) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the
+        device.
 
-        A background thread prepares the next two batches; its errors are raised in their turn, damage that verify() found at
-        the next batch. Closing the generator ends the thread."""
+        A background thread prepares the next two batches; its errors are raised in their turn,
+        damage that verify() found at the next batch. Closing the generator ends the thread."""
         is_cuda = torch.device(device).type == "cuda"
 
         def prepare(step: int, micro: int):
-            return [t.pin_memory() if is_cuda else t for t in self.batch(step, micro, rank, world_size)]
+            return [
+                t.pin_memory() if is_cuda else t for t in self.batch(step, micro, rank, world_size)
+            ]
 
         order = product(range(start_step, stop_step), range(self.config.accumulation(world_size)))
         with ThreadPoolExecutor(1, "data") as thread:
@@ -348,36 +477,45 @@ class Data:
                 yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
 
     def verify(self, rank: int, size: int) -> None:
-        """Begin to hash this rank's share of all shards, training and validation, in the background: `rank` of the `size` ranks
-        that read the same disk. Only the hash shows a flipped bit; most ids in such a file are still valid."""
+        """Begin to hash this rank's share of all shards, training and validation, in the
+        background: `rank` of the `size` ranks that read the same disk. Only the hash shows a
+        flipped bit; most ids in such a file are still valid."""
         every = [shard for index in self._indexes.values() for shard in index.shards]
         mine = sorted(every, key=lambda shard: -shard.tokens)[rank::size]
 
         def hash_mine():
             try:
                 for problem in filter(None, map(shard_damage, mine)):
-                    raise _on_this_rank(f"{problem}; then run the same command again: it goes on from the last checkpoint")
+                    raise _on_this_rank(
+                        f"{problem}; then run the same command again: it goes on from the last"
+                        " checkpoint"
+                    )
                 self._hashed.set_result(None)
-            except BaseException as error:      # also MemoryError, say: a shard that was not hashed must not pass as sound
+            except BaseException as error:
+                # also MemoryError, say: a shard that was not hashed must not pass as sound
                 self._hashed.set_exception(error)
 
-        # Not a pool's thread: a daemon does not keep an interrupted run from exiting. hashlib releases the interpreter's lock.
+        # Not a pool's thread: a daemon does not keep an interrupted run from exiting. hashlib
+        # releases the interpreter's lock.
         threading.Thread(target=hash_mine, name="verify", daemon=True).start()
 
     def verified(self) -> None:
-        """Wait until verify() is done. Raises UserError naming a damaged shard, OSError for one that could not be read."""
+        """Wait until verify() is done. Raises UserError naming a damaged shard, OSError for one
+        that could not be read."""
         self._hashed.result()
 
 
 def _read_indexes(folders: list[Path]) -> dict[str, Index]:
-    """The index of each source by its name. Raises UserError, once for all sources that are missing."""
+    """The index of each source by its name. Raises UserError, once for all sources that are
+    missing."""
     if missing := [folder for folder in folders if not (folder / "index.json").exists()]:
         raise UserError(missing_source(missing))
     return {folder.name: read_index(folder) for folder in folders}
 
 
 def _on_this_rank(message: str) -> UserError:
-    """With a note, by which train.py prints it on every rank that meets it: other ranks read other shards."""
+    """With a note, by which train.py prints it on every rank that meets it: other ranks read other
+    shards."""
     error = UserError(message)
     error.add_note("met by this rank, perhaps alone")
     return error

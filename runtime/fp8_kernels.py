@@ -1,68 +1,113 @@
 """Triton kernels that cast to FP8 in both layouts from one read of their input.
 
-An FP8 matmul on Hopper needs both operands contiguous along the dimension that it sums over. The three matmuls of a Linear
-sum over different dimensions of the same tensors, so each tensor is needed both row by row and transposed. A program reads
-one tile once, scales, saturates, rounds to nearest even, and writes it both ways: bench/kernels.py times it against a copy.
+An FP8 matmul on Hopper needs both operands contiguous along the dimension that it sums over. The
+three matmuls of a Linear sum over different dimensions of the same tensors, so each tensor is
+needed both row by row and transposed. A program reads one tile once, scales, saturates, rounds to
+nearest even, and writes it both ways: bench/kernels.py times it against a copy.
 
-TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but Triton's interpreter rounds to FP8 wrongly
-(the tests repair it).
-"""
+TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but Triton's interpreter
+rounds to FP8 wrongly (the tests repair it)."""
 
 import torch
 import triton
 import triton.language as tl
 
-IGNORED = tl.constexpr(-100)        # target of a token without loss: torch's ignore_index
+IGNORED = tl.constexpr(-100)  # target of a token without loss: torch's ignore_index
 LOG2_E = tl.constexpr(1.4426950408889634)
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
-# What one program casts, chosen by the code compiled for sm_90. 128 rows are one cache line of the transposed copy.
+# What one program casts, chosen by the code compiled for sm_90. 128 rows are one cache line of the
+# transposed copy.
 ROWS, CAST_COLUMNS, GRAD_COLUMNS, WARPS = 128, 128, 64, 8
-GROUP = 8       # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
+# consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
+GROUP = 8
 
 
-def launch(kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write what fp8's function of the same name as `kernel`, cast_both or cross_entropy_grad, returns of its tensors `inputs`
-    to q (M, K) and qt (K, M), in their format; returns both.
+def launch(
+    kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write what fp8's function of the same name as `kernel`, cast_both or cross_entropy_grad,
+    returns of its tensors `inputs` to q (M, K) and qt (K, M), in their format; returns both.
 
-    x and logits (M, K) BF16 or fp32, all contiguous; M and K multiples of 16. cast_both's values are those of torchao's casts,
-    bit for bit: NaN stays NaN, an infinity becomes the format's largest value."""
+    x and logits (M, K) BF16 or fp32, all contiguous; M and K multiples of 16. cast_both's values
+    are those of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's
+    largest value."""
     x, format, columns = inputs[0], qt.dtype, CAST_COLUMNS if kernel is cast_both else GRAD_COLUMNS
     M, K = x.shape
     # A kernel that is given wrong shapes overwrites other tensors.
-    assert x.is_contiguous() and M % 16 == K % 16 == 0 and q.shape == x.shape == qt.shape[::-1], (x.shape, q.shape, qt.shape)
-    # Programs start in the order of the first index, then the second: a group of rows at a time, column by column.
+    assert x.is_contiguous() and M % 16 == K % 16 == 0 and q.shape == x.shape == qt.shape[::-1], (
+        x.shape,
+        q.shape,
+        qt.shape,
+    )
+    # Programs start in the order of the first index, then the second: a group of rows at a time,
+    # column by column.
     tiles = triton.cdiv(M, ROWS)
     group = min(GROUP, tiles)
     grid = group, triton.cdiv(K, columns), triton.cdiv(tiles, group)
     # q (M, K) as bytes, qt (K, M / 2) as pairs of them
-    kernel[grid](*inputs, q.view(torch.uint8), qt.view(torch.int16), M, K, FORMAT=FORMATS[format],
-                 LARGEST=torch.finfo(format).max, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS)
+    kernel[grid](
+        *inputs,
+        q.view(torch.uint8),
+        qt.view(torch.int16),
+        M,
+        K,
+        FORMAT=FORMATS[format],
+        LARGEST=torch.finfo(format).max,
+        ROWS=ROWS,
+        COLUMNS=columns,
+        num_warps=WARPS,
+    )
     return q, qt
 
 
-# -------------------------------------------------------------------------------------------------------- on the device
+# ----------------------------------------------------------------------------------- on the device
 #
-# Even and odd rows of a tile are two tensors, so that a thread holds two values which are neighbours in the transposed
-# copy. Pairs of 16 bits are transposed in shared memory by ldmatrix; single bytes are not, and the compiler would compute
-# every value twice.
+# Even and odd rows of a tile are two tensors, so that a thread holds two values which are
+# neighbours in the transposed copy. Pairs of 16 bits are transposed in shared memory by ldmatrix;
+# single bytes are not, and the compiler would compute every value twice.
+
 
 @triton.jit
-def cast_both(x, scale, q, qt, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    s = tl.load(scale)      # first, so that its latency overlaps with the tile's loads
+def cast_both(
+    x,
+    scale,
+    q,
+    qt,
+    M,
+    K,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    s = tl.load(scale)  # first, so that its latency overlaps with the tile's loads
     m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     k0 = tl.program_id(1) * COLUMNS
     m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
-    inside = (m < M - m0) & (k < K - k0)    # M is even: the odd row is inside too
-    x += m0.to(tl.int64) * K + k0           # 65,536 tokens' logits are more than 2^31 values
+    inside = (m < M - m0) & (k < K - k0)  # M is even: the odd row is inside too
+    x += m0.to(tl.int64) * K + k0  # 65,536 tokens' logits are more than 2^31 values
     even = tl.load(x + (m * K + k), mask=inside).to(tl.float32) * s
     odd = tl.load(x + (m * K + K + k), mask=inside).to(tl.float32) * s
     _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT, LARGEST, ROWS, COLUMNS)
 
 
 @triton.jit
-def cross_entropy_grad(logits, lse, targets, grad, scale, q, qt, M, V, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
-                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def cross_entropy_grad(
+    logits,
+    lse,
+    targets,
+    grad,
+    scale,
+    q,
+    qt,
+    M,
+    V,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     s = tl.load(scale)
     m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     v0 = tl.program_id(1) * COLUMNS
@@ -80,24 +125,40 @@ def _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS: tl.co
     total = tl.load(lse + m, mask=m < M, other=0.0) * LOG2_E
     factor = tl.load(grad + m, mask=m < M, other=0.0) * s
     v = tl.arange(0, COLUMNS)[None, :]
-    logit = tl.load(logits + ((m - m0)[:, None] * V + v), mask=(m[:, None] < M) & (v < V - v0), other=0.0)
+    logit = tl.load(
+        logits + ((m - m0)[:, None] * V + v), mask=(m[:, None] < M) & (v < V - v0), other=0.0
+    )
     p = tl.exp2(logit.to(tl.float32) * LOG2_E - total[:, None])
     hot = (target.to(tl.int32) - v0)[:, None] == v
     value = tl.where(hot, p - 1, p) * factor[:, None]
-    return tl.where(target[:, None] == IGNORED, 0.0, value)     # no factor 0: 0 * NaN is NaN
+    return tl.where(target[:, None] == IGNORED, 0.0, value)  # no factor 0: 0 * NaN is NaN
 
 
 @triton.jit
-def _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr):
-    """Round the fp32 rows m0, m0 + 2 .. (even) and m0 + 1, m0 + 3 .. (odd), then store them to q and qt."""
+def _store_both(
+    even,
+    odd,
+    q,
+    qt,
+    m0,
+    k0,
+    M,
+    K,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Round the fp32 rows m0, m0 + 2 .. (even) and m0 + 1, m0 + 3 .. (odd), then store them to q
+    and qt."""
     even, odd = _rounded(even, FORMAT, LARGEST), _rounded(odd, FORMAT, LARGEST)
     m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (m < M - m0) & (k < K - k0)
     q += m0.to(tl.int64) * K + k0
     tl.store(q + (m * K + k), even, mask=inside)
     tl.store(q + (m * K + K + k), odd, mask=inside)
-    pairs = tl.trans(even.to(tl.int16) | (odd.to(tl.int16) << 8))     # little-endian: the even row comes first
+    # little-endian: the even row comes first
+    pairs = tl.trans(even.to(tl.int16) | (odd.to(tl.int16) << 8))
     half = M // 2
     m, k = tl.arange(0, ROWS // 2)[None, :], tl.arange(0, COLUMNS)[:, None]
     qt += k0.to(tl.int64) * half + m0 // 2
@@ -107,7 +168,14 @@ def _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT: tl.constexpr, LARGEST: t
 @triton.jit
 def _rounded(value, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
     value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    # The move keeps ptxas (12.8, as Triton 3.6 to 3.8 bring it) from rounding a value a second time for its second use: that
-    # instruction leaves half of a word to a register, and it took the stack pointer's (seen on an H200).
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value.to(FORMAT).to(tl.uint8, bitcast=True)], tl.uint8,
-                                     is_pure=True, pack=4)
+    # The move keeps ptxas (12.8, as Triton 3.6 to 3.8 bring it) from rounding a value a second time
+    # for its second use: that instruction leaves half of a word to a register, and it took the
+    # stack pointer's (seen on an H200).
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;",
+        "=r,r",
+        [value.to(FORMAT).to(tl.uint8, bitcast=True)],
+        tl.uint8,
+        is_pure=True,
+        pack=4,
+    )

@@ -1,22 +1,25 @@
 """Judge each training step by its loss and gradient norm, and diagnose a run that has to stop.
 
-A step whose loss or gradient norm is not finite is never applied, whatever guard.mode says. A finite step is compared with the
-last guard.window accepted steps: it is a spike if its loss or gradient norm lies more than guard.threshold robust standard
-deviations above their median, both on logarithms. In mode act it is skipped; after guard.skips in a row the run goes back to a
-checkpoint from before them and on with new data, guard.rollbacks times at most, and then stops.
+A step whose loss or gradient norm is not finite is never applied, whatever guard.mode says. A
+finite step is compared with the last guard.window accepted steps: it is a spike if its loss or
+gradient norm lies more than guard.threshold robust standard deviations above their median, both on
+logarithms. In mode act it is skipped; after guard.skips in a row the run goes back to a checkpoint
+from before them and on with new data, guard.rollbacks times at most, and then stops.
 
-A step without targets (of a source of prompts and responses, where all that the ranks have read is prompt) has no loss to judge:
-it is neither applied nor entered into the window, and counted by itself. The mean over fewer than FEW_TARGETS tokens scatters too
-widely to tell a spike: such a step is applied where it is finite, and not entered into the window either.
+A step without targets (of a source of prompts and responses, where all that the ranks have read is
+prompt) has no loss to judge: it is neither applied nor entered into the window, and counted by
+itself. The mean over fewer than FEW_TARGETS tokens scatters too widely to tell a spike: such a step
+is applied where it is finite, and not entered into the window either.
 
-A permanent change of level must not be skipped for ever: guard.skips finite spikes in a row are accepted as the new level, and
-the window begins anew, where the weights cannot be the cause:
-  - their losses are normal, only the gradient norms are high: clipping bounds those, and the loss is still judged
-  - the row begins right after a rollback, its losses within a factor LEVEL of each other: the weights were sane on the data of
+A permanent change of level must not be skipped for ever: guard.skips finite spikes in a row are
+accepted as the new level, and the window begins anew, where the weights cannot be the cause:
+  - their losses are normal, only the gradient norms are high: clipping bounds those, and the loss
+  is still judged - the row begins right after a rollback, its losses within a factor LEVEL of each
+  other: the weights were sane on the data of
     before and every batch of the new data is high, so the data have changed
-A divergence is neither: its loss is high with the current weights and normal again with those of the checkpoint. Modes log and
-off never roll back: there, guard.skips steps in a row that are not finite are a STOP.
-"""
+A divergence is neither: its loss is high with the current weights and normal again with those of
+the checkpoint. Modes log and off never roll back: there, guard.skips steps in a row that are not
+finite are a STOP."""
 
 import enum
 import math
@@ -34,57 +37,77 @@ from torch.distributed.tensor import DTensor
 from runtime.config import GuardConfig
 from runtime.machine import write_json
 
-# Bounds of the robust standard deviation of a logarithm, so that a quiet window does not turn noise into a spike (at threshold
-# 10: +22 % of loss, 2.7 x the norm), nor a steep start hide one (at 10: 4.5 x the loss, 20 x the norm are always one).
+# Bounds of the robust standard deviation of a logarithm, so that a quiet window does not turn noise
+# into a spike (at threshold 10: +22 % of loss, 2.7 x the norm), nor a steep start hide one (at 10:
+# 4.5 x the loss, 20 x the norm are always one).
 LOSS_SD = (0.02, 0.15)
 NORM_SD = (0.1, 0.3)
-# With few tokens a step, single documents raise the norm up to 9 x without harm, and the scatter of the loss tells where: of
-# 10,000 steps of the demo's runs 6 were false alarms without this, 0.5 with it.
+# With few tokens a step, single documents raise the norm up to 9 x without harm, and the scatter of
+# the loss tells where: of 10,000 steps of the demo's runs 6 were false alarms without this, 0.5
+# with it.
 NORM_SD_PER_LOSS_SD = 3.0
-# Simulated with easy and hard tokens, of 4,000 steps of 4 targets in the mean 1,900 were false alarms, of 16 targets 140, of 32
-# 26; where steps of fewer than this are not judged, none.
+# Simulated with easy and hard tokens, of 4,000 steps of 4 targets in the mean 1,900 were false
+# alarms, of 16 targets 140, of 32 26; where steps of fewer than this are not judged, none.
 FEW_TARGETS = 32
-LEVEL = 2.0         # highest over lowest loss of a row of batches that count as one level
+LEVEL = 2.0  # highest over lowest loss of a row of batches that count as one level
 MAD_TO_SD = 1.4826  # of a normal distribution
-TINY = 1e-30        # a gradient of zero has no logarithm
+TINY = 1e-30  # a gradient of zero has no logarithm
 
 
 class Verdict(enum.Enum):
-    OK = "OK"               # apply the update
-    SPIKE = "SPIKE"         # apply the update, and log it: mode log, or a new level
-    SKIP = "SKIP"           # leave weights and moments alone: an update multiplied by zero would still spread a NaN
-    ROLLBACK = "ROLLBACK"   # skip, and go back to a checkpoint of less than `suspect_since` steps, or STOP where there is none
-    STOP = "STOP"           # skip, and end the run with a diagnosis
-    NO_TARGET = "NO_TARGET"     # leave weights and moments alone: nothing was to be learned, weight decay alone would move them
+    OK = "OK"  # apply the update
+    SPIKE = "SPIKE"  # apply the update, and log it: mode log, or a new level
+    # leave weights and moments alone: an update multiplied by zero would still spread a NaN
+    SKIP = "SKIP"
+    # skip, and go back to a checkpoint of less than `suspect_since` steps, or STOP where there is
+    # none
+    ROLLBACK = "ROLLBACK"
+    STOP = "STOP"  # skip, and end the run with a diagnosis
+    # leave weights and moments alone: nothing was to be learned, weight decay alone would move them
+    NO_TARGET = "NO_TARGET"
 
 
 @dataclass
 class Guard:
-    """Judges each step before the optimizer is touched. Every rank passes the same two numbers, so all ranks agree.
-    Guard(settings, **state) goes on where state() was taken."""
+    """Judges each step before the optimizer is touched. Every rank passes the same two numbers, so
+    all ranks agree. Guard(settings, **state) goes on where state() was taken."""
 
     settings: GuardConfig
-    consecutive: int = 0                # skips since the last accepted step
-    skipped: int = 0                    # steps since the run began, those undone by a rollback included
-    without_targets: int = 0            # steps since the run began that had none, those undone by a rollback included
-    rollbacks: int = 0                  # since the run began
-    is_back: bool = False               # no step has been accepted since the last rollback
-    suspect_since: int | None = None    # steps done before the first skip in a row, or before a bad validation
-    accepted: list[list[float]] = field(default_factory=list)       # [loss, norm] of the window's steps
-    spikes: list[list[float]] = field(default_factory=list)         # [loss, norm] of the finite spikes in a row
-    reason: str = ""                    # of the last verdict that was not OK
+    consecutive: int = 0  # skips since the last accepted step
+    skipped: int = 0  # steps since the run began, those undone by a rollback included
+    # steps since the run began that had none, those undone by a rollback included
+    without_targets: int = 0
+    rollbacks: int = 0  # since the run began
+    is_back: bool = False  # no step has been accepted since the last rollback
+    # steps done before the first skip in a row, or before a bad validation
+    suspect_since: int | None = None
+    accepted: list[list[float]] = field(default_factory=list)  # [loss, norm] of the window's steps
+    # [loss, norm] of the finite spikes in a row
+    spikes: list[list[float]] = field(default_factory=list)
+    reason: str = ""  # of the last verdict that was not OK
 
     def state(self) -> dict:
         """What a checkpoint stores, as JSON can hold it."""
-        return {key: value for key, value in vars(self).items() if key not in ("settings", "reason")}
+        return {
+            key: value for key, value in vars(self).items() if key not in ("settings", "reason")
+        }
 
     def rolled_back(self, state: dict) -> None:
-        """Go on from a checkpoint that holds `state`: with its window, but the current counts, which nothing undoes."""
-        vars(self).update(state, skipped=self.skipped, without_targets=self.without_targets, rollbacks=self.rollbacks + 1,
-                          is_back=True)
+        """Go on from a checkpoint that holds `state`: with its window, but the current counts,
+        which nothing undoes."""
+        vars(self).update(
+            state,
+            skipped=self.skipped,
+            without_targets=self.without_targets,
+            rollbacks=self.rollbacks + 1,
+            is_back=True,
+        )
 
-    def judge(self, step: int, loss: float, grad_norm: float, targets: int | None = None) -> Verdict:
-        """The verdict on a step that comes after `step` others; `targets` of all ranks, None where they are many."""
+    def judge(
+        self, step: int, loss: float, grad_norm: float, targets: int | None = None
+    ) -> Verdict:
+        """The verdict on a step that comes after `step` others; `targets` of all ranks, None where
+        they are many."""
         if targets == 0:
             self.without_targets += 1
             self.reason = "no target in this step: all its tokens are prompts"
@@ -93,7 +116,8 @@ class Guard:
             self.spikes = []
             return self._skip(step, f"loss {loss:.6g}, gradient norm {grad_norm:.6g}")
         if targets is not None and targets < FEW_TARGETS:
-            if not self.spikes:     # a row of spikes is ended by a step that was compared with the window alone
+            # a row of spikes is ended by a step that was compared with the window alone
+            if not self.spikes:
                 self._accept([])
             return Verdict.OK
         spike = self._describe_spike(loss, grad_norm) if self.settings.mode != "off" else None
@@ -117,7 +141,7 @@ class Guard:
         return self._escalate()
 
     def _accept(self, steps: list[list[float]]) -> None:
-        self.accepted = (self.accepted + steps)[-self.settings.window:]
+        self.accepted = (self.accepted + steps)[-self.settings.window :]
         self.spikes, self.consecutive, self.suspect_since, self.is_back = [], 0, None, False
 
     def _skip(self, step: int, what: str) -> Verdict:
@@ -139,43 +163,78 @@ class Guard:
         losses = [loss for loss, _ in self.spikes]
         middle, sd = self._usual()
         is_usual = (math.log(max(*losses, TINY)) - middle[0]) / sd[0] <= self.settings.threshold
-        return self.settings.mode == "log" or is_usual or self.is_back and max(losses) <= LEVEL * min(losses)
+        return (
+            self.settings.mode == "log"
+            or is_usual
+            or self.is_back
+            and max(losses) <= LEVEL * min(losses)
+        )
 
     def _describe_spike(self, loss: float, grad_norm: float) -> str | None:
-        """Which of the two is a spike, and how large; None where neither is, or the window is not yet half full."""
+        """Which of the two is a spike, and how large; None where neither is, or the window is not
+        yet half full."""
         if 2 * len(self.accepted) < self.settings.window:
             return None
         said = []
-        for name, value, middle, sd in zip(("loss", "gradient norm"), (loss, grad_norm), *self._usual(), strict=True):
+        for name, value, middle, sd in zip(
+            ("loss", "gradient norm"), (loss, grad_norm), *self._usual(), strict=True
+        ):
             if (height := (math.log(max(value, TINY)) - middle) / sd) > self.settings.threshold:
-                said.append(f"{name} {value:.6g} is {value / math.exp(middle):.3g} x its median {math.exp(middle):.6g} "
-                            f"({height:.1f} robust standard deviations)")
-        return f"{' and '.join(said)} of the last {len(self.accepted)} accepted steps" if said else None
+                said.append(
+                    f"{name} {value:.6g} is {value / math.exp(middle):.3g} x its median"
+                    f" {math.exp(middle):.6g} ({height:.1f} robust standard deviations)"
+                )
+        return (
+            f"{' and '.join(said)} of the last {len(self.accepted)} accepted steps"
+            if said
+            else None
+        )
 
     def _usual(self) -> tuple[np.ndarray, tuple[float, float]]:
-        """Of the window's losses and of its gradient norms: median and robust standard deviation of the logarithm."""
-        logs = np.log(np.maximum(np.array(self.accepted), TINY))       # (steps, 2)
+        """Of the window's losses and of its gradient norms: median and robust standard deviation of
+        the logarithm."""
+        logs = np.log(np.maximum(np.array(self.accepted), TINY))  # (steps, 2)
         middle = np.median(logs, axis=0)
         sd = MAD_TO_SD * np.median(abs(logs - middle), axis=0)
         loss_sd = min(max(sd[0], LOSS_SD[0]), LOSS_SD[1])
-        return middle, (loss_sd, min(max(sd[1], NORM_SD[0], NORM_SD_PER_LOSS_SD * loss_sd), NORM_SD[1]))
+        return middle, (
+            loss_sd,
+            min(max(sd[1], NORM_SD[0], NORM_SD_PER_LOSS_SD * loss_sd), NORM_SD[1]),
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------ diagnosis
+# --------------------------------------------------------------------------------------- diagnosis
 
-def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, step: int, reason: str,
-             run_dir: Path, is_main: bool) -> str:
-    """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the end of an error sentence.
 
-    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It raises
-    nothing, so that it cannot hide the fault itself; `problem` in diagnosis.json is what kept it from being complete. Gradients
-    are those after clipping, which spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""
+def diagnose(
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    step: int,
+    reason: str,
+    run_dir: Path,
+    is_main: bool,
+) -> str:
+    """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the
+    end of an error sentence.
+
+    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks
+    call it together. It raises nothing, so that it cannot hide the fault itself; `problem` in
+    diagnosis.json is what kept it from being complete. Gradients are those after clipping, which
+    spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""
     counts: dict[str, dict[str, dict[str, int]]] = {}
     path, problem, said = run_dir / "diagnosis.json", "", []
     try:
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
-            counts[kind] = {name.removeprefix(prefix): _count(t) for name, t in tensors.items() if name.startswith(prefix)}
-        counts["gradients"] = {name: _count(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            counts[kind] = {
+                name.removeprefix(prefix): _count(t)
+                for name, t in tensors.items()
+                if name.startswith(prefix)
+            }
+        counts["gradients"] = {
+            name: _count(p.grad) for name, p in model.named_parameters() if p.grad is not None
+        }
         counts["modules"] = _count_outputs(model, x, y)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -183,32 +242,52 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
         if is_main:
             write_json(path, {"step": step, "reason": reason, **counts, "problem": problem})
     for kind, named in counts.items():
-        bad = [f"{name}: {c['not_finite']:,} of {c['values']:,} values" for name, c in named.items() if c["not_finite"]]
-        said.append(f"{len(bad)} of {len(named)} {kind} are not finite" + f" ({'; '.join(bad[:3])})" * bool(bad))
-    return f"{reason}: lower optim.lr, or go on from an older checkpoint\n{', '.join(said)} {problem}\nmore in {path}"
+        bad = [
+            f"{name}: {c['not_finite']:,} of {c['values']:,} values"
+            for name, c in named.items()
+            if c["not_finite"]
+        ]
+        said.append(
+            f"{len(bad)} of {len(named)} {kind} are not finite"
+            + f" ({'; '.join(bad[:3])})" * bool(bad)
+        )
+    return (
+        f"{reason}: lower optim.lr, or go on from an older"
+        f" checkpoint\n{', '.join(said)} {problem}\nmore in {path}"
+    )
 
 
 def _count(tensor: torch.Tensor) -> dict[str, int]:
     """Values, and those not finite, over all ranks; each value of a sharded tensor counts once."""
     bad = (~tensor.isfinite()).sum()
-    return {"values": tensor.numel(), "not_finite": int(bad.full_tensor() if isinstance(bad, DTensor) else bad)}
+    return {
+        "values": tensor.numel(),
+        "not_finite": int(bad.full_tensor() if isinstance(bad, DTensor) else bad),
+    }
 
 
 def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, dict[str, int]]:
-    """Of every module's outputs, over all ranks, in an eager forward pass that keeps no activations, as memory is short."""
+    """Of every module's outputs, over all ranks, in an eager forward pass that keeps no
+    activations, as memory is short."""
     seen: dict[str, torch.Tensor] = {}
 
     def note(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
-        if isinstance(output, torch.Tensor) and output.is_floating_point():     # a head in chunks is called several times
+        # a head in chunks is called several times
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
             bad = (~output.isfinite()).sum()
-            seen[name] = seen.get(name, 0) + torch.stack((torch.full_like(bad, output.numel()), bad))
+            seen[name] = seen.get(name, 0) + torch.stack(
+                (torch.full_like(bad, output.numel()), bad)
+            )
 
     for name, module in model.named_modules():
         if name:
-            module.register_forward_hook(partial(note, name))       # which stay: the run is over
+            module.register_forward_hook(partial(note, name))  # which stay: the run is over
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         model(x, y)
     sums = torch.stack(list(seen.values()))
     if dist.is_initialized():
         dist.all_reduce(sums)
-    return {name: {"values": values, "not_finite": bad} for name, (values, bad) in zip(seen, sums.tolist(), strict=True)}
+    return {
+        name: {"values": values, "not_finite": bad}
+        for name, (values, bad) in zip(seen, sums.tolist(), strict=True)
+    }

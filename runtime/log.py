@@ -1,5 +1,6 @@
-"""Record a run: a row per step in metrics.jsonl (format: runtime/machine.py), mirrored on the console, W&B and TensorBoard;
-env.json, samples of the GPU, traces of some steps, speed and MFU, the id that a BF16 and an FP8 run share."""
+"""Record a run: a row per step in metrics.jsonl (format: runtime/machine.py), mirrored on the
+console, W&B and TensorBoard; env.json, samples of the GPU, traces of some steps, speed and MFU, the
+id that a BF16 and an FP8 run share."""
 
 import json
 import os
@@ -23,25 +24,36 @@ from torch.profiler import ProfilerAction, profile
 
 from runtime.cli import UserError, drop_output, duration, si
 from runtime.config import Config
-from runtime.machine import device_name, digest, git, metrics_rows, read_rows, to_line, write_atomically
+from runtime.machine import (
+    device_name,
+    digest,
+    git,
+    metrics_rows,
+    read_rows,
+    to_line,
+    write_atomically,
+)
 
-WARM_UP_STEPS = 3       # after each start, left out of every speed: compilation, cold caches
-UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
+WARM_UP_STEPS = 3  # after each start, left out of every speed: compilation, cold caches
+UNDONE = {"train": "undone", "val": "undone_val"}  # kind of a row -> its kind after a rollback
 
 
 class Log:
-    """Write one run's rows; only rank 0 has one. Starting it at `resume_step` drops the rows of later steps.
+    """Write one run's rows; only rank 0 has one. Starting it at `resume_step` drops the rows of
+    later steps.
 
-    On a full disk rows wait in memory and training goes on; a dashboard that raises is dropped. Raises OSError where a start or
-    a rollback, which write the file anew, find no room."""
+    On a full disk rows wait in memory and training goes on; a dashboard that raises is dropped.
+    Raises OSError where a start or a rollback, which write the file anew, find no room."""
 
     def __init__(self, config: Config, resume_step: int):
         self.config, self.path = config, config.run_dir / "metrics.jsonl"
-        self._steps = 0         # since this start
-        self._seconds: deque[float] = deque(maxlen=50)      # of the latest steps after the warm-up
-        self._is_waiting, self._file = False, open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
+        self._steps = 0  # since this start
+        self._seconds: deque[float] = deque(maxlen=50)  # of the latest steps after the warm-up
+        self._is_waiting, self._file = False, open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
         self._rewrite(kept(metrics_rows(read_rows(self.path)), resume_step))
-        self._dashboards: dict = {name: {"wandb": Wandb, "tensorboard": TensorBoard}[name]() for name in config.log.to}
+        self._dashboards: dict = {
+            name: {"wandb": Wandb, "tensorboard": TensorBoard}[name]() for name in config.log.to
+        }
         self._show("open", config, resume_step)
 
     def step(self, row: dict) -> None:
@@ -50,16 +62,24 @@ class Log:
         self._append({"kind": "train", **row, "since_start": self._steps})
         if self._steps > WARM_UP_STEPS:
             self._seconds.append(row["step_s"])
-        step, total, seconds = row["step"], self.config.total_steps, self._seconds or [row["step_s"]]
+        step, total, seconds = (
+            row["step"],
+            self.config.total_steps,
+            self._seconds or [row["step_s"]],
+        )
         if step == total or step % self.config.log.every == 0 or self._steps == 1:
             step_s = sum(seconds) / len(seconds)
             loss = "none" if row["verdict"] == "NO_TARGET" else f"{row['loss']:.4f}"
-            self.say(f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {loss}  "
-                     f"{si(self.config.data.tokens_per_step / step_s)} tok/s  {duration((total - step) * step_s)} left"
-                     + ("" if row["verdict"] == "OK" else f"  {row['verdict']}"))
+            self.say(
+                f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {loss} "
+                f" {si(self.config.data.tokens_per_step / step_s)} tok/s "
+                f" {duration((total - step) * step_s)} left"
+                + ("" if row["verdict"] == "OK" else f"  {row['verdict']}")
+            )
 
     def validation(self, row: dict) -> None:
-        """A validation. A step keeps its first row: the last step is validated again where a kill came before summary.json."""
+        """A validation. A step keeps its first row: the last step is validated again where a kill
+        came before summary.json."""
         if row["step"] not in self.validated:
             self._append({"kind": "val", **row})
             self.validated[row["step"]] = row["loss"]
@@ -71,18 +91,22 @@ class Log:
         self._append({"kind": "event", **row})
 
     def roll_back(self, to_step: int, event: dict) -> None:
-        """Relabel the rows after `to_step` as undone and add the event, in one atomic change of the file."""
+        """Relabel the rows after `to_step` as undone and add the event, in one atomic change of the
+        file."""
         rows = metrics_rows(read_rows(self.path, self._unwritten))
-        rows = [row if row["step"] <= to_step else row | {"kind": UNDONE.get(row["kind"], row["kind"])} for row in rows]
+        rows = [
+            row if row["step"] <= to_step else row | {"kind": UNDONE.get(row["kind"], row["kind"])}
+            for row in rows
+        ]
         self._rewrite([*rows, {"kind": "event", **event}])
         self._show("write", {"kind": "event", **event})
 
     def say(self, text: str) -> None:
         try:
             print(text, flush=True)
-        except BrokenPipeError:     # `| head` has ended, the run has not
+        except BrokenPipeError:  # `| head` has ended, the run has not
             drop_output()
-        except OSError:     # a terminal that is gone, a full disk under the log
+        except OSError:  # a terminal that is gone, a full disk under the log
             pass
 
     def close(self) -> None:
@@ -102,13 +126,16 @@ class Log:
         write_atomically(self.path, b"".join(map(to_line, rows)))
         self._file.close()
         # Stays open: on NFS each close sends the row to the server while the GPUs wait.
-        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
-        self._unwritten, self.validated = b"", {row["step"]: float(row["loss"] or "nan") for row in rows if row["kind"] == "val"}
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
+        self._unwritten, self.validated = (
+            b"",
+            {row["step"]: float(row["loss"] or "nan") for row in rows if row["kind"] == "val"},
+        )
 
     def _flush(self) -> None:
         try:
             while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten):]
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             self._is_waiting = False
         except OSError as error:
             if not self._is_waiting:
@@ -119,15 +146,21 @@ class Log:
         for name, dashboard in list(self._dashboards.items()):
             try:
                 getattr(dashboard, verb)(*arguments)
-            except Exception as error:      # whatever its package raises
+            except Exception as error:  # whatever its package raises
                 del self._dashboards[name]
-                self.say(f"log.to={name}: {type(error).__name__}: {error}; from here on only metrics.jsonl is written")
+                self.say(
+                    f"log.to={name}: {type(error).__name__}: {error}; from here on only"
+                    " metrics.jsonl is written"
+                )
 
 
 def kept(rows: list[dict], step: int) -> list[dict]:
-    """The rows that a run resumed from `step` keeps: in file order up to the train row of that step, with what follows at once.
-    The steps of train rows ascend, as a rollback relabels."""
-    end = max((i for i, row in enumerate(rows, 1) if row["kind"] == "train" and row["step"] <= step), default=0)
+    """The rows that a run resumed from `step` keeps: in file order up to the train row of that
+    step, with what follows at once. The steps of train rows ascend, as a rollback relabels."""
+    end = max(
+        (i for i, row in enumerate(rows, 1) if row["kind"] == "train" and row["step"] <= step),
+        default=0,
+    )
     while end < len(rows) and rows[end]["kind"] in ("val", "event") and rows[end]["step"] == step:
         end += 1
     return rows[:end]
@@ -135,21 +168,30 @@ def kept(rows: list[dict], step: int) -> list[dict]:
 
 class Wandb:
     def open(self, config: Config, resume_step: int) -> None:
-        begun = json.loads((config.run_dir / "env.json").read_text())["t_start"]    # begun anew under its name it is another run
+        # begun anew under its name it is another run
+        begun = json.loads((config.run_dir / "env.json").read_text())["t_start"]
         self.run = import_module("wandb").init(
-            project=os.environ.get("WANDB_PROJECT", "nanofp8"), name=config.run, resume="allow",
-            id=f"{config.run}-{re.sub('[^0-9]', '', begun)}", dir=str(config.run_dir), config=asdict(config))
+            project=os.environ.get("WANDB_PROJECT", "nanofp8"),
+            name=config.run,
+            resume="allow",
+            id=f"{config.run}-{re.sub('[^0-9]', '', begun)}",
+            dir=str(config.run_dir),
+            config=asdict(config),
+        )
         self.close = self.run.finish
-        self.run.define_metric("*", step_metric="step")     # W&B's own step refuses to go back, ours does
+        # W&B's own step refuses to go back, ours does
+        self.run.define_metric("*", step_metric="step")
 
-    def write(self, row: dict) -> None:     # after a rollback the curve goes back and begins again: what was sent stays
+    # after a rollback the curve goes back and begins again: what was sent stays
+    def write(self, row: dict) -> None:
         self.run.log({**numbers(row), "step": row["step"]})
 
 
 class TensorBoard:
     def open(self, config: Config, step: int) -> None:
         self.config, module = config, import_module("torch.utils.tensorboard")
-        self.writer = module.SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)    # hides later ones
+        # hides later ones
+        self.writer = module.SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)
         self.close = self.writer.close
 
     def write(self, row: dict) -> None:
@@ -161,47 +203,63 @@ class TensorBoard:
 
 
 def numbers(row: dict) -> dict[str, float]:
-    """What a dashboard plots of a row: kind/key for each number, a 1 for an event and for a verdict other than OK."""
+    """What a dashboard plots of a row: kind/key for each number, a 1 for an event and for a verdict
+    other than OK."""
     if row["kind"] == "event":
         return {f"event/{row['event']}": 1}
     marks = {f"event/{row['verdict']}": 1} if row.get("verdict", "OK") != "OK" else {}
-    return {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float)) and k != "step"} | marks
+    return {
+        f"{row['kind']}/{k}": v
+        for k, v in row.items()
+        if isinstance(v, (int, float)) and k != "step"
+    } | marks
 
 
 def check_mirrors(config: Config) -> None:
-    """Raises UserError where the package of a dashboard in log.to is not installed; before anything is written."""
+    """Raises UserError where the package of a dashboard in log.to is not installed; before anything
+    is written."""
     if missing := [name for name in config.log.to if find_spec(name) is None]:
-        raise UserError(f"log.to={missing[0]} needs its package: pip install {missing[0]}, or drop it: metrics.jsonl has all")
+        raise UserError(
+            f"log.to={missing[0]} needs its package: pip install {missing[0]}, or drop it:"
+            " metrics.jsonl has all"
+        )
 
 
 class Meter:
-    """Sample memory, utilisation and power of this process's GPU once a second by NVML (pip install nvidia-ml-py), in a thread,
-    so that a slow driver delays no step. `latest`: gpu_mem_pct and gpu_util_pct in percent, gpu_power_w in watts, each where the
-    GPU tells it."""
+    """Sample memory, utilisation and power of this process's GPU once a second by NVML (pip install
+    nvidia-ml-py), in a thread, so that a slow driver delays no step. `latest`: gpu_mem_pct and
+    gpu_util_pct in percent, gpu_power_w in watts, each where the GPU tells it."""
 
     def __init__(self, device: torch.device, period: float = 1.0):
         self.latest: dict[str, float] = {}
         self._is_closed = threading.Event()
         self.close = self._is_closed.set
         if device.type == "cuda":
-            threading.Thread(target=self._sample, args=(device, period), name="meter", daemon=True).start()
+            threading.Thread(
+                target=self._sample, args=(device, period), name="meter", daemon=True
+            ).start()
 
     def _sample(self, device: torch.device, period: float) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
-        reads = {"gpu_mem_pct": lambda: round(100 * torch.cuda.device_memory_used(device) / total, 2),
-                 "gpu_util_pct": lambda: float(torch.cuda.utilization(device)),
-                 "gpu_power_w": lambda: torch.cuda.power_draw(device) / 1000}       # torch gives milliwatts
+        reads = {
+            "gpu_mem_pct": lambda: round(100 * torch.cuda.device_memory_used(device) / total, 2),
+            "gpu_util_pct": lambda: float(torch.cuda.utilization(device)),
+            # torch gives milliwatts
+            "gpu_power_w": lambda: torch.cuda.power_draw(device) / 1000,
+        }
         while not self._is_closed.wait(period):
             sample = {}
             for name, read in reads.items():
-                with suppress(Exception):       # no package, a container without NVML, a GPU or a moment that does not tell it
+                # no package, a container without NVML, a GPU or a moment that does not tell it
+                with suppress(Exception):
                     sample[name] = read()
             self.latest = sample
 
 
 class Profiler:
-    """Trace the steps of profile=, counted from 1, or what this start does of them, once on every rank, to
-    run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler."""
+    """Trace the steps of profile=, counted from 1, or what this start does of them, once on every
+    rank, to run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard
+    --logdir` with torch-tb-profiler."""
 
     def __init__(self, config: Config, world, say):
         self.folder, self.world, self.say = config.run_dir / "profile", world, say
@@ -210,11 +268,12 @@ class Profiler:
 
     def begin(self, step: int) -> None:
         if self._trace is not None:
-            self._trace.step_num = step - 1     # a rollback goes back
+            self._trace.step_num = step - 1  # a rollback goes back
             self._trace.step()
         elif self.first <= step <= self.last:
             self._trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
-            self._trace.step_num = self.first = step      # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
+            # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
+            self._trace.step_num = self.first = step
             self._trace.start()
 
     def end(self, step: int) -> None:
@@ -225,83 +284,141 @@ class Profiler:
         """Write what has been traced, which takes seconds for a large model."""
         if (trace := self._trace) is None:
             return
-        self._trace, self.last = None, -1      # once is enough
+        self._trace, self.last = None, -1  # once is enough
         try:
             trace.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(self.folder / f"trace_rank{self.world.rank}.pt.trace.json.gz"))
+            trace.export_chrome_trace(
+                str(self.folder / f"trace_rank{self.world.rank}.pt.trace.json.gz")
+            )
             if self.world.is_main:
-                self.say(f"profile: steps {self.first} to {trace.step_num} -> {self.folder}/ (open in ui.perfetto.dev)")
-        except (OSError, RuntimeError) as error:        # such as a full disk, which ends no run
-            self.say(f"profile: rank {self.world.rank} wrote no trace: {type(error).__name__}: {error}")
+                self.say(
+                    f"profile: steps {self.first} to {trace.step_num} -> {self.folder}/ (open in"
+                    " ui.perfetto.dev)"
+                )
+        except (OSError, RuntimeError) as error:  # such as a full disk, which ends no run
+            self.say(
+                f"profile: rank {self.world.rank} wrote no trace: {type(error).__name__}: {error}"
+            )
 
 
-# Environment variables that env.json holds: those of these prefixes whose name does not suggest a secret.
-PREFIXES = ("CUDA_", "CUBLAS_", "PYTORCH_", "TORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-            "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE")
+# Environment variables that env.json holds: those of these prefixes whose name does not suggest a
+# secret.
+PREFIXES = (
+    "CUDA_",
+    "CUBLAS_",
+    "PYTORCH_",
+    "TORCH",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_RESTART_COUNT",
+    "PYTHONHASHSEED",
+    "WANDB_MODE",
+)
 SECRET = re.compile("key|token|secret|pass|auth|cred", re.IGNORECASE)
 
 
 def environment(device: torch.device, root: Path) -> dict:
-    """Commit, uncommitted changes, versions, hardware and command of this process; null for what cannot be told. A run's env.json
-    holds `config_files` too: the files that its config was made from, the one that was named first."""
+    """Commit, uncommitted changes, versions, hardware and command of this process; null for what
+    cannot be told. A run's env.json holds `config_files` too: the files that its config was made
+    from, the one that was named first."""
     return {
-        "command": shlex.join(sys.argv).replace(f"{root}/", ""),    # the same wherever the repository lies
+        # the same wherever the repository lies
+        "command": shlex.join(sys.argv).replace(f"{root}/", ""),
         "t_start": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git_commit": git(root, "rev-parse", "HEAD"),
-        "git_dirty": bool(git(root, "status", "--porcelain")), "git_diff": git(root, "diff", "HEAD"),
-        "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),
-        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        "torch": torch.__version__, **{name: next((package.version for package in distributions(name=name)), None)
-                                       for name in ("torchao", "numpy", "triton")},
-        "variables": {name: value for name, value in sorted(os.environ.items())
-                      if name.startswith(PREFIXES) and not SECRET.search(name)},
+        "git_dirty": bool(git(root, "status", "--porcelain")),
+        "git_diff": git(root, "diff", "HEAD"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device_name(device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "torch": torch.__version__,
+        **{
+            name: next((package.version for package in distributions(name=name)), None)
+            for name in ("torchao", "numpy", "triton")
+        },
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(PREFIXES) and not SECRET.search(name)
+        },
     }
 
 
-# Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that fits. NVIDIA data sheets.
+# Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that
+# fits. NVIDIA data sheets.
 PEAK_FLOPS = {
-    "H100 PCIe": (756e12, 1513e12), "H100 NVL": (835e12, 1671e12), "H200 NVL": (836e12, 1671e12),
-    "GH200": (989.4e12, 1978.9e12), "H200": (989.4e12, 1978.9e12), "H100": (989.4e12, 1978.9e12),
-    "GB200": (2500e12, 5000e12), "B200": (2250e12, 4500e12),
-    "A100": (312e12, None), "L40S": (362e12, 733e12), "RTX 4090": (165.2e12, 330.3e12),
+    "H100 PCIe": (756e12, 1513e12),
+    "H100 NVL": (835e12, 1671e12),
+    "H200 NVL": (836e12, 1671e12),
+    "GH200": (989.4e12, 1978.9e12),
+    "H200": (989.4e12, 1978.9e12),
+    "H100": (989.4e12, 1978.9e12),
+    "GB200": (2500e12, 5000e12),
+    "B200": (2250e12, 4500e12),
+    "A100": (312e12, None),
+    "L40S": (362e12, 733e12),
+    "RTX 4090": (165.2e12, 330.3e12),
 }
 
 
 def peak_flops(device_name: str) -> tuple[float, float | None] | None:
     """(BF16, FP8) peak FLOP/s of a GPU by its name; None where PEAK_FLOPS lacks it."""
-    return next((peaks for name, peaks in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None)
+    return next(
+        (peaks for name, peaks in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None
+    )
 
 
-def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, peak_bf16: float | None) -> dict:
-    """Speed over the train rows of a run, without the warm-up after each start. flops_per_token as GPT.counts() defines it.
-    mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs together, whatever the precision of the matmuls."""
+def throughput(
+    rows: list[dict], tokens_per_step: int, flops_per_token: int, peak_bf16: float | None
+) -> dict:
+    """Speed over the train rows of a run, without the warm-up after each start. flops_per_token as
+    GPT.counts() defines it. mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs
+    together, whatever the precision of the matmuls."""
     train = [row for row in rows if row["kind"] == "train"]
     steady = [row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS]
-    median = median_high(steady or [row["step_s"] for row in train])        # a run of three steps has nothing else to show
+    # a run of three steps has nothing else to show
+    median = median_high(steady or [row["step_s"] for row in train])
     flops = flops_per_token * tokens_per_step / median
     first = [row["step_s"] for row in train if row["since_start"] == 1]
     return {
-        "tok_per_s_median": tokens_per_step / median, "step_s_median": median,
-        "compile_s": max(0.0, sum(first) - median * len(first)), "tflops_median": flops / 1e12,
+        "tok_per_s_median": tokens_per_step / median,
+        "step_s_median": median,
+        "compile_s": max(0.0, sum(first) - median * len(first)),
+        "tflops_median": flops / 1e12,
         "mfu_bf16": flops / peak_bf16 if peak_bf16 else None,
     }
 
 
 def lineage(config: Config, origin: dict | None = None) -> dict:
-    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch.
-    origin: the model that a branch's parent had gone on with."""
+    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all
+    None from scratch. origin: the model that a branch's parent had gone on with."""
     run, step = config.parent or (None, None)
-    return {"parent_run": run if step else None, "parent_step": step or None,     # older checkpoints do not name the run
-            "continued_from": origin and origin.get("run", origin["folder"]) if step else run}
+    # older checkpoints do not name the run
+    return {
+        "parent_run": run if step else None,
+        "parent_step": step or None,
+        "continued_from": origin and origin.get("run", origin["folder"]) if step else run,
+    }
 
 
 def pair_id(config: Config, origin: dict | None = None) -> str:
-    """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are compared where it is equal.
+    """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are
+    compared where it is equal.
 
-    A branch has that of the run as a whole, in whose weights it ends. The run or imported model that the first of them took its
-    weights from enters."""
-    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"}
+    A branch has that of the run as a whole, in whose weights it ends. The run or imported model
+    that the first of them took its weights from enters."""
+    shared = {
+        k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"
+    }
     if began_from := lineage(config, origin)["continued_from"]:
         shared["start_from"] = f"{began_from} at step 0"
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]

@@ -1,4 +1,5 @@
-"""AdamW, or Muon for the blocks' matrices beside it; the learning rate of each step; which runs may branch off another."""
+"""AdamW, or Muon for the blocks' matrices beside it; the learning rate of each step; which runs may
+branch off another."""
 
 import math
 from itertools import chain
@@ -14,37 +15,68 @@ from model import GPT
 from runtime.cli import UserError
 from runtime.config import Config, OptimConfig
 
-# Keys in which a branch may differ from its parent, provided that their learning rates agree up to the branch point.
-BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "optim.decay_share", "optim.min_lr_ratio"}
+# Keys in which a branch may differ from its parent, provided that their learning rates agree up to
+# the branch point.
+BRANCH_FREE = {
+    "steps",
+    "start_from",
+    "optim.schedule",
+    "optim.warmup_share",
+    "optim.decay_share",
+    "optim.min_lr_ratio",
+}
 
 
 def build_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
-    """The optimizer of optim.kind, with the state of its first step already, for a checkpoint to be loaded into."""
-    return MuonAdamW(model, config) if config.kind == "muon" else _adamw(list(model.parameters()), config)
+    """The optimizer of optim.kind, with the state of its first step already, for a checkpoint to be
+    loaded into."""
+    return (
+        MuonAdamW(model, config)
+        if config.kind == "muon"
+        else _adamw(list(model.parameters()), config)
+    )
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW (1711.05101), with weight decay on matrices only, not on the norms' weights."""
-    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
+    matrices, vectors = (
+        [p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False)
+    )
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    # FP8 copies of weights are stale when Tensor._version has changed, which the fused update does not increment itself.
-    optimizer.register_step_post_hook(lambda optimizer, *_: torch.autograd.graph.increment_version(
-        [p for group in optimizer.param_groups for p in group["params"]]))
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    # FP8 copies of weights are stale when Tensor._version has changed, which the fused update does
+    # not increment itself.
+    optimizer.register_step_post_hook(
+        lambda optimizer, *_: torch.autograd.graph.increment_version(
+            [p for group in optimizer.param_groups for p in group["params"]]
+        )
+    )
     for p in parameters:
-        optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
 class MuonAdamW:
-    """Muon (Jordan 2024) for the matrices of the blocks, AdamW for embedding, head and norms; one learning rate for both.
+    """Muon (Jordan 2024) for the matrices of the blocks, AdamW for embedding, head and norms; one
+    learning rate for both.
 
-    An update is the orthogonalised momentum, scaled to the root mean square of AdamW's (0.2 sqrt(max(rows, columns)),
-    2502.16982), so that rates and weight decay carry over. Q, K, V, gate and up are matrices of their own, though stored
-    fused. Not torch.optim.Muon, which knows neither parts nor shards. A sharded matrix is orthogonalised by one rank, its
-    owner, to the bits of one process: all ranks send it their shards, it sends back the result's. The momentum (Nesterov) is
+    An update is the orthogonalised momentum, scaled to the root mean square of AdamW's (0.2
+    sqrt(max(rows, columns)), 2502.16982), so that rates and weight decay carry over. Q, K, V, gate
+    and up are matrices of their own, though stored fused. Not torch.optim.Muon, which knows neither
+    parts nor shards. A sharded matrix is orthogonalised by one rank, its owner, to the bits of one
+    process: all ranks send it their shards, it sends back the result's. The momentum (Nesterov) is
     sharded as the weight is, one fp32 value a parameter."""
 
     def __init__(self, model: GPT, config: OptimConfig):
@@ -53,8 +85,13 @@ class MuonAdamW:
         self.is_sharded = isinstance(next(iter(parts)), DTensor)
         ranks = dist.get_world_size() if self.is_sharded else 1
         owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()], ranks)
-        self.owned = [[p for p, owner in zip(parts, owners, strict=True) if owner == rank] for rank in range(ranks)]
-        self.parts: dict[Any, tuple[int, ...]] = {p: parts[p] for p in chain.from_iterable(self.owned)}
+        self.owned = [
+            [p for p, owner in zip(parts, owners, strict=True) if owner == rank]
+            for rank in range(ranks)
+        ]
+        self.parts: dict[Any, tuple[int, ...]] = {
+            p: parts[p] for p in chain.from_iterable(self.owned)
+        }
         self.adamw = _adamw([p for p in model.parameters() if p not in parts], config)
         self.muon: dict[str, Any] = {"params": list(self.parts), "lr": config.lr}
         self.param_groups = [*self.adamw.param_groups, self.muon]
@@ -64,37 +101,64 @@ class MuonAdamW:
     @torch.no_grad()
     def step(self) -> None:
         self.adamw.step()
-        lr, momenta = self.muon["lr"], map(self._momentum, self.parts)      # alone, one at a time is in memory
-        updates = self._by_owners(list(momenta)) if self.is_sharded else map(_by_parts, momenta, self.parts.values())
+        # alone, one at a time is in memory
+        lr, momenta = self.muon["lr"], map(self._momentum, self.parts)
+        updates = (
+            self._by_owners(list(momenta))
+            if self.is_sharded
+            else map(_by_parts, momenta, self.parts.values())
+        )
         for (p, rows), update in zip(self.parts.items(), updates, strict=True):
             update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
             local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
 
     def _momentum(self, p: torch.Tensor) -> torch.Tensor:
-        """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration begins."""
+        """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration
+        begins."""
         grad, momentum, beta = local(p.grad), local(self.state[p]["momentum"]), self.config.momentum
         momentum.lerp_(grad, 1 - beta)
         return grad.lerp(momentum, beta).bfloat16()
 
     def _by_owners(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each matrix this rank's shard, orthogonalised; two exchanges between all ranks, whatever the number of matrices.
+        """Of each matrix this rank's shard, orthogonalised; two exchanges between all ranks,
+        whatever the number of matrices.
 
-        Shards travel padded to one height. Replicas hold equal ones: an owner hears its own replica alone, and answers all."""
-        me, ranks, any_of_them = dist.get_rank(), range(dist.get_world_size()), next(iter(self.parts))
-        n = any_of_them.device_mesh.size(-1)        # ranks of a replica, which follow one another
-        near, heights = ranks[me // n * n:][:n], {p: math.ceil(p.shape[0] / n) for p in self.parts}     # as FSDP2 cuts
+        Shards travel padded to one height. Replicas hold equal ones: an owner hears its own replica
+        alone, and answers all."""
+        me, ranks, any_of_them = (
+            dist.get_rank(),
+            range(dist.get_world_size()),
+            next(iter(self.parts)),
+        )
+        n = any_of_them.device_mesh.size(-1)  # ranks of a replica, which follow one another
+        # as FSDP2 cuts
+        near, heights = ranks[me // n * n :][:n], {p: math.ceil(p.shape[0] / n) for p in self.parts}
         sizes = [[heights[p] * p.shape[1] for p in owned] for owned in self.owned]
         counts = list(map(sum, sizes))
-        flat = torch.cat([F.pad(m, (0, 0, 0, height - len(m))).flatten()        # by owner, as self.parts is
-                          for m, height in zip(momenta, heights.values(), strict=True)])
+        # by owner, as self.parts is
+        flat = torch.cat(
+            [
+                F.pad(m, (0, 0, 0, height - len(m))).flatten()
+                for m, height in zip(momenta, heights.values(), strict=True)
+            ]
+        )
         mine = flat.new_empty(n, counts[me])
-        dist.all_to_all_single(mine.view(-1), flat[sum(counts[:near[0]]):sum(counts[:near[-1] + 1])],
-                               [counts[me] * (rank in near) for rank in ranks], [counts[rank] * (rank in near) for rank in ranks])
+        dist.all_to_all_single(
+            mine.view(-1),
+            flat[sum(counts[: near[0]]) : sum(counts[: near[-1] + 1])],
+            [counts[me] * (rank in near) for rank in ranks],
+            [counts[rank] * (rank in near) for rank in ranks],
+        )
         for p, shards in zip(self.owned[me], mine.split(sizes[me], dim=1), strict=True):
-            result = _by_parts(shards.reshape(-1, p.shape[1])[:p.shape[0]], self.parts[p])
+            result = _by_parts(shards.reshape(-1, p.shape[1])[: p.shape[0]], self.parts[p])
             shards.copy_(F.pad(result, (0, 0, 0, n * heights[p] - len(result))).view(n, -1))
-        dist.all_to_all_single(flat, mine.repeat(len(ranks) // n, 1).view(-1), counts, [counts[me]] * len(ranks))
-        return [part[:m.numel()].view_as(m) for m, part in zip(momenta, flat.split(sum(sizes, [])), strict=True)]
+        dist.all_to_all_single(
+            flat, mine.repeat(len(ranks) // n, 1).view(-1), counts, [counts[me]] * len(ranks)
+        )
+        return [
+            part[: m.numel()].view_as(m)
+            for m, part in zip(momenta, flat.split(sum(sizes, [])), strict=True)
+        ]
 
 
 def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
@@ -102,18 +166,24 @@ def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
     parts: dict[torch.Tensor, tuple[int, ...]] = {}
     for block in model.blocks():
         attn, mlp, (C, ffn) = block.attn, block.mlp, block.mlp.down.weight.shape
-        parts |= {attn.qkv.weight: (attn.H * attn.D, attn.K * attn.D, attn.K * attn.D), attn.out.weight: (C,),
-                  mlp.gate_up.weight: (ffn, ffn), mlp.down.weight: (C,)}
+        parts |= {
+            attn.qkv.weight: (attn.H * attn.D, attn.K * attn.D, attn.K * attn.D),
+            attn.out.weight: (C,),
+            mlp.gate_up.weight: (ffn, ffn),
+            mlp.down.weight: (C,),
+        }
     return parts
 
 
 def newton_schulz_flops(columns: int, rows: tuple[int, ...]) -> int:
-    """Of orthogonalising parts of so many rows: five times X X', its square, and their sum times X."""
-    return sum(5 * (4 * min(M, columns) * M * columns + 2 * min(M, columns)**3) for M in rows)
+    """Of orthogonalising parts of so many rows: five times X X', its square, and their sum times
+    X."""
+    return sum(5 * (4 * min(M, columns) * M * columns + 2 * min(M, columns) ** 3) for M in rows)
 
 
 def deal(costs: list[int], ranks: int) -> list[int]:
-    """The rank of each cost such that the sums are about equal: the largest first, each to the rank that has least so far."""
+    """The rank of each cost such that the sums are about equal: the largest first, each to the rank
+    that has least so far."""
     owners, sums = [0] * len(costs), [0] * ranks
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         owners[i] = sums.index(min(sums))
@@ -131,10 +201,12 @@ def _by_parts(matrix: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """About U V' of the singular value decomposition U S V' of a matrix (M, N), BF16: singular values between 0.7 and 1.2.
+    """About U V' of the singular value decomposition U S V' of a matrix (M, N), BF16: singular
+    values between 0.7 and 1.2.
 
     Five steps of a quintic Newton-Schulz iteration in BF16, coefficients by Jordan (2024)."""
-    x = matrix.bfloat16() if matrix.size(0) <= matrix.size(1) else matrix.bfloat16().t()        # the smaller Gram matrix
+    # the smaller Gram matrix
+    x = matrix.bfloat16() if matrix.size(0) <= matrix.size(1) else matrix.bfloat16().t()
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.t()
@@ -146,7 +218,8 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
-    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)"""
+    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
+    """
     warmup = config.warmup_steps(steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -159,25 +232,37 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 
 def check_branch(config: Config, parent: Config, step: int) -> None:
-    """Raise UserError unless `config`, trained from scratch, would reach the state of `parent` after `step` updates but for its
-    precision: the same model, data, seed and optimizer, and the same learning rate at every step before."""
+    """Raise UserError unless `config`, trained from scratch, would reach the state of `parent`
+    after `step` updates but for its precision: the same model, data, seed and optimizer, and the
+    same learning rate at every step before."""
     where = f"start_from={config.start_from}"
     if config.parent is None or step != config.parent[1]:
         raise UserError(f"{where} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
-    if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in now | before
-                   if key not in BRANCH_FREE and not key.startswith("fp8.") and before.get(key) != now.get(key)]:
-        raise UserError(f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in run, out, "
-                        f"precision, budget and decay alone; start_from=out/{parent.run} takes its weights")
+    if changes := [
+        f"{key} was {before.get(key)}, now {now.get(key)}"
+        for key in now | before
+        if key not in BRANCH_FREE and not key.startswith("fp8.") and before.get(key) != now.get(key)
+    ]:
+        raise UserError(
+            f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in"
+            f" run, out, precision, budget and decay alone; start_from=out/{parent.run} takes its"
+            " weights"
+        )
     for k in range(step):
         old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
         if old != new:
             share = parent.optim.warmup_steps(parent.total_steps) / config.total_steps
-            raise UserError(f"{where}: step {k + 1} of {parent.run} had the learning rate {old:g}, here {new:g}: branches need "
-                            f"optim.schedule=wsd in both runs, optim.warmup_share={share!r} and a checkpoint before the decay")
+            raise UserError(
+                f"{where}: step {k + 1} of {parent.run} had the learning rate {old:g}, here"
+                f" {new:g}: branches need optim.schedule=wsd in both runs,"
+                f" optim.warmup_share={share!r} and a checkpoint before the decay"
+            )
 
 
-def set_learning_rate(optimizer: "torch.optim.AdamW | MuonAdamW", step: int, steps: int, config: OptimConfig) -> float:
+def set_learning_rate(
+    optimizer: "torch.optim.AdamW | MuonAdamW", step: int, steps: int, config: OptimConfig
+) -> float:
     """Set the learning rate of update `step` of `steps`, and return it."""
     lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
@@ -185,10 +270,17 @@ def set_learning_rate(optimizer: "torch.optim.AdamW | MuonAdamW", step: int, ste
     return lr
 
 
-def state_tensors(optimizer: "torch.optim.AdamW | MuonAdamW", model: nn.Module) -> dict[str, torch.Tensor]:
-    """The moments by parameter name; the number of updates is the same for all and is saved as JSON."""
-    return {f"{name}.{key}": value for name, p in model.named_parameters()
-            for key, value in optimizer.state[p].items() if key != "step"}
+def state_tensors(
+    optimizer: "torch.optim.AdamW | MuonAdamW", model: nn.Module
+) -> dict[str, torch.Tensor]:
+    """The moments by parameter name; the number of updates is the same for all and is saved as
+    JSON."""
+    return {
+        f"{name}.{key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+        if key != "step"
+    }
 
 
 def set_updates(optimizer: "torch.optim.AdamW | MuonAdamW", updates: int) -> None:

@@ -1,4 +1,5 @@
-"""Build the model and optimizer of a run on one process or many: process group, mesh, sharding, recomputation, compilation."""
+"""Build the model and optimizer of a run on one process or many: process group, mesh, sharding,
+recomputation, compilation."""
 
 import contextlib
 import os
@@ -27,25 +28,31 @@ from runtime import bf16_in_fp32, fp8, optim
 from runtime.cli import MachineError, UserError
 from runtime.config import Config
 
-COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
+# of activations in both arms; weights, gradients and moments are fp32
+COMPUTE_DTYPE = torch.bfloat16
 
-SHUTDOWN_TIMEOUT_S = 30.0           # torchrun's default, after which it kills workers that it told to stop
+SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default, after which it kills workers that it told to stop
 LAUNCHER_CHECK_S = 0.5
 
 
-# ------------------------------------------------------------------------------------------------------------ processes
+# --------------------------------------------------------------------------------------- processes
+
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all. With size 1 there is no process group, and every collective is a no-op."""
+    """This process's place among all. With size 1 there is no process group, and every collective
+    is a no-op."""
+
     rank: int
     local_rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh | None = None                  # ("replicate", "shard"), or None with one process
-    local_size: int = 1     # processes on this machine, which share its disks; 1 where the launcher does not tell
-    checkpoint_group: dist.ProcessGroup | None = None   # gloo; a save in the background must not meet the step's own
-    launcher: "Launcher | None" = None      # the torchrun that started this process, None without one
+    mesh: DeviceMesh | None = None  # ("replicate", "shard"), or None with one process
+    # processes on this machine, which share its disks; 1 where the launcher does not tell
+    local_size: int = 1
+    # gloo; a save in the background must not meet the step's own
+    checkpoint_group: dist.ProcessGroup | None = None
+    launcher: "Launcher | None" = None  # the torchrun that started this process, None without one
 
     @property
     def is_main(self) -> bool:
@@ -53,62 +60,101 @@ class World:
 
     @property
     def share_of_machine(self) -> tuple[int, int]:
-        """(which, of how many) part of the work that this machine's processes divide among themselves: (0, 1) is all of it."""
+        """(which, of how many) part of the work that this machine's processes divide among
+        themselves: (0, 1) is all of it."""
         return (self.local_rank, self.local_size) if self.local_size > 1 else (0, 1)
 
 
 def start(config: Config) -> World:
-    """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit, MachineError
-    where torchrun has ended."""
+    """Join the processes that torchrun started, or be the only one. Raises UserError where the
+    ranks do not fit, MachineError where torchrun has ended."""
     size, rank, local_rank = read_launch(os.environ)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     p, shard = config.parallel, config.parallel.shard or size // config.parallel.replicate
     if p.replicate * shard != size:
-        raise UserError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
-                        f"processes: their product must be the number that torchrun starts")
+        raise UserError(
+            f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make"
+            f" {size} processes: their product must be the number that torchrun starts"
+        )
     config.accumulation(size)
     if config.fp8.all_gather and shard == 1:
-        raise UserError(f"fp8.all_gather=true needs several ranks that share the weights, but each of {size} has them whole: "
-                        f"set fp8.all_gather=false, or start more processes with torchrun")
+        raise UserError(
+            "fp8.all_gather=true needs several ranks that share the weights, but each of"
+            f" {size} has them whole: set fp8.all_gather=false, or start more processes with"
+            " torchrun"
+        )
     if config.fp8.all_gather and config.fp8.head and config.model.tied:
-        raise UserError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
-                        "fp8.head=false, model.tied=false or fp8.all_gather=false")
+        raise UserError(
+            "fp8.all_gather=true cannot gather the head as float8 while the embedding shares its"
+            " weight: set fp8.head=false, model.tied=false or fp8.all_gather=false"
+        )
     if p.cpu_fp32 and (device.type != "cpu" or size > 1):
-        raise UserError(f"parallel.cpu_fp32=true is for one process on a CPU, not for {size} on {device.type}: drop it")
-    if p.compile and not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise UserError("parallel.compile needs a C++ compiler on a CPU: install g++, or set parallel.compile=off")
-    # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store (pytorch#135712): a hang.
-    nodes, restarts = (int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
+        raise UserError(
+            f"parallel.cpu_fp32=true is for one process on a CPU, not for {size} on {device.type}:"
+            " drop it"
+        )
+    if (
+        p.compile
+        and not torch.cuda.is_available()
+        and shutil.which(os.environ.get("CXX", "g++")) is None
+    ):
+        raise UserError(
+            "parallel.compile needs a C++ compiler on a CPU: install g++, or set"
+            " parallel.compile=off"
+        )
+    # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store
+    # (pytorch#135712): a hang.
+    nodes, restarts = (
+        int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
+    )
     if nodes > 1 and restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        raise UserError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
-                        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
+        raise UserError(
+            "torchrun --max-restarts over several nodes comes up again only with a fresh store for"
+            " each attempt: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before"
+            " torchrun, or drop --max-restarts"
+        )
     if device.type == "cuda":
         if local_rank >= (count := torch.cuda.device_count()):
-            raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
-                            f"--nproc_per_node={count}")
+            raise UserError(
+                f"torchrun started process {local_rank} on this machine, which has {count} GPUs:"
+                f" give --nproc_per_node={count}"
+            )
         torch.cuda.set_device(device)
     launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if size == 1:
         return World(0, 0, 1, device, launcher=launcher)
-    # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
+    # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name
+    # the cause.
     patience = timedelta(seconds=2 * p.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=own_store(), rank=rank, world_size=size, timeout=patience,
-                            device_id=device if device.type == "cuda" else None)
-    mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups():     # made with torch's default: 10 minutes for NCCL
+    dist.init_process_group(
+        backend,
+        store=own_store(),
+        rank=rank,
+        world_size=size,
+        timeout=patience,
+        device_id=device if device.type == "cuda" else None,
+    )
+    mesh = init_device_mesh(
+        device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard")
+    )
+    for group in mesh.get_all_groups():  # made with torch's default: 10 minutes for NCCL
         transport = group._get_backend(device)
         if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
             transport._set_default_timeout(patience)
     checkpoint_group = dist.new_group(backend="gloo", timeout=patience)
-    return World(rank, local_rank, size, device, mesh, _local_size(size), checkpoint_group, launcher)
+    return World(
+        rank, local_rank, size, device, mesh, _local_size(size), checkpoint_group, launcher
+    )
 
 
 def _local_size(size: int) -> int:
-    """Processes on this machine, of the job's `size`; 1 unless LOCAL_RANK and LOCAL_WORLD_SIZE are both set and fit each other.
+    """Processes on this machine, of the job's `size`; 1 unless LOCAL_RANK and LOCAL_WORLD_SIZE are
+    both set and fit each other.
 
-    Ranks that are started with RANK and WORLD_SIZE alone may have a machine each. A rank that wrongly counts on others leaves
-    shards unhashed; one that does all of the work itself only takes longer."""
+    Ranks that are started with RANK and WORLD_SIZE alone may have a machine each. A rank that
+    wrongly counts on others leaves shards unhashed; one that does all of the work itself only takes
+    longer."""
     local_rank, local_size = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     if local_rank is None or local_size is None:
         return 1
@@ -118,36 +164,50 @@ def _local_size(size: int) -> int:
 
 
 def read_launch(variables: Mapping[str, str]) -> tuple[int, int, int]:
-    """WORLD_SIZE, RANK and LOCAL_RANK as a launcher has set them; 1, 0, 0 without one. Raises UserError where they are no
-    numbers, contradict each other, or lack what ranks need to find each other."""
+    """WORLD_SIZE, RANK and LOCAL_RANK as a launcher has set them; 1, 0, 0 without one. Raises
+    UserError where they are no numbers, contradict each other, or lack what ranks need to find each
+    other."""
     numbers = {}
     for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         text = variables.get(name, default)
         if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or (name, int(text)) == ("WORLD_SIZE", 0):
-            raise UserError(f"the environment variable {name}={text!r} is no number of a rank or of ranks: torchrun sets it; "
-                            f"unset it to start one process")
+            raise UserError(
+                f"the environment variable {name}={text!r} is no number of a rank or of ranks:"
+                " torchrun sets it; unset it to start one process"
+            )
         numbers[name] = int(text)
     size, rank, local_rank = numbers.values()
     if size == 1:
         return size, rank, local_rank
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]:
-        raise UserError(f"the environment variable WORLD_SIZE={size} asks for {size} processes, but {', '.join(missing)} "
-                        f"{'is' if len(missing) == 1 else 'are'} not set: start them with torchrun --nproc_per_node={size} "
-                        f"train.py FILE, which sets all, or unset WORLD_SIZE to start one process")
+    if missing := [
+        name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)
+    ]:
+        raise UserError(
+            f"the environment variable WORLD_SIZE={size} asks for {size} processes, but"
+            f" {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: start them with"
+            f" torchrun --nproc_per_node={size} train.py FILE, which sets all, or unset WORLD_SIZE"
+            " to start one process"
+        )
     if rank >= size:
-        raise UserError(f"the environment variables RANK={rank} and WORLD_SIZE={size} contradict each other: ranks go from 0 to "
-                        f"{size - 1}, as torchrun sets them")
+        raise UserError(
+            f"the environment variables RANK={rank} and WORLD_SIZE={size} contradict each other:"
+            f" ranks go from 0 to {size - 1}, as torchrun sets them"
+        )
     if not re.fullmatch(r"\d{1,5}", variables["MASTER_PORT"], re.ASCII):
-        raise UserError(f"the environment variable MASTER_PORT={variables['MASTER_PORT']!r} is no port, such as 29500")
+        raise UserError(
+            f"the environment variable MASTER_PORT={variables['MASTER_PORT']!r} is no port, such as"
+            " 29500"
+        )
     return size, rank, local_rank
 
 
 class Launcher:
-    """The torchrun that started this process. Its end is told to on_end(what), by a thread; until that is set, while there is
-    nothing to save, this process ends at once. Raises MachineError where it has ended already.
+    """The torchrun that started this process. Its end is told to on_end(what), by a thread; until
+    that is set, while there is nothing to save, this process ends at once. Raises MachineError
+    where it has ended already.
 
-    It is looked at rather than asked for by PR_SET_PDEATHSIG, which also tells of the end of the mere thread that started a
-    worker, and misses a launcher that has ended before it is called."""
+    It is looked at rather than asked for by PR_SET_PDEATHSIG, which also tells of the end of the
+    mere thread that started a worker, and misses a launcher that has ended before it is called."""
 
     def __init__(self) -> None:
         self.pid = launcher_pid()
@@ -163,63 +223,93 @@ class Launcher:
 
 
 def _leave_at_once(reason: str) -> None:
-    with contextlib.suppress(OSError):      # the terminal may be gone
-        os.write(2, f"\ntrain.py: {reason}: left at once, before the first step; start it again\n".encode())
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(
+            2,
+            f"\ntrain.py: {reason}: left at once, before the first step; start it again\n".encode(),
+        )
     os._exit(1)
 
 
 def _adopts_orphans(pid: int) -> bool:
-    """Whether a process is the system's first one, or a systemd, and no torchrun, which may be the first of a container."""
+    """Whether a process is the system's first one, or a systemd, and no torchrun, which may be the
+    first of a container."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
-        return (pid == 1 or name == "systemd") and "libtorch" not in Path(f"/proc/{pid}/maps").read_text(errors="replace")
-    except PermissionError:     # of another user, as a user's torchrun is not
+        return (pid == 1 or name == "systemd") and "libtorch" not in Path(
+            f"/proc/{pid}/maps"
+        ).read_text(errors="replace")
+    except PermissionError:  # of another user, as a user's torchrun is not
         return True
-    except OSError:     # no /proc
+    except OSError:  # no /proc
         return False
 
 
 def launcher_pid() -> int:
-    """The parent of this session's first process, which torchrun starts: this process, or a shell around it. Another number than
-    before: that parent has ended, and its workers with no one to supervise them belong to another process now."""
-    with contextlib.suppress(OSError, ValueError, IndexError):      # no /proc, or that process has ended
+    """The parent of this session's first process, which torchrun starts: this process, or a shell
+    around it. Another number than before: that parent has ended, and its workers with no one to
+    supervise them belong to another process now."""
+    # no /proc, or that process has ended
+    with contextlib.suppress(OSError, ValueError, IndexError):
         of_first = Path(f"/proc/{os.getsid(0)}/stat").read_text()
-        return int(of_first.rpartition(")")[2].split()[1])      # "123 (python) S 45 ...": the parent is 45
+        # "123 (python) S 45 ...": the parent is 45
+        return int(of_first.rpartition(")")[2].split()[1])
     return os.getppid()
 
 
 def shutdown_timeout(world: World) -> float | None:
-    """Seconds after which torchrun, told to stop, kills its workers; None where no torchrun started this process. By its command
-    line, else its variables, else its default."""
+    """Seconds after which torchrun, told to stop, kills its workers; None where no torchrun started
+    this process. By its command line, else its variables, else its default."""
     if world.launcher is None:
         return None
     words: list[str] = []
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{world.launcher.pid}/cmdline").read_text(errors="replace").replace("=", "\0").split("\0")
-    options = [value for word, value in pairwise(words) if word in ("--shutdown-timeout", "--shutdown_timeout")]
-    variables = [os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
+        words = (
+            Path(f"/proc/{world.launcher.pid}/cmdline")
+            .read_text(errors="replace")
+            .replace("=", "\0")
+            .split("\0")
+        )
+    options = [
+        value
+        for word, value in pairwise(words)
+        if word in ("--shutdown-timeout", "--shutdown_timeout")
+    ]
+    variables = [
+        os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    ]
     given = next(filter(None, [*options, *variables]), "")
     return float(given) if given.isdigit() else SHUTDOWN_TIMEOUT_S
 
 
 def own_store() -> dist.Store:
-    """Torchrun's store, with keys of this attempt's own. The agent's store outlives the workers, and gloo would otherwise
-    read the addresses of dead ones; a store that rank 0 hosts itself is new at each attempt, and nodes may count otherwise."""
-    store, attempt = next(dist.rendezvous("env://"))[0], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt{attempt}", store) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else store
+    """Torchrun's store, with keys of this attempt's own. The agent's store outlives the workers,
+    and gloo would otherwise read the addresses of dead ones; a store that rank 0 hosts itself is
+    new at each attempt, and nodes may count otherwise."""
+    store, attempt = (
+        next(dist.rendezvous("env://"))[0],
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+    return (
+        dist.PrefixStore(f"attempt{attempt}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        else store
+    )
 
 
 def finish(world: World, code: int) -> None:
-    """Exit with `code`. With several processes the interpreter's own exit is skipped: about one finished gloo job in
-    fifty aborts there ("terminate called without an active exception"), and torchrun would take it for a failure."""
+    """Exit with `code`. With several processes the interpreter's own exit is skipped: about one
+    finished gloo job in fifty aborts there ("terminate called without an active exception"), and
+    torchrun would take it for a failure."""
     if world.size == 1:
         sys.exit(code)
     if code == 0 and dist.is_initialized():
-        with contextlib.suppress(RuntimeError):     # a rank that died here, after all work, has an exit code of its own
+        # a rank that died here, after all work, has an exit code of its own
+        with contextlib.suppress(RuntimeError):
             dist.barrier()
             dist.destroy_process_group()
     for stream in sys.stdout, sys.stderr:
-        with contextlib.suppress(OSError):      # the terminal may be gone
+        with contextlib.suppress(OSError):  # the terminal may be gone
             stream.flush()
     os._exit(code)
 
@@ -240,32 +330,38 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return parts
 
 
-# ---------------------------------------------------------------------------------------------------------------- build
+# ------------------------------------------------------------------------------------------- build
+
 
 @dataclass
 class Built:
-    """A model in memory whose weights and buffers are uninitialised: fill them by model.init_weights(seed, assign) or from a
-    checkpoint, then call fp8.refresh_weight_copies(model)."""
+    """A model in memory whose weights and buffers are uninitialised: fill them by
+    model.init_weights(seed, assign) or from a checkpoint, then call
+    fp8.refresh_weight_copies(model)."""
+
     model: GPT
     optimizer: torch.optim.AdamW | optim.MuonAdamW
-    assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
-    layers: list[fp8.Layer]         # the choice of recipe for every Linear
-    loss_scale: float               # what a micro-batch's summed loss is multiplied by before its backward pass
-    flags: list[str]                # lines for people: torch's global switches that were set
-    scales: fp8.DelayedScales       # of fp8.scaling=delayed
+    # gives a parameter, sharded or not, its full value
+    assign: Callable[[torch.Tensor, torch.Tensor], None]
+    layers: list[fp8.Layer]  # the choice of recipe for every Linear
+    loss_scale: float  # what a micro-batch's summed loss is multiplied by before its backward pass
+    flags: list[str]  # lines for people: torch's global switches that were set
+    scales: fp8.DelayedScales  # of fp8.scaling=delayed
 
 
 def build(config: Config, world: World) -> Built:
-    """Build on the meta device, so that no rank ever holds the whole model: swap the Linears, shard, compile, then allocate.
-    Raises UserError where the config's fp8 or parallel does not fit this model or machine."""
+    """Build on the meta device, so that no rank ever holds the whole model: swap the Linears,
+    shard, compile, then allocate. Raises UserError where the config's fp8 or parallel does not fit
+    this model or machine."""
     model = GPT.on_meta(config.model, COMPUTE_DTYPE)
-    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
+    # mean over the step's tokens; FSDP averages over ranks, so x size
+    loss_scale = world.size / config.data.tokens_per_step
     layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
     if config.parallel.cpu_fp32:
         bf16_in_fp32.convert(model)
     elif world.size == 1:
         fp8.keep_bf16_copies(model)
-    model.counts()      # its check of the parameters: here rather than after the run
+    model.counts()  # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
         for block in model.blocks():
@@ -277,103 +373,155 @@ def build(config: Config, world: World) -> Built:
     model.tie()
 
     def assign(p: torch.Tensor, full: torch.Tensor) -> None:
-        if isinstance(p, DTensor):  # each rank has the same full value and keeps its part: nothing is sent
-            full = distribute_tensor(full.to(world.device), p.device_mesh, p.placements, src_data_rank=None)
+        # each rank has the same full value and keeps its part: nothing is sent
+        if isinstance(p, DTensor):
+            full = distribute_tensor(
+                full.to(world.device), p.device_mesh, p.placements, src_data_rank=None
+            )
         p.copy_(full)
 
     if world.size == 1 and config.accumulation(1) > 1:
         fp8.keep_gradients(model)
     optimizer = optim.build_optimizer(model, config.optim)
-    return Built(model, optimizer, assign, layers, loss_scale, flags, fp8.DelayedScales(model, world.size))
+    return Built(
+        model, optimizer, assign, layers, loss_scale, flags, fp8.DelayedScales(model, world.size)
+    )
 
 
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:
-    """Set every process-wide switch of torch that a run depends on, also back to off; returns those set as lines for people.
+    """Set every process-wide switch of torch that a run depends on, also back to off; returns those
+    set as lines for people.
 
     recipes: those that Linears were converted by, which fp8.recipe=auto does not tell."""
     flags = []
-    # Makes a GPU repeat its bits, Inductor choose no kernel by a measurement; an operation that cannot raises where it is called.
+    # Makes a GPU repeat its bits, Inductor choose no kernel by a measurement; an operation that
+    # cannot raises where it is called.
     torch.use_deterministic_algorithms(config.deterministic)
-    # torch would also fill every new tensor, to show reads of uninitialised memory: a write of all that is ever allocated.
-    torch.utils.deterministic.fill_uninitialized_memory = False     # type: ignore[attr-defined]
+    # torch would also fill every new tensor, to show reads of uninitialised memory: a write of all
+    # that is ever allocated.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = config.deterministic
     if config.deterministic:
-        # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call.
+        # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size.
+        # Read at its first call.
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, inductor.deterministic"
-                     + (", attention by FlashAttention 2 instead of cuDNN" if world.device.type == "cuda" else ""))
+        flags.append(
+            f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic,"
+            " inductor.deterministic"
+            + (
+                ", attention by FlashAttention 2 instead of cuDNN"
+                if world.device.type == "cuda"
+                else ""
+            )
+        )
     if world.device.type == "cuda":
         # These multiply dequantised values in fp32, which TF32 would round.
-        is_emulated = any(fp8.RECIPES[recipe].input.scaling == "tile" or recipe == "tensorwise_gi_hp" for recipe in recipes)
+        is_emulated = any(
+            fp8.RECIPES[recipe].input.scaling == "tile" or recipe == "tensorwise_gi_hp"
+            for recipe in recipes
+        )
         torch.set_float32_matmul_precision("highest" if is_emulated else "high")
         if config.parallel.compile and any(recipe.startswith("rowwise") for recipe in recipes):
             import torch._inductor.config as inductor
+
             inductor.emulate_precision_casts = True
-            flags.append("inductor.emulate_precision_casts (without it rowwise turns NaN behind a fused RMSNorm: pytorch#150859)")
+            flags.append(
+                "inductor.emulate_precision_casts (without it rowwise turns NaN behind a fused"
+                " RMSNorm: pytorch#150859)"
+            )
     return [f"torch: {flag}" for flag in flags]
 
 
-# Of recomputed blocks its output is kept, as many bytes as a block's input, to spare its second run.
-ATTENTION = [op.default for op in (
-    torch.ops.aten._scaled_dot_product_cudnn_attention, torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)]
+# Of recomputed blocks its output is kept, as many bytes as a block's input, to spare its second
+# run.
+ATTENTION = [
+    op.default
+    for op in (
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    )
+]
 
 
 class RecomputedBlock(Block):
-    """A Block that keeps only its input and attention's output for the backward pass, and runs the rest of its forward pass again
-    there, to the same values. build() swaps the class: every name in the state dict stays, and FSDP2's own class goes on top."""
+    """A Block that keeps only its input and attention's output for the backward pass, and runs the
+    rest of its forward pass again there, to the same values. build() swaps the class: every name in
+    the state dict stays, and FSDP2's own class goes on top."""
 
     def forward(self, x, cos, sin, cache=None):
         if cache is not None or not torch.is_grad_enabled():
             return super().forward(x, cos, sin, cache)
-        # Nothing in a block draws random numbers, so no generator's state needs to be saved and restored.
-        return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False,
-                          context_fn=partial(create_selective_checkpoint_contexts, ATTENTION))
+        # Nothing in a block draws random numbers, so no generator's state needs to be saved and
+        # restored.
+        return checkpoint(
+            super().forward,
+            x,
+            cos,
+            sin,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(create_selective_checkpoint_contexts, ATTENTION),
+        )
 
 
 def shard(model: GPT, world: World, reshard: bool = True) -> None:
     """FSDP2 over the mesh, block by block; one process needs no wrapper.
 
-    Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
-    Embedding and head are gathered in fp32 and cast by the model, or the gradients of a tied matrix would be added up,
-    token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32. Without `reshard` a block's gathered
-    weights stay until its backward pass, also after a forward pass alone: fp8.reshard() before weights are changed.
+    Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks
+    lose the small ones. Embedding and head are gathered in fp32 and cast by the model, or the
+    gradients of a tied matrix would be added up, token by token, in BF16. Inputs are left alone,
+    since the RoPE tables must stay fp32. Without `reshard` a block's gathered weights stay until
+    its backward pass, also after a forward pass alone: fp8.reshard() before weights are changed.
 
-    Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards."""
+    Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers
+    no padded shards."""
     if world.mesh is None:
         return
     ranks = world.mesh["shard"].size()
     for name, p in model.named_parameters():
         if fp8.is_wrapped(p) and p.shape[0] % ranks:
-            raise UserError(f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do not divide among "
-                            f"{ranks} ranks: choose parallel.shard such that they do, or fp8.all_gather=false")
+            raise UserError(
+                f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do"
+                f" not divide among {ranks} ranks: choose parallel.shard such that they do, or"
+                " fp8.all_gather=false"
+            )
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in model.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
 
 
 def compile_model(model: GPT, is_whole: bool) -> None:
-    """In place, so that the names in the state dict stay: the whole model, or block by block, as FSDP2 needs it."""
+    """In place, so that the names in the state dict stay: the whole model, or block by block, as
+    FSDP2 needs it."""
     import torch._functorch.config as functorch
-    # Without, cscale and our kernels are traced anew at each start. A changed backward() changes the cache's key.
+
+    # Without, cscale and our kernels are traced anew at each start. A changed backward() changes
+    # the cache's key.
     functorch.autograd_cache_allow_custom_autograd_functions = True
     for module in [model] if is_whole else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
-    if not is_whole:        # head and cross-entropy are one more piece: eager, they would hold three copies of the logits
-        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)   # type: ignore[method-assign]
+    # head and cross-entropy are one more piece: eager, they would hold three copies of the logits
+    if not is_whole:
+        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
 
 
 def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
-    """Reduce gradients over the ranks in the next backward pass, or (now=False: all but a step's last micro-batch) only add
-    them up. reshard: as given to shard(); if False, gathered weights stay until the last micro-batch."""
+    """Reduce gradients over the ranks in the next backward pass, or (now=False: all but a step's
+    last micro-batch) only add them up. reshard: as given to shard(); if False, gathered weights
+    stay until the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         model.set_reshard_after_backward(now or reshard)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients to a global L2 norm of at most `max_norm`; returns the norm before, on the device, ()."""
+    """Scale all gradients to a global L2 norm of at most `max_norm`; returns the norm before, on
+    the device, ()."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

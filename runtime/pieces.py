@@ -1,14 +1,14 @@
-"""Encode text by pieces whose ids are known from before: the ids of the package `tokenizers` in a third of
-its time.
+"""Encode text by pieces whose ids are known from before: the ids of the package `tokenizers` in a
+third of its time.
 
-A byte-level tokenizer with a rule of splitting, as Llama 3, Qwen and GPT-2 have it, cuts a text into pieces,
-mostly words, and looks up each piece's ids by itself. The package spends most of its time on the cutting.
-Here the module `regex` cuts, and a table holds the ids of the pieces that were seen.
+A byte-level tokenizer with a rule of splitting, as Llama 3, Qwen and GPT-2 have it, cuts a text
+into pieces, mostly words, and looks up each piece's ids by itself. The package spends most of its
+time on the cutting. Here the module `regex` cuts, and a table holds the ids of the pieces that were
+seen.
 
-Both must cut alike. The pattern is taken only where it is made of parts that mean the same to both, and a
-character only once both have cut texts around it alike, as their tables of characters may be of different
-years. Whatever is not known to be equal is left to the package.
-"""
+Both must cut alike. The pattern is taken only where it is made of parts that mean the same to both,
+and a character only once both have cut texts around it alike, as their tables of characters may be
+of different years. Whatever is not known to be equal is left to the package."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,16 +23,22 @@ GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 # What a pattern may be made of: classes of characters, letters, groups, a look ahead, repetitions.
 ATOM = r"\\p\{[A-Z][a-z]?\}|\\[sSrnt]|[A-Za-z' /]"
 SAFE_PATTERN = regex.compile(
-    rf"(?:{ATOM}|\[\^?(?:{ATOM})+\]|\(\?i:|\(\?:|\(\?!|\(|\)|\||[?*+]|\{{\d+(?:,\d*)?\}}(?![?+]))+")
-PROBE = "a{0}a {0}{0} 1{0}1!{0}! {0}a\n{0}\n '{0}a 'r{0} 'v{0} 'l{0} '{0}e '{0}l  {0}  \t{0}A{0}\r\n"
-BLOCK = 1 << 16         # pieces at a time
-LONGEST = 2048          # characters of a piece; the package is better with longer ones
-KEPT_CHARS = 64         # of a piece in the table
-KEPT_PIECES = 400_000   # in the table: 100 MB
+    rf"(?:{ATOM}|\[\^?(?:{ATOM})+\]|\(\?i:|\(\?:|\(\?!|\(|\)|\||[?*+]|\{{\d+(?:,\d*)?\}}(?![?+]))+"
+)
+PROBE = (
+    "a{0}a {0}{0} 1{0}1!{0}! {0}a\n{0}\n '{0}a 'r{0} 'v{0} 'l{0} '{0}e '{0}l  {0}  \t{0}A{0}\r\n"
+)
+BLOCK = 1 << 16  # pieces at a time
+LONGEST = 2048  # characters of a piece; the package is better with longer ones
+KEPT_CHARS = 64  # of a piece in the table
+KEPT_PIECES = 400_000  # in the table: 100 MB
 
 
-def build_encoder(fast, whole: Callable[[str], list[int]]) -> Callable[[str], np.ndarray | list[int]]:
-    """An encoder with the ids of `whole`, which is taken as it is where the tokenizer's rules are others.
+def build_encoder(
+    fast, whole: Callable[[str], list[int]]
+) -> Callable[[str], np.ndarray | list[int]]:
+    """An encoder with the ids of `whole`, which is taken as it is where the tokenizer's rules are
+    others.
 
     fast: tokenizers.Tokenizer; whole: what encodes a text by it, special tokens as text.
     """
@@ -40,7 +46,11 @@ def build_encoder(fast, whole: Callable[[str], list[int]]) -> Callable[[str], np
     normalizer = _state(fast.normalizer)
     spelled = [token for token in fast.get_added_tokens_decoder().values() if not token.special]
     is_normal = not any(token.normalized for token in spelled)
-    if pattern is None or normalizer not in (None, {"type": "NFC"}) or getattr(fast.model, "dropout", None):
+    if (
+        pattern is None
+        or normalizer not in (None, {"type": "NFC"})
+        or getattr(fast.model, "dropout", None)
+    ):
         return whole
     # They are looked for in the text before it is cut.
     if len(spelled) > 64 or not is_normal or not SAFE_PATTERN.fullmatch(pattern):
@@ -72,9 +82,15 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
 
 class _PieceEncoder:
     def __init__(self, fast, whole: Callable, pattern, spelled: list[str], is_nfc: bool):
-        self._fast, self._whole, self._pattern, self._spelled, self._is_nfc = fast, whole, pattern, spelled, is_nfc
-        self._known: set[str] = set()       # characters around which both cut alike
-        self._strange: set[str] = set()     # characters around which they do not
+        self._fast, self._whole, self._pattern, self._spelled, self._is_nfc = (
+            fast,
+            whole,
+            pattern,
+            spelled,
+            is_nfc,
+        )
+        self._known: set[str] = set()  # characters around which both cut alike
+        self._strange: set[str] = set()  # characters around which they do not
         self._ids = _IdsOfPieces(fast.model)
 
     def __call__(self, text: str) -> np.ndarray | list[int]:
@@ -90,8 +106,10 @@ class _PieceEncoder:
             if max(lengths) > LONGEST:
                 return self._whole(text)
             length += sum(lengths)
-            blocks.append(np.fromiter(chain.from_iterable(map(self._ids.__getitem__, pieces)), np.uint32))
-        if length != len(normal):       # the pattern leaves something between its matches
+            blocks.append(
+                np.fromiter(chain.from_iterable(map(self._ids.__getitem__, pieces)), np.uint32)
+            )
+        if length != len(normal):  # the pattern leaves something between its matches
             return self._whole(text)
         if len(self._ids) > KEPT_PIECES:
             self._ids.clear()
@@ -120,7 +138,9 @@ class _PieceEncoder:
 
     def _cuts_alike(self, characters: list[str]) -> bool:
         text = "".join(map(PROBE.format, characters))
-        theirs = [text[first:last] for _, (first, last) in self._fast.pre_tokenizer.pre_tokenize_str(text)]
+        theirs = [
+            text[first:last] for _, (first, last) in self._fast.pre_tokenizer.pre_tokenize_str(text)
+        ]
         return self._pattern.findall(text) == theirs
 
 

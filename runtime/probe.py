@@ -1,22 +1,24 @@
-"""Measure now and then what a running model's values lose to FP8, and how large attention logits and SwiGLU outputs are.
+"""Measure now and then what a running model's values lose to FP8, and how large attention logits
+and SwiGLU outputs are.
 
-Every probe.every steps one extra forward and backward pass, eager, over a few of the step's own sequences, with hooks
-that are removed afterwards. Training is not affected: the compiled step has no hooks, and losses and weights are the same
-bits with and without. out/<run>/probe.jsonl gets a row per converted Linear and one per block:
+Every probe.every steps one extra forward and backward pass, eager, over a few of the step's own
+sequences, with hooks that are removed afterwards. Training is not affected: the compiled step has
+no hooks, and losses and weights are the same bits with and without. out/<run>/probe.jsonl gets a
+row per converted Linear and one per block:
 
     {"kind": "linear", "step", "layer", "recipe", "weight": S, "activation": S, "gradient": S}
     {"kind": "block", "step", "block", "attention_logit_max", "swiglu_amax", "swiglu_rms"}
 
-    S   amax                            largest magnitude
-        scale_min, scale, scale_max     smallest, median and largest scale
-        underflow                       share of the values that are not zero and become zero
-        saturated                       share of the values beyond the format's largest after scaling
-        error                           ||Q(x) - x|| / ||x||
+    S   amax                         largest magnitude
+        scale_min, scale, scale_max  smallest, median and largest scale
+        underflow                    share of the values that are not zero and become zero
+        saturated                    share of the values beyond the format's largest after scaling
+        error                        ||Q(x) - x|| / ||x||
 
-The weight and the activation are the operands of y = x w', the gradient that of the input gradient, each scaled over the
-dimension that its matmul sums over. A later row of a step replaces an earlier one (a resumed run repeats steps); null stands
-for NaN and infinity. Growing logits and SwiGLU outliers precede divergence in FP8 (2409.12517, 2405.18710): the block rows.
-"""
+The weight and the activation are the operands of y = x w', the gradient that of the input gradient,
+each scaled over the dimension that its matmul sums over. A later row of a step replaces an earlier
+one (a resumed run repeats steps); null stands for NaN and infinity. Growing logits and SwiGLU
+outliers precede divergence in FP8 (2409.12517, 2405.18710): the block rows."""
 
 import math
 import os
@@ -31,15 +33,30 @@ import torch.nn as nn
 
 from model import GPT, Attention, rotate
 from runtime.config import FP8_MULTIPLES
-from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, noise_of, scale_of, unwrap, zero_gradients
+from runtime.fp8 import (
+    FORMATS,
+    Operand,
+    Recipe,
+    fake_quantise,
+    is_wrapped,
+    noise_of,
+    scale_of,
+    unwrap,
+    zero_gradients,
+)
 from runtime.machine import to_line
 
 OPERANDS = "weight", "activation", "gradient"
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
-NAMES = {**dict.fromkeys(OPERANDS, STATISTICS), "attention": ("attention_logit_max",), "swiglu": ("swiglu_amax", "swiglu_rms")}
-LOGITS_AT_ONCE = 2**24      # elements of the attention matrix that exist at a time: 64 MiB
+NAMES = {
+    **dict.fromkeys(OPERANDS, STATISTICS),
+    "attention": ("attention_logit_max",),
+    "swiglu": ("swiglu_amax", "swiglu_rms"),
+}
+LOGITS_AT_ONCE = 2**24  # elements of the attention matrix that exist at a time: 64 MiB
 
-Seen = dict[tuple[str, str], torch.Tensor]      # (module, what was measured) -> values in the order of NAMES, on the device
+# (module, what was measured) -> values in the order of NAMES, on the device
+Seen = dict[tuple[str, str], torch.Tensor]
 
 
 class Probe:
@@ -50,117 +67,182 @@ class Probe:
     def __init__(self, path: Path | None, model: GPT, recipes: dict[str, Recipe], tokens: int):
         self.path, self.model, self.recipes, self.tokens = path, model, recipes, tokens
         if path is not None and path.exists():
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)    # a line that a kill cut short would spoil the next
+            # a line that a kill cut short would spoil the next
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def __call__(self, step: int, x: torch.Tensor, y: torch.Tensor, backward_scale: float) -> None:
-        """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero or None, and are so again.
+        """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero or
+        None, and are so again.
 
-        backward_scale: what training multiplies its summed loss by, so that gradients are of training's size."""
+        backward_scale: what training multiplies its summed loss by, so that gradients are of
+        training's size."""
         multiple = max([32, *(FP8_MULTIPLES[recipe.name] for recipe in self.recipes.values())])
         n, seen = sequences(x.size(0), x.size(1), self.tokens, multiple), {}
         for layer, recipe in self.recipes.items():
             weight: Any = self.model.get_submodule(layer).weight
-            if is_wrapped(weight):      # the forward pass will only see its float8 copy
+            if is_wrapped(weight):  # the forward pass will only see its float8 copy
                 weight = unwrap(weight)
-                seen[layer, "weight"] = statistics(weight.detach().full_tensor(), recipe.weight)        # all ranks gather it
+                # all ranks gather it
+                seen[layer, "weight"] = statistics(weight.detach().full_tensor(), recipe.weight)
         hooks = nullcontext() if self.path is None else watching(self.model, self.recipes, seen)
         try:
-            with torch.compiler.set_stance("force_eager"), hooks, torch.set_grad_enabled(bool(self.recipes)):
+            with (
+                torch.compiler.set_stance("force_eager"),
+                hooks,
+                torch.set_grad_enabled(bool(self.recipes)),
+            ):
                 loss = self.model(x[:n], y[:n]).sum() * backward_scale
-                if self.recipes:        # block rows need no backward pass
+                if self.recipes:  # block rows need no backward pass
                     loss.backward()
         finally:
             zero_gradients(self.model)
         if self.path is not None:
             try:
-                with open(self.path, "ab") as file:     # one write: a kill leaves all rows, or a last line cut short
+                # one write: a kill leaves all rows, or a last line cut short
+                with open(self.path, "ab") as file:
                     file.write(b"".join(map(to_line, rows(step, seen, self.recipes))))
-            except OSError as error:        # a full disk ends no run
-                print(f"{self.path}: {error.strerror}; the probe of step {step} is lost, training goes on", flush=True)
+            except OSError as error:  # a full disk ends no run
+                print(
+                    f"{self.path}: {error.strerror}; the probe of step {step} is lost, training"
+                    " goes on",
+                    flush=True,
+                )
 
 
 def sequences(B: int, T: int, tokens: int, multiple: int = 32) -> int:
-    """How many of B sequences of T tokens to probe: as many as fit into `tokens`, at least one, in all a multiple of so many
-    tokens (the weight gradient sums over tokens in blocks), or B where no smaller number is such a multiple."""
+    """How many of B sequences of T tokens to probe: as many as fit into `tokens`, at least one, in
+    all a multiple of so many tokens (the weight gradient sums over tokens in blocks), or B where no
+    smaller number is such a multiple."""
     unit = multiple // math.gcd(T, multiple)
     return min(B, max(unit, tokens // T // unit * unit))
 
 
 @contextmanager
 def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[None]:
-    """Within the block, the next forward pass of `model`, and backward pass if there is one, fills `seen`.
+    """Within the block, the next forward pass of `model`, and backward pass if there is one, fills
+    `seen`.
 
-    Of each Linear the first call alone is measured: a head in chunks is called often, and again to recompute."""
-    def linear(layer: str, recipe: Recipe, module: nn.Linear, inputs: tuple, output: torch.Tensor) -> None:
+    Of each Linear the first call alone is measured: a head in chunks is called often, and again to
+    recompute."""
+
+    def linear(
+        layer: str, recipe: Recipe, module: nn.Linear, inputs: tuple, output: torch.Tensor
+    ) -> None:
         if (layer, "activation") in seen:
             return
         seen[layer, "activation"] = statistics(inputs[0], recipe.input)
         if (layer, "weight") not in seen:
-            seen[layer, "weight"] = statistics(module.weight, recipe.weight)    # under FSDP2 still gathered
+            # under FSDP2 still gathered
+            seen[layer, "weight"] = statistics(module.weight, recipe.weight)
         if output.requires_grad:
-            output.register_hook(lambda g: seen.__setitem__((layer, "gradient"), statistics(g, recipe.grad, noise_of(module, g))))
+            output.register_hook(
+                lambda g: seen.__setitem__(
+                    (layer, "gradient"), statistics(g, recipe.grad, noise_of(module, g))
+                )
+            )
 
-    def attention(block: str, attn: Attention, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        seen[block, "attention"] = attention_logit_max(attn, output.detach()[0], model.cos, model.sin)[None]
+    def attention(
+        block: str, attn: Attention, module: nn.Module, inputs: tuple, output: torch.Tensor
+    ) -> None:
+        seen[block, "attention"] = attention_logit_max(
+            attn, output.detach()[0], model.cos, model.sin
+        )[None]
 
     @torch.no_grad()
     def swiglu(block: str, module: nn.Module, inputs: tuple) -> None:
         x = inputs[0]
-        seen[block, "swiglu"] = torch.stack((x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel())))
+        seen[block, "swiglu"] = torch.stack(
+            (x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel()))
+        )
 
     with ExitStack() as hooks:
         for layer, recipe in recipes.items():
-            hooks.enter_context(model.get_submodule(layer).register_forward_hook(partial(linear, layer, recipe)))
+            hooks.enter_context(
+                model.get_submodule(layer).register_forward_hook(partial(linear, layer, recipe))
+            )
         for i, block in enumerate(model.blocks()):
-            hooks.enter_context(block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn)))
-            hooks.enter_context(block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}")))
+            hooks.enter_context(
+                block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn))
+            )
+            hooks.enter_context(
+                block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}"))
+            )
         yield
 
 
 def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
-    """The rows of what was seen, for to_line(); the only place where the host waits for the device."""
+    """The rows of what was seen, for to_line(); the only place where the host waits for the
+    device."""
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
     values = {(module, what): {name: next(flat) for name in NAMES[what]} for module, what in seen}
-    linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
-                **{what: values[layer, what] for what in OPERANDS if (layer, what) in values}}
-               for layer, recipe in recipes.items()]
-    blocks = [{"kind": "block", "step": step, "block": int(block.split(".")[1]), **value, **values[block, "swiglu"]}
-              for (block, what), value in values.items() if what == "attention"]
+    linears = [
+        {
+            "kind": "linear",
+            "step": step,
+            "layer": layer,
+            "recipe": recipe.name,
+            **{what: values[layer, what] for what in OPERANDS if (layer, what) in values},
+        }
+        for layer, recipe in recipes.items()
+    ]
+    blocks = [
+        {
+            "kind": "block",
+            "step": step,
+            "block": int(block.split(".")[1]),
+            **value,
+            **values[block, "swiglu"],
+        }
+        for (block, what), value in values.items()
+        if what == "attention"
+    ]
     return linears + blocks
 
 
-# ----------------------------------------------------------------------------------------------------------- statistics
+# -------------------------------------------------------------------------------------- statistics
+
 
 @torch.no_grad()
-def statistics(x: torch.Tensor, operand: Operand, noise: torch.Tensor | None = None) -> torch.Tensor:
-    """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (7,) fp32, on x's device.
+def statistics(
+    x: torch.Tensor, operand: Operand, noise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (7,)
+    fp32, on x's device.
 
     noise: of stochastic rounding, (..., n)."""
     x = x.float()
     scale, q = scale_of(x, operand), fake_quantise(x, operand, noise=noise)
     underflow = ((q == 0) & (x != 0)).float().mean()
-    largest = FORMATS[operand.format][0] * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
+    # a rounded scale may lift the amax slightly beyond it
+    largest = FORMATS[operand.format][0] * (1 + 2**-20)
     saturated = ((x * scale).abs() > largest).float().mean()
     size = _norm(x)
     error = torch.where(size == 0, 0.0, _norm(q - x) / size).float()
-    return torch.stack((x.abs().amax(), scale.amin(), scale.median(), scale.amax(), underflow, saturated, error))
+    return torch.stack(
+        (x.abs().amax(), scale.amin(), scale.median(), scale.amax(), underflow, saturated, error)
+    )
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float64)     # squares of small gradients vanish in fp32
+    # squares of small gradients vanish in fp32
+    return torch.linalg.vector_norm(x, dtype=torch.float64)
 
 
 @torch.no_grad()
-def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Largest q k / sqrt(D) that the softmax gets in one sequence, over all heads; qkv (T, (H + 2K) D), result ().
+def attention_logit_max(
+    attention: Attention, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Largest q k / sqrt(D) that the softmax gets in one sequence, over all heads; qkv (T, (H + 2K)
+    D), result ().
 
     q and k are rounded to BF16 as in training; fp32, even as TF32, multiplies BF16 exactly."""
     T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
     q, k, _ = qkv.view(1, T, -1, D).split((H, K, K), dim=2)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    q, k = (rotate(part, cos[:T], sin[:T])[0].float().transpose(0, 1) for part in (q, k))      # (H or K, T, D)
-    q = q.reshape(K, H // K, T, D)      # query heads by the key head they share
+    # (H or K, T, D)
+    q, k = (rotate(part, cos[:T], sin[:T])[0].float().transpose(0, 1) for part in (q, k))
+    q = q.reshape(K, H // K, T, D)  # query heads by the key head they share
     position, largest = torch.arange(T, device=qkv.device), []
     for at in position.split(max(1, LOGITS_AT_ONCE // (H * T))):
         logits = torch.einsum("kgqd,ksd->kgqs", q[:, :, at], k)

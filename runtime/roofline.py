@@ -1,14 +1,16 @@
-"""Model what a training step takes on one GPU: FLOPs and bytes over ceilings. Nothing here is a measurement of this project.
+"""Model what a training step takes on one GPU: FLOPs and bytes over ceilings. Nothing here is a
+measurement of this project.
 
-    python -m runtime.roofline                              four sizes on an H100, and with casts that cost nothing
+    python -m runtime.roofline  four sizes on an H100, and with casts that cost nothing
     python -m runtime.roofline gpu=h200 sizes=1p5b context=2048
 
-The bytes are counted from the kernels that Inductor plans for model.py on an H100 (dev/compiler_plan.py); the ceilings are
-published figures. Overlap and caches are not modelled. `--plan` and the sweep's table take FP8's speed over BF16's from here
-(modelled_ratio). Thirteen constants are assumed, or were chosen with an eye on the thirteen published figures that
+The bytes are counted from the kernels that Inductor plans for model.py on an H100
+(dev/compiler_plan.py); the ceilings are published figures. Overlap and caches are not modelled.
+`--plan` and the sweep's table take FP8's speed over BF16's from here (modelled_ratio). Thirteen
+constants are assumed, or were chosen with an eye on the thirteen published figures that
 tests/test_plan.py holds them against: to come out near proves little.
 
-    M tokens of a micro-batch   K inputs, N outputs of a Linear   x input   g gradient of the output   w weight
+    M tokens of a micro-batch  K inputs, N outputs of a Linear   x input   g gradient of the output   w weight
 """
 
 import math
@@ -22,37 +24,42 @@ from runtime.config import Config, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.machine import ROOT
 
-MICRO_BATCH = {"125m": 64, "350m": 32, "760m": 16, "1p5b": 16}      # sequences of 1,024 tokens
-TOKENS, TOKENS_PER_STEP = 16_384, 524_288                           # of a micro-batch that nobody chose; of a step
+MICRO_BATCH = {"125m": 64, "350m": 32, "760m": 16, "1p5b": 16}  # sequences of 1,024 tokens
+TOKENS, TOKENS_PER_STEP = 16_384, 524_288  # of a micro-batch that nobody chose; of a step
 BUCKETS = ("matmul", "cast", "attention", "pointwise", "loss", "optimizer", "other")
 
 
-# What a Hopper can do, for large operands: published or assumed. Bandwidth: bytes/s of a pointwise kernel, read and written; a
-# copy reaches 3.0 of an H100's 3.35 TB/s (published), kernels less.
+# What a Hopper can do, for large operands: published or assumed. Bandwidth: bytes/s of a pointwise
+# kernel, read and written; a copy reaches 3.0 of an H100's 3.35 TB/s (published), kernels less.
 GPUS = {"h100": 2.75e12, "h200": 3.95e12}
-TRANSPOSED = 0.8        # of the bandwidth, where Inductor writes a transposed copy (pytorch#130015); assumed
-OURS = 0.85             # of the bandwidth, for runtime/fp8_kernels.py; assumed
-# FLOP/s that a large matmul sustains, by format; fp8_fp32 is FP8 that writes fp32. 794 and 1403 TFLOP/s are the best of any
-# shape (ml-engineering, mamf); 0.92 of it fits random data at the shapes of training (nanochat: 65536 x 1664 x 6656 in 2.00 ms
-# BF16, 1.45 ms FP8 with its casts). Rowwise, forward alone, lies between the 575 that d26's 0.90 asks for and the 790 of 8B's
-# 1.10; what the others lose without fast accumulation is in it.
+# of the bandwidth, where Inductor writes a transposed copy (pytorch#130015); assumed
+TRANSPOSED = 0.8
+OURS = 0.85  # of the bandwidth, for runtime/fp8_kernels.py; assumed
+# FLOP/s that a large matmul sustains, by format; fp8_fp32 is FP8 that writes fp32. 794 and 1403
+# TFLOP/s are the best of any shape (ml-engineering, mamf); 0.92 of it fits random data at the
+# shapes of training (nanochat: 65536 x 1664 x 6656 in 2.00 ms BF16, 1.45 ms FP8 with its casts).
+# Rowwise, forward alone, lies between the 575 that d26's 0.90 asks for and the 790 of 8B's 1.10;
+# what the others lose without fast accumulation is in it.
 RATES = {"bf16": 725e12, "fp8": 1300e12, "fp8_fp32": 1300e12, "fp8_rowwise": 680e12}
-HALF_K = (80, 200)      # K at which a matmul reaches half its rate, in BF16 and in FP8
+HALF_K = (80, 200)  # K at which a matmul reaches half its rate, in BF16 and in FP8
 SMS = 132
-ATTENTION = 560e12      # FLOP/s of causal attention over an endless context, masked half not counted
-HALF_T = 512            # context at which attention reaches half its rate: 373 TFLOP/s at 1,024, 527 at 8,192
-NARROW_HEAD = 0.7       # of that rate, with heads narrower than 128
-TILES = (((128, 256), 1.0), ((256, 128), 1.0), ((128, 128), 0.9))   # rows x columns of the output per SM, share of the rate
-IDLE = 0.04             # of everything else: launches, tails, clocks
+ATTENTION = 560e12  # FLOP/s of causal attention over an endless context, masked half not counted
+HALF_T = 512  # context at which attention reaches half its rate: 373 TFLOP/s at 1,024, 527 at 8,192
+NARROW_HEAD = 0.7  # of that rate, with heads narrower than 128
+# rows x columns of the output per SM, share of the rate
+TILES = (((128, 256), 1.0), ((256, 128), 1.0), ((128, 128), 0.9))
+IDLE = 0.04  # of everything else: launches, tails, clocks
 
 
 class Moved(NamedTuple):
     """Bytes that casts move per element of a tensor, beside what every recipe moves."""
-    amax: float = 0.0           # read to find the largest magnitude, by a kernel of its own
-    cast: float = 0.0           # read and written as it lies
-    transposed: float = 0.0     # by a kernel of Inductor's that writes a transposed copy, alone or besides
-    ours: float = 0.0           # by our kernel, which writes both copies
-    spared: float = 0.0         # written and read in BF16's graph, but not in this one
+
+    amax: float = 0.0  # read to find the largest magnitude, by a kernel of its own
+    cast: float = 0.0  # read and written as it lies
+    # by a kernel of Inductor's that writes a transposed copy, alone or besides
+    transposed: float = 0.0
+    ours: float = 0.0  # by our kernel, which writes both copies
+    spared: float = 0.0  # written and read in BF16's graph, but not in this one
 
     def seconds(self, elements: float, bandwidth: float) -> float:
         straight = self.amax + self.cast - self.spared
@@ -61,67 +68,111 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Casts:
-    """What a recipe does to the tensors of qkv, out, gate_up, down and head: `w` per micro-batch and per step."""
-    formats: tuple[str, str, str]       # of the matmuls: forward, input's gradient, weight's gradient
+    """What a recipe does to the tensors of qkv, out, gate_up, down and head: `w` per micro-batch
+    and per step."""
+
+    formats: tuple[str, str, str]  # of the matmuls: forward, input's gradient, weight's gradient
     x: tuple[Moved, ...]
     g: tuple[Moved, ...]
     w: Moved
     w_step: Moved = Moved()
-    adds: bool = False                  # weight gradients are added up within their matmul, but the head's (keep_gradients)
+    # weight gradients are added up within their matmul, but the head's (keep_gradients)
+    adds: bool = False
 
 
 def _x(norm: Moved, attention: Moved, product: Moved) -> tuple[Moved, ...]:
-    """By what a Linear's input comes from: a norm (qkv, gate_up, head), attention (out), SwiGLU's product (down)."""
+    """By what a Linear's input comes from: a norm (qkv, gate_up, head), attention (out), SwiGLU's
+    product (down)."""
     return norm, attention, norm, product, norm
 
 
 _NONE = (Moved(),) * 5
-# A norm's output is not written where only its FP8 copy is read (spares 2); SwiGLU's neither (spares 6), but each pass over
-# it reads both halves again. The weight gradient's amax is found anew, and casts begin at BF16: two passes of each.
+# A norm's output is not written where only its FP8 copy is read (spares 2); SwiGLU's neither
+# (spares 6), but each pass over it reads both halves again. The weight gradient's amax is found
+# anew, and casts begin at BF16: two passes of each.
 _X_TENSOR = _x(Moved(2, 3, 3, spared=2), Moved(4, 3, 3), Moved(8, 5, 5, spared=6))
-_G_TENSOR = (Moved(2, 0, 4, spared=4), Moved(0, 0, 4), Moved(2, 0, 4), Moved(0, 0, 4), Moved(2, 0, 4, spared=4))
+_G_TENSOR = (
+    Moved(2, 0, 4, spared=4),
+    Moved(0, 0, 4),
+    Moved(2, 0, 4),
+    Moved(0, 0, 4),
+    Moved(2, 0, 4, spared=4),
+)
 _X_OURS = _x(Moved(ours=4), Moved(2, ours=4), Moved(ours=4))
-_G_OURS = (Moved(ours=4), Moved(0, 2, ours=4), Moved(ours=4), Moved(0, 2, ours=4), Moved(ours=4, spared=4))
-# Scales known before: Inductor casts in the kernel that makes x, whose transposed copy it makes anew in the backward pass from
-# what that keeps (a norm's input, gate and up), and in the one that makes g, which then leaves it in both layouts alone. As
-# dev/compiler_plan.py has it: 7,613 kB a token at 1.5B, 1,652 above BF16; these sum up to 1,663.
+_G_OURS = (
+    Moved(ours=4),
+    Moved(0, 2, ours=4),
+    Moved(ours=4),
+    Moved(0, 2, ours=4),
+    Moved(ours=4, spared=4),
+)
+# Scales known before: Inductor casts in the kernel that makes x, whose transposed copy it makes
+# anew in the backward pass from what that keeps (a norm's input, gate and up), and in the one that
+# makes g, which then leaves it in both layouts alone. As dev/compiler_plan.py has it: 7,613 kB a
+# token at 1.5B, 1,652 above BF16; these sum up to 1,663.
 _X_DELAYED = _x(Moved(0, 1, 3, spared=2), Moved(0, 3, 3), Moved(0, 1, 5, spared=2))
 _G_DELAYED = (*(Moved(transposed=2, spared=2), Moved(transposed=4)) * 2, Moved(ours=4, spared=4))
 _X_GW_HP = _x(Moved(0, 3), Moved(2, 3), Moved(4, 5))
 _G_GW_HP = (Moved(2, 1), Moved(0, 3), Moved(2, 3), Moved(0, 3), Moved(2, 1))
-# Rows: one kernel finds the amax and casts; columns once more for the weight gradient. Behind a rowwise matmul of the backward
-# pass comes a multiplication by its scales (ao#2184), which keeps the norms' backward passes from fusing: 11 or 37 bytes.
+# Rows: one kernel finds the amax and casts; columns once more for the weight gradient. Behind a
+# rowwise matmul of the backward pass comes a multiplication by its scales (ao#2184), which keeps
+# the norms' backward passes from fusing: 11 or 37 bytes.
 _X_ROW = _x(Moved(2, 1, 3, spared=2), Moved(2, 7, 3), Moved(4, 5, 5, spared=6))
-_G_ROW = (Moved(2, 0, 4, spared=4), Moved(2, 31, 4), Moved(2, 0, 4), Moved(2, 31, 4), Moved(2, 0, 4, spared=4))
+_G_ROW = (
+    Moved(2, 0, 4, spared=4),
+    Moved(2, 31, 4),
+    Moved(2, 0, 4),
+    Moved(2, 31, 4),
+    Moved(2, 0, 4, spared=4),
+)
 _X_ROW_GW_HP = _x(Moved(0, 1), Moved(0, 7), Moved(0, 3))
 _G_ROW_GW_HP = (Moved(0, 1), Moved(0, 11), Moved(0, 3), Moved(0, 11), Moved(0, 1))
-# Row scales reach the matmul in the forward pass alone: backward, without fast accumulation, torchao multiplies by one scale of
-# 1 and applies those of the rows afterwards (float8_ops.py).
+# Row scales reach the matmul in the forward pass alone: backward, without fast accumulation,
+# torchao multiplies by one scale of 1 and applies those of the rows afterwards (float8_ops.py).
 _FP8, _OURS, _ROWS = ("fp8",) * 3, ("fp8", "fp8", "fp8_fp32"), ("fp8_rowwise", "fp8", "fp8")
 
 CASTS = {
     # The weight is cast once a step (4 read, 2 written), its gradient leaves the matmul in fp32.
     "bf16": Casts(("bf16",) * 3, _NONE, _NONE, Moved(), Moved(cast=6), adds=True),
-    # torchao casts weights in every micro-batch, and gradients behind the matmul (2 read, 4 written).
+    # torchao casts weights in every micro-batch, and gradients behind the matmul (2 read, 4
+    # written).
     "tensorwise": Casts(_FP8, _X_TENSOR, _G_TENSOR, Moved(4, 11, 5)),
     "tensorwise_gw_hp": Casts(("fp8", "fp8", "bf16"), _X_GW_HP, _G_GW_HP, Moved(4, 11, 5)),
     "rowwise": Casts(_ROWS, _X_ROW, _G_ROW, Moved(0, 11, 5)),
     "rowwise_with_gw_hp": Casts((*_ROWS[:2], "bf16"), _X_ROW_GW_HP, _G_ROW_GW_HP, Moved(4, 11, 5)),
     # The weight in both layouts, once a step: 4 for the amax, 4 + 2 for the copies.
     "tensorwise+kernels": Casts(_OURS, _X_OURS, _G_OURS, Moved(), Moved(amax=4, ours=6)),
-    "tensorwise+kernels+delayed": Casts(_OURS, _X_DELAYED, _G_DELAYED, Moved(), Moved(amax=4, ours=6)),
-    "tensorwise_gw_hp+kernels": Casts(("fp8", "fp8", "bf16"), tuple(Moved(x.amax, ours=3) for x in _X_OURS),
-                                      (Moved(ours=3),) * 5, Moved(), Moved(amax=4, ours=6), adds=True),
-    "zero casts": Casts(_FP8, _NONE, _NONE, Moved()),       # the ceiling
+    "tensorwise+kernels+delayed": Casts(
+        _OURS, _X_DELAYED, _G_DELAYED, Moved(), Moved(amax=4, ours=6)
+    ),
+    "tensorwise_gw_hp+kernels": Casts(
+        ("fp8", "fp8", "bf16"),
+        tuple(Moved(x.amax, ours=3) for x in _X_OURS),
+        (Moved(ours=3),) * 5,
+        Moved(),
+        Moved(amax=4, ours=6),
+        adds=True,
+    ),
+    "zero casts": Casts(_FP8, _NONE, _NONE, Moved()),  # the ceiling
 }
-LABELS = (*CASTS, "tensorwise+head", "tensorwise+kernels+head", "tensorwise+kernels+delayed+head", "zero casts+head")  # printed
-CASTS |= {f"amax{rest}": CASTS[f"tensorwise{rest}"] for rest in ("", "+kernels", "+kernels+delayed")}
+# printed
+LABELS = (
+    *CASTS,
+    "tensorwise+head",
+    "tensorwise+kernels+head",
+    "tensorwise+kernels+delayed+head",
+    "zero casts+head",
+)
+CASTS |= {
+    f"amax{rest}": CASTS[f"tensorwise{rest}"] for rest in ("", "+kernels", "+kernels+delayed")
+}
 
 
 def linears(model: GPTConfig, gated: bool = True) -> list[tuple[str, int, int, int]]:
-    """(name, inputs K, outputs N, how many) of every Linear. gated: SwiGLU, as here; else one matrix up, one down."""
+    """(name, inputs K, outputs N, how many) of every Linear. gated: SwiGLU, as here; else one
+    matrix up, one down."""
     C, F, L = model.n_embd, model.n_ffn, model.n_layer
-    q_width = model.n_head * model.head_dim        # channels of q, and of attention's output
+    q_width = model.n_head * model.head_dim  # channels of q, and of attention's output
     qkv_width = q_width + 2 * model.kv_heads * model.head_dim
     return [
         ("qkv", C, qkv_width, L),
@@ -133,8 +184,8 @@ def linears(model: GPTConfig, gated: bool = True) -> list[tuple[str, int, int, i
 
 
 def matmul_seconds(bandwidth: float, format: str, M: int, K: int, N: int) -> float:
-    """(M, K) @ (K, N), with K split where the output has too few tiles for the SMs. A sum over HALF_K terms runs at half the
-    rate."""
+    """(M, K) @ (K, N), with K split where the output has too few tiles for the SMs. A sum over
+    HALF_K terms runs at half the rate."""
     rate = RATES[format] * K / (K + HALF_K[format != "bf16"])
     best = math.inf
     for (rows, columns), share in TILES:
@@ -142,76 +193,151 @@ def matmul_seconds(bandwidth: float, format: str, M: int, K: int, N: int) -> flo
         work = 2 * K * rows * columns * tiles / (rate * share)
         for parts in (1, 2, 4, 8, 16):
             waves = tiles * parts / SMS
-            summed = 8 * M * N * parts / bandwidth if parts > 1 else 0.0     # fp32 partial sums, written and read
+            # fp32 partial sums, written and read
+            summed = 8 * M * N * parts / bandwidth if parts > 1 else 0.0
             best = min(best, work * math.ceil(waves) / waves + summed)
     size = 2 if format == "bf16" else 1
-    return max(best, (size * (M * K + K * N) + (4 if format == "fp8_fp32" else 2) * M * N) / bandwidth)
+    return max(
+        best, (size * (M * K + K * N) + (4 if format == "fp8_fp32" else 2) * M * N) / bandwidth
+    )
 
 
-def step(bandwidth: float, model: GPTConfig, label: str, micro_batch: int, tokens_per_step: int, shard: int = 1,
-         bf16: Casts = CASTS["bf16"], gated: bool = True, rope: int = 10 + 12) -> dict[str, float]:
-    """Modelled seconds of a micro-batch of `label`, a key of CASTS with or without +head, with its part of the optimizer step, by
-    BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 / `shard` of the weights; norms' parameters are left out.
+def step(
+    bandwidth: float,
+    model: GPTConfig,
+    label: str,
+    micro_batch: int,
+    tokens_per_step: int,
+    shard: int = 1,
+    bf16: Casts = CASTS["bf16"],
+    gated: bool = True,
+    rope: int = 10 + 12,
+) -> dict[str, float]:
+    """Modelled seconds of a micro-batch of `label`, a key of CASTS with or without +head, with its
+    part of the optimizer step, by BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 /
+    `shard` of the weights; norms' parameters are left out.
 
-    bf16: what the Linears do that stay in BF16. For other people's models: gated as in linears(); rope: bytes per value of
-    attention's output, forward and backward, which lays q, k, v side by side again."""
+    bf16: what the Linears do that stay in BF16. For other people's models: gated as in linears();
+    rope: bytes per value of attention's output, forward and backward, which lays q, k, v side by
+    side again."""
     M, recipe = micro_batch * model.n_ctx, label.removesuffix("+head")
     accumulation = max(1, tokens_per_step // M)
-    buckets, within = dict.fromkeys(BUCKETS, 0.0), 0        # parameters whose gradients their matmul adds up
+    # parameters whose gradients their matmul adds up
+    buckets, within = dict.fromkeys(BUCKETS, 0.0), 0
     for i, (name, K, N, count) in enumerate(linears(model, gated)):
         casts = bf16 if recipe == "bf16" or (name == "head" and recipe == label) else CASTS[recipe]
         sizes = ((M, K, N), (M, N, K), (N, M, K))
         buckets["matmul"] += count * sum(
-            matmul_seconds(bandwidth, form, *size) for form, size in zip(casts.formats, sizes, strict=True))
-        buckets["cast"] += count * (casts.x[i].seconds(M * K, bandwidth) + casts.g[i].seconds(M * N, bandwidth)
-                                    + casts.w.seconds(K * N, bandwidth) + casts.w_step.seconds(K * N, bandwidth) / accumulation)
+            matmul_seconds(bandwidth, form, *size)
+            for form, size in zip(casts.formats, sizes, strict=True)
+        )
+        buckets["cast"] += count * (
+            casts.x[i].seconds(M * K, bandwidth)
+            + casts.g[i].seconds(M * N, bandwidth)
+            + casts.w.seconds(K * N, bandwidth)
+            + casts.w_step.seconds(K * N, bandwidth) / accumulation
+        )
         within += count * K * N if casts.adds and name != "head" and accumulation > 1 else 0
-    C, table, q_width = model.n_embd, model.vocab_padded * model.n_embd, model.n_head * model.head_dim
-    params = sum(count * K * N for _, K, N, count in linears(model, gated)) + (0 if model.tied else table)
-    # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8 forward + 8 backward), RoPE,
-    # the activation; then the embedding and the last norm.
-    pointwise = model.n_layer * (32 * C + rope * q_width + (16 if gated else 10) * model.n_ffn) + 16 * C
-    # Gradients added up (but for a step's first micro-batch), the embedding's scattered; within a matmul they are read once more,
-    # and zeroed once a step.
-    gradients = 12 * (accumulation - 1) / accumulation * (params - within) + (4 + 4 / accumulation) * within
+    C, table, q_width = (
+        model.n_embd,
+        model.vocab_padded * model.n_embd,
+        model.n_head * model.head_dim,
+    )
+    params = sum(count * K * N for _, K, N, count in linears(model, gated)) + (
+        0 if model.tied else table
+    )
+    # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8
+    # forward + 8 backward), RoPE, the activation; then the embedding and the last norm.
+    pointwise = (
+        model.n_layer * (32 * C + rope * q_width + (16 if gated else 10) * model.n_ffn) + 16 * C
+    )
+    # Gradients added up (but for a step's first micro-batch), the embedding's scattered; within a
+    # matmul they are read once more, and zeroed once a step.
+    gradients = (
+        12 * (accumulation - 1) / accumulation * (params - within) + (4 + 4 / accumulation) * within
+    )
     gradients += (14 if model.tied else 4) * table + 20 * M * C
     # Attention is 2 + 5 matmuls of T / 2 columns, the causal half.
-    rate = ATTENTION * model.n_ctx / (model.n_ctx + HALF_T) * (1.0 if model.head_dim >= 128 else NARROW_HEAD)
+    rate = (
+        ATTENTION
+        * model.n_ctx
+        / (model.n_ctx + HALF_T)
+        * (1.0 if model.head_dim >= 128 else NARROW_HEAD)
+    )
     buckets["attention"] = model.n_layer * M * 7 * q_width * model.n_ctx / rate
     buckets["pointwise"] = (M * pointwise + gradients) / bandwidth
-    buckets["loss"] = 6 * M * model.vocab_padded / bandwidth         # logits read forward, read and written backward
-    buckets["optimizer"] = 40 * params / shard / bandwidth / accumulation     # clip 4 + 8, AdamW 16 + 12
+    # logits read forward, read and written backward
+    buckets["loss"] = 6 * M * model.vocab_padded / bandwidth
+    # clip 4 + 8, AdamW 16 + 12
+    buckets["optimizer"] = 40 * params / shard / bandwidth / accumulation
     buckets["other"] = IDLE * sum(buckets.values())
     return buckets
 
 
 def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
-    """Modelled speed of a run over its BF16 twin's on `gpus` of this name; None where no model tells: another GPU, a recipe or
-    choice of Linears without casts here, eager or recomputed blocks."""
+    """Modelled speed of a run over its BF16 twin's on `gpus` of this name; None where no model
+    tells: another GPU, a recipe or choice of Linears without casts here, eager or recomputed
+    blocks."""
     f, p, m = config.fp8, config.parallel, config.model
-    name = next((name for name in GPUS if re.search(rf"\b{name}\b", gpu, re.I) and peak_flops(gpu) == peak_flops(name)), None)
+    name = next(
+        (
+            name
+            for name in GPUS
+            if re.search(rf"\b{name}\b", gpu, re.I) and peak_flops(gpu) == peak_flops(name)
+        ),
+        None,
+    )
     # Under FSDP2 our kernels cast at each use.
-    if name is None or f.label.removesuffix("+head") not in CASTS or p.recompute or not p.compile or (gpus > 1 and f.kernels):
+    if (
+        name is None
+        or f.label.removesuffix("+head") not in CASTS
+        or p.recompute
+        or not p.compile
+        or (gpus > 1 and f.kernels)
+    ):
         return None
-    micro_batch = max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
-    bf16, quantised = (sum(step(GPUS[name], m, label, micro_batch, config.data.tokens_per_step // gpus, p.shard or 1,
-                                replace(CASTS["bf16"], adds=gpus == 1)).values()) for label in ("bf16", f.label))
+    micro_batch = (
+        max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
+    )
+    bf16, quantised = (
+        sum(
+            step(
+                GPUS[name],
+                m,
+                label,
+                micro_batch,
+                config.data.tokens_per_step // gpus,
+                p.shard or 1,
+                replace(CASTS["bf16"], adds=gpus == 1),
+            ).values()
+        )
+        for label in ("bf16", f.label)
+    )
     return bf16 / quantised
 
 
-def highest_ratio(config: Config, in_fp8: int, flops_per_token: int, peaks: tuple[float, float]) -> float:
-    """The most that FP8 may speed a run up: the matmuls of `in_fp8` parameters at the ratio of (BF16, FP8) peaks, casts free."""
-    again = config.parallel.recompute       # the forward pass, a third of the FLOPs
+def highest_ratio(
+    config: Config, in_fp8: int, flops_per_token: int, peaks: tuple[float, float]
+) -> float:
+    """The most that FP8 may speed a run up: the matmuls of `in_fp8` parameters at the ratio of
+    (BF16, FP8) peaks, casts free."""
+    again = config.parallel.recompute  # the forward pass, a third of the FLOPs
     # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
-    share = ((4 if config.fp8.recipe.endswith("gw_hp") else 6) + 2 * again) * in_fp8 / flops_per_token / (4 / 3 if again else 1)
+    share = (
+        ((4 if config.fp8.recipe.endswith("gw_hp") else 6) + 2 * again)
+        * in_fp8
+        / flops_per_token
+        / (4 / 3 if again else 1)
+    )
     return 1 / (1 - share * (1 - peaks[0] / peaks[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     gpu: Literal["h100", "h200"] = "h100"
-    sizes: tuple[Literal["125m", "350m", "760m", "1p5b"], ...] = ("125m", "350m", "760m", "1p5b")   # of configs/gpt<size>_bf16.py
-    context: int = 1024             # T, tokens
+    # of configs/gpt<size>_bf16.py
+    sizes: tuple[Literal["125m", "350m", "760m", "1p5b"], ...] = ("125m", "350m", "760m", "1p5b")
+    context: int = 1024  # T, tokens
 
     def __post_init__(self):
         if problems := positive(self, "context"):
@@ -223,18 +349,34 @@ def main(options: Options) -> None:
     """Each size under every label, as many tokens a micro-batch as MICRO_BATCH at 1,024."""
     bandwidth, T = GPUS[options.gpu], options.context
     peak, _ = PEAK_FLOPS[options.gpu.upper()]
-    print(f"MODELLED step times on {options.gpu.upper()} SXM from published ceilings; nothing here is measured")
+    print(
+        f"MODELLED step times on {options.gpu.upper()} SXM from published ceilings; nothing here is"
+        " measured"
+    )
     for size in options.sizes:
         model = replace(load_config(ROOT / f"configs/gpt{size}_bf16.py").model, n_ctx=T)
-        micro_batch, flops_per_token = max(1, MICRO_BATCH[size] * 1024 // T), GPT.on_meta(model).counts()["flops_per_token"]
+        micro_batch, flops_per_token = (
+            max(1, MICRO_BATCH[size] * 1024 // T),
+            GPT.on_meta(model).counts()["flops_per_token"],
+        )
         print(f"\n{size}, T={T}, micro-batch {micro_batch}, {TOKENS_PER_STEP:,} tokens a step")
-        print(f"  {'label':31} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   " + "".join(f"{name:>10}" for name in BUCKETS))
-        steps = {label: step(bandwidth, model, label, micro_batch, TOKENS_PER_STEP) for label in LABELS}
+        print(
+            f"  {'label':31} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   "
+            + "".join(f"{name:>10}" for name in BUCKETS)
+        )
+        steps = {
+            label: step(bandwidth, model, label, micro_batch, TOKENS_PER_STEP) for label in LABELS
+        }
         for label, buckets in steps.items():
             seconds = sum(buckets.values())
-            tok_per_s, shares = micro_batch * T / seconds, "".join(f"{part / seconds:z10.1%}" for part in buckets.values())
-            print(f"  {label:31} {tok_per_s:8,.0f} {sum(steps['bf16'].values()) / seconds:6.3f} "
-                  f"{tok_per_s * flops_per_token / peak:9.1%}   {shares}")
+            tok_per_s, shares = (
+                micro_batch * T / seconds,
+                "".join(f"{part / seconds:z10.1%}" for part in buckets.values()),
+            )
+            print(
+                f"  {label:31} {tok_per_s:8,.0f} {sum(steps['bf16'].values()) / seconds:6.3f} "
+                f"{tok_per_s * flops_per_token / peak:9.1%}   {shares}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Turn text into token ids and back.
 
-Two tokenizers are built in, both offline: `gpt2` is GPT-2's byte-pair encoding, run by tiktoken on merges that lie beside
-this file; `byte` is the 256 byte values. In both the last id is the end-of-text token, which stands before every document.
-Any other is a folder with tokenizer.json and tokenizer_config.json, Hugging Face's layout, read by their package `tokenizers`.
-"""
+Two tokenizers are built in, both offline: `gpt2` is GPT-2's byte-pair encoding, run by tiktoken on
+merges that lie beside this file; `byte` is the 256 byte values. In both the last id is the
+end-of-text token, which stands before every document. Any other is a folder with tokenizer.json and
+tokenizer_config.json, Hugging Face's layout, read by their package `tokenizers`."""
 
 import json
 import lzma
@@ -24,25 +24,40 @@ from runtime.letters import BYTE_LETTERS
 from runtime.machine import write_json
 from runtime.pieces import build_encoder
 
-VOCAB_SIZE = {"gpt2": 50257, "byte": 257}      # the built-in ones
-# The files of a tokenizer folder. The first two are read and must be there; the others only go with a copy.
-FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
-CONTROL_TOKEN = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")      # <tool_call>, <|fim_prefix|>, [INST]
+VOCAB_SIZE = {"gpt2": 50257, "byte": 257}  # the built-in ones
+# The files of a tokenizer folder. The first two are read and must be there; the others only go with
+# a copy.
+FOLDER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+CONTROL_TOKEN = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")  # <tool_call>, <|fim_prefix|>, [INST]
 GENERATION_FILE = "generation_config.json"
-ENDS_FILES = (GENERATION_FILE, "config.json")      # which name the ids that end a generated text
+ENDS_FILES = (GENERATION_FILE, "config.json")  # which name the ids that end a generated text
 
-# OpenAI's vocab.bpe (2019, modified MIT licence), compressed: the 50,000 merges of GPT-2, and their hash, gpt2's identity.
+# OpenAI's vocab.bpe (2019, modified MIT licence), compressed: the 50,000 merges of GPT-2, and their
+# hash, gpt2's identity.
 MERGES_FILE = Path(__file__).with_name("gpt2_vocab_bpe.xz")
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 END_OF_TEXT = "<|endoftext|>"
-# Radford et al. 2019. The group holds all alternatives without a lookahead, which fancy_regex then hands to one automaton: the
-# pieces of tiktoken's own copy, which it tries one after the other, in 0.6 of the time of encoding.
+# Radford et al. 2019. The group holds all alternatives without a lookahead, which fancy_regex then
+# hands to one automaton: the pieces of tiktoken's own copy, which it tries one after the other, in
+# 0.6 of the time of encoding.
 GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s"
 
-# tiktoken 0.14 keeps a record per character of a run of white space that text follows, and fails at a million of them: such a
-# run is cut before its last character, where the pattern begins a new piece anyway.
-WHITE_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"      # its \s; Python's holds four more
+# tiktoken 0.14 keeps a record per character of a run of white space that text follows, and fails at
+# a million of them: such a run is cut before its last character, where the pattern begins a new
+# piece anyway.
+# its \s; Python's holds four more
+WHITE_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 LONG_RUN_LENGTH = 500_000
 LONG_RUN = re.compile(f"(?<!{WHITE_SPACE}){WHITE_SPACE}{{{LONG_RUN_LENGTH},}}")
 
@@ -50,21 +65,25 @@ LONG_RUN = re.compile(f"(?<!{WHITE_SPACE}){WHITE_SPACE}{{{LONG_RUN_LENGTH},}}")
 @dataclass(frozen=True)
 class Tokenizer:
     """Built by load_tokenizer()."""
-    name: str                                       # what it was loaded by: "gpt2", "byte" or a folder
-    _identify: Callable[[], tuple[str, ...]]        # -> hashes; takes seconds where the vocabulary is large
-    vocab_size: int                                 # every id is below; a folder's added tokens included
-    prefix: tuple[int, ...]                         # before each document in a shard: end of text, begin of text if there is one
-    _encode: Callable[[str], list[int] | np.ndarray]    # text without lone surrogates -> ids
+
+    name: str  # what it was loaded by: "gpt2", "byte" or a folder
+    # -> hashes; takes seconds where the vocabulary is large
+    _identify: Callable[[], tuple[str, ...]]
+    vocab_size: int  # every id is below; a folder's added tokens included
+    # before each document in a shard: end of text, begin of text if there is one
+    prefix: tuple[int, ...]
+    _encode: Callable[[str], list[int] | np.ndarray]  # text without lone surrogates -> ids
     _decode: Callable[[list[int]], str]
     # The same of a text in which special tokens are tokens where it spells them.
     _encode_special: Callable[[str], list[int] | np.ndarray]
     # The same and, of each id, the first and the last character + 1 of the text: of a folder alone.
     _encode_places: Callable[[str], tuple[list[int], list[tuple[int, int]]]] | None = None
-    adds_start: bool = False                        # whether it puts `start` before a text itself, as Llama's does
-    other_ends: tuple[int, ...] = ()                # ids beside `eot` that end a generated text
-    special_ids: frozenset[int] = frozenset()       # tokens that are no text: end of text and what a folder marks as special
-    # Tokens for control, such as <tool_call>, that tokenizer.json does not call special: they are tokens
-    # where plain text spells them too.
+    adds_start: bool = False  # whether it puts `start` before a text itself, as Llama's does
+    other_ends: tuple[int, ...] = ()  # ids beside `eot` that end a generated text
+    # tokens that are no text: end of text and what a folder marks as special
+    special_ids: frozenset[int] = frozenset()
+    # Tokens for control, such as <tool_call>, that tokenizer.json does not call special: they are
+    # tokens where plain text spells them too.
     control_tokens: tuple[str, ...] = ()
 
     @property
@@ -78,8 +97,8 @@ class Tokenizer:
 
     @property
     def sha256(self) -> str:
-        """Identity of the rules: equal where all ids are, however the files are written. The shards'
-        index.json carries it."""
+        """Identity of the rules: equal where all ids are, however the files are written. The
+        shards' index.json carries it."""
         return self.hashes[0]
 
     def goes_by(self, sha256: str | None) -> bool:
@@ -88,7 +107,7 @@ class Tokenizer:
 
     @property
     def eot(self) -> int:
-        return self.prefix[0]       # ends a text
+        return self.prefix[0]  # ends a text
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -97,24 +116,27 @@ class Tokenizer:
 
     @property
     def start(self) -> int:
-        return self.prefix[-1]      # before the first token of every document, so of a prompt too
+        return self.prefix[-1]  # before the first token of every document, so of a prompt too
 
     @property
     def dtype(self) -> str:
-        return "<u2" if self.vocab_size <= 2**16 else "<u4"     # of the ids, by NumPy's name
+        return "<u2" if self.vocab_size <= 2**16 else "<u4"  # of the ids, by NumPy's name
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of clean(text), of self.dtype, without special tokens: text that spells <|endoftext|> stays text."""
+        """The ids of clean(text), of self.dtype, without special tokens: text that spells
+        <|endoftext|> stays text."""
         return np.array(self._encode(clean(text)), self.dtype)
 
     def encode_special(self, text: str) -> np.ndarray:
-        """The ids of clean(text), of self.dtype, in which what spells a special token is that token, as
-        transformers reads a text."""
+        """The ids of clean(text), of self.dtype, in which what spells a special token is that
+        token, as transformers reads a text."""
         return np.array(self._encode_special(clean(text)), self.dtype)
 
-    def encode_marked(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text without lone surrogates, as encode_special() has them, and which of them
-        have a character in one of the `spans` (first, last + 1), bool of the same length."""
+    def encode_marked(
+        self, text: str, spans: list[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a text without lone surrogates, as encode_special() has them, and which of
+        them have a character in one of the `spans` (first, last + 1), bool of the same length."""
         assert self._encode_places is not None, "only a folder has chat templates"
         ids, places = self._encode_places(text)
         starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
@@ -124,11 +146,14 @@ class Tokenizer:
         return np.array(ids, self.dtype), is_marked
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of the ids; bytes that are not UTF-8 become U+FFFD. Special tokens are spelled, or left out with
-        skip_special. Raises ValueError for an id outside the vocabulary."""
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD. Special tokens are spelled,
+        or left out with skip_special. Raises ValueError for an id outside the vocabulary."""
         ids = [int(i) for i in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise ValueError(f"{self.name} has ids 0 to {self.vocab_size - 1}, but was given {min(ids)} to {max(ids)}")
+            raise ValueError(
+                f"{self.name} has ids 0 to {self.vocab_size - 1}, but was given {min(ids)} to"
+                f" {max(ids)}"
+            )
         if skip_special:
             ids = [i for i in ids if i not in self.special_ids]
         return self._decode(ids)
@@ -140,14 +165,16 @@ def tokenizer_kind(name: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The text as it is hashed, counted and tokenised. Python strings may hold halves of UTF-16 pairs (JSON's \\ud83d), which
-    have no UTF-8 form: a pair becomes its character, a lone half U+FFFD."""
+    """The text as it is hashed, counted and tokenised. Python strings may hold halves of UTF-16
+    pairs (JSON's \\ud83d), which have no UTF-8 form: a pair becomes its character, a lone half
+    U+FFFD."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def load_tokenizer(name: str, control_tokens: str = "ids") -> Tokenizer:
-    """Of this name, "gpt2" or "byte", or in this folder. control_tokens="text": its `control_tokens`
-    stay text where plain text spells them, as special tokens do. Raises UserError."""
+    """Of this name, "gpt2" or "byte", or in this folder. control_tokens="text": its
+    `control_tokens` stay text where plain text spells them, as special tokens do. Raises
+    UserError."""
     if name == "gpt2":
         return _load_gpt2(name)
     if name == "byte":
@@ -163,47 +190,79 @@ def _load_byte(name: str) -> Tokenizer:
         first, *others = text.split(END_OF_TEXT)
         return [*first.encode(), *(i for part in others for i in (256, *part.encode()))]
 
-    return Tokenizer(name, lambda: (digest,), VOCAB_SIZE[name], (256,), lambda text: np.frombuffer(text.encode(), np.uint8),
-                     lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"),
-                     encode_special, special_ids=frozenset({256}))
+    return Tokenizer(
+        name,
+        lambda: (digest,),
+        VOCAB_SIZE[name],
+        (256,),
+        lambda text: np.frombuffer(text.encode(), np.uint8),
+        lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"),
+        encode_special,
+        special_ids=frozenset({256}),
+    )
 
 
 def _load_gpt2(name: str) -> Tokenizer:
     import tiktoken
+
     ranks = {token: rank for rank, token in enumerate(token_bytes())}
-    gpt2 = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256})
+    gpt2 = tiktoken.Encoding(
+        "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256}
+    )
 
     def encode(text: str, allowed_special: Set[str] = frozenset()) -> np.ndarray:
         runs = LONG_RUN.finditer(text) if len(text) > LONG_RUN_LENGTH else ()
         cuts = [0, *(run.end() - 1 for run in runs if run.end() < len(text)), len(text)]
-        return np.concatenate([gpt2.encode_to_numpy(text[a:b], allowed_special=allowed_special, disallowed_special=())
-                               for a, b in pairwise(cuts)])
+        return np.concatenate(
+            [
+                gpt2.encode_to_numpy(
+                    text[a:b], allowed_special=allowed_special, disallowed_special=()
+                )
+                for a, b in pairwise(cuts)
+            ]
+        )
 
-    return Tokenizer(name, lambda: (VOCAB_BPE_SHA256,), VOCAB_SIZE[name], (50256,), encode, gpt2.decode,
-                     lambda text: encode(text, {END_OF_TEXT}), special_ids=frozenset({50256}))
+    return Tokenizer(
+        name,
+        lambda: (VOCAB_BPE_SHA256,),
+        VOCAB_SIZE[name],
+        (50256,),
+        encode,
+        gpt2.decode,
+        lambda text: encode(text, {END_OF_TEXT}),
+        special_ids=frozenset({50256}),
+    )
 
 
 def token_bytes() -> list[bytes]:
-    """The bytes of gpt2's ids 0 to 50255: single bytes in GPT-2's order, then each merge's two parts joined."""
+    """The bytes of gpt2's ids 0 to 50255: single bytes in GPT-2's order, then each merge's two
+    parts joined."""
     bytes_of = {letter: b for b, letter in BYTE_LETTERS.items()}
     merges = vocab_bpe().decode().splitlines()[1:]
-    return [bytes(map(bytes_of.__getitem__, word.replace(" ", ""))) for word in (*bytes_of, *merges)]
+    return [
+        bytes(map(bytes_of.__getitem__, word.replace(" ", ""))) for word in (*bytes_of, *merges)
+    ]
 
 
 def vocab_bpe() -> bytes:
-    """OpenAI's vocab.bpe: a heading, then one merge a line, bytes written as printable characters."""
-    return lzma.decompress(MERGES_FILE.read_bytes())        # which holds a checksum
+    """OpenAI's vocab.bpe: a heading, then one merge a line, bytes written as printable
+    characters."""
+    return lzma.decompress(MERGES_FILE.read_bytes())  # which holds a checksum
 
 
 def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
-    """Of tokenizer_config.json, and special_tokens_map.json where it names none, only the tokens that end and begin a text
-    are read: no code, no template. generation_config.json
-    and config.json, where the folder has them, may name more tokens that end a text."""
+    """Of tokenizer_config.json, and special_tokens_map.json where it names none, only the tokens
+    that end and begin a text are read: no code, no template. generation_config.json and
+    config.json, where the folder has them, may name more tokens that end a text."""
     import tokenizers
+
     file, config = (Path(name) / file for file in FOLDER_FILES[:2])
     if not file.is_file():
-        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder, but that one has no "
-                        f"tokenizer.json: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
+        raise UserError(
+            f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder, but"
+            " that one has no tokenizer.json: transformers'"
+            " AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it"
+        )
     try:
         rules, roles = file.read_bytes(), read_roles(Path(name))
         control = _control_tokens(json.loads(rules))
@@ -211,25 +270,39 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
         fast = tokenizers.Tokenizer.from_buffer(plain)
         fast.no_truncation()
         fast.no_padding()
-        fast.encode_special_tokens = True       # text that spells a special token stays text
-        first = fast.encode("any word \u00e9\n").ids[:1]         # rules that fail on some text should fail here
-        vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())      # ids may have gaps
-        named = [role["content"] if isinstance(role, dict) else role for role in map(roles.get, ("eos_token", "bos_token"))]
+        fast.encode_special_tokens = True  # text that spells a special token stays text
+        # rules that fail on some text should fail here
+        first = fast.encode("any word \u00e9\n").ids[:1]
+        vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())  # ids may have gaps
+        named = [
+            role["content"] if isinstance(role, dict) else role
+            for role in map(roles.get, ("eos_token", "bos_token"))
+        ]
         eos, bos = (None if token is None else fast.token_to_id(token) for token in named)
-    except Exception as error:                  # the package has no class of its own
-        raise UserError(f"{file} and {config.name} cannot be read ({error}): both must be as transformers' save_pretrained(...) "
-                        f"writes them") from error
+    except Exception as error:  # the package has no class of its own
+        raise UserError(
+            f"{file} and {config.name} cannot be read ({error}): both must be as transformers'"
+            " save_pretrained(...) writes them"
+        ) from error
     dropout = getattr(fast.model, "dropout", None)
     if dropout:
-        raise UserError(f"{file} has dropout={dropout:g} in its model, by which a text gets other ids at each call: set it to "
-                        f"null, for shards must be the same each time")
+        raise UserError(
+            f"{file} has dropout={dropout:g} in its model, by which a text gets other ids at each"
+            " call: set it to null, for shards must be the same each time"
+        )
     if eos is None or (bos is None) != (named[1] is None):
-        special = [token.content for token in fast.get_added_tokens_decoder().values() if token.special]
-        raise UserError(f"{config} says eos_token={named[0]!r:.60} and bos_token={named[1]!r:.60}, but a token of {file.name} "
-                        f"must end each document, and begin it where one is named: name one of its tokens there; its special "
-                        f"ones are {', '.join(special[:10]) or 'none'}")
+        special = [
+            token.content for token in fast.get_added_tokens_decoder().values() if token.special
+        ]
+        raise UserError(
+            f"{config} says eos_token={named[0]!r:.60} and bos_token={named[1]!r:.60}, but a token"
+            f" of {file.name} must end each document, and begin it where one is named: name one of"
+            f" its tokens there; its special ones are {', '.join(special[:10]) or 'none'}"
+        )
     prefix = (eos,) if bos in (None, eos) else (eos, bos)
-    special_ids = {i for i, token in fast.get_added_tokens_decoder().items() if token.special} | set(prefix)
+    special_ids = {
+        i for i, token in fast.get_added_tokens_decoder().items() if token.special
+    } | set(prefix)
 
     def identify() -> tuple[str, ...]:
         # The control tokens as text are no other tokenizer: each id means the same.
@@ -249,31 +322,44 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
         # By this call the package keeps no places in the text: half of the memory.
         return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    return Tokenizer(name, identify, vocab_size, prefix, build_encoder(fast, encode_whole),
-                     lambda ids: fast.decode(ids, skip_special_tokens=False),
-                     lambda text: encode_places(text)[0], encode_places,
-                     adds_start=first == [prefix[-1]],      # by its post-processor; a bos_token's name alone adds none
-                     other_ends=_other_ends(Path(name), eos, vocab_size), control_tokens=control,
-                     special_ids=frozenset(special_ids))
+    return Tokenizer(
+        name,
+        identify,
+        vocab_size,
+        prefix,
+        build_encoder(fast, encode_whole),
+        lambda ids: fast.decode(ids, skip_special_tokens=False),
+        lambda text: encode_places(text)[0],
+        encode_places,
+        # by its post-processor; a bos_token's name alone adds none
+        adds_start=first == [prefix[-1]],
+        other_ends=_other_ends(Path(name), eos, vocab_size),
+        control_tokens=control,
+        special_ids=frozenset(special_ids),
+    )
 
 
 def read_roles(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, with the tokens that special_tokens_map.json alone names, as older
-    folders have it. Raises OSError and ValueError: a file that cannot be read, or neither is there."""
+    folders have it. Raises OSError and ValueError: a file that cannot be read, or neither is
+    there."""
     config, special = (folder / name for name in FOLDER_FILES[1:3])
     if not special.is_file():
         return json.loads(config.read_bytes())
     settings = json.loads(config.read_bytes()) if config.is_file() else {}
     tokens = json.loads(special.read_bytes())
     if not isinstance(settings, dict) or not isinstance(tokens, dict):
-        raise ValueError("a JSON object is expected in tokenizer_config.json and special_tokens_map.json")
+        raise ValueError(
+            "a JSON object is expected in tokenizer_config.json and special_tokens_map.json"
+        )
     named = {key: value for key, value in settings.items() if value is not None}
     roles = {key: value for key, value in tokens.items() if key.endswith("_token")}
     return settings | roles | named
 
 
 def _control_tokens(rules: dict) -> tuple[str, ...]:
-    """The added tokens that look like ones for control but are not called special, in their order."""
+    """The added tokens that look like ones for control but are not called special, in their
+    order."""
     return tuple(
         token["content"]
         for token in rules.get("added_tokens") or ()
@@ -290,12 +376,12 @@ def _as_special(rules: bytes, contents: tuple[str, ...]) -> bytes:
 
 
 def _identity(fast, roles: list[int | None]) -> str:
-    """SHA-256 of what a tokenizer does to a text, equal however its file is written: save_pretrained
-    respells merges, adds keys with their defaults and notes lengths for padding.
+    """SHA-256 of what a tokenizer does to a text, equal however its file is written:
+    save_pretrained respells merges, adds keys with their defaults and notes lengths for padding.
 
     roles: the ids of the tokens that end and begin a text.
     """
-    rules = json.loads(fast.to_str())       # the package's own spelling, with all defaults
+    rules = json.loads(fast.to_str())  # the package's own spelling, with all defaults
     model = rules["model"]
     vocab, merges = model.pop("vocab"), model.pop("merges", [])
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
@@ -315,8 +401,9 @@ def _identity(fast, roles: list[int | None]) -> str:
 
 
 def _without_defaults(value):
-    """A part of tokenizer.json without what changes no id: keys that say nothing (null, false, an empty
-    text or list), which versions of the package leave out or write, and the trimming of offsets."""
+    """A part of tokenizer.json without what changes no id: keys that say nothing (null, false, an
+    empty text or list), which versions of the package leave out or write, and the trimming of
+    offsets."""
     if isinstance(value, list):
         return [_without_defaults(part) for part in value]
     if not isinstance(value, dict):
@@ -364,30 +451,34 @@ def end_ids(path: Path) -> list[int]:
     for end in ids:
         # A bool is an int to Python.
         if not isinstance(end, int) or isinstance(end, bool) or end < 0:
-            raise UserError(f"{path} has eos_token_id={named!r:.80}: it must be an id or a list of ids")
+            raise UserError(
+                f"{path} has eos_token_id={named!r:.80}: it must be an id or a list of ids"
+            )
     return ids
 
 
 def tokenizer_of(run_dir: Path, name: str) -> str:
-    """What to load as a run's data.tokenizer: the run's own copy, where that is a folder and the run has one."""
+    """What to load as a run's data.tokenizer: the run's own copy, where that is a folder and the
+    run has one."""
     own = Path(run_dir) / "tokenizer"
     return str(own) if name not in VOCAB_SIZE and (own / FOLDER_FILES[0]).is_file() else name
 
 
 def keep_tokenizer(run_dir: Path, name: str) -> None:
-    """Copy a tokenizer that is a folder into the run's own folder, so that the run can be moved without it."""
+    """Copy a tokenizer that is a folder into the run's own folder, so that the run can be moved
+    without it."""
     own, part = Path(run_dir) / "tokenizer", Path(run_dir) / ".tokenizer.tmp"
     if name in VOCAB_SIZE or own.exists():
         return
-    shutil.rmtree(part, ignore_errors=True)     # of a run that was killed
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     shutil.copytree(name, part, ignore=lambda _, names: set(names) - set(FOLDER_FILES))
     _keep_ends(part / GENERATION_FILE, end_ids(Path(name) / "config.json"))
     part.rename(own)
 
 
 def _keep_ends(path: Path, ends: list[int]) -> None:
-    """Let the copy's generation_config.json name the `ends` of the folder's config.json, which is the
-    model's and stays behind. Where it names them all it stays as it is."""
+    """Let the copy's generation_config.json name the `ends` of the folder's config.json, which is
+    the model's and stays behind. Where it names them all it stays as it is."""
     named = end_ids(path)
     if set(named) >= set(ends):
         return

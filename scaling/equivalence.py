@@ -1,11 +1,11 @@
-"""Test that a recipe's gap lies within a margin at every size, not merely on average over sizes and budgets.
+"""Test that a recipe's gap lies within a margin at every size, not merely on average over sizes and
+budgets.
 
-An intersection-union test (Berger 1982): the recipe is equivalent if each part passes its own two one-sided
-t-tests at 5 %. A part is one size's largest budget, or the trend over sizes at the largest run. The probability
-of a false "equivalent" is then at most 5 %, whichever part lies beyond the margin; no correction for the number
-of parts is needed. The mean over all sizes and budgets is no part: a small gap at short budgets would hide a
-large one at the longest.
-"""
+An intersection-union test (Berger 1982): the recipe is equivalent if each part passes its own two
+one-sided t-tests at 5 %. A part is one size's largest budget, or the trend over sizes at the
+largest run. The probability of a false "equivalent" is then at most 5 %, whichever part lies beyond
+the margin; no correction for the number of parts is needed. The mean over all sizes and budgets is
+no part: a small gap at short budgets would hide a large one at the longest."""
 
 import math
 from dataclasses import dataclass
@@ -33,9 +33,11 @@ class SizeGaps:
 
 @dataclass(frozen=True)
 class Part:
-    """One gap in per cent of the loss that must lie within the margin; se to p are None where no spread is known."""
+    """One gap in per cent of the loss that must lie within the margin; se to p are None where no
+    spread is known."""
 
-    kind: str  # "size": the largest budget of one size; "trend": the line over sizes, at the largest run
+    # "size": the largest budget of one size; "trend": the line over sizes, at the largest run
+    kind: str
     N: int  # parameters, as the study counts them
     tokens: int
     independent_pairs: int
@@ -70,7 +72,8 @@ class Line:
 
 
 def judge_equivalence(chosen, arm: str, margin_percent: float | None) -> Equivalence:
-    """The test of one recipe's Pairs under the evaluation `arm`; margin_percent: None if no margin was declared."""
+    """The test of one recipe's Pairs under the evaluation `arm`; margin_percent: None if no margin
+    was declared."""
     sizes = []
     for N, pairs_of_size in grouped(chosen, lambda pair: pair.fp8.N):
         budgets = [
@@ -89,7 +92,8 @@ def judge_equivalence(chosen, arm: str, margin_percent: float | None) -> Equival
 
 
 def parts_of(sizes: list[SizeGaps], margin_percent: float | None) -> list[Part]:
-    """The parts of the test: one for each of `sizes`, smallest first, then the trend where there is one."""
+    """The parts of the test: one for each of `sizes`, smallest first, then the trend where there is
+    one."""
     line = fit_line(np.array([float(size.N) for size in sizes]), [size.gaps for size in sizes])
     shared_sd, shared_dof = _shared_spread(sizes, line)
     parts = []
@@ -107,7 +111,8 @@ def parts_of(sizes: list[SizeGaps], margin_percent: float | None) -> list[Part]:
 
 
 def fit_line(sizes: np.ndarray, gaps: list[np.ndarray]) -> Line | None:
-    """The line through all gaps [%]: a group of independent ones for each of `sizes`, shape (sizes,), ascending.
+    """The line through all gaps [%]: a group of independent ones for each of `sizes`, shape
+    (sizes,), ascending.
 
     None below three sizes or four gaps, or where the line meets every gap."""
     counts = [len(values) for values in gaps]
@@ -129,17 +134,21 @@ def fit_line(sizes: np.ndarray, gaps: list[np.ndarray]) -> Line | None:
 def tost_power(margin: float, se: float, dof: int) -> float:
     """Probability that the two one-sided t-tests at 5 % pass where the gap is 0.
 
-    se: the true standard error, itself estimated with `dof` degrees of freedom; by quadrature over that estimate."""
+    se: the true standard error, itself estimated with `dof` degrees of freedom; by quadrature over
+    that estimate."""
     room = margin / se - _critical_errors(dof)
     passes = np.where(room > 0, 2 * stats.norm.cdf(room) - 1, 0.0)
     return 0.5 * float(WEIGHTS @ passes)
 
 
 def narrowest_margin(parts: list[Part]) -> float | None:
-    """The margin [%] that all `parts` pass with a probability of 80 % where each gap is 0, as if they were independent.
+    """The margin [%] that all `parts` pass with a probability of 80 % where each gap is 0, as if
+    they were independent.
 
     None where a part has no spread."""
-    spreads = [(part.se, part.dof) for part in parts if part.se is not None and part.dof is not None]
+    spreads = [
+        (part.se, part.dof) for part in parts if part.se is not None and part.dof is not None
+    ]
     if not spreads or len(spreads) < len(parts):
         return None
     widest = max(se for se, _ in spreads)
@@ -155,7 +164,8 @@ def narrowest_margin(parts: list[Part]) -> float | None:
 
 @cache
 def _critical_errors(dof: int) -> np.ndarray:
-    """The 5 % quantile of t times (estimated over true standard error), at even quantiles: shape (200,)."""
+    """The 5 % quantile of t times (estimated over true standard error), at even quantiles: shape
+    (200,)."""
     spreads = np.sqrt(stats.chi2.ppf((1 + NODES) / 2, dof) / dof)
     return float(stats.t.ppf(1 - ALPHA, dof)) * spreads
 
@@ -182,9 +192,11 @@ def _independent_gaps(cell, arm: str) -> np.ndarray:
 
 
 def _shared_spread(sizes: list[SizeGaps], line: Line | None) -> tuple[float | None, int | None]:
-    """(SD of one pair's gap [%], its degrees of freedom), pooled over the richest budget of each size.
+    """(SD of one pair's gap [%], its degrees of freedom), pooled over the richest budget of each
+    size.
 
-    Where no size has a second pair: what scatters around the line over sizes; (None, None) without either."""
+    Where no size has a second pair: what scatters around the line over sizes; (None, None) without
+    either."""
     squares = sum(float(np.sum((size.richest - size.richest.mean()) ** 2)) for size in sizes)
     dof = sum(len(size.richest) - 1 for size in sizes)
     if squares > 0:

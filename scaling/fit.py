@@ -1,23 +1,25 @@
-"""Fit scaling laws to finished runs, one precision recipe at a time, or to a table of published points.
+"""Fit scaling laws to finished runs, one precision recipe at a time, or to a table of published
+points.
 
-    python scaling/fit.py out/study                     # every finished run under it -> out/study/law/
+    python scaling/fit.py out/study  # every finished run under it -> out/study/law/
     python scaling/fit.py out/a_bf16 out/a_fp8 --out report loss=as_trained seed_sd=0.0005
-    python scaling/fit.py out/study --predict gpt1p5b_tensorwise_t20_s1337       # freezes a prediction before that run is started
+    python scaling/fit.py out/study --predict gpt1p5b_tensorwise_t20_s1337  # freezes a prediction before that run is started
     python scaling/fit.py out/study --score                     # compares it once the run is there
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
     python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4,dataset=rw,lr=0.003 --out DIR
 
-Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given. Writes
-figure.png, figure.svg, then law.json. A table is text with a header, separated by commas, tabs, semicolons or spaces, or a chart
-exported from W&B (a column for each run, of which the last value counts; --runs TABLE gives their N and D). Losses are taken as
-nats per token, counts as they stand, and nothing is converted.
-"""
+Prints the headline after its warnings; with --all every law with its certificate and what other
+choices would have given. Writes figure.png, figure.svg, then law.json. A table is text with a
+header, separated by commas, tabs, semicolons or spaces, or a chart exported from W&B (a column for
+each run, of which the last value counts; --runs TABLE gives their N and D). Losses are taken as
+nats per token, counts as they stand, and nothing is converted."""
 
 import os
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Before numpy reads it: thousands of tiny fits are ten times slower when BLAS splits each over threads.
+    # Before numpy reads it: thousands of tiny fits are ten times slower when BLAS splits each over
+    # threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import itertools
@@ -65,50 +67,106 @@ from scaling.pairs import KIND, pairs
 from scaling.precision import ARMS, LINES, table
 from scaling.tables import joined, read_table
 
-SHOWN = 8                   # points that a warning names
-RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
+SHOWN = 8  # points that a warning names
+# points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not
+# wait
+RESAMPLED = 2_000_000
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
-INTERVALS = {"t": "t-intervals of the residuals, at least of the seeds' SD", "cluster": "t-intervals over {} trajectories",
-             "bootstrap": "{1} bootstrap resamples of {0} trajectories (in a table --cluster COL names them)"}
-LARGE = RC | {"font.size": 10.5, "axes.labelsize": 10.5, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5}    # of the loss figure
+INTERVALS = {
+    "t": "t-intervals of the residuals, at least of the seeds' SD",
+    "cluster": "t-intervals over {} trajectories",
+    "bootstrap": (
+        "{1} bootstrap resamples of {0} trajectories (in a table --cluster COL names them)"
+    ),
+}
+# of the loss figure
+LARGE = RC | {
+    "font.size": 10.5,
+    "axes.labelsize": 10.5,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+}
 AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
-MANY = 60               # from this many points on, they are drawn small and translucent
-BEYOND = 10             # without a held-out run the laws are drawn to this many times the largest compute
-BINS = 24               # per decade of compute, to smooth training curves
-FEW = 6                 # at most so many lines of one size, or of one ratio, in a panel
-HATCH = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
-NAMES_OF_RUNS = {"run", "run_id", "run_name", "runid", "name", "id", "model", "model_name", "trial", "experiment", "trajectory"}
-FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000     # at the largest run of a table, below which its unit is doubted
-USUAL_RATIOS = 0.05, 100_000.0                       # tokens per parameter
-MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
-FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "drop_highest", "where", "runs")    # of Options
+MANY = 60  # from this many points on, they are drawn small and translucent
+BEYOND = 10  # without a held-out run the laws are drawn to this many times the largest compute
+BINS = 24  # per decade of compute, to smooth training curves
+FEW = 6  # at most so many lines of one size, or of one ratio, in a panel
+# the spread of model forms
+HATCH = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}
+NAMES_OF_RUNS = {
+    "run",
+    "run_id",
+    "run_name",
+    "runid",
+    "name",
+    "id",
+    "model",
+    "model_name",
+    "trial",
+    "experiment",
+    "trajectory",
+}
+# at the largest run of a table, below which its unit is doubted
+FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000
+USUAL_RATIOS = 0.05, 100_000.0  # tokens per parameter
+# of a loss
+MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}
+# of Options
+FOR_RUNS, FOR_A_TABLE = (
+    ("seed_sd", "predict", "score"),
+    (
+        "d",
+        "c",
+        "cluster",
+        "drop_highest",
+        "where",
+        "runs",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     paths: tuple[FilePath, ...] = ()  # run folders such as out/RUN, or folders that hold them
-    out: FilePath = ""              # folder for law.json, figure.png, figure.svg (one folder of runs: its law/)
-    n: str = ""                     # runs: total or nonembed, which parameters N counts (as the study does). Table: N's column
-    loss: str = ""                  # runs: bf16 (through BF16 matmuls; the default) or as_trained. Table: the column of losses
-    seed_sd: float | None = None    # runs: SD of ln(loss) between seeds, a floor in the intervals (estimated from seeds)
-    predict: str = ""               # runs: a run to come, whose prediction is frozen in out
-    score: bool = False             # runs: compare the predictions in out with the runs that have come
-    points: FilePath = ""           # a table with a header line, instead of runs
-    d: str = ""                     # table: column of training tokens; without c, C = 6 N D
-    c: str = ""                     # table: column of training FLOPs; without d, D = C / (6 N). Neither: the power law in N alone
-    runs: FilePath = ""             # table: a second table, a row for each run that the first's column "run" names
-    cluster: str = ""               # table: column that names the training run; its points are not independent
-    drop_highest: int = 0           # table: how many of the highest losses to leave out
-    where: tuple[str, ...] = ()     # table: COL=VALUE,..: keep rows with these; two values of one column keep either
-    insist: bool = False            # headline L(N, D) even where it does not fit
-    all: bool = False               # print everything
+    out: FilePath = ""  # folder for law.json, figure.png, figure.svg (one folder of runs: its law/)
+    # runs: total or nonembed, which parameters N counts (as the study does). Table: N's column
+    n: str = ""
+    # runs: bf16 (through BF16 matmuls; the default) or as_trained. Table: the column of losses
+    loss: str = ""
+    # runs: SD of ln(loss) between seeds, a floor in the intervals (estimated from seeds)
+    seed_sd: float | None = None
+    predict: str = ""  # runs: a run to come, whose prediction is frozen in out
+    score: bool = False  # runs: compare the predictions in out with the runs that have come
+    points: FilePath = ""  # a table with a header line, instead of runs
+    d: str = ""  # table: column of training tokens; without c, C = 6 N D
+    # table: column of training FLOPs; without d, D = C / (6 N). Neither: the power law in N alone
+    c: str = ""
+    # table: a second table, a row for each run that the first's column "run" names
+    runs: FilePath = ""
+    cluster: str = ""  # table: column that names the training run; its points are not independent
+    drop_highest: int = 0  # table: how many of the highest losses to leave out
+    # table: COL=VALUE,..: keep rows with these; two values of one column keep either
+    where: tuple[str, ...] = ()
+    insist: bool = False  # headline L(N, D) even where it does not fit
+    all: bool = False  # print everything
 
     def __post_init__(self):
         if bool(self.points) == bool(self.paths):
-            raise UserError("give either run folders such as out/RUN, a folder that holds them, or a table with --points FILE")
-        if strange := [name for name in (FOR_RUNS if self.points else FOR_A_TABLE) if getattr(self, name)]:
-            raise UserError(f"{' and '.join(strange)}: only for {'runs' if self.points else 'a table of points=FILE'}")
-        for name, value, words in (("n", self.n, ("total", "nonembed")), ("loss", self.loss, ("bf16", "as_trained"))):
+            raise UserError(
+                "give either run folders such as out/RUN, a folder that holds them, or a table with"
+                " --points FILE"
+            )
+        if strange := [
+            name for name in (FOR_RUNS if self.points else FOR_A_TABLE) if getattr(self, name)
+        ]:
+            raise UserError(
+                f"{' and '.join(strange)}: only for"
+                f" {'runs' if self.points else 'a table of points=FILE'}"
+            )
+        for name, value, words in (
+            ("n", self.n, ("total", "nonembed")),
+            ("loss", self.loss, ("bf16", "as_trained")),
+        ):
             if self.points and not value:
                 raise UserError(f"{name}= is missing: it names a column of the table")
             if not self.points and value not in ("", *words):
@@ -116,19 +174,39 @@ class Options:
 
 
 @command(__doc__, Options, "paths")
-# On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
+# On its way a search may try powers that overflow; the certificate judges where it ends, not
+# numpy's warnings.
 @np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore")
 def main(o: Options) -> None:
     folder = records.law_folder(o.paths, o.out)
     if o.paths:
         _fit_runs(o, folder)
     else:
-        chosen = read_points(o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster, o.runs)
-        group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist, columns=chosen.run_columns)
+        chosen = read_points(
+            o.points, o.n, o.loss, o.d, o.c, o.where, o.drop_highest, o.cluster, o.runs
+        )
+        group = fit_points(
+            chosen.points,
+            Path(o.points).name,
+            chosen.axes,
+            insist=o.insist,
+            columns=chosen.run_columns,
+        )
         group = replace(group, places=tuple(f"line {line}" for line in chosen.lines))
         if all(fit.objective is None for fit in group.laws.values()):
-            raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
-        _finish([group], [], "loss", {"source": chosen.source, "notes": chosen.notes, **group.plain()}, folder, [], o.all)
+            raise UserError(
+                f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of"
+                " several sizes"
+            )
+        _finish(
+            [group],
+            [],
+            "loss",
+            {"source": chosen.source, "notes": chosen.notes, **group.plain()},
+            folder,
+            [],
+            o.all,
+        )
 
 
 def _fit_runs(o: Options, folder: Path) -> None:
@@ -147,171 +225,318 @@ def _fit_runs(o: Options, folder: Path) -> None:
     records.check_comparable(every)
     estimate, degrees = seed_noise(runs, loss_key)
     seed_sd = (estimate or 0.0) if o.seed_sd is None else o.seed_sd
-    groups = [fit_group([one for one in runs if one.recipe == recipe], loss_key, seed_sd, insist=o.insist,
-                        held=predict.held_of(recipe, held, predictions, loss_key, runs[0].convention))
-              for recipe in sorted({one.recipe for one in runs}, key=lambda recipe: (recipe != "bf16", recipe))]
+    groups = [
+        fit_group(
+            [one for one in runs if one.recipe == recipe],
+            loss_key,
+            seed_sd,
+            insist=o.insist,
+            held=predict.held_of(recipe, held, predictions, loss_key, runs[0].convention),
+        )
+        for recipe in sorted(
+            {one.recipe for one in runs}, key=lambda recipe: (recipe != "bf16", recipe)
+        )
+    ]
     try:
         found, alone = pairs(runs)
-    except UserError as error:        # the laws do not need the losses of single sequences
+    except UserError as error:  # the laws do not need the losses of single sequences
         found, alone = [], [f"no paired gap: {error}"]
     notes += alone
     gaps = [pair.gap["bf16"].percent for pair in found]
-    said = [f"Seed noise: {'unknown' if estimate is None else f'SD {100 * estimate:.3f} % of the loss'} from {degrees} degrees "
-            f"of freedom; intervals rest on at least {100 * seed_sd:.3f} % (seed_sd=)",
-            f"{len(gaps)} BF16/FP8 pairs, gaps of {min(gaps):+.3f} to {max(gaps):+.3f} % in BF16; scaling/precision.py judges "
-            "them" if gaps else "No BF16/FP8 pair among these runs."]
+    said = [
+        (
+            "Seed noise:"
+            f" {'unknown' if estimate is None else f'SD {100 * estimate:.3f} % of the loss'} from"
+            f" {degrees} degrees of freedom; intervals rest on at least {100 * seed_sd:.3f} %"
+            " (seed_sd=)"
+        ),
+        (
+            f"{len(gaps)} BF16/FP8 pairs, gaps of {min(gaps):+.3f} to {max(gaps):+.3f} % in BF16;"
+            " scaling/precision.py judges them"
+            if gaps
+            else "No BF16/FP8 pair among these runs."
+        ),
+    ]
     if o.predict:
         said += predict.describe(predict.freeze(o.predict, groups, finished, folder, loss_key))
     if o.score:
         said += predict.score(folder, every)
-    law = {"conventions": {"N": f"params_{runs[0].convention}", "D": "tokens", "C": "flops_per_token * tokens",
-                           "loss": loss_key, "loss_unit": "nats per token", "chinchilla_frontier": "C = 6 N D"},
-           "seed_noise": {"estimate": estimate, "degrees_of_freedom": degrees, "used": seed_sd}, "notes": notes,
-           "inputs": [{"run_id": r.run_id, "pair_id": r.pair_id, "recipe": r.recipe, "trunk": r.trunk, "seed": r.seed,
-                       "N": r.N, "params_total": r.params_total, "params_nonembed": r.params_nonembed, "D": r.tokens,
-                       "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key), "summary_sha256": r.summary_sha256}
-                      for group in groups for r in group.records],
-           "groups": {group.recipe: group.plain() for group in groups}}
+    law = {
+        "conventions": {
+            "N": f"params_{runs[0].convention}",
+            "D": "tokens",
+            "C": "flops_per_token * tokens",
+            "loss": loss_key,
+            "loss_unit": "nats per token",
+            "chinchilla_frontier": "C = 6 N D",
+        },
+        "seed_noise": {"estimate": estimate, "degrees_of_freedom": degrees, "used": seed_sd},
+        "notes": notes,
+        "inputs": [
+            {
+                "run_id": r.run_id,
+                "pair_id": r.pair_id,
+                "recipe": r.recipe,
+                "trunk": r.trunk,
+                "seed": r.seed,
+                "N": r.N,
+                "params_total": r.params_total,
+                "params_nonembed": r.params_nonembed,
+                "D": r.tokens,
+                "C": r.flops_per_token * r.tokens,
+                "loss": getattr(r, loss_key),
+                "summary_sha256": r.summary_sha256,
+            }
+            for group in groups
+            for r in group.records
+        ],
+        "groups": {group.recipe: group.plain() for group in groups},
+    }
     if len(groups) == 1:
         law["laws"] = law["groups"][groups[0].recipe]["laws"]
     _finish(groups, found, loss_key, law, folder, said, o.all)
 
 
-def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[str], everything: bool) -> None:
-    """Write the figure, then law.json. Print warnings and headlines, the notes of `law`, then what else is `said`, such as a
-    score; all tables where everything is wanted, else at most LINES: what is said stays whole."""
-    content = json.loads(json.dumps({"format_version": 2, "delta": DELTA} | law), parse_constant=lambda _: None)    # NaN: null
+def _finish(
+    groups, found, loss_key: str, law: dict, folder: Path, said: list[str], everything: bool
+) -> None:
+    """Write the figure, then law.json. Print warnings and headlines, the notes of `law`, then what
+    else is `said`, such as a score; all tables where everything is wanted, else at most LINES: what
+    is said stays whole."""
+    # NaN: null
+    content = json.loads(
+        json.dumps({"format_version": 2, "delta": DELTA} | law), parse_constant=lambda _: None
+    )
     write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": content})
     lines = [note for note in law["notes"] if note.startswith("WARNING")]
     lines += [line for group in groups for line in _warnings(group)]
     for group in groups:
-        lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]
+        lines += ["", *_headline_lines(group)[: None if everything or len(groups) <= 2 else 3]]
     for group in groups if everything else ():
-        lines += ["", f"{group.recipe}: every law", table([
-            {"law": form, "n": fit.n, "fitted": fit.formula(), "95 %": _intervals(fit), "rms": fit.residual_rms,
-             "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
-             "not identified because": fit.reason} for form, fit in group.laws.items()])]
-        lines += ["", f"{group.recipe}: {group.headline} under other choices", table(group.robustness)]
+        lines += [
+            "",
+            f"{group.recipe}: every law",
+            table(
+                [
+                    {
+                        "law": form,
+                        "n": fit.n,
+                        "fitted": fit.formula(),
+                        "95 %": _intervals(fit),
+                        "rms": fit.residual_rms,
+                        "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}",
+                        "gradient": fit.gradient_norm,
+                        "not identified because": fit.reason,
+                    }
+                    for form, fit in group.laws.items()
+                ]
+            ),
+        ]
+        lines += [
+            "",
+            f"{group.recipe}: {group.headline} under other choices",
+            table(group.robustness),
+        ]
     notes = [note for note in law["notes"] if not note.startswith("WARNING")]
-    lines, room = "\n".join([*lines, "", *notes]).strip("\n").split("\n"), max(1, LINES - 2 - len(said))
+    lines, room = (
+        "\n".join([*lines, "", *notes]).strip("\n").split("\n"),
+        max(1, LINES - 2 - len(said)),
+    )
     if len(lines) > room and not everything:
-        lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]
-    print("\n".join([*lines, *said]), "", f"wrote {folder / 'law.json'}, figure.png, figure.svg"
-          + "; --all prints every law and table" * (not everything), sep="\n")
+        lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more lines with --all"]
+    print(
+        "\n".join([*lines, *said]),
+        "",
+        f"wrote {folder / 'law.json'}, figure.png, figure.svg"
+        + "; --all prints every law and table" * (not everything),
+        sep="\n",
+    )
 
 
 @dataclass(frozen=True)
 class Group:
-    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays have shape (n,)."""
+    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays
+    have shape (n,)."""
 
-    recipe: str                         # a table's file name where there are no runs
-    records: tuple                      # of Record; () for a table
+    recipe: str  # a table's file name where there are no runs
+    records: tuple  # of Record; () for a table
     points: Points
-    x: dict[str, np.ndarray]            # "C" training FLOPs, "N" parameters, "D" tokens; a table may give N alone
-    loss: np.ndarray                    # nats per token
-    ray: tuple[float, float] | None     # smallest and largest tokens per parameter; None where a table gives N alone
-    laws: dict[str, Fit]                # one of each of FORMS
-    headline: str                       # the form that answers for this group
+    # "C" training FLOPs, "N" parameters, "D" tokens; a table may give N alone
+    x: dict[str, np.ndarray]
+    loss: np.ndarray  # nats per token
+    # smallest and largest tokens per parameter; None where a table gives N alone
+    ray: tuple[float, float] | None
+    laws: dict[str, Fit]  # one of each of FORMS
+    headline: str  # the form that answers for this group
     headline_reason: str
-    seed_sd: float                      # of ln loss, the floor under the residuals in intervals
-    convention: str | None = None       # of Record; None for a table, which does not say what its N counts
-    form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
-    lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
-    frontier: Fit | None = None         # L*(C) through the budgets' minima, where those are headlined
-    shared_fault: SharedFault | None = None     # then a trajectory in `points` is what it names
-    labels: tuple = ()                  # of each point: the trajectory that the runs or the table name
-    places: tuple[str, ...] = ()        # of a table: where each point stands in its file, such as "line 20"
-    counts: dict = field(default_factory=dict)          # of runs: "N" or "C" -> {another convention: values so counted}
-    curves: tuple = ()                  # (tokens, loss) of each run's training
-    held_out: tuple = ()                # of predict.Held: in no fit
+    seed_sd: float  # of ln loss, the floor under the residuals in intervals
+    # of Record; None for a table, which does not say what its N counts
+    convention: str | None = None
+    form_doubt: dict | None = None  # beside Chinchilla's law: what other forms say far out
+    lack_of_fit: dict | None = None  # of Chinchilla's law, identified or not the headline
+    frontier: Fit | None = None  # L*(C) through the budgets' minima, where those are headlined
+    shared_fault: SharedFault | None = None  # then a trajectory in `points` is what it names
+    labels: tuple = ()  # of each point: the trajectory that the runs or the table name
+    # of a table: where each point stands in its file, such as "line 20"
+    places: tuple[str, ...] = ()
+    # of runs: "N" or "C" -> {another convention: values so counted}
+    counts: dict = field(default_factory=dict)
+    curves: tuple = ()  # (tokens, loss) of each run's training
+    held_out: tuple = ()  # of predict.Held: in no fit
 
     @cached_property
     def lines(self) -> dict[str, Fit]:
-        """Axis -> the law that the figure draws over it; none where L(N, D) is headlined, which is no curve."""
+        """Axis -> the law that the figure draws over it; none where L(N, D) is headlined, which is
+        no curve."""
         if self.frontier is not None:
             return {"C": self.frontier}
-        powers = {axis: self.laws[f"power_{axis.lower()}"] for axis in self.x if self.headline != "chinchilla"}
+        powers = {
+            axis: self.laws[f"power_{axis.lower()}"]
+            for axis in self.x
+            if self.headline != "chinchilla"
+        }
         found = {axis: law for axis, law in powers.items() if law.objective is not None}
         if self.laws["ray"].identified:
-            found |= {axis: fit_law("ray", self.x[axis], self.loss, seed_sd=self.seed_sd) for axis in found if axis != "C"}
+            found |= {
+                axis: fit_law("ray", self.x[axis], self.loss, seed_sd=self.seed_sd)
+                for axis in found
+                if axis != "C"
+            }
             found["C"] = self.laws["ray"]
         return found
 
     @cached_property
     def bands(self) -> dict[str, list[Fit]]:
-        """Axis -> forms whose spread is the model-form band: over C, on one ray over N and D too."""
+        """Axis -> forms whose spread is the model-form band: over C, on one ray over N and D
+        too."""
         if self.frontier is not None:
             C, _, _, loss = minima_of(self.laws["isoflop"])
             return {"C": fit_band(C, loss)}
         found = {}
         for axis in [axis for axis in self.lines if axis == "C" or on_one_ray(self.ray)]:
-            # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
+            # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are
+            # as much larger.
             factor = float(np.polyfit(np.log(self.x[axis]), np.log(self.x["C"]), 1)[0])
             found[axis] = fit_band(self.x[axis], self.loss, axis.lower(), factor)
         return found
 
     @cached_property
     def robustness(self) -> list[dict]:
-        """The headlined law under other choices; under the other counts too, where there are runs."""
+        """The headlined law under other choices; under the other counts too, where there are
+        runs."""
         return robustness(self.points, self.headline, self.counts, self.seed_sd)
 
     def names_of(self, index) -> list[str]:
-        """Points by their runs, or by what tells a table's rows apart (the line, where no column names runs)."""
+        """Points by their runs, or by what tells a table's rows apart (the line, where no column
+        names runs)."""
         return [self.records[i].run_id if self.records else str(self.labels[i]) for i in index]
 
     def place_of(self, index: int) -> str:
-        """One point by its run or its line in the table; where neither is known, by what names its trajectory."""
+        """One point by its run or its line in the table; where neither is known, by what names its
+        trajectory."""
         return self.places[index] if self.places else self.names_of([index])[0]
 
     @property
     def outliers(self) -> list[tuple[str, float]]:
-        """(run or line, distance from the law of the other points in per cent of the loss), farthest first."""
+        """(run or line, distance from the law of the other points in per cent of the loss),
+        farthest first."""
         law = self.headline if self.headline in HAS_OUTLIERS else "chinchilla"
         outliers = self.laws[law].outliers
         lack = self.lack_of_fit
         if lack is not None and law == "chinchilla":
-            outliers = lack["outliers"]         # of the law that fits, not of one that does not
+            outliers = lack["outliers"]  # of the law that fits, not of one that does not
         return [(self.place_of(index), 100 * distance) for index, distance in outliers]
 
     def plain(self) -> dict:
         lack = self.lack_of_fit
         fault = self.shared_fault
         outliers = [{"point": place, "percent": percent} for place, percent in self.outliers]
-        return {"runs": [record.run_id for record in self.records], "n": len(self.loss),
-                "headline": {"form": self.headline, "reason": self.headline_reason}, "outliers": outliers,
-                "frontier": self.frontier and self.frontier.plain(),
-                "shared_fault": fault and {"by": fault.by, "chance": fault.chance, "groups": len(set(fault.labels))},
-                "lack_of_fit": lack and lack | {"left_out": self.names_of(lack["left_out"]), "outliers": outliers,
-                                                "without": lack["without"] and lack["without"].plain()},
-                "laws": {form: fit.plain() for form, fit in self.laws.items()},
-                "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
-                "form_doubt": self.form_doubt, "robustness": self.robustness}
+        return {
+            "runs": [record.run_id for record in self.records],
+            "n": len(self.loss),
+            "headline": {"form": self.headline, "reason": self.headline_reason},
+            "outliers": outliers,
+            "frontier": self.frontier and self.frontier.plain(),
+            "shared_fault": (
+                fault and {"by": fault.by, "chance": fault.chance, "groups": len(set(fault.labels))}
+            ),
+            "lack_of_fit": (
+                lack
+                and lack
+                | {
+                    "left_out": self.names_of(lack["left_out"]),
+                    "outliers": outliers,
+                    "without": lack["without"] and lack["without"].plain(),
+                }
+            ),
+            "laws": {form: fit.plain() for form, fit in self.laws.items()},
+            "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
+            "form_doubt": self.form_doubt,
+            "robustness": self.robustness,
+        }
 
 
-def fit_group(runs, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
-              insist: bool = False) -> Group:
-    """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason. seed_sd: of ln(loss)
-    between seeds; None estimates it. held: of predict.Held, for the figure. resamples: 0 takes every run for independent."""
+def fit_group(
+    runs,
+    loss_key: str = "loss_bf16",
+    seed_sd: float | None = None,
+    held=(),
+    resamples: int = 1000,
+    insist: bool = False,
+) -> Group:
+    """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the
+    reason. seed_sd: of ln(loss) between seeds; None estimates it. held: of predict.Held, for the
+    figure. resamples: 0 takes every run for independent."""
     runs = sorted(runs, key=lambda record: record.flops_per_token * record.tokens)
     seed_sd = (seed_noise(runs, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
 
     # FLOPs are whole numbers of FLOPs per token times tokens, rounded to a float once.
-    counts = {axis: {name: np.array([getattr(one, name) * (one.tokens if axis == "C" else 1) for one in runs], dtype=float)
-                     for name in vars(runs[0]) if name.startswith(start)}
-              for axis, start in (("N", "params_"), ("C", "flops_per_token"))}
-    points = Points(counts["N"].pop(f"params_{runs[0].convention}"), np.array([float(one.tokens) for one in runs]),
-                    counts["C"].pop("flops_per_token"), np.array([getattr(one, loss_key) for one in runs]),
-                    np.array([one.trunk for one in runs]))
-    return replace(fit_points(points, runs[0].recipe, "NDC", seed_sd, resamples, insist), records=tuple(runs),
-                   convention=runs[0].convention, counts=counts, curves=tuple(map(records.read_curve, runs)), held_out=held)
+    counts = {
+        axis: {
+            name: np.array(
+                [getattr(one, name) * (one.tokens if axis == "C" else 1) for one in runs],
+                dtype=float,
+            )
+            for name in vars(runs[0])
+            if name.startswith(start)
+        }
+        for axis, start in (("N", "params_"), ("C", "flops_per_token"))
+    }
+    points = Points(
+        counts["N"].pop(f"params_{runs[0].convention}"),
+        np.array([float(one.tokens) for one in runs]),
+        counts["C"].pop("flops_per_token"),
+        np.array([getattr(one, loss_key) for one in runs]),
+        np.array([one.trunk for one in runs]),
+    )
+    return replace(
+        fit_points(points, runs[0].recipe, "NDC", seed_sd, resamples, insist),
+        records=tuple(runs),
+        convention=runs[0].convention,
+        counts=counts,
+        curves=tuple(map(records.read_curve, runs)),
+        held_out=held,
+    )
 
 
-def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000,
-               insist: bool = False, columns: dict[str, np.ndarray] | None = None) -> Group:
-    """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
-    fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit. columns: name
-    -> label of each point, of what may name runs. Where sizes or those share a fault, intervals count them, not points."""
-    x, n, ray = {axis: getattr(points, axis) for axis in axes}, len(points.loss), points.ray if "D" in axes else None
+def fit_points(
+    points: Points,
+    name: str,
+    axes: str = "NDC",
+    seed_sd: float = 0.0,
+    resamples: int = 1000,
+    insist: bool = False,
+    columns: dict[str, np.ndarray] | None = None,
+) -> Group:
+    """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only
+    the power law in N is fitted then, and D and C of the points are not looked at. insist: headline
+    L(N, D) even where it does not fit. columns: name -> label of each point, of what may name runs.
+    Where sizes or those share a fault, intervals count them, not points."""
+    x, n, ray = (
+        {axis: getattr(points, axis) for axis in axes},
+        len(points.loss),
+        points.ray if "D" in axes else None,
+    )
     resamples = min(resamples, max(200, RESAMPLED // n))
     labels = tuple(points.cluster)
     alone = {}
@@ -331,19 +556,39 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
             laws[form] = with_bootstrap(alone[form], points, resamples)
         else:
             laws[form] = fit_form(form, points, seed_sd, resamples=resamples)
-    lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
+    lack = (
+        lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
+    )
     headline, reason = _headline(laws, ray, lack and not insist)
     frontier = fit_frontier(laws["isoflop"], seed_sd) if headline == "isoflop" else None
     doubt = _form_doubt(points, seed_sd) if headline == "chinchilla" else None
-    return Group(name, (), points, x, points.loss, ray, laws, headline, reason, seed_sd, form_doubt=doubt, lack_of_fit=lack,
-                 frontier=frontier, shared_fault=fault if resamples else None, labels=labels)
+    return Group(
+        name,
+        (),
+        points,
+        x,
+        points.loss,
+        ray,
+        laws,
+        headline,
+        reason,
+        seed_sd,
+        form_doubt=doubt,
+        lack_of_fit=lack,
+        frontier=frontier,
+        shared_fault=fault if resamples else None,
+        labels=labels,
+    )
 
 
 def _form_doubt(points: Points, seed_sd: float) -> dict | None:
-    """What the forms that the points do not refute say at ten times the largest compute, at the tokens per parameter that
-    most points have: {N, D, C, low, high, forms}; None where no other form reaches there."""
+    """What the forms that the points do not refute say at ten times the largest compute, at the
+    tokens per parameter that most points have: {N, D, C, low, high, forms}; None where no other
+    form reaches there."""
     ratios = points.D / points.N
-    near = [int(np.sum((ratios <= ratio * ONE_RAY) & (ratios >= ratio / ONE_RAY))) for ratio in ratios]
+    near = [
+        int(np.sum((ratios <= ratio * ONE_RAY) & (ratios >= ratio / ONE_RAY))) for ratio in ratios
+    ]
     at = max(range(len(ratios)), key=lambda i: (near[i], points.C[i]))
     C = 10 * float(points.C.max())
     N, D = (float(x[at] * math.sqrt(C / points.C[at])) for x in (points.N, points.D))
@@ -352,12 +597,17 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
     except UserError:
         return None
     (low, high), forms = said["parts"]["model_form"], [one["form"] for one in said["forms"]]
-    return {"N": N, "D": D, "C": C, "low": low, "high": high, "forms": forms} if len(forms) > 1 else None
+    return (
+        {"N": N, "D": D, "C": C, "low": low, "high": high, "forms": forms}
+        if len(forms) > 1
+        else None
+    )
 
 
 def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]:
-    """Pooled standard deviation of ln(loss) among runs that differ in the seed alone, with its degrees of freedom: recipes and
-    branches of one size and seed share their data and most of their training, so they add none."""
+    """Pooled standard deviation of ln(loss) among runs that differ in the seed alone, with its
+    degrees of freedom: recipes and branches of one size and seed share their data and most of their
+    training, so they add none."""
     alike, seeds = {}, {(one.params_total, one.seed) for one in records}
     for one in records:
         key = (one.recipe, one.params_total, one.params_matmul, one.tokens, one.decays_from)
@@ -373,14 +623,21 @@ def _headline(laws, ray, is_misfit) -> tuple[str, str]:
         return "power_n", "the table gives N alone, so only the power law in N can be fitted"
     if laws["chinchilla"].identified and not is_misfit:
         return "chinchilla", "the points identify L(N, D)"
-    why = "L(N, D) does not fit the points (--insist headlines it all the same)" if is_misfit else (
-        f"L(N, D) is not identified ({laws['chinchilla'].reason})")
+    why = (
+        "L(N, D) does not fit the points (--insist headlines it all the same)"
+        if is_misfit
+        else (f"L(N, D) is not identified ({laws['chinchilla'].reason})")
+    )
     if laws["isoflop"].identified:
         budgets = sum(row["reason"] is None for row in laws["isoflop"].budgets)
         return "isoflop", f"{why}: the minima of {budgets} compute budgets instead"
     if laws["ray"].identified:
         return "ray", f"{why}: ray law instead"
-    return "power_c", f"{why}: power law in C instead" + ", which mixes the effects of size and of data" * (not on_one_ray(ray))
+    return (
+        "power_c",
+        f"{why}: power law in C instead"
+        + ", which mixes the effects of size and of data" * (not on_one_ray(ray)),
+    )
 
 
 def _warnings(group) -> list[str]:
@@ -390,15 +647,24 @@ def _warnings(group) -> list[str]:
     lines += _outlier_lines(group)
     lines += _shared_fault_lines(group)
     if lack:
-        lines.append(f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['scatter']:.2g} %, noise of "
-                     f"{100 * lack['noise']:.2g} % (of {lack['noise_of']})")
+        lines.append(
+            f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of"
+            f" {100 * lack['scatter']:.2g} %, noise of {100 * lack['noise']:.2g} % (of"
+            f" {lack['noise_of']})"
+        )
         if less := lack["without"]:
             names = group.names_of(lack["left_out"])
-            lines.append(f"  without the {len(names)} points below {lack['below']:.3g} tokens per "
-                         f"{KIND[group.convention]}parameter ({', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}): "
-                         f"{less.formula()}, residuals of {100 * less.residual_rms:.2g} %")
+            lines.append(
+                f"  without the {len(names)} points below {lack['below']:.3g} tokens per"
+                f" {KIND[group.convention]}parameter"
+                f" ({', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}): {less.formula()},"
+                f" residuals of {100 * less.residual_rms:.2g} %"
+            )
         else:
-            lines.append("  leaving out early points, up to half of all, does not mend it: another form is needed")
+            lines.append(
+                "  leaving out early points, up to half of all, does not mend it: another form is"
+                " needed"
+            )
     return lines
 
 
@@ -416,8 +682,10 @@ def _outlier_lines(group) -> list[str]:
     lines = [f"WARNING: {group.recipe}: {sentence}; look at what happened there"]
     fit = group.laws[group.headline]
     if fit.without_outliers:
-        lines.append(f"  without what lies off, residuals are {100 * fit.scatter:.2g} % and the law is "
-                     f"{fit.formula(fit.without_outliers)}")
+        lines.append(
+            f"  without what lies off, residuals are {100 * fit.scatter:.2g} % and the law is"
+            f" {fit.formula(fit.without_outliers)}"
+        )
     return lines
 
 
@@ -428,16 +696,25 @@ def _shared_fault_lines(group) -> list[str]:
         return []
     groups = len(set(fault.labels))
     what = "points of one size" if fault.by == "size" else f"points of one {fault.by!r}"
-    return [f"WARNING: {group.recipe}: {what} lie off the law together (F-test: chance {fault.chance:.1g} if each point were "
-            f"independent), so intervals count {groups} of them, not {len(group.loss)} points"]
+    return [
+        f"WARNING: {group.recipe}: {what} lie off the law together (F-test: chance"
+        f" {fault.chance:.1g} if each point were independent), so intervals count {groups} of them,"
+        f" not {len(group.loss)} points"
+    ]
 
 
 def _headline_lines(group) -> list[str]:
     """A group's headlined law with its intervals, what it rests on, and why it is this form."""
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
-    what = (f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of {len(set(group.points.cluster))} "
-            f"trajectories, {kind}N {si(N.min())} to {si(N.max())}")
-    what += f", {group.ray[0]:.3g} to {group.ray[1]:.3g} tokens per {kind}parameter" if group.ray else ""
+    what = (
+        f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of"
+        f" {len(set(group.points.cluster))} trajectories, {kind}N {si(N.min())} to {si(N.max())}"
+    )
+    what += (
+        f", {group.ray[0]:.3g} to {group.ray[1]:.3g} tokens per {kind}parameter"
+        if group.ray
+        else ""
+    )
     lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:
         source = INTERVALS[fit.interval].format(fit.clusters, fit.resamples)
@@ -445,43 +722,68 @@ def _headline_lines(group) -> list[str]:
             source = "t-intervals over the budgets"
         lines += [f"    95 %: {_intervals(fit)}", f"    from {source}: the points' noise alone"]
     if group.frontier is not None:
-        lines.append(f"    lowest loss for a compute: {group.frontier.formula().replace('L =', 'L* =')}"
-                     + (f", 95 %: {_intervals(group.frontier)}" if group.frontier.ci95 else ""))
+        lines.append(
+            f"    lowest loss for a compute: {group.frontier.formula().replace('L =', 'L* =')}"
+            + (f", 95 %: {_intervals(group.frontier)}" if group.frontier.ci95 else "")
+        )
     if edge := near_zero(fit):
-        lines.append(f"    {' and '.join(edge)} within three standard errors of zero: estimates so near the edge lean steep, as "
-                     "flatter ones are refused")
+        lines.append(
+            f"    {' and '.join(edge)} within three standard errors of zero: estimates so near the"
+            " edge lean steep, as flatter ones are refused"
+        )
     lines.append(f"  why this law: {group.headline_reason}")
-    far = [group.form_doubt["low"], group.form_doubt["high"]] if group.form_doubt else [
-        float(form.predict(10 * group.x["C"].max())) for form in group.bands.get("C", ())]
+    far = (
+        [group.form_doubt["low"], group.form_doubt["high"]]
+        if group.form_doubt
+        else [float(form.predict(10 * group.x["C"].max())) for form in group.bands.get("C", ())]
+    )
     if group.headline == "chinchilla" and not far:
         lines.append("  doubt in the form: no other form reaches ten times the largest compute")
     if far:
-        lines.append(f"  doubt in the form: at ten times the largest compute {min(far):.4g} to {max(far):.4g} nats per token")
+        lines.append(
+            f"  doubt in the form: at ten times the largest compute {min(far):.4g} to"
+            f" {max(far):.4g} nats per token"
+        )
     return lines
 
 
 def _intervals(fit) -> str:
-    return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
+    return ", ".join(
+        f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items()
+    )
 
 
-# ------------------------------------------------------------------------------------------------- a table of published points
-# Nothing in it is guessed: a cell that is no plain number is refused by file, line, column and value, and no unit is converted.
-# What is left out (a filter, an empty loss, the highest losses) is counted and listed by line.
+# --------------------------------------------------------------------- a table of published points
+# Nothing in it is guessed: a cell that is no plain number is refused by file, line, column and
+# value, and no unit is converted. What is left out (a filter, an empty loss, the highest losses) is
+# counted and listed by line.
 
-# What was chosen from a table. axes: "NDC", or "N" where it gives neither tokens nor compute, D and C of the points are 1 then;
-# source: for law.json, file, sha256, rows, filters, columns, what was derived, lines left out; notes: what a reader should know.
-# lines: of each point, its line in the file.
-# run_columns: name -> label of each point, of columns that may name runs though nobody said so.
+# What was chosen from a table. axes: "NDC", or "N" where it gives neither tokens nor compute, D and
+# C of the points are 1 then; source: for law.json, file, sha256, rows, filters, columns, what was
+# derived, lines left out; notes: what a reader should know. lines: of each point, its line in the
+# file. run_columns: name -> label of each point, of columns that may name runs though nobody said
+# so.
 Selection = namedtuple("Selection", "points axes source notes lines run_columns")
 
 
-def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), drop_highest: int = 0, cluster="",
-                runs: str = "") -> Selection:
-    """Points of a table separated by commas, tabs, semicolons or spaces with one header line (UTF-8), or of W&B's chart export.
-    n, loss, d, c, cluster: column names; with c alone, D = C / (6 N); with d alone, C = 6 N D; with both, they are taken as they
-    stand; with neither only N is known. runs: a second table that describes the runs that the first one names. where: texts
-    COLUMN=VALUE; a row must have one of the values given for each column. drop_highest: so many of the highest losses are left
-    out. cluster: equal text there is one trajectory, an empty cell a row of its own. Raises UserError."""
+def read_points(
+    path,
+    n: str,
+    loss: str,
+    d: str = "",
+    c: str = "",
+    where=(),
+    drop_highest: int = 0,
+    cluster="",
+    runs: str = "",
+) -> Selection:
+    """Points of a table separated by commas, tabs, semicolons or spaces with one header line
+    (UTF-8), or of W&B's chart export. n, loss, d, c, cluster: column names; with c alone, D = C /
+    (6 N); with d alone, C = 6 N D; with both, they are taken as they stand; with neither only N is
+    known. runs: a second table that describes the runs that the first one names. where: texts
+    COLUMN=VALUE; a row must have one of the values given for each column. drop_highest: so many of
+    the highest losses are left out. cluster: equal text there is one trajectory, an empty cell a
+    row of its own. Raises UserError."""
     path = Path(path)
     filters: dict[str, list[str]] = {}
     for condition in where:
@@ -492,28 +794,43 @@ def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), dro
     contents = joined(read_table(path), path, Path(runs)) if runs else read_table(path, wanted)
     for name in wanted:
         if contents.header.count(name) != 1:
-            raise UserError(f"{path} with {runs} has {contents.header.count(name)} columns called {name!r}"
-                            f"{nearest(name, contents.header)}")
+            raise UserError(
+                f"{path} with {runs} has {contents.header.count(name)} columns called"
+                f" {name!r}{nearest(name, contents.header)}"
+            )
     rows, sha256 = contents.rows, contents.sha256
     for name, values in filters.items():
         there = {_value(row[name]): row[name] or "(empty)" for row in rows.values()}
         if unknown := [value for value in values if _value(value) not in there]:
-            raise UserError(f"{path}: no row has {name}={unknown[0]}; values there: {records.listed([*there.values()])}")
-    chosen = [line for line, row in rows.items()
-              if all(_value(row[name]) in map(_value, values) for name, values in filters.items())]
+            raise UserError(
+                f"{path}: no row has {name}={unknown[0]}; values there:"
+                f" {records.listed([*there.values()])}"
+            )
+    chosen = [
+        line
+        for line, row in rows.items()
+        if all(_value(row[name]) in map(_value, values) for name, values in filters.items())
+    ]
     missing = [line for line in chosen if rows[line][loss].lower() in MISSING]
     kept = [line for line in chosen if line not in missing]
     if not 0 <= drop_highest < len(kept):
-        raise UserError(f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, {len(kept)} of "
-                        f"them have a finite {loss!r}, drop_highest={drop_highest}")
+        raise UserError(
+            f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions,"
+            f" {len(kept)} of them have a finite {loss!r}, drop_highest={drop_highest}"
+        )
     values = {}
     for name, line in itertools.product(counted, kept):
         text = rows[line][name]
         value = values[name, line] = _value(text)
         if not isinstance(value, float) or not 0 < value < math.inf:
-            raise UserError(f"{path} line {line}, column {name!r}: {text!r} is no plain finite number above zero such as 1.24e8")
+            raise UserError(
+                f"{path} line {line}, column {name!r}: {text!r} is no plain finite number above"
+                " zero such as 1.24e8"
+            )
     # Stable: of equal losses the one that stands first in the file goes first.
-    dropped = sorted(sorted(kept, key=lambda line: -values[loss, line])[:drop_highest], key=list(rows).index)
+    dropped = sorted(
+        sorted(kept, key=lambda line: -values[loss, line])[:drop_highest], key=list(rows).index
+    )
     kept = [line for line in kept if line not in dropped]
     N, L = (np.array([values[name, line] for line in kept]) for name in (n, loss))
     D, C = (np.array([values[name, line] for line in kept]) if name else None for name in (d, c))
@@ -524,38 +841,75 @@ def read_points(path, n: str, loss: str, d: str = "", c: str = "", where=(), dro
     elif C is None and D is None:
         C = D = np.ones(len(kept))
     label = np.array([rows[line][cluster] or f"line {line}" if cluster else line for line in kept])
-    source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
-              "columns": {"N": n, "D": d or None, "C": c or None, "loss": loss, "cluster": cluster or None},
-              "derived": None if bool(d) == bool(c) else "C = 6 N D" if d else "D = C / (6 N)",
-              "lines_left_out": {"loss_missing": missing, "highest_losses": dropped}}
+    source = {
+        "file": path.name,
+        "sha256": sha256,
+        "rows": len(rows),
+        "filters": filters,
+        "columns": {
+            "N": n,
+            "D": d or None,
+            "C": c or None,
+            "loss": loss,
+            "cluster": cluster or None,
+        },
+        "derived": None if bool(d) == bool(c) else "C = 6 N D" if d else "D = C / (6 N)",
+        "lines_left_out": {"loss_missing": missing, "highest_losses": dropped},
+    }
     notes = [*_unit_warnings(N, D if d or c else None, path.name), *contents.notes]
     if d and c:
         ratio = C / (6 * N * D)
-        notes.append(f"C and D as they stand: C is {ratio.min():.3g} to {ratio.max():.3g} times 6 N D")
-    notes += [f"{len(chosen)} of {len(rows)} rows of {path.name} meet " + "; ".join(
-        f"{name} = {' or '.join(some)}" for name, some in filters.items())] if filters else []
-    notes += [f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
-              for why, lines in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
-    return Selection(Points(N, D, C, L, label), "NDC" if d or c else "N", source, notes, tuple(kept),
-                     {} if cluster else _run_columns(rows, kept, N, counted))
+        notes.append(
+            f"C and D as they stand: C is {ratio.min():.3g} to {ratio.max():.3g} times 6 N D"
+        )
+    notes += (
+        [
+            f"{len(chosen)} of {len(rows)} rows of {path.name} meet "
+            + "; ".join(f"{name} = {' or '.join(some)}" for name, some in filters.items())
+        ]
+        if filters
+        else []
+    )
+    notes += [
+        f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
+        for why, lines in (
+            ("their loss is empty or not finite", missing),
+            ("the highest losses", dropped),
+        )
+        if lines
+    ]
+    return Selection(
+        Points(N, D, C, L, label),
+        "NDC" if d or c else "N",
+        source,
+        notes,
+        tuple(kept),
+        {} if cluster else _run_columns(rows, kept, N, counted),
+    )
 
 
-def _run_columns(rows: dict[int, dict[str, str]], kept: list[int], N, counted: list[str]) -> dict[str, np.ndarray]:
-    """Columns of the kept lines whose name says that they name runs, whose values repeat, and each of which has one N."""
+def _run_columns(
+    rows: dict[int, dict[str, str]], kept: list[int], N, counted: list[str]
+) -> dict[str, np.ndarray]:
+    """Columns of the kept lines whose name says that they name runs, whose values repeat, and each
+    of which has one N."""
     columns = {}
     for name in rows[kept[0]]:
         if name in counted or name.strip().lower().replace(" ", "_") not in NAMES_OF_RUNS:
             continue
         labels = np.array([rows[line][name] or f"line {line}" for line in kept])
         distinct, member = np.unique(labels, return_inverse=True)
-        largest = np.array([N[member == i].max() / N[member == i].min() for i in range(len(distinct))])
+        largest = np.array(
+            [N[member == i].max() / N[member == i].min() for i in range(len(distinct))]
+        )
         if len(distinct) < len(kept) and largest.max() < 1.01:
             columns[name] = labels
     return columns
 
 
 def _unit_warnings(N, D, name: str) -> list[str]:
-    """Lines that doubt the unit of the counts: nobody trains so few parameters, or on so few tokens. D: None where unknown."""
+    """Lines that doubt the unit of the counts: nobody trains so few parameters, or on so few
+    tokens. D: None where unknown."""
     doubts = []
     if N.max() < FEWEST_PARAMETERS:
         doubts.append(f"N is at most {N.max():.4g} parameters: is it in millions or billions?")
@@ -563,10 +917,16 @@ def _unit_warnings(N, D, name: str) -> list[str]:
         ratio = D / N
         if D.max() < FEWEST_TOKENS:
             doubts.append(f"D is at most {D.max():.4g} tokens: is it in millions or billions?")
-        middle = float(np.median(ratio))        # the first points of a curve may lie at next to no tokens
+        middle = float(np.median(ratio))  # the first points of a curve may lie at next to no tokens
         if not USUAL_RATIOS[0] <= middle <= USUAL_RATIOS[1]:
-            doubts.append(f"{middle:.3g} tokens per parameter in the middle of its points: do N and D have the same unit?")
-    return [f"WARNING: {name}: {doubt} Give counts such as 1.24e8; nothing is converted" for doubt in doubts]
+            doubts.append(
+                f"{middle:.3g} tokens per parameter in the middle of its points: do N and D have"
+                " the same unit?"
+            )
+    return [
+        f"WARNING: {name}: {doubt} Give counts such as 1.24e8; nothing is converted"
+        for doubt in doubts
+    ]
 
 
 def _value(cell: str) -> float | str:
@@ -577,95 +937,222 @@ def _value(cell: str) -> float | str:
         return cell
 
 
-# ------------------------------------------------------------------------------------------------------ the page of three panels
+# ------------------------------------------------------------------------ the page of three panels
+
 
 @matplotlib.rc_context(LARGE)
 def draw(groups, pairs, loss_key: str) -> Figure:
-    """The figure of fit.Groups: losses with their laws over C, D and N, then the pairs' gaps where there are any."""
+    """The figure of fit.Groups: losses with their laws over C, D and N, then the pairs' gaps where
+    there are any."""
     groups, others = drawn(groups)
     pairs = [pair for pair in pairs if pair.fp8.recipe in [group.recipe for group in groups]]
     axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
     rows = [3.0, 1.0] if pairs else [3.2]
     handles = _legend(groups)
     size = (6.6, sum(rows) + 1.55 + 0.19 * math.ceil(len(handles) / 3))
-    figure, panels = sheet(size, len(rows), len(axes), _title(groups, loss_key), _caption(groups, pairs, others), handles, 3,
-                           sharex="col", sharey="row", height_ratios=rows, width_ratios=[1.25, 1, 1][:len(axes)])
+    figure, panels = sheet(
+        size,
+        len(rows),
+        len(axes),
+        _title(groups, loss_key),
+        _caption(groups, pairs, others),
+        handles,
+        3,
+        sharex="col",
+        sharey="row",
+        height_ratios=rows,
+        width_ratios=[1.25, 1, 1][: len(axes)],
+    )
     for axis, column in zip(axes, panels.T, strict=True):
         _draw_losses(column[0], groups, axis)
         if pairs:
             _draw_gaps(column[1], groups, axis, pairs, loss_key)
-        column[-1].set_xlabel(KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis])
+        column[-1].set_xlabel(
+            KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis]
+        )
     first, losses = panels[0, 0], np.concatenate([group.loss for group in groups])
-    # Around the points and what is predicted; training curves and wide intervals may leave the panel.
-    far = [one for group in groups for held in group.held_out for one in (held.loss, held.prediction and held.prediction.loss)]
-    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
+    # Around the points and what is predicted; training curves and wide intervals may leave the
+    # panel.
+    far = [
+        one
+        for group in groups
+        for held in group.held_out
+        for one in (held.loss, held.prediction and held.prediction.loss)
+    ]
+    far += [
+        float(form.predict(BEYOND * group.x["C"].max()))
+        for group in groups
+        for form in group.bands.get("C", ())
+    ]
     low, high = min([losses.min(), *filter(None, far)]), losses.max()
     room = max(np.log(high / low), 0.02)
     first.set_ylim(low * np.exp(-0.08 * room), high * np.exp(0.2 * room))
     first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
     first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_locator(NullLocator())
-    for panel, label in zip(panels[:, 0], ("validation loss\n[nats/token]", "gap to\nBF16 [%]"), strict=False):
+    for panel, label in zip(
+        panels[:, 0], ("validation loss\n[nats/token]", "gap to\nBF16 [%]"), strict=False
+    ):
         panel.set_ylabel(label)
     figure.align_ylabels()
     return settle(figure)
 
 
 def _draw_losses(panel, groups, axis: str) -> None:
-    """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too.
-    Darker colours are larger models; over parameters more tokens per parameter, where points differ in that."""
+    """Final losses, laws with their bands, held-out runs with their predictions; over compute every
+    training curve too. Darker colours are larger models; over parameters more tokens per parameter,
+    where points differ in that."""
     held = [getattr(held, axis) for group in groups for held in group.held_out]
-    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5        # where an extrapolation would be read
+    # where an extrapolation would be read
+    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5
     low = min(group.x[axis].min() for group in groups)
     high = beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
-    grid, is_by_ratio, named = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups)), {}
+    grid, is_by_ratio, named = (
+        np.geomspace(low / 1.6, high, 240),
+        axis == "N" and any(map(is_spread, groups)),
+        {},
+    )
     is_by_compute = axis != "C" and any(group.frontier for group in groups)
     if is_by_compute:
         is_by_ratio = False
-    each = [group.x["C"] if is_by_compute else group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
-    among = np.concatenate([*each, [held.D / held.N if is_by_ratio else held.N for group in groups for held in group.held_out]])
+    each = [
+        (
+            group.x["C"]
+            if is_by_compute
+            else group.x["D"] / group.x["N"]
+            if is_by_ratio
+            else group.x["N"]
+        )
+        for group in groups
+    ]
+    among = np.concatenate(
+        [
+            *each,
+            [
+                held.D / held.N if is_by_ratio else held.N
+                for group in groups
+                for held in group.held_out
+            ],
+        ]
+    )
     panel.set(xscale="log", yscale="log", xlim=(low / 1.6, high))
     counts_axis(panel.xaxis, in_words=axis != "C")
-    for group, style, values in zip(groups, styles([group.recipe for group in groups]), each, strict=True):
+    for group, style, values in zip(
+        groups, styles([group.recipe for group in groups]), each, strict=True
+    ):
         is_cloud = len(group.loss) >= MANY
-        wide = style.get("hollow") and not is_cloud         # two laws that coincide must both be seen
-        look = {"linestyle": style["linestyle"], "linewidth": style["linewidth"] if wide else 1.0, "alpha": 0.6 if wide else 1}
-        for record, (tokens, loss) in zip(group.records, group.curves, strict=True) if axis == "C" else ():
-            panel.plot(*smooth(tokens * record.flops_per_token, loss), color=_shade(style, record.N, among), alpha=0.5,
-                       linewidth=0.7, linestyle="-" if wide else style["linestyle"], zorder=1)
+        wide = style.get("hollow") and not is_cloud  # two laws that coincide must both be seen
+        look = {
+            "linestyle": style["linestyle"],
+            "linewidth": style["linewidth"] if wide else 1.0,
+            "alpha": 0.6 if wide else 1,
+        }
+        for record, (tokens, loss) in (
+            zip(group.records, group.curves, strict=True) if axis == "C" else ()
+        ):
+            panel.plot(
+                *smooth(tokens * record.flops_per_token, loss),
+                color=_shade(style, record.N, among),
+                alpha=0.5,
+                linewidth=0.7,
+                linestyle="-" if wide else style["linestyle"],
+                zorder=1,
+            )
         if forms := group.bands.get(axis):
             losses = np.array([form.predict(grid) for form in forms])
             panel.fill_between(grid, losses.min(axis=0), losses.max(axis=0), **HATCH, zorder=1.2)
         for line in lines_of(group, axis, grid):
             if line.low is not None:
-                panel.fill_between(line.x, line.low, line.high, zorder=1.1, facecolor=(style["color"], 0.12), lw=0.5,
-                                   edgecolor=(style["color"], 0.4))
+                panel.fill_between(
+                    line.x,
+                    line.low,
+                    line.high,
+                    zorder=1.1,
+                    facecolor=(style["color"], 0.12),
+                    lw=0.5,
+                    edgecolor=(style["color"], 0.4),
+                )
             colour = _shade(style, line.each, among) if line.each else style["color"]
-            drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
+            (drawn_line,) = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
             if line.each:
-                figure_of = f"{line.each:.1e}" if is_by_compute else f"{float(f'{line.each:.2g}'):g}"
-                named.setdefault(figure_of if is_by_ratio or is_by_compute else si(line.each), drawn_line)
+                figure_of = (
+                    f"{line.each:.1e}" if is_by_compute else f"{float(f'{line.each:.2g}'):g}"
+                )
+                named.setdefault(
+                    figure_of if is_by_ratio or is_by_compute else si(line.each), drawn_line
+                )
         if group.frontier is not None:
             C, N, D, lowest = minima_of(group.laws["isoflop"])
-            panel.plot({"C": C, "N": N, "D": D}[axis], lowest, marker="P", linestyle="none", markersize=8, zorder=5,
-                       color=style["color"], markeredgecolor="white", markeredgewidth=0.8)
-        colours = _shade(style, values, among)              # (n, 4)
-        panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
-                      alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
-                      linewidths=1.4 if wide else 0)
+            panel.plot(
+                {"C": C, "N": N, "D": D}[axis],
+                lowest,
+                marker="P",
+                linestyle="none",
+                markersize=8,
+                zorder=5,
+                color=style["color"],
+                markeredgecolor="white",
+                markeredgewidth=0.8,
+            )
+        colours = _shade(style, values, among)  # (n, 4)
+        panel.scatter(
+            group.x[axis],
+            group.loss,
+            s=9 if is_cloud else style["markersize"] ** 2,
+            marker=style["marker"],
+            zorder=3,
+            alpha=0.7 if is_cloud else 1,
+            facecolors="white" if wide else colours,
+            edgecolors=colours,
+            linewidths=1.4 if wide else 0,
+        )
         size = 14 if wide else 8.5
-        for held in group.held_out:     # a star where it ended, hollow at its prediction while it has not; that as a bar
+        # a star where it ended, hollow at its prediction while it has not; that as a bar
+        for held in group.held_out:
             x, said, colour = getattr(held, axis), held.prediction, style["color"]
             if said is not None:
-                panel.errorbar(x, said.loss, yerr=[[said.loss - said.low], [said.high - said.loss]], color=colour, marker="_",
-                               markersize=1.5 * size, capsize=0.35 * size, zorder=4)
-            y, face, edge, width = (said.loss, "white", colour, 1) if held.loss is None else (held.loss, colour, "white", 0.4)
-            panel.plot(x, y, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor=face,
-                       markeredgecolor=edge, markeredgewidth=width)
-    if named and not (is_by_compute and axis == "N"):       # the colours of the panel beside it
+                panel.errorbar(
+                    x,
+                    said.loss,
+                    yerr=[[said.loss - said.low], [said.high - said.loss]],
+                    color=colour,
+                    marker="_",
+                    markersize=1.5 * size,
+                    capsize=0.35 * size,
+                    zorder=4,
+                )
+            y, face, edge, width = (
+                (said.loss, "white", colour, 1)
+                if held.loss is None
+                else (held.loss, colour, "white", 0.4)
+            )
+            panel.plot(
+                x,
+                y,
+                marker="*",
+                linestyle="none",
+                markersize=size,
+                zorder=6,
+                color=colour,
+                markerfacecolor=face,
+                markeredgecolor=edge,
+                markeredgewidth=width,
+            )
+    if named and not (is_by_compute and axis == "N"):  # the colours of the panel beside it
         title = "C [FLOPs]" if is_by_compute else "D / N" if is_by_ratio else "N"
-        panel.legend(named.values(), named, title=title, loc="upper right", fontsize=8, framealpha=0.8,
-                     title_fontsize=8, handlelength=1.2, labelspacing=0.15, borderpad=0.3, edgecolor="none").set_zorder(9)
+        panel.legend(
+            named.values(),
+            named,
+            title=title,
+            loc="upper right",
+            fontsize=8,
+            framealpha=0.8,
+            title_fontsize=8,
+            handlelength=1.2,
+            labelspacing=0.15,
+            borderpad=0.3,
+            edgecolor="none",
+        ).set_zorder(9)
 
 
 def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
@@ -673,16 +1160,30 @@ def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
-        chosen = [(pair, pair.gap[loss_key.removeprefix("loss_")]) for pair in pairs if pair.fp8.run_id in at]
+        chosen = [
+            (pair, pair.gap[loss_key.removeprefix("loss_")])
+            for pair in pairs
+            if pair.fp8.run_id in at
+        ]
         if chosen:
             se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for pair, gap in chosen]
-            panel.errorbar([at[pair.fp8.run_id] for pair, _ in chosen], [gap.percent for _, gap in chosen], yerr=se,
-                           linestyle="none", color=style["color"], marker=style["marker"], markersize=style["markersize"],
-                           capsize=2, elinewidth=0.9, alpha=0.6 if len(chosen) > 12 else 1)
+            panel.errorbar(
+                [at[pair.fp8.run_id] for pair, _ in chosen],
+                [gap.percent for _, gap in chosen],
+                yerr=se,
+                linestyle="none",
+                color=style["color"],
+                marker=style["marker"],
+                markersize=style["markersize"],
+                capsize=2,
+                elinewidth=0.9,
+                alpha=0.6 if len(chosen) > 12 else 1,
+            )
 
 
 def _shade(style, value, among):
-    """The style's colour for a value (number or array): pale for the smallest of `among`, dark for the largest."""
+    """The style's colour for a value (number or array): pale for the smallest of `among`, dark for
+    the largest."""
     low, high = np.log(min(among)), np.log(max(among))
     share = (np.log(value) - low) / (high - low) if high > low else 0.6 + 0 * value
     return matplotlib.colormaps[style["shades"]](0.45 + 0.5 * share)
@@ -693,21 +1194,59 @@ def _legend(groups) -> list:
     handles, grey, held = [], "#666666", [held for group in groups for held in group.held_out]
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         hollow = style.get("hollow") and len(group.loss) < MANY
-        look = {key: style[key] for key in ("marker", "markersize", "linestyle", "linewidth", "color")}
-        handles.append(Line2D([], [], **look, label=name_of(group), markeredgewidth=1.4 if hollow else 0,
-                              markerfacecolor="white" if hollow else style["color"]))
+        look = {
+            key: style[key] for key in ("marker", "markersize", "linestyle", "linewidth", "color")
+        }
+        handles.append(
+            Line2D(
+                [],
+                [],
+                **look,
+                label=name_of(group),
+                markeredgewidth=1.4 if hollow else 0,
+                markerfacecolor="white" if hollow else style["color"],
+            )
+        )
     star = {"color": grey, "markersize": 10, "linestyle": "none"}
     is_there = any(one.loss is not None for one in held)
     alike = (
-        (any(len(tokens) for group in groups for tokens, _ in group.curves),
-         Line2D([], [], color=grey, linewidth=0.8, alpha=0.8, label="training loss")),
-        (any(group.lines or is_surface(group) for group in groups), Patch(facecolor=grey, alpha=0.3, label="law, 95 % interval")),
+        (
+            any(len(tokens) for group in groups for tokens, _ in group.curves),
+            Line2D([], [], color=grey, linewidth=0.8, alpha=0.8, label="training loss"),
+        ),
+        (
+            any(group.lines or is_surface(group) for group in groups),
+            Patch(facecolor=grey, alpha=0.3, label="law, 95 % interval"),
+        ),
         (any(group.bands for group in groups), Patch(**HATCH, label="other model forms")),
-        (any(group.frontier for group in groups), Line2D([], [], marker="P", color=grey, markersize=8, linestyle="none",
-                                                         label="minimum of a budget")),
-        (held, Line2D([], [], marker="*", **star, markerfacecolor=grey if is_there else "white",
-                      label="held-out run" + " to come" * (not is_there))),
-        (any(one.prediction for one in held), Line2D([], [], marker="|", **star, label="its prediction, 95 %")))
+        (
+            any(group.frontier for group in groups),
+            Line2D(
+                [],
+                [],
+                marker="P",
+                color=grey,
+                markersize=8,
+                linestyle="none",
+                label="minimum of a budget",
+            ),
+        ),
+        (
+            held,
+            Line2D(
+                [],
+                [],
+                marker="*",
+                **star,
+                markerfacecolor=grey if is_there else "white",
+                label="held-out run" + " to come" * (not is_there),
+            ),
+        ),
+        (
+            any(one.prediction for one in held),
+            Line2D([], [], marker="|", **star, label="its prediction, 95 %"),
+        ),
+    )
     return handles + [handle for is_drawn, handle in alike if is_drawn]
 
 
@@ -717,68 +1256,92 @@ def _title(groups, loss_key: str) -> str:
         return f"Loss in {name_of(groups[0])} (n = {n} points)"
     arms = " and ".join(map(name_of, groups)) if len(groups) < 3 else f"{len(groups)} precisions"
     each = " each" * (len(groups) > 1 and "," not in n)
-    return f"Validation loss of {arms}, evaluated {ARMS[loss_key.removeprefix('loss_')]} (n = {n}{each})"
+    return (
+        f"Validation loss of {arms}, evaluated {ARMS[loss_key.removeprefix('loss_')]} (n ="
+        f" {n}{each})"
+    )
 
 
 def _caption(groups, pairs, others) -> str:
-    """The first group's law, then what the lines are; law.json has the laws of all with their intervals."""
+    """The first group's law, then what the lines are; law.json has the laws of all with their
+    intervals."""
     first, axis, parts = groups[0], "C" if "C" in groups[0].x else "N", []
     if law := first.laws["chinchilla"] if is_surface(first) else first.lines.get(axis):
         parts.append(f"{name_of(first)}: {law.formula()}.")
     if any(map(is_surface, groups)):
         parts.append("Lines: lowest loss for a compute, of one size N, of one ratio D / N.")
     elif first.frontier is not None:
-        parts.append("Over C the law through the budgets' minima, over D and N the valley of each budget.")
+        parts.append(
+            "Over C the law through the budgets' minima, over D and N the valley of each budget."
+        )
     elif any(map(is_spread, groups)):
         parts.append("Over D and N, lines join points of one size, of one ratio D / N.")
     elif "D" in first.x:
-        parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per {KIND[first.convention]}parameter.")
+        parts.append(
+            f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per"
+            f" {KIND[first.convention]}parameter."
+        )
     parts += ["Gap bars: ± 1 standard error."] * bool(pairs)
-    parts += [f"Not drawn, fewer sizes or no such law: {', '.join(map(name_of, others))}."] * bool(others)
+    parts += [f"Not drawn, fewer sizes or no such law: {', '.join(map(name_of, others))}."] * bool(
+        others
+    )
     return " ".join(parts)
 
 
 def name_of(group) -> str:
     """The recipe as the reader knows it, or the table's name."""
-    return name_recipe(group.recipe) if group.records else textwrap.shorten(group.recipe, 40, placeholder="…")
+    return (
+        name_recipe(group.recipe)
+        if group.records
+        else textwrap.shorten(group.recipe, 40, placeholder="…")
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ lines of the laws
+# ------------------------------------------------------------------------------- lines of the laws
 
-# A line of a law, arrays of one shape; `each`: its size or its tokens per parameter, None for one of all points.
+# A line of a law, arrays of one shape; `each`: its size or its tokens per parameter, None for one
+# of all points.
 Line = namedtuple("Line", "x loss low high each", defaults=(None, None, None))
 
 
 def is_surface(group) -> bool:
-    """Whether an identified L(N, D) heads the group, so that no single curve over one axis is its law."""
+    """Whether an identified L(N, D) heads the group, so that no single curve over one axis is its
+    law."""
     return group.headline == "chinchilla"
 
 
 def is_spread(group) -> bool:
-    """Whether the group's points lie at several tokens-per-parameter ratios: then loss over N or D alone is no one curve."""
+    """Whether the group's points lie at several tokens-per-parameter ratios: then loss over N or D
+    alone is no one curve."""
     return bool(group.ray) and not on_one_ray(group.ray)
 
 
 def drawn(groups) -> tuple[list, list]:
-    """The groups that the figure shows; those that it only names, because their law says nothing beside the others' frontier: of
-    fewer sizes than another, or without an irreducible loss that their points identify where some law has one."""
+    """The groups that the figure shows; those that it only names, because their law says nothing
+    beside the others' frontier: of fewer sizes than another, or without an irreducible loss that
+    their points identify where some law has one."""
     sizes = [len(np.unique(group.x["N"])) for group in groups]
     shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
     strong = "chinchilla", "isoflop", "ray"
-    shown = [one for one in shown if one.headline in strong and one.laws[one.headline].identified] or shown
+    shown = [
+        one for one in shown if one.headline in strong and one.laws[one.headline].identified
+    ] or shown
     return shown, [group for group in groups if not any(group is one for one in shown)]
 
 
 def lines_of(group, axis: str, grid) -> list[Line]:
-    """The lines of the group over `grid`. Where an identified L(N, D) heads it: its frontier over compute, a line per size over
-    tokens, per ratio over parameters. Else its law over one axis; where its points lie at several ratios, over D or N lines that
-    join the few points of one size or one ratio, means over seeds: the eye takes a cloud of two dimensions for noise."""
+    """The lines of the group over `grid`. Where an identified L(N, D) heads it: its frontier over
+    compute, a line per size over tokens, per ratio over parameters. Else its law over one axis;
+    where its points lie at several ratios, over D or N lines that join the few points of one size
+    or one ratio, means over seeds: the eye takes a cloud of two dimensions for noise."""
     law, points = group.laws["chinchilla"], group.points
     if is_surface(group):
         if axis == "C":
             return [_line(law, grid, _cheapest(group, grid))]
         if axis == "N":
-            return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
+            return [
+                _line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)
+            ]
         sizes = sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})
         return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sizes]
     if group.frontier is not None and axis != "C":
@@ -789,12 +1352,19 @@ def lines_of(group, axis: str, grid) -> list[Line]:
     for value in _few(values) if len(group.loss) < MANY else ():
         near = np.abs(np.log(values / value)) < np.log(1.05)
         x = np.unique(group.x[axis][near])
-        lines.append(Line(x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x]), each=value))
+        lines.append(
+            Line(
+                x,
+                np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x]),
+                each=value,
+            )
+        )
     return [line for line in lines if len(line.x) > 1]
 
 
 def _valleys(group, axis: str) -> list[Line]:
-    """The fitted valley of each budget that has a minimum, over parameters or tokens; `each` is its compute."""
+    """The fitted valley of each budget that has a minimum, over parameters or tokens; `each` is its
+    compute."""
     fit, points, lines = group.laws["isoflop"], group.points, []
     for row in fit.budgets:
         if row["N"] is None:
@@ -817,12 +1387,15 @@ def _line(law, x, where, each=None) -> Line:
 
 
 def _cheapest(group, compute):
-    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are:
-    FLOPs per token go as N^k, k below 1 as the share of the vocabulary and of attention falls with size."""
+    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted
+    as the group's points are: FLOPs per token go as N^k, k below 1 as the share of the vocabulary
+    and of attention falls with size."""
     p, points = group.laws["chinchilla"].parameters, group.points
     k, height = np.polyfit(np.log(points.N), np.log(group.x["C"] / points.D), 1)
-    D_at_1 = compute / np.exp(height)       # tokens of a model of one parameter
-    N = (p["alpha"] * p["A"] * D_at_1 ** p["beta"] / (k * p["beta"] * p["B"])) ** (1 / (p["alpha"] + k * p["beta"]))
+    D_at_1 = compute / np.exp(height)  # tokens of a model of one parameter
+    N = (p["alpha"] * p["A"] * D_at_1 ** p["beta"] / (k * p["beta"] * p["B"])) ** (
+        1 / (p["alpha"] + k * p["beta"])
+    )
     return N, D_at_1 / N**k
 
 
@@ -830,15 +1403,20 @@ def _few(values) -> list[float]:
     """The medians of values that lie within 5 %, ascending, FEW of them at most."""
     values = np.sort(values)
     some = np.split(values, 1 + np.flatnonzero(np.diff(np.log(values)) > np.log(1.05)))
-    return [float(np.median(some[round(i)])) for i in np.linspace(0, len(some) - 1, min(len(some), FEW))]
+    return [
+        float(np.median(some[round(i)])) for i in np.linspace(0, len(some) - 1, min(len(some), FEW))
+    ]
 
 
 def smooth(x, loss) -> np.ndarray:
-    """Means of x and loss, (2, n), over bins of equal width in log x: even on a log axis, unlike a window of so many steps."""
+    """Means of x and loss, (2, n), over bins of equal width in log x: even on a log axis, unlike a
+    window of so many steps."""
     if len(x) == 0:
         return np.array([x, loss])
     bins = int(np.clip(np.ceil(BINS * np.log10(x[-1] / x[0])), 4, 80))
-    means = binned_statistic(x, (x, loss), bins=np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)).statistic
+    means = binned_statistic(
+        x, (x, loss), bins=np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)
+    ).statistic
     return means[:, np.isfinite(means[0])]
 
 

@@ -5,14 +5,14 @@
     python scaling/ledger.py configs/study_cpu.py --restore         write the rows as run folders, for fit.py and precision.py
     python scaling/ledger.py configs/study_cpu.py --repeat RUN      train one run again and compare it with its row
 
-The rows lie in studies/<study>/runs.jsonl: what summary.json says, the validation losses in blocks, the machine's kind, CPU
-seconds. They are all that lasts: --run begins by writing them back, so a run with a row is never trained again, also on
-another machine. Checkpoints stay below out/<study>/ until a trunk has all of its branches; on a machine without them a
-branch is trained from scratch, to the same weights. Each run has one thread, so that the order of its sums is fixed.
+The rows lie in studies/<study>/runs.jsonl: what summary.json says, the validation losses in blocks,
+the machine's kind, CPU seconds. They are all that lasts: --run begins by writing them back, so a
+run with a row is never trained again, also on another machine. Checkpoints stay below out/<study>/
+until a trunk has all of its branches; on a machine without them a branch is trained from scratch,
+to the same weights. Each run has one thread, so that the order of its sums is fixed.
 
-studies/<study>/study.json is what was declared before the first run. Exit code: 0 all is done or equal, 1 a run failed or
-its repeat differs, 2 a mistake in the command, 3 not all is done.
-"""
+studies/<study>/study.json is what was declared before the first run. Exit code: 0 all is done or
+equal, 1 a run failed or its repeat differs, 2 a mistake in the command, 3 not all is done."""
 
 import json
 import math
@@ -39,25 +39,27 @@ from scaling.records import read_json
 from scaling.study import Row, Study, expand, load_study
 
 SCHEMA_VERSION = 1
-BLOCKS = 8              # of each source's validation sequences: sequence i belongs to block i mod 8
-ELSEWHERE = 1e-3        # relative difference of a loss that is allowed on another kind of machine
-# Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of a step's time.
+BLOCKS = 8  # of each source's validation sequences: sequence i belongs to block i mod 8
+ELSEWHERE = 1e-3  # relative difference of a loss that is allowed on another kind of machine
+# Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of
+# a step's time.
 START_S, FORWARD_SHARE = 10.0, 0.35
-NOT_KEPT = ("layers_recipes", "layers_kernels", "layers_skipped")       # of summary.json's precision
+NOT_KEPT = ("layers_recipes", "layers_kernels", "layers_skipped")  # of summary.json's precision
 # Instructions that decide by which kernels a CPU multiplies, and so in which order it sums.
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    study: FilePath             # a file such as configs/study_cpu.py
-    run: bool = False           # train what is missing
-    restore: bool = False       # write the rows as run folders below out/<study>
-    repeat: str | None = None   # name of a run to train again
-    only: str | None = None     # names and patterns of runs, with the trunks they branch off from
-    limit: float | None = None  # seconds from the command's start: the run under way saves and leaves in time
-    out: FilePath = "out"       # holds <study>/<run>/
-    rows: FilePath | None = None    # folder of runs.jsonl and study.json; none = studies/<study>
+    study: FilePath  # a file such as configs/study_cpu.py
+    run: bool = False  # train what is missing
+    restore: bool = False  # write the rows as run folders below out/<study>
+    repeat: str | None = None  # name of a run to train again
+    only: str | None = None  # names and patterns of runs, with the trunks they branch off from
+    # seconds from the command's start: the run under way saves and leaves in time
+    limit: float | None = None
+    out: FilePath = "out"  # holds <study>/<run>/
+    rows: FilePath | None = None  # folder of runs.jsonl and study.json; none = studies/<study>
 
     def __post_init__(self):
         if problems := positive(self, "limit"):
@@ -69,32 +71,43 @@ class Options:
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """The kind of a machine: runs of one kind are equal to the bit."""
-    vendor: str                 # the CPU's, such as AuthenticAMD; libraries choose their kernels by it too
-    model: str                  # the CPU's name; not compared
-    capability: str             # instructions that torch's own kernels use, such as AVX2
-    flags: tuple[str, ...]      # those of CPU_FLAGS that the CPU has
+
+    vendor: str  # the CPU's, such as AuthenticAMD; libraries choose their kernels by it too
+    model: str  # the CPU's name; not compared
+    capability: str  # instructions that torch's own kernels use, such as AVX2
+    flags: tuple[str, ...]  # those of CPU_FLAGS that the CPU has
 
     def is_like(self, other: "Kind") -> bool:
-        return (self.vendor, self.capability, self.flags) == (other.vendor, other.capability, other.flags)
+        return (self.vendor, self.capability, self.flags) == (
+            other.vendor,
+            other.capability,
+            other.flags,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A row of runs.jsonl: one finished run."""
+
     schema_version: int
-    run: str                    # its name
+    run: str  # its name
     machine: Kind
-    python: str                 # version
-    numpy: str                  # version
-    cpu_s: float                # CPU seconds of its process: start, steps, evaluation; of its last start where it was resumed
-    summary: dict               # summary.json without NOT_KEPT; its git_commit and torch are those that trained it
-    # Source -> sums over each block, in nats: {"n_tokens": [...], "as_trained": [...], "bf16": [...]}
+    python: str  # version
+    numpy: str  # version
+    # CPU seconds of its process: start, steps, evaluation; of its last start where it was resumed
+    cpu_s: float
+    # summary.json without NOT_KEPT; its git_commit and torch are those that trained it
+    summary: dict
+    # Source -> sums over each block, in nats: {"n_tokens": [...], "as_trained": [...], "bf16":
+    # [...]}
     val_blocks: dict[str, dict[str, list[float]]]
 
 
 def main(arguments: list[str], began: float | None = None) -> int:
     """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
-    return command(__doc__, Options, "study")(lambda options: ledger(options, began or time.monotonic()))(arguments)
+    return command(__doc__, Options, "study")(
+        lambda options: ledger(options, began or time.monotonic())
+    )(arguments)
 
 
 def ledger(options: Options, began: float) -> int | str:
@@ -114,20 +127,26 @@ def ledger(options: Options, began: float) -> int | str:
     return status(rows, entries, home)
 
 
-# ----------------------------------------------------------------------------------------------------------------- rows
+# -------------------------------------------------------------------------------------------- rows
+
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Name of a run -> its row; none where there is no file. Raises UserError naming the line that cannot be read."""
+    """Name of a run -> its row; none where there is no file. Raises UserError naming the line that
+    cannot be read."""
     entries: dict[str, Entry] = {}
     lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             entry = entry_of(json.loads(line))
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}:{number} is no row of a finished run ({type(error).__name__}: {error}): restore the file "
-                            "from the repository's history") from None
+            raise UserError(
+                f"{path}:{number} is no row of a finished run ({type(error).__name__}: {error}):"
+                " restore the file from the repository's history"
+            ) from None
         if entry.run in entries:
-            raise UserError(f"{path}:{number}: {entry.run} has a row already: keep the first of the two")
+            raise UserError(
+                f"{path}:{number}: {entry.run} has a row already: keep the first of the two"
+            )
         entries[entry.run] = entry
     return entries
 
@@ -155,8 +174,11 @@ def check_known(entries: dict[str, Entry], rows: list[Row], home: Path) -> None:
     pairs = {row.run: row.pair_id for row in rows}
     for name, entry in entries.items():
         if pairs.get(name) != entry.summary["pair_id"]:
-            raise UserError(f"{home / 'runs.jsonl'} has {name}, which the study no longer has as it was trained: runs may be "
-                            "added to a study, but nothing may change; give the changed study another name=")
+            raise UserError(
+                f"{home / 'runs.jsonl'} has {name}, which the study no longer has as it was"
+                " trained: runs may be added to a study, but nothing may change; give the changed"
+                " study another name="
+            )
 
 
 def machine_kind() -> Kind:
@@ -168,17 +190,30 @@ def machine_kind() -> Kind:
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     present = facts.get("flags", "").split()
-    return Kind(vendor=facts.get("vendor_id", platform.machine()), model=facts.get("model name", platform.processor()),
-                capability=torch.backends.cpu.get_cpu_capability(), flags=tuple(flag for flag in CPU_FLAGS if flag in present))
+    return Kind(
+        vendor=facts.get("vendor_id", platform.machine()),
+        model=facts.get("model name", platform.processor()),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        flags=tuple(flag for flag in CPU_FLAGS if flag in present),
+    )
 
 
 def entry_from(run_dir: Path, cpu_s: float) -> Entry:
     """The row of a finished run."""
     summary = read_json(run_dir / "summary.json")
-    summary["precision"] = {key: value for key, value in summary["precision"].items() if key not in NOT_KEPT}
-    return Entry(schema_version=SCHEMA_VERSION, run=run_dir.name, machine=machine_kind(), python=platform.python_version(),
-                 numpy=np.__version__, cpu_s=round(cpu_s, 1), summary=summary,
-                 val_blocks=blocks_of(run_dir / "val_losses.npz", sorted(summary["sources"])))
+    summary["precision"] = {
+        key: value for key, value in summary["precision"].items() if key not in NOT_KEPT
+    }
+    return Entry(
+        schema_version=SCHEMA_VERSION,
+        run=run_dir.name,
+        machine=machine_kind(),
+        python=platform.python_version(),
+        numpy=np.__version__,
+        cpu_s=round(cpu_s, 1),
+        summary=summary,
+        val_blocks=blocks_of(run_dir / "val_losses.npz", sorted(summary["sources"])),
+    )
 
 
 def blocks_of(path: Path, sources: list[str]) -> dict[str, dict[str, list[float]]]:
@@ -188,13 +223,19 @@ def blocks_of(path: Path, sources: list[str]) -> dict[str, dict[str, list[float]
         for number, name in enumerate(sources):
             chosen = file["source"] == number
             block = np.arange(chosen.sum()) % BLOCKS
-            sums = {key: np.bincount(block, file[key][chosen].astype(float)) for key in ("n_tokens", "as_trained", "bf16")}
-            blocks[name] = {key: [round(value, 4) for value in values.tolist()] for key, values in sums.items()}
+            sums = {
+                key: np.bincount(block, file[key][chosen].astype(float))
+                for key in ("n_tokens", "as_trained", "bf16")
+            }
+            blocks[name] = {
+                key: [round(value, 4) for value in values.tolist()] for key, values in sums.items()
+            }
     return blocks
 
 
 def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
-    """Write study.json and every row's summary.json and val_losses.npz below `folder`, where they are not there yet.
+    """Write study.json and every row's summary.json and val_losses.npz below `folder`, where they
+    are not there yet.
 
     A restored run has a block of validation sequences where the run itself had each sequence."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -206,18 +247,30 @@ def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
             continue
         run_dir.mkdir(exist_ok=True)
         sources = [entry.val_blocks[source] for source in sorted(entry.val_blocks)]
-        columns = {key: np.concatenate([source[key] for source in sources]) for key in ("n_tokens", "as_trained", "bf16")}
+        columns = {
+            key: np.concatenate([source[key] for source in sources])
+            for key in ("n_tokens", "as_trained", "bf16")
+        }
         number = np.repeat(np.arange(len(sources)), [len(source["n_tokens"]) for source in sources])
         np.savez(run_dir / "val_losses.npz", source=number, **columns)
         write_json(run_dir / "summary.json", entry.summary)
 
 
-# ------------------------------------------------------------------------------------------------------------- training
+# ---------------------------------------------------------------------------------------- training
 
-def run_missing(study: Study, rows: list[Row], entries: dict[str, Entry], home: Path, folder: Path, options: Options,
-                began: float) -> int:
-    """Train the runs without a row, a trunk and then its branches, and add their rows as they finish; the exit code."""
-    os.environ["OMP_NUM_THREADS"] = "1"     # for the runs: more threads would sum in another order
+
+def run_missing(
+    study: Study,
+    rows: list[Row],
+    entries: dict[str, Entry],
+    home: Path,
+    folder: Path,
+    options: Options,
+    began: float,
+) -> int:
+    """Train the runs without a row, a trunk and then its branches, and add their rows as they
+    finish; the exit code."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the runs: more threads would sum in another order
     home.mkdir(parents=True, exist_ok=True)
     chosen = sweep.choose(rows, sweep.Options(study=options.study, run=True, only=options.only))
     restore(entries, home, folder)
@@ -242,7 +295,7 @@ def run_missing(study: Study, rows: list[Row], entries: dict[str, Entry], home: 
         else:
             remove_checkpoints(family, folder)
             continue
-        if code != 1:       # asked to leave
+        if code != 1:  # asked to leave
             break
     left = [row for row in chosen if row.run not in entries]
     return 1 if failed else 3 if left else 0
@@ -256,8 +309,11 @@ def families(rows: list[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def train(row: Row, rows: list[Row], folder: Path, options: Options, deadline: float) -> tuple[int, float]:
-    """Run one row to its end or to the deadline: (exit code as scaling/sweep.py has it, CPU seconds)."""
+def train(
+    row: Row, rows: list[Row], folder: Path, options: Options, deadline: float
+) -> tuple[int, float]:
+    """Run one row to its end or to the deadline: (exit code as scaling/sweep.py has it, CPU
+    seconds)."""
     before = children_s()
     how = sweep.Options(study=options.study, run=True, out=options.out, limit=options.limit)
     code = sweep.run(rows, [sweep.placed(row, folder)], folder, how, [[]], deadline)
@@ -276,13 +332,18 @@ def remove_checkpoints(family: list[Row], folder: Path) -> None:
         shutil.rmtree(folder / row.run / "checkpoints", ignore_errors=True)
 
 
-# ------------------------------------------------------------------------------------------------------ repeat, compare
+# --------------------------------------------------------------------------------- repeat, compare
+
 
 def repeat(name: str, rows: list[Row], entries: dict[str, Entry], options: Options) -> int:
-    """Train the run `name` from scratch in a temporary folder and compare it with its row; prints both, returns the code."""
+    """Train the run `name` from scratch in a temporary folder and compare it with its row; prints
+    both, returns the code."""
     row = next((row for row in rows if row.run == name), None)
     if row is None:
-        raise UserError(f"repeat={name!r} is no run of {options.study}{nearest(name, [row.run for row in rows])}")
+        raise UserError(
+            f"repeat={name!r} is no run of"
+            f" {options.study}{nearest(name, [row.run for row in rows])}"
+        )
     if name not in entries:
         raise UserError(f"{name} has no row yet: nothing to compare a repeat with")
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -291,7 +352,10 @@ def repeat(name: str, rows: list[Row], entries: dict[str, Entry], options: Optio
         how = replace(options, out=temporary)
         code, _ = train(from_scratch(row), rows, folder, how, math.inf)
         if not sweep.summary_of(row, folder):
-            print((folder / f"{name}.log").read_text() if code == 1 else f"{name} was interrupted", file=sys.stderr)
+            print(
+                (folder / f"{name}.log").read_text() if code == 1 else f"{name} was interrupted",
+                file=sys.stderr,
+            )
             return 1
         again = entry_from(folder / name, 0.0)
     differences = compare(entries[name], again)
@@ -306,38 +370,52 @@ def from_scratch(row: Row) -> Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    is_equal: bool      # to the bit on the same kind of machine, within ELSEWHERE on another
-    text: str           # for people
+    is_equal: bool  # to the bit on the same kind of machine, within ELSEWHERE on another
+    text: str  # for people
 
 
 def compare(entry: Entry, again: Entry) -> Comparison:
     """Hold a repeat against its row."""
     names = ("loss_bf16", "loss_as_trained", "train_loss_last")
     pairs = [(entry.summary[name], again.summary[name]) for name in names]
-    is_same_kind = entry.machine.is_like(again.machine) and entry.summary["torch"] == again.summary["torch"]
+    is_same_kind = (
+        entry.machine.is_like(again.machine) and entry.summary["torch"] == again.summary["torch"]
+    )
     distance = max(abs(new / old - 1) for old, new in pairs)
     same_data = entry.summary["data_sha256"] == again.summary["data_sha256"]
     is_equal = same_data and (distance == 0 if is_same_kind else distance <= ELSEWHERE)
-    table = grid([["", "row", "repeat"], *([name, repr(old), repr(new)] for name, (old, new) in zip(names, pairs, strict=True))])
-    kind = "the same kind of machine" if is_same_kind else (
-        f"another kind of machine ({kind_of(again)}, the row's was {kind_of(entry)})")
+    table = grid(
+        [
+            ["", "row", "repeat"],
+            *([name, repr(old), repr(new)] for name, (old, new) in zip(names, pairs, strict=True)),
+        ]
+    )
+    kind = (
+        "the same kind of machine"
+        if is_same_kind
+        else (f"another kind of machine ({kind_of(again)}, the row's was {kind_of(entry)})")
+    )
     if not same_data:
         verdict = "the training tokens are others: make the data again (studies/cpu/corpus.py)"
     elif distance == 0:
         verdict = "equal to the bit"
     else:
         verdict = f"the largest relative difference is {distance:.2g}" + (
-            "" if is_same_kind else f", of {ELSEWHERE:g} that are allowed there")
+            "" if is_same_kind else f", of {ELSEWHERE:g} that are allowed there"
+        )
     return Comparison(is_equal, f"{table}\n\n{entry.run} on {kind}: {verdict}.")
 
 
 def kind_of(entry: Entry) -> str:
     """For people: what decides a run's bits."""
     flags = [flag for flag in entry.machine.flags if flag.startswith(("avx512_", "amx"))]
-    return " ".join([entry.machine.vendor, entry.machine.capability, *flags, f"torch {entry.summary['torch']}"])
+    return " ".join(
+        [entry.machine.vendor, entry.machine.capability, *flags, f"torch {entry.summary['torch']}"]
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- status
+# ------------------------------------------------------------------------------------------ status
+
 
 def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
     """A table of what is done and of the CPU hours that remain, by size and arm."""
@@ -351,39 +429,60 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
         left = [seconds_of(row, rows, entries, timing) for row in own if row.run not in entries]
         hours = [sum(done) / 3600, sum(left) / 3600]
         total = [before + more for before, more in zip(total, hours, strict=True)]
-        lines.append([size, arm, str(len(own)), str(len(done)), *(f"{value:.2f}" for value in hours)])
+        lines.append(
+            [size, arm, str(len(own)), str(len(done)), *(f"{value:.2f}" for value in hours)]
+        )
     done_runs = sum(row.run in entries for row in rows)
     machines = sorted({kind_of(entry) for entry in entries.values()})
-    text = [grid(lines), "", f"{done_runs} of {len(rows)} runs are done, {total[0]:.1f} h of one core; {total[1]:.1f} h remain. "
-            f"Machines: {'; '.join(machines) or 'none yet'}."]
+    text = [
+        grid(lines),
+        "",
+        (
+            f"{done_runs} of {len(rows)} runs are done, {total[0]:.1f} h of one core;"
+            f" {total[1]:.1f} h remain. Machines: {'; '.join(machines) or 'none yet'}."
+        ),
+    ]
     if mixed := mixed_pairs(entries):
-        text.append(f"Pairs whose two runs are of different kinds of machines, so that their gap holds rounding too: {mixed}.")
+        text.append(
+            "Pairs whose two runs are of different kinds of machines, so that their gap holds"
+            f" rounding too: {mixed}."
+        )
     return "\n".join(text)
 
 
 def mixed_pairs(entries: dict[str, Entry]) -> int:
     """FP8 runs whose BF16 partner was trained on another kind of machine."""
-    of_bf16 = {entry.summary["pair_id"]: kind_of(entry) for entry in entries.values()
-               if entry.summary["precision"]["recipe"] == "bf16" and not entry.summary["repeat"]}
+    of_bf16 = {
+        entry.summary["pair_id"]: kind_of(entry)
+        for entry in entries.values()
+        if entry.summary["precision"]["recipe"] == "bf16" and not entry.summary["repeat"]
+    }
     others = [entry for entry in entries.values() if entry.summary["precision"]["recipe"] != "bf16"]
-    return sum(of_bf16.get(entry.summary["pair_id"], kind_of(entry)) != kind_of(entry) for entry in others)
+    return sum(
+        of_bf16.get(entry.summary["pair_id"], kind_of(entry)) != kind_of(entry) for entry in others
+    )
 
 
 def seconds_of(row: Row, rows: list[Row], entries: dict[str, Entry], timing: dict) -> float:
-    """CPU seconds that a run will take: the median of its like, else by timing.json [microseconds a token]; nan: unknown."""
-    like = [entries[other.run].cpu_s for other in rows if other.run in entries and is_like(row, other)]
+    """CPU seconds that a run will take: the median of its like, else by timing.json [microseconds a
+    token]; nan: unknown."""
+    like = [
+        entries[other.run].cpu_s for other in rows if other.run in entries and is_like(row, other)
+    ]
     if like:
         return median(like)
     micros = timing.get("microseconds_per_token", {}).get(row.size, {}).get(row.recipe, math.nan)
     config = load_config(ROOT / row.config, row.overrides)
-    evaluated = 2 * config.eval.tokens * len(config.data.mixture)       # as trained, and in BF16
+    evaluated = 2 * config.eval.tokens * len(config.data.mixture)  # as trained, and in BF16
     return START_S + (row.own_tokens + FORWARD_SHARE * evaluated) * micros * 1e-6
 
 
 def is_like(row: Row, other: Row) -> bool:
     """Whether two runs differ in seed or rate alone."""
+
     def key(one: Row) -> tuple:
         return one.size, one.recipe, one.tokens_per_param, one.repeat
+
     return key(row) == key(other)
 
 

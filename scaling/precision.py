@@ -1,14 +1,14 @@
 """Measure what FP8 costs against BF16, run beside paired run on the same validation sequences.
 
-    python scaling/precision.py out/study               # every finished run under it; writes out/study/law/precision.*
+    python scaling/precision.py out/study        # every finished run under it; writes out/study/law/precision.*
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
-    python scaling/precision.py out/study --all         # prints every table, else as many as 40 lines hold
+    python scaling/precision.py out/study --all  # prints every table, else as many as 40 lines hold
     python scaling/precision.py --points losses.csv --arm precision --pair seed --loss val_loss --n N --d tokens --out report
 
-Prints each recipe's gap over all sizes with its verdict, which recipe is the best (pairs.rank says by which rule), the gap per
-size beside the null (BF16 against BF16 with another seed, and with the same one rounded differently), what the gap costs in
-compute under two laws. Intervals are over independent pairs and hold for this validation set.
-"""
+Prints each recipe's gap over all sizes with its verdict, which recipe is the best (pairs.rank says
+by which rule), the gap per size beside the null (BF16 against BF16 with another seed, and with the
+same one rounded differently), what the gap costs in compute under two laws. Intervals are over
+independent pairs and hold for this validation set."""
 
 import json
 import math
@@ -28,82 +28,168 @@ from scaling.records import check_comparable, law_folder, listed, read_runs, usa
 from scaling.table_pairs import read_table_pairs
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
-LINES = 40                  # that the console gets without --all
-SHOWN = 5                   # warnings among them
-FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
+LINES = 40  # that the console gets without --all
+SHOWN = 5  # warnings among them
+FARTHEST = 1.5e9  # parameters: the published laws are drawn up to the largest model of the study
 MARGIN_LINE = {"color": "#000000", "linewidth": 0.8, "linestyle": (0, (4, 2))}
-# The published laws that the figure draws: name, nats(N, D), range of N that the law was fitted to, look.
-LAWS = (("Kumar INT8, no offsets", lambda N, D: pairs.kumar_gap(N, offsets=False), (30e6, 220e6), "#444444", "-"),
-        ("Kumar INT8", lambda N, D: pairs.kumar_gap(N), (30e6, 220e6), "#888888", (0, (5, 1))),
-        ("Sun E4M3, block 128", pairs.sun_gap, (41e6, 679e6), "#000000", "-."))
+# The published laws that the figure draws: name, nats(N, D), range of N that the law was fitted to,
+# look.
+LAWS = (
+    (
+        "Kumar INT8, no offsets",
+        lambda N, D: pairs.kumar_gap(N, offsets=False),
+        (30e6, 220e6),
+        "#444444",
+        "-",
+    ),
+    ("Kumar INT8", lambda N, D: pairs.kumar_gap(N), (30e6, 220e6), "#888888", (0, (5, 1))),
+    ("Sun E4M3, block 128", pairs.sun_gap, (41e6, 679e6), "#000000", "-."),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     paths: tuple[FilePath, ...] = ()  # a folder of runs such as out/study, or run folders
-    out: FilePath | None = None     # folder for precision.json, precision.png, precision.svg (default: PATH/law)
-    loss: str = ""                  # runs: bf16 (both arms through BF16 matmuls; the default) or as_trained. Table: its column
-    margin: float | None = None     # per cent of the loss that counts as equivalent (default: the study's; here: after the fact)
-    n: str = ""                     # runs: total or nonembed, which parameters N counts (as the study does). Table: N's column
-    points: FilePath = ""           # a table of paired losses with a header line, instead of runs
-    arm: str = ""                   # table: column that names the precision
-    pair: str = ""                  # table: column whose equal text makes a pair, such as the seed or the run's name
-    base: str = ""                  # table: the baseline's text in the column of arms (default: bf16, bfloat16, baseline)
-    d: str = ""                     # table: column of training tokens
-    all: bool = False               # print every table
+    # folder for precision.json, precision.png, precision.svg (default: PATH/law)
+    out: FilePath | None = None
+    # runs: bf16 (both arms through BF16 matmuls; the default) or as_trained. Table: its column
+    loss: str = ""
+    # per cent of the loss that counts as equivalent (default: the study's; here: after the fact)
+    margin: float | None = None
+    # runs: total or nonembed, which parameters N counts (as the study does). Table: N's column
+    n: str = ""
+    points: FilePath = ""  # a table of paired losses with a header line, instead of runs
+    arm: str = ""  # table: column that names the precision
+    # table: column whose equal text makes a pair, such as the seed or the run's name
+    pair: str = ""
+    # table: the baseline's text in the column of arms (default: bf16, bfloat16, baseline)
+    base: str = ""
+    d: str = ""  # table: column of training tokens
+    all: bool = False  # print every table
 
     def __post_init__(self):
         if bool(self.points) == bool(self.paths):
-            raise UserError("give either run folders such as out/study, or a table with --points FILE")
+            raise UserError(
+                "give either run folders such as out/study, or a table with --points FILE"
+            )
         if self.points:
             if missing := [name for name in ("arm", "pair", "loss") if not getattr(self, name)]:
                 raise UserError(f"{missing[0]}= is missing: it names a column of the table")
             return
         if strange := [name for name in ("arm", "pair", "base", "d") if getattr(self, name)]:
             raise UserError(f"{' and '.join(strange)}: only for a table of points=FILE")
-        for name, value, words in (("n", self.n, ("total", "nonembed")), ("loss", self.loss, ("bf16", "as_trained"))):
+        for name, value, words in (
+            ("n", self.n, ("total", "nonembed")),
+            ("loss", self.loss, ("bf16", "as_trained")),
+        ):
             if value not in ("", *words):
                 raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
 
 def analyse(records, found, arm: str, margin) -> dict:
-    """What precision.json holds but notes and inputs, gaps in per cent of the BF16 loss; `arm`: which is judged."""
-    laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
-    nulls, found = ([p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False))
+    """What precision.json holds but notes and inputs, gaps in per cent of the BF16 loss; `arm`:
+    which is judged."""
+    laws, reason = pairs.surfaces(
+        [run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}"
+    )
+    nulls, found = (
+        [p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False)
+    )
     sizes, common = [], {}
-    for (N, D, recipe), chosen in pairs.grouped(found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)):
-        nats, gaps, speed = pairs.over(chosen, "nats")[arm], pairs.over(chosen, "percent"), pairs.throughput(chosen)
+    for (N, D, recipe), chosen in pairs.grouped(
+        found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)
+    ):
+        nats, gaps, speed = (
+            pairs.over(chosen, "nats")[arm],
+            pairs.over(chosen, "percent"),
+            pairs.throughput(chosen),
+        )
         run = chosen[0].fp8
-        price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
-        sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
-                      "throughput": speed, "costs": price,
-                      **pairs.judged(chosen, gaps[arm], margin, margin and pairs.tost(gaps[arm], margin.percent))})
-    for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):      # over all sizes: 100 ln(L_FP8 / L_BF16)
+        price = [
+            pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed)
+            for law in laws[N]
+        ]
+        sizes.append(
+            {
+                **pairs.at(run),
+                "recipe": recipe,
+                "runs": [p.fp8.run_id for p in chosen],
+                **gaps,
+                "nats": nats,
+                "throughput": speed,
+                "costs": price,
+                **pairs.judged(
+                    chosen, gaps[arm], margin, margin and pairs.tost(gaps[arm], margin.percent)
+                ),
+            }
+        )
+    # over all sizes: 100 ln(L_FP8 / L_BF16)
+    for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):
         logs = pairs.over(chosen, "log_percent")
         equivalence = judge_equivalence(chosen, arm, margin.percent if margin else None)
         common[recipe] = {
-            **logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "over_sizes": pairs.over_sizes(chosen, arm),
-            "over_tokens": pairs.over_tokens(chosen, arm), "equivalence": equivalence,
-            **pairs.judged(chosen, logs[arm], margin, equivalence.p)}
-    return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
-            "null": pairs.measure(records, nulls, arm), "common": common, "ranking": pairs.rank(found, arm), "sizes": sizes,
-            "laws": {law.name: law.source for some in laws.values() for law in some}, "no_own_law": reason,
-            "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
-                       **pairs.at(p.fp8), **{f"gap_{name}": gap for name, gap in p.gap.items()},
-                       "tok_per_s_ratio": p.tok_per_s_ratio, "device": p.fp8.device} for p in found]}
+            **logs,
+            "pairs": len(chosen),
+            "sizes": len({p.fp8.N for p in chosen}),
+            "over_sizes": pairs.over_sizes(chosen, arm),
+            "over_tokens": pairs.over_tokens(chosen, arm),
+            "equivalence": equivalence,
+            **pairs.judged(chosen, logs[arm], margin, equivalence.p),
+        }
+    return {
+        "conventions": {"N": f"params_{records[0].convention}"},
+        "loss": arm,
+        "margin": margin,
+        "null": pairs.measure(records, nulls, arm),
+        "common": common,
+        "ranking": pairs.rank(found, arm),
+        "sizes": sizes,
+        "laws": {law.name: law.source for some in laws.values() for law in some},
+        "no_own_law": reason,
+        "pairs": [
+            {
+                "pair_id": p.bf16.pair_id,
+                "bf16": p.bf16.run_id,
+                "fp8": p.fp8.run_id,
+                "recipe": p.fp8.recipe,
+                **pairs.at(p.fp8),
+                **{f"gap_{name}": gap for name, gap in p.gap.items()},
+                "tok_per_s_ratio": p.tok_per_s_ratio,
+                "device": p.fp8.device,
+            }
+            for p in found
+        ],
+    }
 
 
 def load(path: Path) -> dict:
     """A precision.json with its dataclasses, as analyse gave it."""
-    kinds = {frozenset(kind.__dataclass_fields__): kind for kind in (pairs.Estimate, pairs.Margin, Equivalence, Part)}
-    return json.loads(path.read_text(), object_hook=lambda one: kinds.get(frozenset(one), dict)(**one))
+    kinds = {
+        frozenset(kind.__dataclass_fields__): kind
+        for kind in (pairs.Estimate, pairs.Margin, Equivalence, Part)
+    }
+    return json.loads(
+        path.read_text(), object_hook=lambda one: kinds.get(frozenset(one), dict)(**one)
+    )
 
 
 def table(rows: list[dict]) -> str:
-    """Rows in Markdown, with a column for each key that some row has; floats have four digits, None is an empty cell."""
+    """Rows in Markdown, with a column for each key that some row has; floats have four digits, None
+    is an empty cell."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    written = [["" if (cell := row.get(name)) is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
-                for name in names] for row in rows]
+    written = [
+        [
+            (
+                ""
+                if (cell := row.get(name)) is None
+                else f"{cell:.4g}"
+                if isinstance(cell, float)
+                else str(cell)
+            )
+            for name in names
+        ]
+        for row in rows
+    ]
     return grid([names, *written]) if rows else ""
 
 
@@ -112,37 +198,72 @@ def fixed(value: float | None, digits: int) -> str | None:
 
 
 def tables(result: dict) -> list[str]:
-    """Markdown of analyse's result, the headline first: common gap, ranking, gap per size beside the nulls, its cost."""
-    return [_headline(result), *[_ranking(result["ranking"])] * (len(result["common"]) > 1), _sizes(result), _costs(result)]
+    """Markdown of analyse's result, the headline first: common gap, ranking, gap per size beside
+    the nulls, its cost."""
+    return [
+        _headline(result),
+        *[_ranking(result["ranking"])] * (len(result["common"]) > 1),
+        _sizes(result),
+        _costs(result),
+    ]
 
 
 def _headline(result: dict) -> str:
-    """A row per recipe with its verdict and what the design can see; the best recipe, the nulls, the margin."""
+    """A row per recipe with its verdict and what the design can see; the best recipe, the nulls,
+    the margin."""
     arm, margin, common, null = (result[key] for key in ("loss", "margin", "common", "null"))
-    rows = [{"recipe": recipe, "gap [%]": one[arm], "verdict": one["verdict"],
-             "independent pairs": f"{one[arm].n} of {one['pairs']}", "sizes": one["sizes"],
-             "per decade of N [%]": one["over_sizes"], "per doubling of D [%]": one["over_tokens"],
-             "sees from [%]": one["smallest_seen"]} for recipe, one in common.items()]
-    text = [f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, over all sizes, ± half a 95 % t-interval over independent "
-            "pairs (branches of one trunk count once). Per decade of N, per doubling of D at a size: its change. Seen: with a "
-            "probability of 80 %."]
+    rows = [
+        {
+            "recipe": recipe,
+            "gap [%]": one[arm],
+            "verdict": one["verdict"],
+            "independent pairs": f"{one[arm].n} of {one['pairs']}",
+            "sizes": one["sizes"],
+            "per decade of N [%]": one["over_sizes"],
+            "per doubling of D [%]": one["over_tokens"],
+            "sees from [%]": one["smallest_seen"],
+        }
+        for recipe, one in common.items()
+    ]
+    text = [
+        f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, over all sizes, ± half a 95 %"
+        " t-interval over independent pairs (branches of one trunk count once). Per decade of N,"
+        " per doubling of D at a size: its change. Seen: with a probability of 80 %."
+    ]
     text += [f"Best: {result['ranking']['reason']}"] * (len(common) > 1)
-    text += [f"Null, {name}: 95 % of the differences of two BF16 runs lie within ±{pooled['band']:.2g} % (SD "
-             f"{pooled['sd_percent']:.3f} %, degrees of freedom: {pooled['dof']})."
-             for name, pooled in (("other seeds", null["pooled"]), ("same seed", null["same_seed"]["pooled"])) if pooled]
-    text.append(f"Margin ±{margin.percent:g} %: {margin.source}." if margin else "No margin was declared: no equivalence test.")
+    text += [
+        f"Null, {name}: 95 % of the differences of two BF16 runs lie within ±{pooled['band']:.2g} %"
+        f" (SD {pooled['sd_percent']:.3f} %, degrees of freedom: {pooled['dof']})."
+        for name, pooled in (
+            ("other seeds", null["pooled"]),
+            ("same seed", null["same_seed"]["pooled"]),
+        )
+        if pooled
+    ]
+    text.append(
+        f"Margin ±{margin.percent:g} %: {margin.source}."
+        if margin
+        else "No margin was declared: no equivalence test."
+    )
     for recipe, row in common.items():
-        if equivalence := row.get("equivalence"):       # none in a precision.json of older code
+        if equivalence := row.get("equivalence"):  # none in a precision.json of older code
             text.append(f"{recipe}: {_equivalence_words(equivalence, margin)}.")
     return "\n".join([table(rows), "", *text])
 
 
 def _equivalence_words(equivalence: Equivalence, margin: pairs.Margin | None) -> str:
-    """What the intersection-union test of one recipe says, where it fails, and what its design could have shown."""
+    """What the intersection-union test of one recipe says, where it fails, and what its design
+    could have shown."""
     sizes = sum(part.kind == "size" for part in equivalence.parts)
-    could_show = "this design cannot show equivalence: no size has a second pair and fewer than four sizes give a trend"
+    could_show = (
+        "this design cannot show equivalence: no size has a second pair and fewer than four sizes"
+        " give a trend"
+    )
     if equivalence.could_show is not None:
-        could_show = f"this design could have shown equivalence within ±{equivalence.could_show:.2g} % (80 % power)"
+        could_show = (
+            f"this design could have shown equivalence within ±{equivalence.could_show:.2g} % (80 %"
+            " power)"
+        )
     if margin is None:
         return could_show
     failing = [part for part in equivalence.parts if part.p is None or part.p >= pairs.ALPHA]
@@ -157,7 +278,7 @@ def _part_words(part: Part) -> str:
     """A part of the test that did not pass, such as "131k (+0.85 % of 1 pair, p=0.3)"."""
     pair_count = f"{part.independent_pairs} pair" + ("s" if part.independent_pairs > 1 else "")
     gap = f"{part.mean:+.2g} % of {pair_count}"
-    size = si(part.N) if part.N > 1 else "the table's pairs"        # a table may give no N
+    size = si(part.N) if part.N > 1 else "the table's pairs"  # a table may give no N
     if part.p is None:
         return f"{size} ({gap}, no spread known)"
     if part.kind == "trend":
@@ -167,26 +288,67 @@ def _part_words(part: Part) -> str:
 
 
 def _ranking(ranking: dict) -> str:
-    rows = [{"recipe, lowest gap first": row["recipe"], "gap [%]": row["gap"], "above the first [%]": row["difference"],
-             "ties with it": "yes" if row["ties"] else "no", "tok/s FP8/BF16": row["throughput"]["ratio"]}
-            for row in ranking["recipes"]]
+    rows = [
+        {
+            "recipe, lowest gap first": row["recipe"],
+            "gap [%]": row["gap"],
+            "above the first [%]": row["difference"],
+            "ties with it": "yes" if row["ties"] else "no",
+            "tok/s FP8/BF16": row["throughput"]["ratio"],
+        }
+        for row in ranking["recipes"]
+    ]
     left_out = [f"Not ranked: {one['recipe']} ({one['reason']})." for one in ranking["left_out"]]
-    return "\n".join([table(rows), "", "Pairs at the largest common budget of each size, the same sizes and seeds for all; a "
-                      "tie: the interval of the difference holds 0, or there is none.", *left_out])
+    return "\n".join(
+        [
+            table(rows),
+            "",
+            (
+                "Pairs at the largest common budget of each size, the same sizes and seeds for all;"
+                " a tie: the interval of the difference holds 0, or there is none."
+            ),
+            *left_out,
+        ]
+    )
 
 
 def _sizes(result: dict) -> str:
     """A row per size, tokens and recipe with its verdict, below both nulls of that size."""
     other, same = result["null"]["sizes"], result["null"]["same_seed"]
-    rows = [(row, "bf16, two seeds", f"{row['runs']} runs", *[f"SD {row['sd_percent']:.3f}"] * 2, "null") for row in other]
-    rows += [(row, "bf16, same seed", row["pairs"], row["bf16"], row["as_trained"], "null: rounded otherwise")
-             for row in same["sizes"]]
-    rows += [(row, row["recipe"], row["bf16"].n, row["bf16"], row["as_trained"], row["verdict"]) for row in result["sizes"]]
+    rows = [
+        (
+            row,
+            "bf16, two seeds",
+            f"{row['runs']} runs",
+            *[f"SD {row['sd_percent']:.3f}"] * 2,
+            "null",
+        )
+        for row in other
+    ]
+    rows += [
+        (
+            row,
+            "bf16, same seed",
+            row["pairs"],
+            row["bf16"],
+            row["as_trained"],
+            "null: rounded otherwise",
+        )
+        for row in same["sizes"]
+    ]
+    rows += [
+        (row, row["recipe"], row["bf16"].n, row["bf16"], row["as_trained"], row["verdict"])
+        for row in result["sizes"]
+    ]
     lines = [["N", "tokens", "recipe", "pairs", "gap in BF16 [%]", "gap as trained [%]", "verdict"]]
-    lines += [[f"{at['N']:,}", f"{at['tokens']:,}", *map(str, cells)]
-              for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))]
-    text = [f"N: {result['conventions']['N']}. Null: SD of the difference of two BF16 runs, of other seeds or of one seed "
-            "rounded otherwise."]
+    lines += [
+        [f"{at['N']:,}", f"{at['tokens']:,}", *map(str, cells)]
+        for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))
+    ]
+    text = [
+        f"N: {result['conventions']['N']}. Null: SD of the difference of two BF16 runs, of other"
+        " seeds or of one seed rounded otherwise."
+    ]
     text += [f"Repeats equal to the last bit, no null: {same['equal']}."] * bool(same["equal"])
     return "\n".join([grid(lines), "", *text])
 
@@ -195,43 +357,93 @@ def _costs(result: dict) -> str:
     """A row per size, tokens, recipe and law: what the gap costs in compute and size."""
     costs, lines = [(size, cost) for size in result["sizes"] for cost in size["costs"]], []
     for row, cost in costs:
-        extra, share, speed = ([cost[key], *cost[f"{key}_ci95"]] for key in ("extra_tokens", "effective_parameters", "speedup"))
-        lines.append({"N": si(row["N"]), "tokens": si(row["tokens"]), "recipe": row["recipe"], "law": cost["law"],
-                      "extra compute [%]": _ends([r and 100 * (r - 1) for r in extra], "+.2f"),
-                      "N_eff/N": _ends(share, ".3f"), "speed-up": _ends(speed, ".3f")})
-    text = ["Extra compute: by more tokens at this N. Speed-up: throughput ratio net of them. In brackets: 95 % interval.",
-            "; ".join(f"{name}: {source}" for name, source in result["laws"].items()) + f". Below {si(pairs.SMALLEST)} "
-            "parameters a published law can be wrong by a factor of ten and more."]
+        extra, share, speed = (
+            [cost[key], *cost[f"{key}_ci95"]]
+            for key in ("extra_tokens", "effective_parameters", "speedup")
+        )
+        lines.append(
+            {
+                "N": si(row["N"]),
+                "tokens": si(row["tokens"]),
+                "recipe": row["recipe"],
+                "law": cost["law"],
+                "extra compute [%]": _ends([r and 100 * (r - 1) for r in extra], "+.2f"),
+                "N_eff/N": _ends(share, ".3f"),
+                "speed-up": _ends(speed, ".3f"),
+            }
+        )
+    text = [
+        (
+            "Extra compute: by more tokens at this N. Speed-up: throughput ratio net of them. In"
+            " brackets: 95 % interval."
+        ),
+        "; ".join(f"{name}: {source}" for name, source in result["laws"].items())
+        + f". Below {si(pairs.SMALLEST)} "
+        "parameters a published law can be wrong by a factor of ten and more.",
+    ]
     text += [f"No law of our own: {result['no_own_law']}."] if result["no_own_law"] else []
-    text += [f"No number: {reason}." for reason in dict.fromkeys(cost["reason"] for _, cost in costs if cost["reason"])]
+    text += [
+        f"No number: {reason}."
+        for reason in dict.fromkeys(cost["reason"] for _, cost in costs if cost["reason"])
+    ]
     return "\n".join([table(lines), "", *text])
 
 
 def _ends(values, form: str) -> str:
     """Value [low to high]; "?" for an end that the law cannot give."""
     value, *ends = ["?" if one is None else format(one, form) for one in values]
-    return "none" if value == "?" else value if ends == ["?", "?"] else f"{value} [{ends[0]} to {ends[1]}]"
+    return (
+        "none"
+        if value == "?"
+        else value
+        if ends == ["?", "?"]
+        else f"{value} [{ends[0]} to {ends[1]}]"
+    )
 
 
 @styled
 def draw_precision(result: dict):
-    """The figure of analyse's result. Left: each gap in per cent at its size; rows that share a size stand side by side, more
-    tokens further right. Right: each gap above 0 in nats at its total parameters, as the published laws beside them count."""
+    """The figure of analyse's result. Left: each gap in per cent at its size; rows that share a
+    size stand side by side, more tokens further right. Right: each gap above 0 in nats at its total
+    parameters, as the published laws beside them count."""
     arm, sizes, common, margin = result["loss"], result["sizes"], result["common"], result["margin"]
-    looks = {recipe: {"color": style["color"], "marker": style["marker"], "markersize": 4.5, "linestyle": "none"}
-             for recipe, style in zip(common, styles(["bf16", *common])[1:], strict=True)}
+    looks = {
+        recipe: {
+            "color": style["color"],
+            "marker": style["marker"],
+            "markersize": 4.5,
+            "linestyle": "none",
+        }
+        for recipe, style in zip(common, styles(["bf16", *common])[1:], strict=True)
+    }
     ratio = float(np.exp(np.mean([math.log(row["tokens"] / row["params_total"]) for row in sizes])))
     n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
-    nulls = [(pooled["band"], f"null, {name} seed, ±{pooled['band']:.2g} %", color) for pooled, name, color in (
-        (result["null"]["pooled"], "other", "#DDDDDD"), (result["null"]["same_seed"]["pooled"], "same", "#B0B0B0")) if pooled]
+    nulls = [
+        (pooled["band"], f"null, {name} seed, ±{pooled['band']:.2g} %", color)
+        for pooled, name, color in (
+            (result["null"]["pooled"], "other", "#DDDDDD"),
+            (result["null"]["same_seed"]["pooled"], "same", "#B0B0B0"),
+        )
+        if pooled
+    ]
     handles = [Patch(color=color, linewidth=0, label=name) for _, name, color in nulls]
     if margin:
-        handles.append(Line2D([], [], **MARGIN_LINE, label=f"margin, ±{margin.percent:g} %"
-                              + ", after the fact" * (not margin.is_declared)))
+        handles.append(
+            Line2D(
+                [],
+                [],
+                **MARGIN_LINE,
+                label=f"margin, ±{margin.percent:g} %"
+                + ", after the fact" * (not margin.is_declared),
+            )
+        )
     handles += [Line2D([], [], **look, label=recipe) for recipe, look in looks.items()]
     title = f"Loss minus that of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
-    caption = ("Bars: 95 % t-interval over independent pairs. Left, at each size further right: more tokens. Right: gaps above 0 "
-               f"and published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to.")
+    caption = (
+        "Bars: 95 % t-interval over independent pairs. Left, at each size further right: more"
+        f" tokens. Right: gaps above 0 and published laws at {ratio:.3g} tokens per parameter,"
+        " dotted beyond the sizes they were fitted to."
+    )
     figure, ((left, right),) = sheet((7.4, 3.8), 1, 2, title, caption, handles, 4)
 
     levels, place, ticks = sorted({row["N"] for row in sizes}), [], []
@@ -239,20 +451,30 @@ def draw_precision(result: dict):
     for N, n in Counter(row["N"] for row in sizes).items():
         place += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
         if not ticks or math.log(N / ticks[-1]) > 0.08 * math.log(2.25 * levels[-1] / levels[0]):
-            ticks.append(N)             # labels at the sizes, where they have room
-    for band, _, color in sorted(nulls, reverse=True):      # the narrower on top
+            ticks.append(N)  # labels at the sizes, where they have room
+    for band, _, color in sorted(nulls, reverse=True):  # the narrower on top
         left.axhspan(-band, band, color=color, linewidth=0, zorder=0)
     for sign in (-1, 1) if margin else ():
         left.axhline(sign * margin.percent, **MARGIN_LINE, zorder=1)
     left.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
     for recipe, look in looks.items():
-        x, y, bars = zip(*((x, row[arm].mean, row[arm].half or 0) for x, row in zip(place, sizes, strict=True)
-                           if row["recipe"] == recipe), strict=True)
+        x, y, bars = zip(
+            *(
+                (x, row[arm].mean, row[arm].half or 0)
+                for x, row in zip(place, sizes, strict=True)
+                if row["recipe"] == recipe
+            ),
+            strict=True,
+        )
         left.errorbar(x, y, bars, **look, capsize=2.5, elinewidth=1.1, zorder=3)
     ends = [abs(row[arm].mean) + (row[arm].half or 0) * (row[arm].n > 2) for row in sizes]
-    limit = 1.2 * max([1e-3, *ends, *([margin.percent] if margin else [])])     # two pairs' bar may leave it
+    # two pairs' bar may leave it
+    limit = 1.2 * max([1e-3, *ends, *([margin.percent] if margin else [])])
     left.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
-    left.set(ylabel="gap [%]", xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
+    left.set(
+        ylabel="gap [%]",
+        xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N",
+    )
     counts_axis(left.xaxis)
     left.set_xticks(ticks)
     left.set_xticks([], minor=True)
@@ -262,16 +484,44 @@ def draw_precision(result: dict):
     for name, law, fitted, color, dash in LAWS:
         nats, inside = law(N, ratio * N), (fitted[0] <= N) & (fitted[1] >= N)
         right.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
-        right.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
+        right.plot(
+            N[inside],
+            nats[inside],
+            color=color,
+            linestyle=dash,
+            linewidth=1.8,
+            zorder=1,
+            label=name,
+        )
         values += [nats.min(), nats.max()]
     for row in sizes:
         if (found := row["nats"]).mean > 0:
-            right.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
+            right.errorbar(
+                row["params_total"],
+                found.mean,
+                found.half or 0,
+                **looks[row["recipe"]],
+                elinewidth=1.1,
+                zorder=3,
+            )
             values.append(found.mean)
-    right.set(xscale="log", yscale="log", xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)),
-              xlabel="parameters N, all", ylabel="gap [nats/token]")
+    right.set(
+        xscale="log",
+        yscale="log",
+        xlim=(N[0], N[-1]),
+        ylim=(min(values) / 2.5, 12 * max(values)),
+        xlabel="parameters N, all",
+        ylabel="gap [nats/token]",
+    )
     counts_axis(right.xaxis)
-    right.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
+    right.legend(
+        loc="upper right",
+        frameon=False,
+        fontsize=7,
+        borderaxespad=0,
+        handlelength=2.8,
+        labelspacing=0.25,
+    )
     return settle(figure)
 
 
@@ -290,31 +540,57 @@ def main(options: Options) -> None:
     found, alone = pairs.pairs(records)
     notes += left_out + alone
     if all(pair.fp8.recipe == "bf16" for pair in found):
-        raise UserError("\n".join(["no BF16/FP8 pair among these runs: there is no gap to report", *notes]))
+        raise UserError(
+            "\n".join(["no BF16/FP8 pair among these runs: there is no gap to report", *notes])
+        )
     result = analyse(records, found, arm, pairs.read_margin(records, options.margin))
-    inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
-    wrote = write_with(folder, "precision", draw_precision(result), {
-        "precision.json": {"format_version": 1, **result, "notes": notes, "inputs": inputs}})
+    inputs = [
+        {"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256}
+        for r in records
+    ]
+    wrote = write_with(
+        folder,
+        "precision",
+        draw_precision(result),
+        {"precision.json": {"format_version": 1, **result, "notes": notes, "inputs": inputs}},
+    )
     print(_page(tables(result), notes, wrote, options.all))
 
 
 def _of_a_table(options: Options, folder: Path) -> str:
-    """The same analysis of a table's pairs; without N and D what needs neither: gap over all pairs, its test, ranking."""
+    """The same analysis of a table's pairs; without N and D what needs neither: gap over all pairs,
+    its test, ranking."""
     path = Path(options.points)
     if bool(options.n) != bool(options.d):
         raise UserError("give n= and d= both, or neither: a gap stands at a size and a budget")
-    table_pairs = read_table_pairs(path, options.arm, options.pair, options.loss, options.n, options.d, options.base)
-    result = analyse(table_pairs.runs, table_pairs.pairs, "bf16", pairs.read_margin([], options.margin))
+    table_pairs = read_table_pairs(
+        path, options.arm, options.pair, options.loss, options.n, options.d, options.base
+    )
+    result = analyse(
+        table_pairs.runs, table_pairs.pairs, "bf16", pairs.read_margin([], options.margin)
+    )
     notes = list(table_pairs.notes)
     figure, blocks = None, tables(result)
     if options.n:
         figure = draw_precision(result)
     else:
-        notes.append("without n= and d= there are no sizes: no null of other seeds, no cost in compute, no figure")
-        result |= {"null": pairs.measure([], [], "bf16"), "sizes": [], "laws": {}, "no_own_law": None}
+        notes.append(
+            "without n= and d= there are no sizes: no null of other seeds, no cost in compute, no"
+            " figure"
+        )
+        result |= {
+            "null": pairs.measure([], [], "bf16"),
+            "sizes": [],
+            "laws": {},
+            "no_own_law": None,
+        }
         blocks = tables(result)[:-2]
-    content = {"format_version": 1, **result, "notes": notes,
-               "inputs": [{"file": path.name, "sha256": table_pairs.sha256}]}
+    content = {
+        "format_version": 1,
+        **result,
+        "notes": notes,
+        "inputs": [{"file": path.name, "sha256": table_pairs.sha256}],
+    }
     wrote = write_with(folder, "precision", figure, {"precision.json": content})
     return _page(blocks, notes, wrote, options.all)
 

@@ -1,8 +1,9 @@
-"""Surfaces L(N, D) that rival Chinchilla's where no points lie on a target's ray: what they say there is the doubt in the form.
+"""Surfaces L(N, D) that rival Chinchilla's where no points lie on a target's ray: what they say
+there is the doubt in the form.
 
-The ray laws' family on every ray at once: exponents held fixed, alpha = beta = 2 gamma, so that at any ratio L falls as
-C^-gamma; and the same without an irreducible loss, its exponents free. Arrays in, dataclasses out.
-"""
+The ray laws' family on every ray at once: exponents held fixed, alpha = beta = 2 gamma, so that at
+any ratio L falls as C^-gamma; and the same without an irreducible loss, its exponents free. Arrays
+in, dataclasses out."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from scipy.optimize import nnls
 
 from scaling.laws import DELTA, Points, centred, descend, log_law, terms
 
-SLOPES = (0.05, 0.1, 0.2)       # where the surface without E starts
+SLOPES = (0.05, 0.1, 0.2)  # where the surface without E starts
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,17 @@ class Rival:
     """What one surface says of the law (not of one run) at a target."""
 
     form: str
-    loss: float                 # nats per token
-    variance: float             # of ln loss at the target per sigma^2 of a point's
-    residual_rms: float         # of ln loss, over dof
+    loss: float  # nats per token
+    variance: float  # of ln loss at the target per sigma^2 of a point's
+    residual_rms: float  # of ln loss, over dof
     dof: int
     n: int
     parameters: dict[str, float]
 
 
 def surface_with(gamma: float, points: Points, target: tuple[float, float]) -> Rival | None:
-    """E + A / N^(2 gamma) + B / D^(2 gamma) by least squares of relative losses; None where it needs a term below zero."""
+    """E + A / N^(2 gamma) + B / D^(2 gamma) by least squares of relative losses; None where it
+    needs a term below zero."""
     exponent = 2 * gamma
     design = _columns(points.N, points.D, exponent) / points.loss[:, None]
     factors, _ = nnls(design, np.ones(len(points.loss)))
@@ -44,13 +46,17 @@ def surface_with(gamma: float, points: Points, target: tuple[float, float]) -> R
     loss = float(at @ factors)
     gradient = at / loss
     variance = float(gradient @ np.linalg.pinv(design.T @ design) @ gradient)
-    parameters = dict(zip(("E", "A", "B"), factors.tolist(), strict=True)) | {"alpha": exponent, "beta": exponent}
+    parameters = dict(zip(("E", "A", "B"), factors.tolist(), strict=True)) | {
+        "alpha": exponent,
+        "beta": exponent,
+    }
     rms = math.sqrt(residual @ residual / dof)
     return Rival(f"surface gamma={gamma:.2f}", loss, variance, rms, dof, len(residual), parameters)
 
 
 def power_surface(points: Points, target: tuple[float, float]) -> Rival | None:
-    """A / N^alpha + B / D^beta, no irreducible loss, by Huber's loss from several starts; None where they leave no freedom."""
+    """A / N^alpha + B / D^beta, no irreducible loss, by Huber's loss from several starts; None
+    where they leave no freedom."""
     dof = len(points.loss) - 4
     if dof < 1:
         return None
@@ -60,18 +66,32 @@ def power_surface(points: Points, target: tuple[float, float]) -> Rival | None:
     half = y.mean() - math.log(2)
     starts = np.array([[half, half, alpha, beta] for alpha, beta in product(SLOPES, repeat=2)])
     equal = np.ones((len(starts), len(y)))
-    near, _, _ = descend(starts, slopes, offsets, y, None, equal)       # Huber's descent is slow from far away
+    # Huber's descent is slow from far away
+    near, _, _ = descend(starts, slopes, offsets, y, None, equal)
     thetas, costs, _ = descend(near, slopes, offsets, y, DELTA, equal)
     theta = thetas[int(np.argmin(costs))]
     log_loss, jacobian = log_law(slopes, offsets, theta)
     residual = y - log_loss
-    log_target, gradient = log_law(*_without_floor(np.array([target[0]]), np.array([target[1]]), centres), theta)
+    log_target, gradient = log_law(
+        *_without_floor(np.array([target[0]]), np.array([target[1]]), centres), theta
+    )
     variance = float(gradient[0] @ np.linalg.pinv(jacobian.T @ jacobian) @ gradient[0])
     alpha, beta = float(theta[2]), float(theta[3])
-    parameters = {"A": math.exp(theta[0] + centres[0] * alpha), "B": math.exp(theta[1] + centres[1] * beta),
-                  "alpha": alpha, "beta": beta}
-    return Rival("power surface", float(np.exp(log_target[0])), variance, math.sqrt(residual @ residual / dof), dof, len(y),
-                 parameters)
+    parameters = {
+        "A": math.exp(theta[0] + centres[0] * alpha),
+        "B": math.exp(theta[1] + centres[1] * beta),
+        "alpha": alpha,
+        "beta": beta,
+    }
+    return Rival(
+        "power surface",
+        float(np.exp(log_target[0])),
+        variance,
+        math.sqrt(residual @ residual / dof),
+        dof,
+        len(y),
+        parameters,
+    )
 
 
 def _columns(N, D, exponent: float) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Read anyone's paired losses from a table: a row for each run, or for each point of its loss curve.
+"""Read anyone's paired losses from a table: a row for each run, or for each point of its loss
+curve.
 
-Rows pair where their pair column, N and D are equal and only the arm differs. Points of one curve share the run's
-trajectory, so they count once in every interval.
-"""
+Rows pair where their pair column, N and D are equal and only the arm differs. Points of one curve
+share the run's trajectory, so they count once in every interval."""
 
 import math
 from dataclasses import dataclass
@@ -14,20 +14,22 @@ from scaling.pairs import Gap, Pair
 from scaling.records import Record, listed
 from scaling.tables import Table, read_table
 
-BASELINES = ("bf16", "bfloat16", "baseline")    # cells of the arm column, in any case, that name the baseline
-ARM_NAME = "bf16"                               # what the baseline is called within the analysis
+# cells of the arm column, in any case, that name the baseline
+BASELINES = ("bf16", "bfloat16", "baseline")
+ARM_NAME = "bf16"  # what the baseline is called within the analysis
 
 
 @dataclass(frozen=True)
 class TableRun:
-    """One row, as far as the analysis of pairs looks at a run; counts are 1 where the table does not give them."""
+    """One row, as far as the analysis of pairs looks at a run; counts are 1 where the table does
+    not give them."""
 
     run_id: str
     pair_id: str
     recipe: str
     N: int
     tokens: int
-    loss_bf16: float            # nats per token; a table has one loss, so both evaluations are that one
+    loss_bf16: float  # nats per token; a table has one loss, so both evaluations are that one
     loss_as_trained: float
     trunk: str
     seed: str
@@ -49,14 +51,18 @@ class TableRun:
 class TablePairs:
     runs: list[TableRun]
     pairs: list[Pair]
-    notes: list[str]            # what was left out, by line
-    sha256: str                 # of the table
+    notes: list[str]  # what was left out, by line
+    sha256: str  # of the table
 
 
-def read_table_pairs(path: Path, arm: str, pair: str, loss: str, n: str = "", d: str = "", base: str = "") -> TablePairs:
-    """The pairs of a table; arm, pair, loss, n, d: column names, base: the baseline's text in the arm column.
+def read_table_pairs(
+    path: Path, arm: str, pair: str, loss: str, n: str = "", d: str = "", base: str = ""
+) -> TablePairs:
+    """The pairs of a table; arm, pair, loss, n, d: column names, base: the baseline's text in the
+    arm column.
 
-    Raises UserError for a row without a plain loss above zero, two rows of one arm and pair, no baseline or no pair."""
+    Raises UserError for a row without a plain loss above zero, two rows of one arm and pair, no
+    baseline or no pair."""
     table = read_table(path, [name for name in (arm, pair, loss, n, d) if name])
     base = base or _baseline(path, table, arm)
     runs: dict[tuple, TableRun] = {}
@@ -67,7 +73,8 @@ def read_table_pairs(path: Path, arm: str, pair: str, loss: str, n: str = "", d:
         if key in runs:
             missing = "" if n and d else "; give --n and --d where they tell these rows apart"
             raise UserError(
-                f"{path} lines {lines[key]} and {line} are both the {row[arm]} run of pair {run.pair_id!r}{missing}"
+                f"{path} lines {lines[key]} and {line} are both the {row[arm]} run of pair"
+                f" {run.pair_id!r}{missing}"
             )
         runs[key], lines[key] = run, line
     found, alone = [], []
@@ -80,9 +87,14 @@ def read_table_pairs(path: Path, arm: str, pair: str, loss: str, n: str = "", d:
         else:
             found.append(_pair(baseline, run))
     paired = {id(pair.bf16) for pair in found}
-    alone += [lines[key] for key, run in runs.items() if run.recipe == ARM_NAME and id(run) not in paired]
+    alone += [
+        lines[key] for key, run in runs.items() if run.recipe == ARM_NAME and id(run) not in paired
+    ]
     if not found:
-        raise UserError(f"{path} holds no pair: no row of {arm}={base} shares its {pair}, N and D with another arm's")
+        raise UserError(
+            f"{path} holds no pair: no row of {arm}={base} shares its {pair}, N and D with another"
+            " arm's"
+        )
     notes = [*table.notes]
     if alone:
         notes.append(f"unpaired rows of {path.name}: lines {listed(alone)}")
@@ -93,7 +105,9 @@ def _baseline(path: Path, table: Table, arm: str) -> str:
     names = list(dict.fromkeys(row[arm] for row in table.rows.values()))
     matching = [name for name in names if name.lower() in BASELINES]
     if len(matching) != 1:
-        raise UserError(f"{path}: which {arm} is the baseline? Give base=NAME, one of {listed(names)}")
+        raise UserError(
+            f"{path}: which {arm} is the baseline? Give base=NAME, one of {listed(names)}"
+        )
     return matching[0]
 
 
@@ -105,7 +119,8 @@ def _run(path, line, row, arm, pair, loss, n, d, base) -> TableRun:
             value = math.nan
         if not 0 < value < math.inf:
             raise UserError(
-                f"{path} line {line}, column {name!r}: {row[name]!r} is no plain finite number above zero such as 1.24e8"
+                f"{path} line {line}, column {name!r}: {row[name]!r} is no plain finite number"
+                " above zero such as 1.24e8"
             )
         return value
 
@@ -115,9 +130,15 @@ def _run(path, line, row, arm, pair, loss, n, d, base) -> TableRun:
     N = round(number(n)) if n else 1
     tokens = round(number(d)) if d else 1
     return TableRun(
-        run_id=f"{path.name} line {line}", pair_id=row[pair], recipe=recipe, N=N, tokens=tokens,
-        loss_bf16=number(loss), loss_as_trained=number(loss),
-        trunk=f"{recipe} {row[pair]} {N}", seed=row[pair],
+        run_id=f"{path.name} line {line}",
+        pair_id=row[pair],
+        recipe=recipe,
+        N=N,
+        tokens=tokens,
+        loss_bf16=number(loss),
+        loss_as_trained=number(loss),
+        trunk=f"{recipe} {row[pair]} {N}",
+        seed=row[pair],
     )
 
 
@@ -125,4 +146,6 @@ def _pair(baseline: TableRun, run: TableRun) -> Pair:
     nats = run.loss_bf16 - baseline.loss_bf16
     gap = Gap(nats, 100 * nats / baseline.loss_bf16, None)
     # A TableRun has what the analysis of pairs reads of a Record.
-    return Pair(cast(Record, baseline), cast(Record, run), {"bf16": gap, "as_trained": gap}, None, 1)
+    return Pair(
+        cast(Record, baseline), cast(Record, run), {"bf16": gap, "as_trained": gap}, None, 1
+    )

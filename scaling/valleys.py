@@ -1,41 +1,43 @@
-"""Fit the valleys of loss over model size at equal compute, and say where each is lowest (IsoFLOP, Hoffmann et al. 2022).
+"""Fit the valleys of loss over model size at equal compute, and say where each is lowest (IsoFLOP,
+Hoffmann et al. 2022).
 
-At one compute every law that adds a power of N and a power of D is e + u N^-alpha + v N^beta: e, u and v belong to the budget,
-alpha and beta to the law. So each valley has its own three factors and all share two exponents: steeper on one side than on
-the other as the law is, which a parabola is not, and with fewer parameters than a cubic for each. Arrays in, arrays out.
-"""
+At one compute every law that adds a power of N and a power of D is e + u N^-alpha + v N^beta: e, u
+and v belong to the budget, alpha and beta to the law. So each valley has its own three factors and
+all share two exponents: steeper on one side than on the other as the law is, which a parabola is
+not, and with fewer parameters than a cubic for each. Arrays in, arrays out."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-LOWEST, STEEPEST = 0.05, 1.5    # exponents that are searched
-GRID = 6                        # of each exponent, where the search starts
-STEPS = 40                      # of one search
-STEP = 1e-5                     # of a difference, in the logarithm of an exponent
-ROBUST = 2                      # rounds of weighting, the last of which keeps the exponents
-FAR = 4.685                     # scatters from which on a point no longer counts (Tukey's bisquare)
-LEAST_WEIGHT = 1e-3             # so that the factors of a valley of outliers stay determined
+LOWEST, STEEPEST = 0.05, 1.5  # exponents that are searched
+GRID = 6  # of each exponent, where the search starts
+STEPS = 40  # of one search
+STEP = 1e-5  # of a difference, in the logarithm of an exponent
+ROBUST = 2  # rounds of weighting, the last of which keeps the exponents
+FAR = 4.685  # scatters from which on a point no longer counts (Tukey's bisquare)
+LEAST_WEIGHT = 1e-3  # so that the factors of a valley of outliers stay determined
 
 
 @dataclass(frozen=True)
 class Valley:
     """One budget's sizes, ascending."""
 
-    log_size: np.ndarray        # (n,) ln N
-    loss: np.ndarray            # (n,) nats per token
+    log_size: np.ndarray  # (n,) ln N
+    loss: np.ndarray  # (n,) nats per token
 
 
 @dataclass(frozen=True)
 class Minima:
-    """Where the valleys are lowest; NaN for a valley that is not lowest between its first and last size."""
+    """Where the valleys are lowest; NaN for a valley that is not lowest between its first and last
+    size."""
 
     alpha: float
     beta: float
-    log_size: np.ndarray        # (valleys,) ln N*
-    loss: np.ndarray            # (valleys,) nats per token
-    factors: np.ndarray         # (valleys, 3) e, u, v at (ln N - centre), of the loss
-    centre: np.ndarray          # (valleys,)
+    log_size: np.ndarray  # (valleys,) ln N*
+    loss: np.ndarray  # (valleys,) nats per token
+    factors: np.ndarray  # (valleys, 3) e, u, v at (ln N - centre), of the loss
+    centre: np.ndarray  # (valleys,)
 
     def loss_at(self, valley: int, log_size) -> np.ndarray:
         """The fitted valley's loss, for a figure."""
@@ -45,7 +47,8 @@ class Minima:
 
 
 def without_spikes(loss) -> np.ndarray:
-    """Running medians of three, ends by Tukey's rule: a single outlier is neither the lowest loss nor a ridge."""
+    """Running medians of three, ends by Tukey's rule: a single outlier is neither the lowest loss
+    nor a ridge."""
     loss = np.asarray(loss, dtype=float)
     if len(loss) < 4:
         return loss
@@ -57,7 +60,8 @@ def without_spikes(loss) -> np.ndarray:
 
 
 def lowest_part(valley: Valley, share: float, least: int) -> Valley:
-    """The sizes from the first to the last whose loss is within a share of the lowest, `least` sizes at least."""
+    """The sizes from the first to the last whose loss is within a share of the lowest, `least`
+    sizes at least."""
     loss = without_spikes(valley.loss)
     inside = loss <= loss.min() * (1 + share)
     if inside.sum() < least:
@@ -69,8 +73,8 @@ def lowest_part(valley: Valley, share: float, least: int) -> Valley:
 
 
 def fit_valleys(valleys: list[Valley], near: Minima | None = None) -> Minima:
-    """Least squares of the relative losses, points that lie far off weighing less. near: a fit of almost the same points, around
-    whose exponents alone is searched."""
+    """Least squares of the relative losses, points that lie far off weighing less. near: a fit of
+    almost the same points, around whose exponents alone is searched."""
     count, longest = len(valleys), max(len(valley.loss) for valley in valleys)
     offset, loss, is_there = (np.zeros((count, longest)) for _ in range(3))
     centre = np.array([valley.log_size.mean() for valley in valleys])
@@ -96,15 +100,20 @@ def fit_valleys(valleys: list[Valley], near: Minima | None = None) -> Minima:
         weight = is_there * np.maximum(1 - np.square(away / (FAR * scatter)), LEAST_WEIGHT)
     alpha, beta = np.exp(exponents)
     lowest, least = _lowest(alpha, beta, factors)
-    first, last = (np.array([valley.log_size[end] for valley in valleys]) - centre for end in (0, -1))
+    first, last = (
+        np.array([valley.log_size[end] for valley in valleys]) - centre for end in (0, -1)
+    )
     is_inside = (first < lowest) & (lowest < last)
     lowest, least = (np.where(is_inside, values, np.nan) for values in (lowest, least))
-    return Minima(float(alpha), float(beta), centre + lowest, least * scale, factors * scale[:, None], centre)
+    return Minima(
+        float(alpha), float(beta), centre + lowest, least * scale, factors * scale[:, None], centre
+    )
 
 
 def _search(offset, loss, weight, start) -> np.ndarray:
-    """(2,) ln alpha, ln beta with the least squares, from `start` or the best point of a grid, by Levenberg and Marquardt's steps
-    on the squares that the best factors leave (Golub and Pereyra 1973)."""
+    """(2,) ln alpha, ln beta with the least squares, from `start` or the best point of a grid, by
+    Levenberg and Marquardt's steps on the squares that the best factors leave (Golub and Pereyra
+    1973)."""
     low, high = np.log(LOWEST), np.log(STEEPEST)
     best = start
     if start is None:
@@ -143,7 +152,8 @@ def _left(offset, loss, weight, pairs) -> np.ndarray:
 
 
 def _solve(offset, loss, weight, exponents):
-    """(factors (pairs, valleys, 3), residuals (pairs, valleys, n)) of weighted least squares for each pair (alpha, beta)."""
+    """(factors (pairs, valleys, 3), residuals (pairs, valleys, n)) of weighted least squares for
+    each pair (alpha, beta)."""
     alpha, beta = exponents[:, 0, None, None], exponents[:, 1, None, None]
     falling, rising = np.exp(-alpha * offset), np.exp(beta * offset)
     basis = np.stack([np.ones_like(falling), falling, rising], axis=-1)

@@ -1,4 +1,5 @@
-"""A tiny opinionated model, its log-likelihoods one token at a time, folders like a finished run's, texts of many kinds."""
+"""A tiny opinionated model, its log-likelihoods one token at a time, folders like a finished run's,
+texts of many kinds."""
 
 import json
 import os
@@ -53,13 +54,16 @@ def rigged(logits_of):
 
 def generate(model, ids, n_new, temperature=0.0, top_k=None, generator=None, **more):
     """The new tokens of eval/sample.py's stream(), (B, at most n_new)."""
-    return torch.stack(list(sample.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1)
+    return torch.stack(
+        list(sample.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1
+    )
 
 
 def greedy_text(model, prompt, n_new):
-    """What a model says after the bytes of `prompt` until it ends the text, replacement characters for what is none."""
+    """What a model says after the bytes of `prompt` until it ends the text, replacement characters
+    for what is none."""
     ids = generate(model, torch.tensor([list(prompt)]), n_new, ends=(256,))[0].tolist()
-    return bytes(ids[:ids.index(256)] if 256 in ids else ids).decode(errors="replace")
+    return bytes(ids[: ids.index(256)] if 256 in ids else ids).decode(errors="replace")
 
 
 def build_lm(model, micro_batch=4, tokenizer=BYTES):
@@ -74,6 +78,7 @@ def on_two_ranks(monkeypatch, module, work):
         inbox[1 - world.rank].put(value)
         other = inbox[world.rank].get(timeout=60)
         return [other, value] if world.rank else [value, other]
+
     monkeypatch.setattr(module, "gather", gather)
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(work, World(rank, rank, 2, CPU)) for rank in range(2)]
@@ -85,11 +90,12 @@ def request(*args):
 
 
 def directly(model, context, continuation):
-    """Log-likelihood and greediness one token at a time, each from a forward pass over at most n_ctx tokens of past.
+    """Log-likelihood and greediness one token at a time, each from a forward pass over at most
+    n_ctx tokens of past.
 
-    The past is what a left-truncated whole has: nothing earlier than n_ctx + 1 tokens before the end.
-    """
-    ids = (context + continuation)[-(model.config.n_ctx + 1):]
+    The past is what a left-truncated whole has: nothing earlier than n_ctx + 1 tokens before the
+    end."""
+    ids = (context + continuation)[-(model.config.n_ctx + 1) :]
     total, greedy = 0.0, True
     for t in range(len(ids) - len(continuation), len(ids)):
         logits = model(torch.tensor([ids[:t]]))[0, -1].double()
@@ -99,14 +105,23 @@ def directly(model, context, continuation):
 
 
 def expected_pair(model, context, continuation):
-    stripped = context.rstrip()     # lm-eval's rule: blanks at the end of a context belong to the continuation
-    return directly(model, list(stripped.encode()) or [256], list((context[len(stripped):] + continuation).encode()))
+    # lm-eval's rule: blanks at the end of a context belong to the continuation
+    stripped = context.rstrip()
+    return directly(
+        model,
+        list(stripped.encode()) or [256],
+        list((context[len(stripped) :] + continuation).encode()),
+    )
 
 
 def rolled(model, prefix, ids):
-    """Sum over disjoint windows of n_ctx tokens, the last one with as much past as fits: the definition, spelled out."""
+    """Sum over disjoint windows of n_ctx tokens, the last one with as much past as fits: the
+    definition, spelled out."""
     n = model.config.n_ctx
-    return sum(directly(model, prefix + ids[:start], ids[start:start + n])[0] for start in range(0, len(ids), n))
+    return sum(
+        directly(model, prefix + ids[:start], ids[start : start + n])[0]
+        for start in range(0, len(ids), n)
+    )
 
 
 def words(rng, n):
@@ -114,13 +129,16 @@ def words(rng, n):
 
 
 def build_run(tmp_path, monkeypatch):
-    """A finished run of build()'s weights with its data, its checkpoint at step 1; the working directory is above it. What the
-    harness sets in the environment is undone after the test."""
+    """A finished run of build()'s weights with its data, its checkpoint at step 1; the working
+    directory is above it. What the harness sets in the environment is undone after the test."""
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)
     for source in ("prose", "code"):
         ids = [np.array([256, *words(rng, 80).encode()], "<u2") for _ in range(250)]
-        write_shards(tmp_path / "data" / source, {"train": [], "val": [np.concatenate(ids[:125]), np.concatenate(ids[125:])]})
+        write_shards(
+            tmp_path / "data" / source,
+            {"train": [], "val": [np.concatenate(ids[:125]), np.concatenate(ids[125:])]},
+        )
     folder = tmp_path / "out" / "tiny"
     write_run(folder, step=1, mixture={"prose": 0.5, "code": 0.5}, **asdict(TINY))
     (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1}))
@@ -128,32 +146,81 @@ def build_run(tmp_path, monkeypatch):
         yield folder
 
 
-def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", start_from=None, state=None, seed=1,
-              **model):
-    """A Config and its rough GPT in fp32, after writing folder/config.json and folder/checkpoints/step_.."""
+def write_run(
+    folder,
+    tokenizer="byte",
+    fp8=None,
+    step=6,
+    mixture=None,
+    data_dir="data",
+    start_from=None,
+    state=None,
+    seed=1,
+    **model,
+):
+    """A Config and its rough GPT in fp32, after writing folder/config.json and
+    folder/checkpoints/step_.."""
     vocab_size = load_tokenizer(tokenizer).vocab_size
-    model = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24, "vocab_size": vocab_size} | model
-    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent), model=GPTConfig(**model),
-                    fp8=fp8 or FP8Config(), optim=OptimConfig(lr=1e-2),
-                    data=DataConfig(dir=str(data_dir), mixture=mixture or {"web": 3, "code": 1}, tokenizer=tokenizer,
-                                    tokens_per_step=384, micro_batch=4))
+    model = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 64,
+        "n_ffn": 96,
+        "n_ctx": 24,
+        "vocab_size": vocab_size,
+    } | model
+    config = Config(
+        run=folder.name,
+        steps=6,
+        start_from=start_from,
+        out=str(folder.parent),
+        model=GPTConfig(**model),
+        fp8=fp8 or FP8Config(),
+        optim=OptimConfig(lr=1e-2),
+        data=DataConfig(
+            dir=str(data_dir),
+            mixture=mixture or {"web": 3, "code": 1},
+            tokenizer=tokenizer,
+            tokens_per_step=384,
+            micro_batch=4,
+        ),
+    )
     gpt = build(config.model, seed)
     path = folder / "checkpoints" / name_of(step)
     path.mkdir(parents=True)
-    write_checkpoint(path, config, {name: p.detach() for name, p in gpt.named_parameters()}, state or {})
+    write_checkpoint(
+        path, config, {name: p.detach() for name, p in gpt.named_parameters()}, state or {}
+    )
     seal(path, read_manifest(path) | {"step": step})
     (folder / "config.json").write_text(json.dumps(asdict(config)))
     return config, gpt
 
 
 def make_llama(folder, *, architecture="Llama", dtype=torch.bfloat16, shard_size="50GB", **changes):
-    """Write a tiny random Llama and a byte-level BPE with begin and end of text, as save_pretrained lays them out."""
+    """Write a tiny random Llama and a byte-level BPE with begin and end of text, as save_pretrained
+    lays them out."""
     import transformers
+
     torch.manual_seed(0)
-    sizes = {"vocab_size": 420, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": False,
-             "rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 5.0, "low_freq_factor": 2.0,
-                                 "high_freq_factor": 8.0, "original_max_position_embeddings": 32}}
+    sizes = {
+        "vocab_size": 420,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 5.0,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 8.0,
+            "original_max_position_embeddings": 32,
+        },
+    }
     config = getattr(transformers, f"{architecture}Config")(**sizes | changes)
     model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     for name, p in model.named_parameters():

@@ -1,19 +1,21 @@
-"""Simulate studies of known laws and count how often scaling/fit.py tells the truth about them (docs/scaling.md has the counts).
+"""Simulate studies of known laws and count how often scaling/fit.py tells the truth about them
+(docs/scaling.md has the counts).
 
-    python tests/law_trials.py outliers --draws 60      # is the right law kept, are the outliers named, and nothing else?
-    python tests/law_trials.py faults --draws 300       # are faults that runs share noticed, and do intervals hold the truth?
-    python tests/law_trials.py isoflop --draws 100      # bias and coverage of N*'s exponent over ten designs and four laws
-    python tests/law_trials.py forecasts --draws 20     # do predictions hold surfaces that bend as no law here does?
+    python tests/law_trials.py outliers --draws 60   # is the right law kept, are the outliers named, and nothing else?
+    python tests/law_trials.py faults --draws 300    # are faults that runs share noticed, and do intervals hold the truth?
+    python tests/law_trials.py isoflop --draws 100   # bias and coverage of N*'s exponent over ten designs and four laws
+    python tests/law_trials.py forecasts --draws 20  # do predictions hold surfaces that bend as no law here does?
 
-Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed, without a published table.
-"""
+Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed,
+without a published table."""
 
 import os
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # tiny fits are ten times slower on threaded BLAS
+    # tiny fits are ten times slower on threaded BLAS
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
@@ -21,10 +23,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scaling.laws import Fit, Points, fit_form, fit_isoflop, lack_of_fit, shared_fault, with_bootstrap
+from scaling.laws import (
+    Fit,
+    Points,
+    fit_form,
+    fit_isoflop,
+    lack_of_fit,
+    shared_fault,
+    with_bootstrap,
+)
 from scaling.predict import forecast
 
-TRUTH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}     # Besiroglu et al. 2024
+# Besiroglu et al. 2024
+TRUTH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}
 
 
 def loss_of(N, D, truth: dict = TRUTH):
@@ -37,20 +48,24 @@ def independent(N, D, loss) -> Points:
     return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
 
 
-# ----------------------------------------------------------------------------------------------------------- outliers
+# ---------------------------------------------------------------------------------------- outliers
+
 
 @dataclass(frozen=True)
 class OutlierTrial:
     """What one table with outliers led to."""
 
-    is_kept: bool                   # L(N, D) is identified and fits, so it is headlined
-    missed: int                     # outliers that are not named
-    false_names: int                # sound points that are named, as outliers or as too early
-    covers: bool                    # the interval of alpha holds the truth
+    is_kept: bool  # L(N, D) is identified and fits, so it is headlined
+    missed: int  # outliers that are not named
+    false_names: int  # sound points that are named, as outliers or as too early
+    covers: bool  # the interval of alpha holds the truth
 
 
-def table_with_outliers(seed: int, outliers: int, sizes: int = 6, ratios: int = 6, noise: float = 2e-3):
-    """(points, indices of the outliers): a grid with normal noise, some losses of which are 2 to 8 % too high or too low."""
+def table_with_outliers(
+    seed: int, outliers: int, sizes: int = 6, ratios: int = 6, noise: float = 2e-3
+):
+    """(points, indices of the outliers): a grid with normal noise, some losses of which are 2 to 8
+    % too high or too low."""
     rng = np.random.default_rng(seed)
     N = np.repeat(np.geomspace(3e7, 1e9, sizes), ratios)
     D = N * np.tile(np.geomspace(5, 160, ratios), sizes)
@@ -66,7 +81,12 @@ def outlier_trial(seed: int, outliers: int, resamples: int = 0, **design) -> Out
     lack = lack_of_fit(fit, points) if fit.identified else None
     named = {index for index, _ in fit.outliers}
     blamed = named if lack is None else named | set(lack["left_out"])
-    return OutlierTrial(fit.identified and lack is None, len(set(wrong) - named), len(blamed - set(wrong)), covers(fit))
+    return OutlierTrial(
+        fit.identified and lack is None,
+        len(set(wrong) - named),
+        len(blamed - set(wrong)),
+        covers(fit),
+    )
 
 
 def covers(fit: Fit, truth: dict = TRUTH, name: str = "alpha") -> bool:
@@ -77,34 +97,57 @@ def covers(fit: Fit, truth: dict = TRUTH, name: str = "alpha") -> bool:
 
 
 def report_outliers(draws: int) -> None:
-    designs = [("36 points", 0, {}), ("36 points", 1, {}), ("36 points", 2, {}), ("36 points, noise of .5 %", 0, {"noise": 5e-3}),
-               ("16 points", 0, {"sizes": 4, "ratios": 4}), ("16 points", 1, {"sizes": 4, "ratios": 4}),
-               ("144 points", 0, {"sizes": 12, "ratios": 12}), ("144 points", 8, {"sizes": 12, "ratios": 12})]
+    designs = [
+        ("36 points", 0, {}),
+        ("36 points", 1, {}),
+        ("36 points", 2, {}),
+        ("36 points, noise of .5 %", 0, {"noise": 5e-3}),
+        ("16 points", 0, {"sizes": 4, "ratios": 4}),
+        ("16 points", 1, {"sizes": 4, "ratios": 4}),
+        ("144 points", 0, {"sizes": 12, "ratios": 12}),
+        ("144 points", 8, {"sizes": 12, "ratios": 12}),
+    ]
     for name, outliers, design in designs:
         trials = [outlier_trial(seed, outliers, **design) for seed in range(draws)]
-        print(f"{name}, {outliers} outliers: law kept {sum(trial.is_kept for trial in trials)} of {draws}, "
-              f"{sum(trial.missed for trial in trials)} of {draws * outliers} not named, "
-              f"tables with a false name {sum(trial.false_names > 0 for trial in trials)}, "
-              f"alpha inside {sum(trial.covers for trial in trials)}", flush=True)
+        print(
+            f"{name}, {outliers} outliers: law kept {sum(trial.is_kept for trial in trials)} of"
+            f" {draws}, {sum(trial.missed for trial in trials)} of {draws * outliers} not named,"
+            f" tables with a false name {sum(trial.false_names > 0 for trial in trials)}, alpha"
+            f" inside {sum(trial.covers for trial in trials)}",
+            flush=True,
+        )
 
 
-# ------------------------------------------------------------------------------------------------ faults that runs share
+# -------------------------------------------------------------------------- faults that runs share
 
-def table_of_sizes(seed: int, tuning: float = 0.0, trunk: float = 0.0, seeds: int = 1, sizes: int = 6, ratios: int = 6,
-                   noise: float = 1e-3) -> tuple[Points, np.ndarray]:
-    """(points that pass for independent, the run of each): sizes, and the runs of each, are off the law by normal shares."""
+
+def table_of_sizes(
+    seed: int,
+    tuning: float = 0.0,
+    trunk: float = 0.0,
+    seeds: int = 1,
+    sizes: int = 6,
+    ratios: int = 6,
+    noise: float = 1e-3,
+) -> tuple[Points, np.ndarray]:
+    """(points that pass for independent, the run of each): sizes, and the runs of each, are off the
+    law by normal shares."""
     rng = np.random.default_rng(seed)
     run_sizes = np.repeat(np.geomspace(3e7, 1e9, sizes), seeds)
     run = np.repeat(np.arange(sizes * seeds), ratios)
     N = run_sizes[run]
     D = N * np.tile(np.geomspace(5, 160, ratios), sizes * seeds)
-    off = np.repeat(rng.normal(0, tuning, sizes), seeds)[run] + rng.normal(0, trunk, sizes * seeds)[run]
+    off = (
+        np.repeat(rng.normal(0, tuning, sizes), seeds)[run]
+        + rng.normal(0, trunk, sizes * seeds)[run]
+    )
     loss = loss_of(N, D) * np.exp(off + rng.normal(0, noise, len(N)))
     return independent(N, D, loss), run
 
 
 def fault_trial(seed: int, **design) -> tuple[str | None, bool, bool]:
-    """(what shares a fault, whether the interval of alpha holds the truth, whether the one of independent points does)."""
+    """(what shares a fault, whether the interval of alpha holds the truth, whether the one of
+    independent points does)."""
     points, run = table_of_sizes(seed, **design)
     fit = fit_form("chinchilla", points)
     fault = shared_fault(fit, points, {"run": run} if design.get("trunk") else {})
@@ -115,22 +158,46 @@ def fault_trial(seed: int, **design) -> tuple[str | None, bool, bool]:
 
 
 def report_faults(draws: int) -> None:
-    designs = [("36 points, no fault", {}), ("16 points, no fault", {"sizes": 4, "ratios": 4}),
-               ("sizes off by .3 %", {"tuning": 3e-3}),
-               ("8 sizes of 4 points off by .3 %", {"tuning": 3e-3, "sizes": 8, "ratios": 4}),
-               ("runs off by .2 %, 3 a size, in a column", {"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4})]
+    designs = [
+        ("36 points, no fault", {}),
+        ("16 points, no fault", {"sizes": 4, "ratios": 4}),
+        ("sizes off by .3 %", {"tuning": 3e-3}),
+        ("8 sizes of 4 points off by .3 %", {"tuning": 3e-3, "sizes": 8, "ratios": 4}),
+        (
+            "runs off by .2 %, 3 a size, in a column",
+            {"trunk": 2e-3, "noise": 5e-4, "seeds": 3, "sizes": 5, "ratios": 4},
+        ),
+    ]
     for name, design in designs:
         trials = [fault_trial(seed, **design) for seed in range(draws)]
         noticed, inside, plain = (sum(map(bool, column)) for column in zip(*trials, strict=True))
-        print(f"{name}: a fault named in {noticed} of {draws}, alpha inside in {inside}, by intervals of independent points in "
-              f"{plain}", flush=True)
+        print(
+            f"{name}: a fault named in {noticed} of {draws}, alpha inside in {inside}, by intervals"
+            f" of independent points in {plain}",
+            flush=True,
+        )
 
 
-# --------------------------------------------------------------------------------------------------- IsoFLOP designs
+# --------------------------------------------------------------------------------- IsoFLOP designs
 
-LAWS = (TRUTH, {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28},
-        {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.5, "beta": 0.25}, {"E": 1.8, "A": 480, "B": 2000, "alpha": 0.25, "beta": 0.5})
-ISOFLOP_DESIGNS = ("centred", "wide", "offset", "narrow", "few", "unbalanced", "global", "drifting", "heavy tails", "outliers")
+LAWS = (
+    TRUTH,
+    {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28},
+    {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.5, "beta": 0.25},
+    {"E": 1.8, "A": 480, "B": 2000, "alpha": 0.25, "beta": 0.5},
+)
+ISOFLOP_DESIGNS = (
+    "centred",
+    "wide",
+    "offset",
+    "narrow",
+    "few",
+    "unbalanced",
+    "global",
+    "drifting",
+    "heavy tails",
+    "outliers",
+)
 
 
 def best_size(compute: float, truth: dict) -> float:
@@ -140,7 +207,8 @@ def best_size(compute: float, truth: dict) -> float:
 
 
 def sizes_of_design(design: str, best: float, place: float) -> np.ndarray:
-    """The sizes of one budget whose best size is known; place: 0 at the smallest budget, 1 at the largest."""
+    """The sizes of one budget whose best size is known; place: 0 at the smallest budget, 1 at the
+    largest."""
     if design == "wide":
         return best * np.geomspace(1 / 30, 30, 13)
     if design == "offset":
@@ -165,18 +233,25 @@ def isoflop_table(seed: int, design: str, truth: dict, noise: float = 2e-3) -> P
     rows = []
     for i, compute in enumerate(computes):
         N = sizes_of_design(design, best_size(compute, truth), i / (len(computes) - 1))
-        deviation = rng.standard_t(3, len(N)) / np.sqrt(3) if design == "heavy tails" else rng.normal(0, 1, len(N))
+        deviation = (
+            rng.standard_t(3, len(N)) / np.sqrt(3)
+            if design == "heavy tails"
+            else rng.normal(0, 1, len(N))
+        )
         loss = loss_of(N, compute / 6 / N, truth) * np.exp(noise * deviation)
         if design == "outliers":
             is_wrong = rng.random(len(N)) < 0.05
-            loss *= np.where(is_wrong, 1 + rng.uniform(0.02, 0.06, len(N)) * rng.choice([-1, 1], len(N)), 1)
+            loss *= np.where(
+                is_wrong, 1 + rng.uniform(0.02, 0.06, len(N)) * rng.choice([-1, 1], len(N)), 1
+            )
         rows.append((N, compute / 6 / N, np.full(len(N), compute), loss))
     N, D, C, loss = np.hstack(rows)
     return Points(N, D, C, loss, np.arange(len(N)))
 
 
 def bent_valleys(seed: int = 0, noise: float = 1.5e-3) -> Points:
-    """IsoFLOP budgets whose losses rise beside the minimum as no L(N, D) does; minima and lowest losses are those of TRUTH."""
+    """IsoFLOP budgets whose losses rise beside the minimum as no L(N, D) does; minima and lowest
+    losses are those of TRUTH."""
     rng = np.random.default_rng(seed)
     N, D, loss = [], [], []
     for compute in np.geomspace(1e18, 1e21, 7):
@@ -185,15 +260,19 @@ def bent_valleys(seed: int = 0, noise: float = 1.5e-3) -> Points:
         rise = 0.05 * away**2 + 0.03 * np.maximum(away, 0) ** 3
         N.append(best * np.exp(away))
         D.append(compute / 6 / N[-1])
-        loss.append(loss_of(best, compute / 6 / best) * (1 + rise) * np.exp(rng.normal(0, noise, len(away))))
+        loss.append(
+            loss_of(best, compute / 6 / best) * (1 + rise) * np.exp(rng.normal(0, noise, len(away)))
+        )
     return independent(np.concatenate(N), np.concatenate(D), np.concatenate(loss))
 
 
 def isoflop_trials(design: str, draws: int, truth: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(errors of a, whether its interval holds the truth) of the tables whose exponent is identified."""
+    """(errors of a, whether its interval holds the truth) of the tables whose exponent is
+    identified."""
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
     errors, inside = [], []
-    noise_of_law = 10_000 * LAWS.index(truth)       # else the laws' tables share their noise and count for one
+    # else the laws' tables share their noise and count for one
+    noise_of_law = 10_000 * LAWS.index(truth)
     for seed in range(draws):
         fit = fit_isoflop(isoflop_table(noise_of_law + seed, design, truth))
         if fit.identified:
@@ -207,14 +286,20 @@ def report_isoflop(draws: int) -> None:
     for design in ISOFLOP_DESIGNS:
         trials = [isoflop_trials(design, draws, truth) for truth in LAWS]
         errors, inside = (np.concatenate(parts) for parts in zip(*trials, strict=True))
-        print(f"{design:12} bias of a {errors.mean():+.4f} +- {errors.std() / np.sqrt(len(errors)):.4f}, its interval holds the "
-              f"truth {inside.mean():.3f}, of {len(inside)} tables", flush=True)
+        print(
+            f"{design:12} bias of a {errors.mean():+.4f} +-"
+            f" {errors.std() / np.sqrt(len(errors)):.4f}, its interval holds the truth"
+            f" {inside.mean():.3f}, of {len(inside)} tables",
+            flush=True,
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- forecasts
+# --------------------------------------------------------------------------------------- forecasts
+
 
 def third_term(N, D):
-    """A slow third term: in sight of the points it passes for an irreducible loss, far out it falls on."""
+    """A slow third term: in sight of the points it passes for an irreducible loss, far out it falls
+    on."""
     return loss_of(N, D, TRUTH | {"E": 1.0}) + 6 * (N * D) ** -0.05
 
 
@@ -234,9 +319,11 @@ def steepening(N, D):
 
 
 BENT = (third_term, mixed_term, saturating, steepening, loss_of)
-OFF_THE_RAY = {"6 sizes": (np.geomspace(2e7, 4e8, 6), (5, 10, 40, 80), 1.5e9),
-               "10 sizes": (np.geomspace(2e7, 1e9, 10), (2, 8, 40, 160), 7e9),
-               "a ladder": (np.geomspace(1.1e8, 2.7e9, 5), (20,), 1.3e10)}
+OFF_THE_RAY = {
+    "6 sizes": (np.geomspace(2e7, 4e8, 6), (5, 10, 40, 80), 1.5e9),
+    "10 sizes": (np.geomspace(2e7, 1e9, 10), (2, 8, 40, 160), 7e9),
+    "a ladder": (np.geomspace(1.1e8, 2.7e9, 5), (20,), 1.3e10),
+}
 
 
 def forecast_trial(seed: int, surface, design: str, noise: float = 1e-3) -> dict:
@@ -246,7 +333,9 @@ def forecast_trial(seed: int, surface, design: str, noise: float = 1e-3) -> dict
     D = N * np.tile(ratios, len(sizes))
     rng = np.random.default_rng(seed)
     points = independent(N, D, surface(N, D) * np.exp(rng.normal(0, noise, len(N))))
-    return forecast(points, (target, 20 * target, 120 * target**2)) | {"truth": float(surface(target, 20 * target))}
+    return forecast(points, (target, 20 * target, 120 * target**2)) | {
+        "truth": float(surface(target, 20 * target))
+    }
 
 
 def report_forecasts(draws: int) -> None:
@@ -256,16 +345,26 @@ def report_forecasts(draws: int) -> None:
             inside = sum(one["low"] <= one["truth"] <= one["high"] for one in said)
             error = np.mean([100 * (one["loss"] / one["truth"] - 1) for one in said])
             width = np.mean([100 * (one["high"] / one["low"] - 1) for one in said])
-            print(f"{surface.__name__:12} {design:9} inside {inside} of {draws}, error {error:+.2f} %, "
-                  f"interval {width:.1f} % wide", flush=True)
+            print(
+                f"{surface.__name__:12} {design:9} inside {inside} of {draws}, error"
+                f" {error:+.2f} %, interval {width:.1f} % wide",
+                flush=True,
+            )
 
 
-REPORTS = {"outliers": report_outliers, "faults": report_faults, "isoflop": report_isoflop, "forecasts": report_forecasts}
+REPORTS = {
+    "outliers": report_outliers,
+    "faults": report_faults,
+    "isoflop": report_isoflop,
+    "forecasts": report_forecasts,
+}
 
 
 @np.errstate(all="ignore")
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trial", choices=REPORTS)
     parser.add_argument("--draws", type=int, default=60)
     options = parser.parse_args()

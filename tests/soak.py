@@ -1,8 +1,10 @@
 # ruff: noqa: F401, F811 - fixtures of other files
-"""The long tier of fault injection: kills at any moment, restarts under torchrun, every recipe, compiled runs, hangs.
+"""The long tier of fault injection: kills at any moment, restarts under torchrun, every recipe,
+compiled runs, hangs.
 
-`make soak` takes five to fifteen minutes on two cores. Everything is compared, bit for bit, with a run that was left alone.
-Flipped bits, full disks, SIGTERM, two runs of one folder, other numbers of ranks: tests/test_faults.py, which is quick."""
+`make soak` takes five to fifteen minutes on two cores. Everything is compared, bit for bit, with a
+run that was left alone. Flipped bits, full disks, SIGTERM, two runs of one folder, other numbers of
+ranks: tests/test_faults.py, which is quick."""
 
 import os
 import random
@@ -24,19 +26,38 @@ from tests.test_prepare import big
 
 def is_as_calm(config: Config, ranks: int) -> None:
     """What a run ends in, once it is finished, is what one that was left alone ends in."""
-    assert record(finish(config, ranks=ranks)) == record(finish(replace(config, run=f"{config.run}_calm"), ranks=ranks))
+    assert record(finish(config, ranks=ranks)) == record(
+        finish(replace(config, run=f"{config.run}_calm"), ranks=ranks)
+    )
 
 
-@pytest.mark.parametrize("recipe, ranks, kills, changes", [
-    ("tensorwise", 1, 10, ""), ("tensorwise", 2, 10, ""), ("tensorwise", 4, 4, "parallel.replicate=2 parallel.shard=2"),
-    ("off", 1, 3, "parallel.recompute=true"), ("tensorwise_gw_hp", 1, 3, ""), ("rowwise", 1, 3, ""), ("amax", 1, 3, ""),
-    ("rowwise_with_gw_hp", 1, 3, "parallel.recompute=true"), ("cscale", 1, 3, ""), ("mxfp8", 1, 3, ""), ("nvfp4", 1, 3, ""),
-    ("off", 2, 3, ""), ("tensorwise_gw_hp", 2, 3, "parallel.recompute=true"), ("rowwise", 2, 3, ""),
-    ("tensorwise", 2, 3, "run=gathered fp8.all_gather=true")])
+@pytest.mark.parametrize(
+    "recipe, ranks, kills, changes",
+    [
+        ("tensorwise", 1, 10, ""),
+        ("tensorwise", 2, 10, ""),
+        ("tensorwise", 4, 4, "parallel.replicate=2 parallel.shard=2"),
+        ("off", 1, 3, "parallel.recompute=true"),
+        ("tensorwise_gw_hp", 1, 3, ""),
+        ("rowwise", 1, 3, ""),
+        ("amax", 1, 3, ""),
+        ("rowwise_with_gw_hp", 1, 3, "parallel.recompute=true"),
+        ("cscale", 1, 3, ""),
+        ("mxfp8", 1, 3, ""),
+        ("nvfp4", 1, 3, ""),
+        ("off", 2, 3, ""),
+        ("tensorwise_gw_hp", 2, 3, "parallel.recompute=true"),
+        ("rowwise", 2, 3, ""),
+        ("tensorwise", 2, 3, "run=gathered fp8.all_gather=true"),
+    ],
+)
 def test_kills_at_any_moment(base, recipe, ranks, kills, changes):
     """Every second one in the middle of a save, the others wherever the run is."""
-    config = changed(base, f"run={recipe}{ranks} fp8.recipe={recipe} steps={180 if kills == 10 else 48} "
-                     f"data.tokens_per_step={128 * max(2, ranks)} {changes}")
+    config = changed(
+        base,
+        f"run={recipe}{ranks} fp8.recipe={recipe} steps={180 if kills == 10 else 48} "
+        f"data.tokens_per_step={128 * max(2, ranks)} {changes}",
+    )
     rng = random.Random(kills + ranks)
     for killed in range(kills):
         before, saves, seen = saved_steps(config), rng.randrange(1, 4), set()
@@ -45,19 +66,26 @@ def test_kills_at_any_moment(base, recipe, ranks, kills, changes):
         while run.is_running() and (len(seen) < saves if killed % 2 else time.monotonic() < end):
             seen.update(leftovers(config))
             time.sleep(0.001)
-        assert run.is_running() or killed > kills / 2, "where a run is done so soon, make the runs longer"
+        assert run.is_running() or killed > kills / 2, (
+            "where a run is done so soon, make the runs longer"
+        )
         run.kill()
         assert not before or saved_steps(config)[-1] >= before[-1], "a checkpoint was lost"
-        assert len(rows(config)) - (saved_steps(config) or [0])[-1] <= 2 * EVERY, "the save under way and since"
+        assert len(rows(config)) - (saved_steps(config) or [0])[-1] <= 2 * EVERY, (
+            "the save under way and since"
+        )
     is_as_calm(config, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kill_before_every_change_that_a_save_makes(base, ranks):
-    """Opened, renamed, removed: as many as there are, so that a new stage of a save is not forgotten here. Older checkpoints are
-    there from the first kill on, and their removal is part of it."""
+    """Opened, renamed, removed: as many as there are, so that a new stage of a save is not
+    forgotten here. Older checkpoints are there from the first kill on, and their removal is part of
+    it."""
     config, n, codes = replace(base, run=f"every_change{ranks}", steps=120), 0, {-signal.SIGKILL}
-    assert -signal.SIGKILL in faults.Run(config, faults=["signal_in_step:6:0:9"], ranks=ranks).wait()
+    assert (
+        -signal.SIGKILL in faults.Run(config, faults=["signal_in_step:6:0:9"], ranks=ranks).wait()
+    )
     while -signal.SIGKILL in codes:
         n, at = n + 1, max(saved_steps(config)[-1], 2 * EVERY) + EVERY
         run = faults.Run(config, faults=[f"kill_in_save:{at}:{n}"], ranks=ranks)
@@ -70,7 +98,10 @@ def test_a_kill_before_every_change_that_a_save_makes(base, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_compiled_run_resumes_bit_for_bit(base, ranks):
-    config = changed(base, f"run=compiled{ranks} steps=8 model.n_layer=1 parallel.compile=true parallel.timeout=120")
+    config = changed(
+        base,
+        f"run=compiled{ranks} steps=8 model.n_layer=1 parallel.compile=true parallel.timeout=120",
+    )
     run = faults.Run(config, ranks=ranks)
     run.wait_until(lambda: bool(saved_steps(config)), 600)
     run.kill()
@@ -78,11 +109,16 @@ def test_a_compiled_run_resumes_bit_for_bit(base, ranks):
 
 
 def test_kills_under_one_torchrun(base):
-    """Each restart must come up: stock torchrun reads the addresses of dead ranks in two of five."""
+    """Each restart must come up: stock torchrun reads the addresses of dead ranks in two of
+    five."""
     config = changed(base, "run=restarts steps=160 data.max_epochs=20 checkpoint.every=5")
     rng, run = random.Random(0), faults.Run(config, restarts=6)
     for kill in range(6):
-        run.wait_until(lambda kill=kill: run.output.count("resuming ") + run.output.count("starting at ") > kill)
+        run.wait_until(
+            lambda kill=kill: (
+                run.output.count("resuming ") + run.output.count("starting at ") > kill
+            )
+        )
         run.wait_until(len(rows(config)) + rng.randrange(1, 12))
         os.kill(rng.choice(faults.children(run.processes[0].pid)), signal.SIGKILL)
         run.wait_until(lambda kill=kill: run.output.count("resuming ") > kill)
@@ -116,9 +152,16 @@ def test_ray_makes_the_same_shards(big, tmp_path):
 
 
 def test_the_compilers_plan_of_an_h100_is_what_docs_speed_says():
-    """Matmuls, attention, other kernels, what is kept, in kB a token: dev/compiler_plan.py reaches into torch's private parts."""
+    """Matmuls, attention, other kernels, what is kept, in kB a token: dev/compiler_plan.py reaches
+    into torch's private parts."""
     pytest.importorskip("triton")
-    plan = process("-m", "dev.compiler_plan", "configs/gpt125m_bf16.py", "data.micro_batch=64", "model.n_ctx=1024")
+    plan = process(
+        "-m",
+        "dev.compiler_plan",
+        "configs/gpt125m_bf16.py",
+        "data.micro_batch=64",
+        "model.n_ctx=1024",
+    )
     kinds = re.findall(r"  (?:\w+, )?([a-z]+).* ([\d.]+) kB per token", plan.stdout)
     columns = "matmul", "attention", "written called", "kept"
     found = [sum(float(kb) for kind, kb in kinds if kind in column) for column in columns]

@@ -1,4 +1,5 @@
-"""What the import graph promises: no cycles, a model that needs torch alone, light readers, nothing unpickled."""
+"""What the import graph promises: no cycles, a model that needs torch alone, light readers, nothing
+unpickled."""
 
 import ast
 import dataclasses
@@ -12,8 +13,13 @@ import pytest
 from tests.conftest import ROOT, asked, process
 
 ROOMS = ("runtime", "prepare", "eval", "scaling", "configs", "bench")
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
-           for path in (*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py")))}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
+    for path in (
+        *ROOT.glob("*.py"),
+        *(path for room in ROOMS for path in (ROOT / room).rglob("*.py")),
+    )
+}
 
 
 def imports(body):
@@ -27,8 +33,12 @@ def imports(body):
 
 def test_no_module_imports_itself_by_way_of_others():
     trees = {name: ast.parse(text) for name, text in MODULES.items()}
-    TopologicalSorter({name: set(imports(tree.body)) & set(trees) for name, tree in trees.items()}).prepare()
-    assert {name.split(".")[0] for name in imports(ast.walk(trees["model"]))} - set(sys.stdlib_module_names) == {"torch"}
+    TopologicalSorter(
+        {name: set(imports(tree.body)) & set(trees) for name, tree in trees.items()}
+    ).prepare()
+    assert {name.split(".")[0] for name in imports(ast.walk(trees["model"]))} - set(
+        sys.stdlib_module_names
+    ) == {"torch"}
 
 
 @pytest.mark.parametrize("command", [["-m", "scaling.fit"], [str(ROOT / "scaling/sweep.py")]])
@@ -38,21 +48,36 @@ def test_commands_run_as_files_and_as_modules_from_anywhere(command, tmp_path):
     assert done.returncode == 0 and "python" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", sorted(name for name, text in MODULES.items() if "\nif __name__ == " in text))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, text in MODULES.items() if "\nif __name__ == " in text)
+)
 def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, capsys):
     module = importlib.import_module(name)
     lines = (page := asked(capsys, module.main, "--help")).splitlines()
     assert lines[0].startswith("usage: python ") and max(map(len, lines)) <= 130
-    assert all(line.startswith("    ") for line in lines[lines.index("examples:") + 1:])
+    assert all(line.startswith("    ") for line in lines[lines.index("examples:") + 1 :])
     cls = getattr(module, "Options", None)
-    options = {f.name for f in dataclasses.fields(cls)} - {"words"} if cls else ()       # of prepare_data, its arguments
-    assert not [option for option in options if option not in page and option.replace("_", "-") not in page]
+    # of prepare_data, its arguments
+    options = {f.name for f in dataclasses.fields(cls)} - {"words"} if cls else ()
+    assert not [
+        option for option in options if option not in page and option.replace("_", "-") not in page
+    ]
 
 
-@pytest.mark.parametrize("code, unneeded", [
-    ("import scaling.fit", {"torch"}), ("import prepare_data", {"torch", "datasets", "pyarrow", "tiktoken"}),
-    ("import model, train; from configs.demo_s_bf16 import config; from runtime import fp8\n"
-     "fp8.convert(model.GPT(config.model), config.fp8)", {"torchao", "triton"})])
+@pytest.mark.parametrize(
+    "code, unneeded",
+    [
+        ("import scaling.fit", {"torch"}),
+        ("import prepare_data", {"torch", "datasets", "pyarrow", "tiktoken"}),
+        (
+            (
+                "import model, train; from configs.demo_s_bf16 import config; from runtime import"
+                " fp8\nfp8.convert(model.GPT(config.model), config.fp8)"
+            ),
+            {"torchao", "triton"},
+        ),
+    ],
+)
 def test_what_is_not_needed_is_not_imported(code, unneeded):
     """Readers of records start without torch, BF16 runs without torchao."""
     code += f"\nimport sys; print({unneeded} & set(sys.modules))"

@@ -1,4 +1,5 @@
-"""runtime/bf16_in_fp32.py: fp32 matmuls of BF16 values are BF16 matmuls; runs that use them train and are evaluated by them."""
+"""runtime/bf16_in_fp32.py: fp32 matmuls of BF16 values are BF16 matmuls; runs that use them train
+and are evaluated by them."""
 
 import json
 from dataclasses import replace
@@ -23,10 +24,13 @@ def swapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def passes(call, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    """The call's output and each leaf's gradient, for one fixed gradient of the output in BF16 values."""
+    """The call's output and each leaf's gradient, for one fixed gradient of the output in BF16
+    values."""
     own = [leaf.clone().requires_grad_() for leaf in leaves]
     y = call(*own)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype))
+    y.backward(
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype)
+    )
     return [y.detach(), *(leaf.grad for leaf in own)]
 
 
@@ -39,7 +43,8 @@ def test_a_linears_three_matmuls_are_fp64s_rounded_once_to_bf16():
     exact = passes(F.linear, x.double(), w.bfloat16().double())
     for got, true in zip(ours, exact, strict=True):
         ideal = true.bfloat16().double()
-        assert (got.double() != ideal).double().mean() < 2e-3       # the order of sums in fp32 tips a rounding here and there
+        # the order of sums in fp32 tips a rounding here and there
+        assert (got.double() != ideal).double().mean() < 2e-3
         assert (got.double() - true).norm() < 1.001 * (ideal - true).norm()
 
 
@@ -47,7 +52,9 @@ def test_attention_is_nearer_to_fp64_than_torchs_own_in_bf16():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 32, 32).bfloat16()
     plain, ours = Attention(SIZE), swapped(Attention(SIZE))
-    exact = passes(lambda *qkv: plain.attend(*qkv, is_causal=True), q.double(), k.double(), v.double())
+    exact = passes(
+        lambda *qkv: plain.attend(*qkv, is_causal=True), q.double(), k.double(), v.double()
+    )
     by_torch = passes(lambda *qkv: plain.attend(*qkv, is_causal=True), q, k, v)
     by_ours = passes(lambda *qkv: ours.attend(*qkv, is_causal=True), q, k, v)
     for got, other, true in zip(by_ours, by_torch, exact, strict=True):
@@ -56,7 +63,9 @@ def test_attention_is_nearer_to_fp64_than_torchs_own_in_bf16():
 
 
 @pytest.mark.parametrize("recipe", ["off", "mxfp8"])
-def test_a_run_trains_as_one_with_the_cpus_own_matmuls_and_is_evaluated_by_its_own(recipe, tiny, run):
+def test_a_run_trains_as_one_with_the_cpus_own_matmuls_and_is_evaluated_by_its_own(
+    recipe, tiny, run
+):
     losses = {}
     for name, choice in ("own", "false"), ("fp32", "true"):
         config = changed(replace(tiny, run=name), f"fp8.recipe={recipe} parallel.cpu_fp32={choice}")
@@ -68,7 +77,14 @@ def test_a_run_trains_as_one_with_the_cpus_own_matmuls_and_is_evaluated_by_its_o
 
 
 def test_several_processes_are_refused(tiny, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="parallel.cpu_fp32=true is for one process on a CPU, not for 2"):
+    with pytest.raises(
+        UserError, match="parallel.cpu_fp32=true is for one process on a CPU, not for 2"
+    ):
         parallel.start(changed(tiny, "parallel.cpu_fp32=true parallel.shard=2"))

@@ -1,4 +1,5 @@
-"""A config or study file and what it imports: the files beside it come first, the repository's own after them."""
+"""A config or study file and what it imports: the files beside it come first, the repository's own
+after them."""
 
 import shutil
 import sys
@@ -14,7 +15,10 @@ from runtime.config_file import OWN_NAMES
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, changed, write_config
 
-FP8_OF = "from dataclasses import replace\nfrom {} import config as parent\nconfig = replace(parent, run='child')\n"
+FP8_OF = (
+    "from dataclasses import replace\nfrom {} import config as parent\nconfig = replace(parent,"
+    " run='child')\n"
+)
 
 
 def copy_pair(folder: Path, lr: str) -> Path:
@@ -84,7 +88,8 @@ def test_a_file_may_derive_from_the_repositorys_file_of_its_own_name(tmp_path):
 
 
 def test_pythons_and_the_repositorys_own_modules_are_not_replaced(tmp_path):
-    """Else a copied model.py would give a GPTConfig that Config refuses, and a random.py break torch."""
+    """Else a copied model.py would give a GPTConfig that Config refuses, and a random.py break
+    torch."""
     folder = copy_pair(tmp_path / "a", "1e-3")
     for name in ("random", "json", "model", "runtime"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported')")

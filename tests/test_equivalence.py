@@ -1,4 +1,5 @@
-"""scaling/equivalence.py: "equivalent" is judged at each size's largest budget, with at most 5 % of false verdicts."""
+"""scaling/equivalence.py: "equivalent" is judged at each size's largest budget, with at most 5 % of
+false verdicts."""
 
 import math
 from dataclasses import replace
@@ -40,7 +41,8 @@ def pair(percent, N, ratio, seed):
 
 
 def study(rng, true_gap, seeds_of_size, noise=0.06):
-    """Pairs of every size and budget; true_gap(N, ratio) in per cent; half of the noise's variance is the trunk's."""
+    """Pairs of every size and budget; true_gap(N, ratio) in per cent; half of the noise's variance
+    is the trunk's."""
     chosen = []
     for N, seeds in zip(SIZES, seeds_of_size, strict=True):
         for seed in range(seeds):
@@ -52,7 +54,8 @@ def study(rng, true_gap, seeds_of_size, noise=0.06):
 
 
 def share_equivalent(true_gaps, seeds_of_size, studies=STUDIES, margin=MARGIN, noise=0.06):
-    """Of simulated studies, those called equivalent; true_gaps: of each size at its largest budget, in per cent."""
+    """Of simulated studies, those called equivalent; true_gaps: of each size at its largest budget,
+    in per cent."""
     rng, count = np.random.default_rng(11), 0
     for _ in range(studies):
         sizes = []
@@ -66,7 +69,8 @@ def share_equivalent(true_gaps, seeds_of_size, studies=STUDIES, margin=MARGIN, n
 
 @pytest.mark.parametrize("seeds_of_size", [(3, 3, 3), (5, 3, 2), (3, 1, 1), (3, 2, 1), (1, 1, 1)])
 def test_a_gap_that_grows_past_the_margin_with_the_tokens_is_not_equivalent(seeds_of_size):
-    """The mean over budgets, .35 %, lies within the margin and would be called equivalent almost always."""
+    """The mean over budgets, .35 %, lies within the margin and would be called equivalent almost
+    always."""
     gaps = dict(zip(BUDGETS, (0.1, 0.35, 0.6), strict=True))
     rng, by_parts, by_mean = np.random.default_rng(1), [], []
     for _ in range(10):
@@ -91,7 +95,8 @@ def test_a_single_pair_at_the_largest_size_is_held_to_the_spread_of_the_others()
 
 
 def test_the_narrowest_margin_is_passed_by_four_of_five_studies_without_a_gap():
-    """A few more, as the trend passes where the largest size passes and counts as if it were independent."""
+    """A few more, as the trend passes where the largest size passes and counts as if it were
+    independent."""
     noise = 0.06
     flat = [SizeGaps(N, 20 * N, np.zeros(4), np.zeros(4)) for N in SIZES]
     parts = [replace(part, se=noise / math.sqrt(4), dof=3) for part in parts_of(flat, None)]
@@ -147,7 +152,8 @@ def test_two_sizes_of_one_pair_each_cannot_show_equivalence():
 def test_the_command_names_the_size_that_fails_and_what_the_design_could_show(
     tmp_path, capsys, no_figures
 ):
-    """Small gaps at the smallest size, one pair at +.85 % at the largest: within 1 % on average alone."""
+    """Small gaps at the smallest size, one pair at +.85 % at the largest: within 1 % on average
+    alone."""
     for params, gaps in ((33_000, (0.004, 0.001, 0.002)), (66_000, (0.003,)), (131_000, (0.0187,))):
         for seed, gap in enumerate(gaps):
             for recipe in ("bf16", "tensorwise"):

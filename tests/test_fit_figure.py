@@ -1,4 +1,5 @@
-"""scaling/fit.py: its page of three panels draws the points, the laws and the gaps that it is given."""
+"""scaling/fit.py: its page of three panels draws the points, the laws and the gaps that it is
+given."""
 
 import itertools
 from dataclasses import replace
@@ -25,41 +26,86 @@ def held_out(gap=0.0, is_there=False, width=0.02):
     N, D = LARGE
     loss = surface(N, D) + gap
     prediction = SimpleNamespace(loss=loss, low=(1 - width) * loss, high=(1 + width) * loss)
-    return (SimpleNamespace(N=N, D=D, C=6.6 * N * D, loss=1.004 * loss if is_there else None, prediction=prediction),)
+    return (
+        SimpleNamespace(
+            N=N, D=D, C=6.6 * N * D, loss=1.004 * loss if is_there else None, prediction=prediction
+        ),
+    )
 
 
 def study(folder, runs=(), **declared):
-    """(groups, pairs, loss_key) of the runs under a folder, here after writing `runs`: what fit.py hands to draw."""
+    """(groups, pairs, loss_key) of the runs under a folder, here after writing `runs`: what fit.py
+    hands to draw."""
     for i, run in enumerate(runs):
         write_run(folder / str(i), **run)
     edit(folder / "study.json", **declared)
     records, _ = read_runs([folder])
-    recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
-    groups = [fit_group([r for r in records if r.recipe == recipe], "loss_bf16", resamples=0) for recipe in recipes]
+    recipes = sorted(
+        {record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe)
+    )
+    groups = [
+        fit_group([r for r in records if r.recipe == recipe], "loss_bf16", resamples=0)
+        for recipe in recipes
+    ]
     return groups, pairs(records)[0], "loss_bf16"
 
 
 def table(N, D, loss, name="points.csv", axes="NDC"):
     """What fit.py hands to draw for a table of points."""
-    return [fit_points(Points(N, D, 6 * N * D, loss, np.arange(len(N))), name, axes, resamples=0)], [], "loss_bf16"
+    return (
+        [fit_points(Points(N, D, 6 * N * D, loss, np.arange(len(N))), name, axes, resamples=0)],
+        [],
+        "loss_bf16",
+    )
 
 
-ARMS = ("bf16", "tensorwise", "tensorwise+kernels+delayed+head", "rowwise_with_gw_hp+first_bf16=2+skip=attn.out", "cscale")
+ARMS = (
+    "bf16",
+    "tensorwise",
+    "tensorwise+kernels+delayed+head",
+    "rowwise_with_gw_hp+first_bf16=2+skip=attn.out",
+    "cscale",
+)
 RAY, FEW = np.geomspace(5e7, 2e9, 9), np.geomspace(1e7, 1e9, 5)
 NOISE = np.random.default_rng(0).normal(size=240)
 CLOUD = 10 ** np.random.default_rng(1).uniform([[7.5], [9]], [[10], [11.5]], (2, 240))
 BUILDERS = {
-    "five recipes": lambda folder: study(folder, [{"recipe": recipe, "params": params, "gap": 0.004 * (recipe != "bf16")}
-                                                  for recipe, params in itertools.product(ARMS, (38_912, 184_320))]),
-    "one size": lambda folder: study(folder, [
-        {"seed": seed, "loss": 2.5 + 0.003 * seed, "recipe": recipe, "gap": -0.002 * (recipe != "bf16")}
-        for seed, recipe in itertools.product(range(3), ARMS[:2])]),
-    "two ratios": lambda folder: study(folder, [        # off one ray, too few points for L(N, D)
-        {"params": N, "tokens": N * ratio} for N, ratio in ((40_000, 10), (40_000, 20), (110_000, 20))], params="nonembed"),
-    "long ray": lambda _: table(RAY, 20 * RAY, 1.7 + 20 * (120 * RAY**2) ** -0.07 * (1 + 1e-3 * NOISE[:9]),
-                                "a_table_of_published_losses_with_a_name_that_is_far_too_long_for_one_line_of_a_title.csv"),
+    "five recipes": lambda folder: study(
+        folder,
+        [
+            {"recipe": recipe, "params": params, "gap": 0.004 * (recipe != "bf16")}
+            for recipe, params in itertools.product(ARMS, (38_912, 184_320))
+        ],
+    ),
+    "one size": lambda folder: study(
+        folder,
+        [
+            {
+                "seed": seed,
+                "loss": 2.5 + 0.003 * seed,
+                "recipe": recipe,
+                "gap": -0.002 * (recipe != "bf16"),
+            }
+            for seed, recipe in itertools.product(range(3), ARMS[:2])
+        ],
+    ),
+    "two ratios": lambda folder: study(
+        folder,
+        [  # off one ray, too few points for L(N, D)
+            {"params": N, "tokens": N * ratio}
+            for N, ratio in ((40_000, 10), (40_000, 20), (110_000, 20))
+        ],
+        params="nonembed",
+    ),
+    "long ray": lambda _: table(
+        RAY,
+        20 * RAY,
+        1.7 + 20 * (120 * RAY**2) ** -0.07 * (1 + 1e-3 * NOISE[:9]),
+        "a_table_of_published_losses_with_a_name_that_is_far_too_long_for_one_line_of_a_title.csv",
+    ),
     "cloud": lambda _: table(*CLOUD, law(*CLOUD) * np.exp(0.01 * NOISE)),
-    "sizes alone": lambda _: table(FEW, FEW, 2 + 300 * FEW**-0.35, axes="N")}
+    "sizes alone": lambda _: table(FEW, FEW, 2 + 300 * FEW**-0.35, axes="N"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +115,15 @@ def ladder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def branches(tmp_path_factory):
-    return study(write_branches(tmp_path_factory.mktemp("branches"), [*map(int, SIZES)], seeds=(1,), noise=2e-4, curve=True))
+    return study(
+        write_branches(
+            tmp_path_factory.mktemp("branches"),
+            [*map(int, SIZES)],
+            seeds=(1,),
+            noise=2e-4,
+            curve=True,
+        )
+    )
 
 
 def caption(figure):
@@ -81,21 +135,35 @@ def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, name):
     groups, found, loss_key = BUILDERS[name](tmp_path)
     figure, axes = draw(groups, found, loss_key), [axis for axis in "CDN" if axis in groups[0].x]
     names = fit.AXES | ({"N": "non-embedding\nparameters N"} if name == "two ratios" else {})
-    assert [panel.get_xlabel() for panel in figure.axes[-len(axes):]] == [names[axis] for axis in axes]
-    assert len(figure.axes) == len(axes) * (2 if found else 1) and figure._supxlabel.get_text().count("\n") < 2
+    assert [panel.get_xlabel() for panel in figure.axes[-len(axes) :]] == [
+        names[axis] for axis in axes
+    ]
+    assert (
+        len(figure.axes) == len(axes) * (2 if found else 1)
+        and figure._supxlabel.get_text().count("\n") < 2
+    )
     assert f"n = {len(groups[0].loss)}" in figure.legends[0].get_title().get_text()
     assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
-    for panel in figure.axes[-len(axes):]:
-        ends = [label.get_window_extent().intervalx for label in panel.get_xticklabels() if label.get_text()]
-        assert ends and all(left[1] < right[0] for left, right in itertools.pairwise(ends)), "ticks can be read"
+    for panel in figure.axes[-len(axes) :]:
+        ends = [
+            label.get_window_extent().intervalx
+            for label in panel.get_xticklabels()
+            if label.get_text()
+        ]
+        assert ends and all(left[1] < right[0] for left, right in itertools.pairwise(ends)), (
+            "ticks can be read"
+        )
     for panel, axis in zip(figure.axes, axes, strict=False):
         for group in groups:
             points = np.column_stack([group.x[axis], group.loss])
             (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
             assert (points > (left, low)).all() and (points < (right, high)).all()
             offsets = [np.asarray(marks.get_offsets()) for marks in panel.collections]
-            assert any(found.shape == points.shape and np.allclose(found, points) for found in offsets)
-        assert name != "cloud" or panel.collections[-1].get_sizes().max() < 12       # hundreds of points stay readable
+            assert any(
+                found.shape == points.shape and np.allclose(found, points) for found in offsets
+            )
+        # hundreds of points stay readable
+        assert name != "cloud" or panel.collections[-1].get_sizes().max() < 12
     assert name != "long ray" or [line.form for line in groups[0].lines.values()] == ["ray"] * 3
 
 
@@ -104,7 +172,9 @@ def test_isoflop_panels_show_each_valley_and_its_minimum():
     groups = [fit_points(points, "isoflop.csv", resamples=0)]
     figure = draw(groups, [], "loss")
     C, N, D, lowest = minima_of(groups[0].laws["isoflop"])
-    assert legend(figure)[-1] == "minimum of a budget" and "valley of each budget" in caption(figure)
+    assert legend(figure)[-1] == "minimum of a budget" and "valley of each budget" in caption(
+        figure
+    )
     for panel, x in zip(figure.axes, (C, D, N), strict=True):
         marks = [line.get_xydata() for line in panel.lines if line.get_marker() == "P"]
         assert len(marks) == 1 and np.allclose(marks[0], np.column_stack([x, lowest]))
@@ -122,15 +192,35 @@ def test_pairs_laws_and_words_of_a_surface(branches):
     assert figure.axes[0].get_ylabel() == "validation loss\n[nats/token]"
     assert caption(figure).startswith(f"BF16: {groups[0].laws['chinchilla'].formula()}.")
     assert legend(figure) == ["BF16", "FP8 tensorwise", "training loss", "law, 95 % interval"]
-    wanted = [(one.fp8.params_total, one.gap["bf16"].percent, 100 * one.gap["bf16"].se / one.bf16.loss_bf16) for one in found]
-    assert np.allclose(sorted(errorbars(figure.axes[5])), sorted((N, gap, gap - se, gap + se) for N, gap, se in wanted))
-    for panel, axis, names in zip(figure.axes[1:], "DN", ("53M 124M 257M 360M", "5 10 20 40"), strict=False):
+    wanted = [
+        (
+            one.fp8.params_total,
+            one.gap["bf16"].percent,
+            100 * one.gap["bf16"].se / one.bf16.loss_bf16,
+        )
+        for one in found
+    ]
+    assert np.allclose(
+        sorted(errorbars(figure.axes[5])),
+        sorted((N, gap, gap - se, gap + se) for N, gap, se in wanted),
+    )
+    for panel, axis, names in zip(
+        figure.axes[1:], "DN", ("53M 124M 257M 360M", "5 10 20 40"), strict=False
+    ):
         key = panel.get_legend()
         assert [text.get_text() for text in key.get_texts()] == names.split()
-        for handle, line in zip(key.get_lines(), lines_of(groups[0], axis, np.array([5e8])), strict=True):
-            like = next(one for one in panel.lines if one.get_color() == handle.get_color() and len(one.get_xdata()) == 240)
+        for handle, line in zip(
+            key.get_lines(), lines_of(groups[0], axis, np.array([5e8])), strict=True
+        ):
+            like = next(
+                one
+                for one in panel.lines
+                if one.get_color() == handle.get_color() and len(one.get_xdata()) == 240
+            )
             x, y = like.get_xydata().T
-            assert np.exp(np.interp(np.log(line.x[0]), np.log(x), np.log(y))) == pytest.approx(line.loss[0], rel=1e-3)
+            assert np.exp(np.interp(np.log(line.x[0]), np.log(x), np.log(y))) == pytest.approx(
+                line.loss[0], rel=1e-3
+            )
 
 
 def test_lines_of_a_surface_are_the_law(branches):
@@ -138,17 +228,27 @@ def test_lines_of_a_surface_are_the_law(branches):
     law, grid = group.laws["chinchilla"], np.geomspace(1e17, 1e21, 50)
     (line,) = lines_of(group, "C", grid)
     assert (line.low < line.loss).all() and (line.loss < line.high).all()
-    # The lowest loss of 2,000 sizes at each compute, counted in the runs' own FLOPs, which hold attention.
+    # The lowest loss of 2,000 sizes at each compute, counted in the runs' own FLOPs, which hold
+    # attention.
     sizes, index = np.unique(group.x["N"], return_index=True)
     N = np.geomspace(*SIZES[::3], 2000)
-    per_token = np.exp(np.interp(np.log(N), np.log(sizes), np.log(group.x["C"] / group.x["D"])[index]))
+    per_token = np.exp(
+        np.interp(np.log(N), np.log(sizes), np.log(group.x["C"] / group.x["D"])[index])
+    )
     losses = law.predict(N[:, None] + 0 * grid, grid / per_token[:, None])
     inside = np.isin(losses.argmin(axis=0), range(100, 1900))
-    assert inside.sum() > 5 and np.allclose(line.loss[inside], losses.min(axis=0)[inside], rtol=2e-4)
+    assert inside.sum() > 5 and np.allclose(
+        line.loss[inside], losses.min(axis=0)[inside], rtol=2e-4
+    )
     grid = np.geomspace(1e8, 1e10, 20)
-    by_size, by_ratio = lines_of(replace(group, held_out=held_out()), "D", grid), lines_of(group, "N", grid)
+    by_size, by_ratio = (
+        lines_of(replace(group, held_out=held_out()), "D", grid),
+        lines_of(group, "N", grid),
+    )
     assert np.allclose([line.each for line in by_size + by_ratio], [*SIZES, LARGE[0], *RATIOS])
-    assert all(np.allclose(line.loss, law.predict(np.full(20, line.each), grid)) for line in by_size)
+    assert all(
+        np.allclose(line.loss, law.predict(np.full(20, line.each), grid)) for line in by_size
+    )
     assert all(np.allclose(line.loss, law.predict(grid, line.each * grid)) for line in by_ratio)
 
 
@@ -156,9 +256,12 @@ def test_bands_hold_the_law_and_the_forms(ladder):
     group, figure = ladder[0][0], draw(*ladder)
     assert "All at 20 tokens per parameter" in caption(figure)
     bands = [band for band in figure.axes[0].collections if len(band.get_paths()[0].vertices) > 100]
-    for is_hatched, ends in ((True, lambda x: np.sort([form.predict(x) for form in group.bands["C"]], axis=0)),
-                             (False, lambda x: group.lines["C"].interval_at(x)[1:])):
-        band, _ = (band for band in bands if bool(band.get_hatch()) == is_hatched)      # of BF16, of FP8
+    for is_hatched, ends in (
+        (True, lambda x: np.sort([form.predict(x) for form in group.bands["C"]], axis=0)),
+        (False, lambda x: group.lines["C"].interval_at(x)[1:]),
+    ):
+        # of BF16, of FP8
+        band, _ = (band for band in bands if bool(band.get_hatch()) == is_hatched)
         x, y = band.get_paths()[0].vertices.T
         low, *_, high = ends(x)
         assert (np.isclose(y, low) | np.isclose(y, high)).all()
@@ -168,16 +271,27 @@ def test_bands_hold_the_law_and_the_forms(ladder):
 def test_the_held_out_run_is_a_star_with_its_frozen_prediction(branches, is_there, width):
     groups, _, loss_key = branches
     held = [held_out(gap, is_there, width) for gap in (0.0, 0.002)]
-    figure = draw([replace(group, held_out=one) for group, one in zip(groups, held, strict=True)], [], loss_key)
-    assert legend(figure)[-2:] == ["held-out run" if is_there else "held-out run to come", "its prediction, 95 %"]
+    figure = draw(
+        [replace(group, held_out=one) for group, one in zip(groups, held, strict=True)],
+        [],
+        loss_key,
+    )
+    assert legend(figure)[-2:] == [
+        "held-out run" if is_there else "held-out run to come",
+        "its prediction, 95 %",
+    ]
     for panel, axis in zip(figure.axes, "CDN", strict=True):
         stars = [line for line in panel.lines if line.get_marker() == "*"]
         assert [star.get_markerfacecolor() == "white" for star in stars] == [not is_there] * 2
         low, high = panel.get_ylim()
-        assert np.log(high / low) < 1.1         # a wide interval leaves the panel instead of squeezing the data
+        # a wide interval leaves the panel instead of squeezing the data
+        assert np.log(high / low) < 1.1
         for star, bar, (one,) in zip(stars, errorbars(panel), held, strict=True):
-            (x, y), = star.get_xydata()
-            assert np.allclose([x, y], [getattr(one, axis), one.loss or one.prediction.loss]) and low < y < high
+            ((x, y),) = star.get_xydata()
+            assert (
+                np.allclose([x, y], [getattr(one, axis), one.loss or one.prediction.loss])
+                and low < y < high
+            )
             assert np.allclose(bar[2:], (one.prediction.low, one.prediction.high))
 
 
@@ -185,12 +299,21 @@ def test_a_recipe_of_fewer_sizes_is_named_not_drawn(ladder, tmp_path):
     groups, found, loss_key = ladder
     small, *_ = study(tmp_path, [{"recipe": "rowwise", "params": 38_912, "gap": 0.004}])
     figure = draw([*groups, *small], found, loss_key)
-    assert "Not drawn, fewer sizes or no such law: FP8 rowwise" in caption(figure) and "FP8 rowwise" not in legend(figure)
+    assert "Not drawn, fewer sizes or no such law: FP8 rowwise" in caption(
+        figure
+    ) and "FP8 rowwise" not in legend(figure)
 
 
 def test_a_recipe_has_one_style_in_every_figure_told_apart_without_colour_too():
-    assert len({style["marker"] for style in STYLES}) == len({str(style["linestyle"]) for style in STYLES}) == len(STYLES)
-    for names in (["tensorwise", "own", "bf16"], ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]):
+    assert (
+        len({style["marker"] for style in STYLES})
+        == len({str(style["linestyle"]) for style in STYLES})
+        == len(STYLES)
+    )
+    for names in (
+        ["tensorwise", "own", "bf16"],
+        ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"],
+    ):
         looks = dict(zip(names, styles(names), strict=True))
         assert looks["bf16"]["color"] == "#0072B2" and looks["tensorwise"] is STYLES[1]
         assert len({(style["color"], style["marker"]) for style in looks.values()}) == len(names)
@@ -199,7 +322,9 @@ def test_a_recipe_has_one_style_in_every_figure_told_apart_without_colour_too():
 def test_the_json_is_written_last(tmp_path, monkeypatch):
     """Whoever finds law.json finds all of it, old or new."""
     written = []
-    monkeypatch.setattr(figures, "write_atomically", lambda path, content: written.append(path.name))
+    monkeypatch.setattr(
+        figures, "write_atomically", lambda path, content: written.append(path.name)
+    )
     write_with(tmp_path, "figure", figures.Figure(), {"law.json": "{}"})
     assert written == ["figure.png", "figure.svg", "law.json"]
     with pytest.raises(ValueError, match="Out of range float"):
@@ -220,7 +345,11 @@ def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
     assert [(line.each, *line.x) for line in by_size] == [(1e6, 5e6, 20e6), (4e6, 20e6, 80e6)]
     assert [(line.each, *line.x) for line in by_ratio] == [(5, 1e6, 4e6), (20, 1e6, 4e6)]
     assert all(np.allclose(line.loss, 3.05 - np.log10(line.x) / 10) for line in by_size)
-    assert all(np.allclose(line.loss, 3.05 - np.log10(line.each * line.x) / 10) for line in by_ratio)
+    assert all(
+        np.allclose(line.loss, 3.05 - np.log10(line.each * line.x) / 10) for line in by_ratio
+    )
     N = np.repeat(sizes := np.geomspace(1e6, 1e9, 9), 2)
     (group,), *_ = table(N, N * np.tile([5.0, 20.0], 9), 2 + N / 1e9)
-    assert [line.each for line in lines_of(group, "D", None)] == pytest.approx(sizes[[0, 2, 3, 5, 6, 8]])
+    assert [line.each for line in lines_of(group, "D", None)] == pytest.approx(
+        sizes[[0, 2, 3, 5, 6, 8]]
+    )

@@ -1,4 +1,5 @@
-"""What only a GPU can show; run with `pytest -m gpu` on an H100-class machine. It needs torch, torchao, numpy and pytest."""
+"""What only a GPU can show; run with `pytest -m gpu` on an H100-class machine. It needs torch,
+torchao, numpy and pytest."""
 
 import gzip
 import importlib.util
@@ -17,8 +18,29 @@ from runtime.guard import diagnose
 from runtime.parallel import World
 from tests.conftest import ROOT, changed, process, write_config, write_source
 from tests.faults import back_to, record, rows, summary
-from tests.test_fp8 import E4M3, E5M2, KERNELS, RECIPES, build, distance, linear, operands, passes, reference, tokens
-from tests.test_fp8_kernels import entropy_case, entropy_grad, head_case, head_loss, is_near, quantised, same, step
+from tests.test_fp8 import (
+    E4M3,
+    E5M2,
+    KERNELS,
+    RECIPES,
+    build,
+    distance,
+    linear,
+    operands,
+    passes,
+    reference,
+    tokens,
+)
+from tests.test_fp8_kernels import (
+    entropy_case,
+    entropy_grad,
+    head_case,
+    head_loss,
+    is_near,
+    quantised,
+    same,
+    step,
+)
 from tests.test_run import watched_steps
 
 pytestmark = pytest.mark.gpu
@@ -46,17 +68,21 @@ def trained(config, folder, *arguments):
     return done.stdout
 
 
-FAST = [f"{label}+fast_backward" for label in ("tensorwise", "rowwise", "cscale", "tensorwise+kernels")]
+FAST = [
+    f"{label}+fast_backward" for label in ("tensorwise", "rowwise", "cscale", "tensorwise+kernels")
+]
 
 
 @pytest.mark.parametrize("label", [*RECIPES, *KERNELS, *FAST])
 def test_every_recipes_matmuls_against_fp64(label):
     for kind in ("random", "outlier"):
         x, w, g = operands(kind)
-        w = w.bfloat16().float() if label == "mxfp8" else w     # Blackwell's takes no other
+        w = w.bfloat16().float() if label == "mxfp8" else w  # Blackwell's takes no other
         got = passes_on_gpu(label, x, w, g)
         want = reference(fp8.by_name(label).recipe, x, w, g)
-        assert all(distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)), kind
+        assert all(
+            distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)
+        ), kind
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
@@ -69,7 +95,11 @@ def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
         assert all(p.grad.isfinite().all() for p in model.parameters())
         losses.append(loss.item())
     bf16, compiled, eager = losses
-    assert compiled == pytest.approx(eager, rel=2e-3) and compiled == pytest.approx(bf16, rel=2.5e-3) and compiled != bf16
+    assert (
+        compiled == pytest.approx(eager, rel=2e-3)
+        and compiled == pytest.approx(bf16, rel=2.5e-3)
+        and compiled != bf16
+    )
 
 
 def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate():
@@ -80,24 +110,35 @@ def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate(
     native = passes(holder, x.cuda(), g.cuda())
     converted.is_native = False
     for mine, emulated in zip(native, passes(holder, x.cuda(), g.cuda()), strict=True):
-        assert distance(mine.cpu(), emulated.cpu()) < 5e-3       # sums in another order, results in BF16
+        assert distance(mine.cpu(), emulated.cpu()) < 5e-3  # sums in another order, results in BF16
 
 
 def test_a_weight_gradient_is_added_to_the_sum_within_its_matmul():
     torch.manual_seed(0)
-    g, x, total = torch.randn(512, 384).bfloat16(), torch.randn(512, 256).bfloat16(), torch.randn(384, 256)
+    g, x, total = (
+        torch.randn(512, 384).bfloat16(),
+        torch.randn(512, 256).bfloat16(),
+        torch.randn(384, 256),
+    )
     on_gpu = total.cuda()
     fp8.add_weight_grad(on_gpu, g.cuda(), x.cuda())
-    torch.testing.assert_close(on_gpu.cpu().double(), total.double() + g.double().t() @ x.double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        on_gpu.cpu().double(), total.double() + g.double().t() @ x.double(), rtol=1e-5, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_hardware_rounds_every_value_as_torch_does(format, dtype):
-    if dtype == torch.bfloat16:     # each of them
-        x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    if dtype == torch.bfloat16:  # each of them
+        x = (
+            torch.arange(2**16, dtype=torch.int32)
+            .to(torch.int16)
+            .view(torch.bfloat16)
+            .view(256, 256)
+        )
     else:
-        x = torch.randint(-2**31, 2**31 - 1, (512, 2**11), dtype=torch.int32).view(torch.float32)
+        x = torch.randint(-(2**31), 2**31 - 1, (512, 2**11), dtype=torch.int32).view(torch.float32)
     for scale in (1.0, 0.37, 2.0**-100, 2.0**100):
         q, qt = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
         want = quantised(x.cuda(), scale, format)
@@ -105,12 +146,14 @@ def test_hardware_rounds_every_value_as_torch_does(format, dtype):
 
 
 def test_offsets_beyond_32_bits_on_hardware():
-    M, V = 43008, 50304             # 2^31 values and a few
+    M, V = 43008, 50304  # 2^31 values and a few
     x = torch.randn(M, V, device="cuda", dtype=torch.bfloat16)
     q, qt = fp8.cast_both(x, torch.tensor(100.0, device="cuda"), E5M2)
     for part in (slice(0, 64), slice(M - 64, M)):
         want = quantised(x[part], 100.0, E5M2).view(torch.uint8)
-        assert torch.equal(q[part].view(torch.uint8), want) and torch.equal(qt[:, part].t().view(torch.uint8), want)
+        assert torch.equal(q[part].view(torch.uint8), want) and torch.equal(
+            qt[:, part].t().view(torch.uint8), want
+        )
 
 
 def test_the_cross_entropys_gradient_on_hardware():
@@ -118,8 +161,11 @@ def test_the_cross_entropys_gradient_on_hardware():
         case = entropy_case(M, V)
         q, qt = fp8.cross_entropy_grad(*(t.cuda() for t in case))
         assert is_near(q.cpu(), entropy_grad(*case)) and same(qt.cpu(), q.t().contiguous().cpu())
-    for mine, want in zip(head_loss(*(t.cuda() for t in head_case(True))), head_loss(*head_case(True)), strict=True):
-        assert distance(mine.cpu(), want) < 2e-2        # a sum in another order moves logits across steps of BF16
+    for mine, want in zip(
+        head_loss(*(t.cuda() for t in head_case(True))), head_loss(*head_case(True)), strict=True
+    ):
+        # a sum in another order moves logits across steps of BF16
+        assert distance(mine.cpu(), want) < 2e-2
 
 
 @pytest.mark.parametrize("label", KERNELS)
@@ -145,15 +191,21 @@ def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
             scales.end(1 / 128)
             optimizer.step()
         curves.append(torch.tensor(curve))
-    assert all(curve[-1] < 0.9 * curve[0] and (curves[0] - curve).abs().max() < 0.05 for curve in curves[1:])
-    assert len(scales.state()) > 0 and scales.saturated() == [], "and none that a scale of steps before did not fit"
+    assert all(
+        curve[-1] < 0.9 * curve[0] and (curves[0] - curve).abs().max() < 0.05
+        for curve in curves[1:]
+    )
+    assert len(scales.state()) > 0 and scales.saturated() == [], (
+        "and none that a scale of steps before did not fit"
+    )
 
 
 def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
-    """The update of a step is queued behind work that keeps the GPU busy when save() is called, the next one right behind
-    staged(): a copy that begins too early or ends too late is torn."""
+    """The update of a step is queued behind work that keeps the GPU busy when save() is called, the
+    next one right behind staged(): a copy that begins too early or ends too late is torn."""
     device = torch.device("cuda", 0)
-    live = {f"model.{i}": torch.zeros(2**24, device=device) for i in range(8)}     # 512 MiB: some 10 ms of copying
+    # 512 MiB: some 10 ms of copying
+    live = {f"model.{i}": torch.zeros(2**24, device=device) for i in range(8)}
     work = torch.randn(4096, 4096, device=device)
     saver = Saver(tiny.run_dir, CheckpointConfig(every=1, keep=9), World(0, 0, 1, device), {})
     for number in range(1, 4):
@@ -175,28 +227,43 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
 
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise", "rowwise", "tensorwise fp8.kernels=true"])
-def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_load_on_a_cpu(tiny, tmp_path, recipe):
-    first, second = (changed(tiny, f"run={run} fp8.recipe={recipe} deterministic=true parallel.compile=true")
-                     for run in ("first", "second"))
-    assert all("deterministic algorithms" in trained(config, tmp_path) for config in (first, second))
+def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_load_on_a_cpu(
+    tiny, tmp_path, recipe
+):
+    first, second = (
+        changed(tiny, f"run={run} fp8.recipe={recipe} deterministic=true parallel.compile=true")
+        for run in ("first", "second")
+    )
+    assert all(
+        "deterministic algorithms" in trained(config, tmp_path) for config in (first, second)
+    )
     wanted = record(first)
     assert record(second) == wanted and wanted["skipped_steps"] == 0
     assert summary(first)["mem_peak_gib"] > 0
     assert all(p.isfinite().all() for p in load_model(first.run_dir, device="cpu")[0].parameters())
     back_to(second, 3)
-    assert re.search("resuming .*step_00000003", trained(second, tmp_path)) and record(second) == wanted
+    assert (
+        re.search("resuming .*step_00000003", trained(second, tmp_path))
+        and record(second) == wanted
+    )
 
 
 def gpt125m(folder, arm, steps, words="", sequences=32):
-    """configs/gpt125m_<arm>.py with `steps` of two micro-batches of random bytes, beside rows for GPT-2's whole vocabulary."""
+    """configs/gpt125m_<arm>.py with `steps` of two micro-batches of random bytes, beside rows for
+    GPT-2's whole vocabulary."""
     config = load_config(ROOT / f"configs/gpt125m_{arm}.py")
     tokens = 2 * sequences * 1024
     if not (folder / "data").exists():
-        write_source(folder / "data" / "web", 0, train_tokens=(steps + 1) * tokens, val_tokens=2**16)
-    return changed(config, f"run={arm} out={folder}/out steps={steps} model.n_ctx=1024 model.vocab_size=257 "
-                   f"model.vocab_multiple=50304 data.dir={folder}/data data.mixture=web:1 data.tokenizer=byte "
-                   f"data.tokens_per_step={tokens} data.micro_batch={sequences} parallel.compile=block checkpoint.every=none "
-                   f"eval.every=none eval.tokens={2**14} log.every=1 {words}")
+        write_source(
+            folder / "data" / "web", 0, train_tokens=(steps + 1) * tokens, val_tokens=2**16
+        )
+    return changed(
+        config,
+        f"run={arm} out={folder}/out steps={steps} model.n_ctx=1024 model.vocab_size=257"
+        f" model.vocab_multiple=50304 data.dir={folder}/data data.mixture=web:1 data.tokenizer=byte"
+        f" data.tokens_per_step={tokens} data.micro_batch={sequences} parallel.compile=block"
+        f" checkpoint.every=none eval.every=none eval.tokens={2**14} log.every=1 {words}",
+    )
 
 
 def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
@@ -206,11 +273,22 @@ def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
         trained(config, tmp_path)
         steps, page = rows(config), "\n".join(plan.plan(config, "h100"))
         losses[arm] = torch.tensor([row["loss"] for row in steps])
-        assert len(steps) == 60 and losses[arm][-1] < losses[arm][0] - 1 and all(row["verdict"] == "OK" for row in steps)
-        assert summary(config)["mem_peak_gib"] == pytest.approx(float(re.search(r"sum +([\d.]+) GiB", page)[1]), rel=0.05)
+        assert (
+            len(steps) == 60
+            and losses[arm][-1] < losses[arm][0] - 1
+            and all(row["verdict"] == "OK" for row in steps)
+        )
+        assert summary(config)["mem_peak_gib"] == pytest.approx(
+            float(re.search(r"sum +([\d.]+) GiB", page)[1]), rel=0.05
+        )
         if importlib.util.find_spec("pynvml"):
-            assert all(0 < row["gpu_mem_pct"] < 100 and 0 <= row["gpu_util_pct"] <= 100 for row in steps[5:])
-    assert (losses["fp8"] / losses["bf16"] - 1).abs().max() < 0.03 and not torch.equal(*losses.values())
+            assert all(
+                0 < row["gpu_mem_pct"] < 100 and 0 <= row["gpu_util_pct"] <= 100
+                for row in steps[5:]
+            )
+    assert (losses["fp8"] / losses["bf16"] - 1).abs().max() < 0.03 and not torch.equal(
+        *losses.values()
+    )
 
 
 def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
@@ -230,29 +308,42 @@ def test_two_gpus_learn_as_one_does(tmp_path, recipe):
     losses = []
     for n, gather in ((1, False), (2, False), (2, True)):
         how = f"run=on_{n}_{gather} fp8.recipe={recipe} fp8.all_gather={gather and recipe != 'off'}"
-        config = changed(gpt125m(tmp_path, "bf16", 5, how, sequences=4), f"data.micro_batch={4 // n}")
+        config = changed(
+            gpt125m(tmp_path, "bf16", 5, how, sequences=4), f"data.micro_batch={4 // n}"
+        )
         path = write_config(config, tmp_path / f"{config.run}.py")
-        process("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py", path).check_returncode()
+        process(
+            "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py", path
+        ).check_returncode()
         losses.append([row["loss"] for row in rows(config)])
-    assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[2] == pytest.approx(losses[0], rel=5e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[2] == pytest.approx(
+        losses[0], rel=5e-3
+    )
 
 
 def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, run):
     config = changed(tiny, f"steps=1 data.micro_batch=1024 data.tokens_per_step={32 * 1024}")
     torch.cuda.empty_cache()
-    allowed = torch.cuda.memory_reserved() + 2**27      # the logits and their gradients alone are more
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    allowed = torch.cuda.memory_reserved() + 2**27  # the logits and their gradients alone are more
+    torch.cuda.set_per_process_memory_fraction(
+        allowed / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         said = run(config, code=1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "out of memory on rank 0 (cuda:0): " in said and "Try a smaller data.micro_batch (now 1024), " in said, said
+    assert (
+        "out of memory on rank 0 (cuda:0): " in said
+        and "Try a smaller data.micro_batch (now 1024), " in said
+    ), said
     assert not (config.run_dir / "summary.json").exists()
 
 
 def test_a_profiled_run_leaves_a_trace_with_kernels(tiny, tmp_path):
     trained(tiny, tmp_path, "profile=2:3")
-    events = json.loads(gzip.decompress((tiny.run_dir / "profile/trace_rank0.pt.trace.json.gz").read_bytes()))["traceEvents"]
+    events = json.loads(
+        gzip.decompress((tiny.run_dir / "profile/trace_rank0.pt.trace.json.gz").read_bytes())
+    )["traceEvents"]
     assert {"ProfilerStep#2", "ProfilerStep#3"} <= {event.get("name") for event in events}
     assert any(event.get("cat") == "kernel" for event in events)
 
@@ -271,8 +362,14 @@ def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path):
 
 
 def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
-    device, wide = torch.device("cuda", 0), "model.n_embd=512 model.n_ffn=1536 model.n_ctx=1024 parallel.compile=true"
-    huge, small = (changed(tiny, f"{wide} data.micro_batch={n} data.tokens_per_step={n * 1024}") for n in (2**15, 4))
+    device, wide = (
+        torch.device("cuda", 0),
+        "model.n_embd=512 model.n_ffn=1536 model.n_ctx=1024 parallel.compile=true",
+    )
+    huge, small = (
+        changed(tiny, f"{wide} data.micro_batch={n} data.tokens_per_step={n * 1024}")
+        for n in (2**15, 4)
+    )
     with pytest.raises(MemoryError):
         plan.try_one(huge, device)
     tok_per_s, gib = plan.try_one(small, device)
@@ -282,8 +379,13 @@ def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
 
 
 def test_a_step_on_a_gpu_waits_for_it_once(tiny, run, monkeypatch):
-    """By CUDA's own account of synchronising calls, from the third step on: the first compile and allocate."""
-    within, config, seen = watched_steps(monkeypatch), changed(tiny, "steps=8 parallel.compile=true"), []
+    """By CUDA's own account of synchronising calls, from the third step on: the first compile and
+    allocate."""
+    within, config, seen = (
+        watched_steps(monkeypatch),
+        changed(tiny, "steps=8 parallel.compile=true"),
+        [],
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *rest: seen.append((within[0], str(message)))
@@ -292,5 +394,7 @@ def test_a_step_on_a_gpu_waits_for_it_once(tiny, run, monkeypatch):
             run(config)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [step for step, message in seen if step and step > 2 and "synchroniz" in message.lower()]
+    waits = [
+        step for step, message in seen if step and step > 2 and "synchroniz" in message.lower()
+    ]
     assert waits == list(range(3, 9))

@@ -1,4 +1,5 @@
-"""The first minutes: the words of a beginner, and what train.py answers; a table of words and sentences."""
+"""The first minutes: the words of a beginner, and what train.py answers; a table of words and
+sentences."""
 
 import os
 import re
@@ -41,7 +42,10 @@ DEMO = "configs/demo_s_bf16.py"
         ),
         (
             "xyzzy.py",
-            "there is no config file xyzzy.py; the repository's own are configs/..py, such as configs/gpt350m_fp8.py",
+            (
+                "there is no config file xyzzy.py; the repository's own are configs/..py, such as"
+                " configs/gpt350m_fp8.py"
+            ),
         ),
         ("configs", "configs is a folder: name a config file, such as configs/gpt350m_fp8.py"),
         (f"--config {DEMO}", f"'--config': .* python train.py {DEMO} .section.key=value ...."),
@@ -73,12 +77,18 @@ DEMO = "configs/demo_s_bf16.py"
         (f"{DEMO} run=out/mine", "run='out/mine' must be one folder name"),
         (
             f"{DEMO} data.dir=nowhere",
-            "there is no nowhere/c/index.json or nowhere/prose/index.json or nowhere/python/index.json or "
-            "nowhere/science/index.json .* `python prepare_data.py local FILE... name=NAME out=nowhere`, .* give `demo`",
+            (
+                "there is no nowhere/c/index.json or nowhere/prose/index.json or"
+                " nowhere/python/index.json or nowhere/science/index.json .* `python"
+                " prepare_data.py local FILE... name=NAME out=nowhere`, .* give `demo`"
+            ),
         ),
         (
             "configs/gpt350m_fp8.py --plan model.n_ffn=2800 fp8.recipe=mxfp8",
-            r"cannot convert layers\.\*\.mlp\.down of 2800 x 1024 .24 Linears.: .* multiples of 32; .* fp8.skip=mlp.down$",
+            (
+                r"cannot convert layers\.\*\.mlp\.down of 2800 x 1024 .24 Linears.: .* multiples of"
+                r" 32; .* fp8.skip=mlp.down$"
+            ),
         ),
     ],
 )
@@ -132,7 +142,10 @@ def test_what_is_advised_for_a_size_that_fp8_refuses_is_allowed():
     [
         (
             {"WORLD_SIZE": "2"},
-            "RANK, MASTER_ADDR, MASTER_PORT are not set: start them with torchrun --nproc_per_node=2",
+            (
+                "RANK, MASTER_ADDR, MASTER_PORT are not set: start them with torchrun"
+                " --nproc_per_node=2"
+            ),
         ),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
@@ -181,7 +194,8 @@ def test_a_large_model_without_a_gpu_is_announced_with_an_estimate(tiny, monkeyp
 
 
 def test_a_log_that_was_opened_before_the_start_keeps_no_run_out(tiny, run):
-    """`python train.py FILE | tee out/RUN/log.txt`, and a refused start leaves the folder as it was."""
+    """`python train.py FILE | tee out/RUN/log.txt`, and a refused start leaves the folder as it
+    was."""
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / "log.txt").write_text("begin")
     assert "data.max_epochs" in run(tiny, "steps=200", code=2)
@@ -244,8 +258,8 @@ def test_wandb_says_which_steps_it_will_show_twice(tiny, run, monkeypatch):
     assert "W&B keeps" not in run(config)
     faults.back_to(config, 3)
     assert (
-        "log.to=wandb: W&B keeps the rows that it was sent for steps after 3 and shows these steps twice"
-        in run(config)
+        "log.to=wandb: W&B keeps the rows that it was sent for steps after 3 and shows these steps"
+        " twice" in run(config)
     )
 
 
@@ -266,7 +280,8 @@ def test_a_runs_name_in_the_place_of_its_folder_is_told(tiny, tmp_path, monkeypa
 
 
 def write_masked(folder, targets_from: int) -> None:
-    """A masked source whose validation windows hold targets from the `targets_from`-th on, of 16 windows of 32 tokens."""
+    """A masked source whose validation windows hold targets from the `targets_from`-th on, of 16
+    windows of 32 tokens."""
     train_ids, val_ids = (np.full(n, 7, np.uint32) for n in (8_000, 513))
     mask = np.uint32(1 << 31)
     val_ids[: 32 * targets_from + 1] |= mask
@@ -282,7 +297,10 @@ def write_masked(folder, targets_from: int) -> None:
         (
             13,
             64,
-            r"eval.tokens=64 selects 2 of the 16 validation windows of .*chat, all of prompts .*: give eval.tokens=256 or more$",
+            (
+                r"eval.tokens=64 selects 2 of the 16 validation windows of .*chat, all of prompts"
+                r" .*: give eval.tokens=256 or more$"
+            ),
         ),
         (
             16,

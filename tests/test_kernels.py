@@ -1,4 +1,5 @@
-"""bench/kernels.py makes the table of timings, in which a linear drift cancels; runtime/speed.py chooses recipes by it."""
+"""bench/kernels.py makes the table of timings, in which a linear drift cancels; runtime/speed.py
+chooses recipes by it."""
 
 import itertools
 import json
@@ -17,25 +18,43 @@ from tests.conftest import asked
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Linears that were timed, by an impostor that needs no time; what stands in `acts` happens first, one each."""
+    """Linears that were timed, by an impostor that needs no time; what stands in `acts` happens
+    first, one each."""
     done, acts = [], []
 
     def time_linear(recipe, K, N, options, device):
         if act := acts.pop(0) if acts else None:
             raise act
         done.append((recipe, K, N))
-        return {"recipe": recipe, "K": K, "N": N, "M": options.tokens, "ratio": 1.2, "ratio_p10": 1.1, "ratio_p90": 1.3}, 1.0
+        return {
+            "recipe": recipe,
+            "K": K,
+            "N": N,
+            "M": options.tokens,
+            "ratio": 1.2,
+            "ratio_p10": 1.1,
+            "ratio_p90": 1.3,
+        }, 1.0
+
     monkeypatch.setattr(kernels, "time_linear", time_linear)
     return done, acts
 
 
 def test_by_default_autos_candidates_are_timed_at_the_shapes_of_the_six_sizes():
-    sizes = (512, 1536), (768, 2048), (1024, 2816), (1536, 4096), (2048, 5632)      # the README's table
-    want = {shape for C, F in sizes for shape in ((C, 3 * C), (C, C), (C, 2 * F), (F, C), (C, 50304))}
+    sizes = (512, 1536), (768, 2048), (1024, 2816), (1536, 4096), (2048, 5632)  # the README's table
+    want = {
+        shape for C, F in sizes for shape in ((C, 3 * C), (C, C), (C, 2 * F), (F, C), (C, 50304))
+    }
     shapes = kernels.shapes_of(kernels.Options())
     assert sorted(shapes) == sorted(want) and np.all(np.diff([K * N for K, N in shapes]) >= 0)
     assert kernels.recipes_of(kernels.Options()) == (
-        "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "tensorwise+kernels", "tensorwise_gw_hp+kernels")
+        "tensorwise",
+        "tensorwise_gw_hp",
+        "rowwise",
+        "rowwise_with_gw_hp",
+        "tensorwise+kernels",
+        "tensorwise_gw_hp+kernels",
+    )
 
 
 def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_down(monkeypatch):
@@ -45,7 +64,8 @@ def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_
     def work(name, seconds):
         def step():
             order.append(name)
-            now[0] += seconds * (1 + now[0])        # half the speed after a second
+            now[0] += seconds * (1 + now[0])  # half the speed after a second
+
         return step
 
     a, b, ratios = kernels.in_turns(work("a", 0.003), work("b", 0.002), 15, torch.device("cpu"))
@@ -54,10 +74,15 @@ def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_
     assert np.allclose(ratios, 1.5, rtol=2e-3) and not np.allclose(a[:-1] / b, 1.5, rtol=2e-3)
 
 
-def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_casts_it_in_every_micro_batch(monkeypatch):
-    """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose FP8 for it."""
+def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_casts_it_in_every_micro_batch(
+    monkeypatch,
+):
+    """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose
+    FP8 for it."""
     pieces, refresh = [], kernels.fp8.refresh_weight_copies
-    monkeypatch.setattr(kernels.fp8, "refresh_weight_copies", lambda piece: pieces.append(piece) or refresh(piece))
+    monkeypatch.setattr(
+        kernels.fp8, "refresh_weight_copies", lambda piece: pieces.append(piece) or refresh(piece)
+    )
     torch.manual_seed(0)
     x, g = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(32, 96).bfloat16()
     grads = {}
@@ -65,7 +90,7 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
         torch.manual_seed(1)
         call = kernels.linear_step(recipe, 64, 96, x, g)
         grads[recipe] = call()
-        pieces[-1][1][0].weight.data.fill_(float("nan"))        # is read again, or not
+        pieces[-1][1][0].weight.data.fill_(float("nan"))  # is read again, or not
         assert call()[0].isnan().any().item() is is_cast, recipe
     bf16 = grads.pop("off")
     assert [tuple(t.shape) for t in bf16] == [(32, 64), (64,), (96, 64)]
@@ -74,57 +99,100 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
             assert 0 < ((a - b).float().norm() / a.float().norm()).item() < 0.2
 
 
-def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(capsys, tmp_path, monkeypatch):
+def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(
+    capsys, tmp_path, monkeypatch
+):
     out = tmp_path / "absent" / "cpu.json"
     toy = (f"out={out}", "shapes=64x64", "tokens=64", "turns=2")
     asked(capsys, kernels.main, *toy, "recipes=tensorwise,tensorwise+kernels")
     text, (entry,) = out.read_text(), load_table(out)["measured"]["cpu"]
-    assert entry["gpu"].startswith("cpu ") and "rehearsal" in entry["timer"] and text == speed.to_text(json.loads(text))
-    assert entry["torch"] == torch.__version__ and entry["command"].startswith("python -m bench.kernels out=")
+    assert (
+        entry["gpu"].startswith("cpu ")
+        and "rehearsal" in entry["timer"]
+        and text == speed.to_text(json.loads(text))
+    )
+    assert entry["torch"] == torch.__version__ and entry["command"].startswith(
+        "python -m bench.kernels out="
+    )
     assert [(row["recipe"], row["K"], row["N"], row["M"]) for row in entry["rows"]] == [
-        ("tensorwise", 64, 64, 64), ("tensorwise+kernels", 64, 64, 64)]
+        ("tensorwise", 64, 64, 64),
+        ("tensorwise+kernels", 64, 64, 64),
+    ]
     assert all(0 < row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"] for row in entry["rows"])
     forward = kernels.RMSNorm.forward
     monkeypatch.setattr(kernels.RMSNorm, "forward", lambda self, x: forward(self, x) * float("nan"))
     said = asked(capsys, kernels.main, *toy, "recipes=tensorwise,rowwise", code=1)
-    assert "1 rows to time, 1 are there" in said and "not finite" in said and out.read_text() == text
-    assert asked(capsys, kernels.main, "casts") and asked(capsys, kernels.main, "matmuls", "shapes=64x64", "tokens=64")
+    assert (
+        "1 rows to time, 1 are there" in said and "not finite" in said and out.read_text() == text
+    )
+    assert asked(capsys, kernels.main, "casts") and asked(
+        capsys, kernels.main, "matmuls", "shapes=64x64", "tokens=64"
+    )
 
 
 def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_setups_do_not_mix(
-        capsys, tmp_path, timed, monkeypatch):
+    capsys, tmp_path, timed, monkeypatch
+):
     (out := tmp_path / "cpu.json").write_bytes(speed.SHIPPED.read_bytes())
     done, acts = timed
     arguments = [f"out={out}", "shapes=64x64,64x128", "tokens=64", "recipes=tensorwise,rowwise"]
-    acts[:] = [None, type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU"), None, KeyboardInterrupt()]
+    acts[:] = [
+        None,
+        type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU"),
+        None,
+        KeyboardInterrupt(),
+    ]
     with pytest.raises(KeyboardInterrupt):
         kernels.main(arguments)
     assert done == [("tensorwise", 64, 64), ("tensorwise", 64, 128)]
     assert "64 x 64     FAILED: no kernel image for this GPU\n" in capsys.readouterr().out
-    now = iter(range(0, 10_000, 15))        # each look at the clock is 15 s after the last
+    now = iter(range(0, 10_000, 15))  # each look at the clock is 15 s after the last
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
-    out.write_text(re.sub('"commit": .*', '"commit": "0123",', out.read_text()))    # another commit is no other setup
+    # another commit is no other setup
+    out.write_text(re.sub('"commit": .*', '"commit": "0123",', out.read_text()))
     for left in (True, False):
         said = asked(capsys, kernels.main, *arguments, "budget=20")
         assert ("1 rows are left, the same command goes on" in said) is left
     (entry,) = load_table(out)["measured"]["cpu"]
-    assert [(row["recipe"], row["N"]) for row in entry["rows"]] == [*itertools.product(("tensorwise", "rowwise"), (64, 128))]
-    assert load_table(out)["published"] == load_table()["published"] and entry["commit"].startswith("0123, ")
+    assert [(row["recipe"], row["N"]) for row in entry["rows"]] == [
+        *itertools.product(("tensorwise", "rowwise"), (64, 128))
+    ]
+    assert load_table(out)["published"] == load_table()["published"] and entry["commit"].startswith(
+        "0123, "
+    )
     out.write_text(out.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
-    assert "torch 1.0" in asked(capsys, kernels.main, arguments[0], "shapes=64x256", code=2) and len(done) == 4
+    assert (
+        "torch 1.0" in asked(capsys, kernels.main, arguments[0], "shapes=64x256", code=2)
+        and len(done) == 4
+    )
 
 
-@pytest.mark.parametrize("arguments, word", [
-    ("shapes=64x60", "multiples of 16"), ("shapes=0x64", "shape"), ("recipes=tensorwize", "tensorwise"), ("recipes=off", "off"),
-    ("recipes=rowwise+kernels", "rowwise"), ("out=README.md", "no table of timings")])
-def test_mistakes_get_a_sentence_and_the_shipped_table_holds_no_cpus_times(capsys, timed, monkeypatch, arguments, word):
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        ("shapes=64x60", "multiples of 16"),
+        ("shapes=0x64", "shape"),
+        ("recipes=tensorwize", "tensorwise"),
+        ("recipes=off", "off"),
+        ("recipes=rowwise+kernels", "rowwise"),
+        ("out=README.md", "no table of timings"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_the_shipped_table_holds_no_cpus_times(
+    capsys, timed, monkeypatch, arguments, word
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = asked(capsys, kernels.main, *({"out": "out=out/cpu.json"} | {arguments.split("=")[0]: arguments}).values(), code=2)
+    said = asked(
+        capsys,
+        kernels.main,
+        *({"out": "out=out/cpu.json"} | {arguments.split("=")[0]: arguments}).values(),
+        code=2,
+    )
     assert word in said and said.count("\n") == 1
     assert asked(capsys, kernels.main, code=2) and not timed[0]
 
 
-# ------------------------------------------------------------------------------------------------------ what auto chooses
+# ------------------------------------------------------------------------------- what auto chooses
 
 GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
 RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
@@ -132,38 +200,78 @@ RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
 
 def entry(gpu, *rows):
     """An entry of the table from (recipe, K, N, ratio) or (recipe, K, N, ratio, M)."""
-    return {"gpu": gpu, "rows": [dict(zip(("recipe", "K", "N", "ratio", "M"), row, strict=False)) for row in rows]}
+    return {
+        "gpu": gpu,
+        "rows": [dict(zip(("recipe", "K", "N", "ratio", "M"), row, strict=False)) for row in rows],
+    }
 
 
-@pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
-    ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640"),
-    ([(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)], GPU, 64, 64, None, "BF16 is faster: best measured 0.87x at 64 x 64"),
-    ([(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)], GPU, 80, 64, TW, "measured 1.50x at 32 x 32"),       # the best at or below
-    ([(TW, 64, 64, 1.03)], GPU, 64, 64, None, "FP8 gains too little: best measured 1.03x"),
-    ([(TW, 64, 64, 1.5, 64), (TW, 64, 64, 0.9, 128)], GPU, 64, 64, None, "best measured 0.90x"),      # a shape at its slowest M
-    ([("rowwise", 64, 64, 1.3), (TW, 64, 64, 1.3)], GPU, 64, 64, TW, "measured 1.30x at 64 x 64"),    # the first candidate
-    # Our own rows override published ones altogether: rowwise was not even timed.
-    ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"), ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "measured 0.90x"),
-    ([(TW, 64, 64, 1.2)], "H100", 64, 64, TW, f"measured on {GPU} 1.20x"),       # --plan h100
-    ([], "NVIDIA H200", 64, 64, "rowwise", "published on H100 1.60x at 64 x 64"),       # of the architecture
-    ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU"), ([(TW, 16, 16, 2.0)], "NVIDIA B200", 64, 64, None, "no timings"),
-    ([(TW, 16, 16, 2.0)], "NVIDIA Unheard", 64, 64, None, "no timings")])
+@pytest.mark.parametrize(
+    "measured, gpu, K, N, recipe, why",
+    [
+        ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640"),
+        (
+            [(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)],
+            GPU,
+            64,
+            64,
+            None,
+            "BF16 is faster: best measured 0.87x at 64 x 64",
+        ),
+        # the best at or below
+        ([(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)], GPU, 80, 64, TW, "measured 1.50x at 32 x 32"),
+        ([(TW, 64, 64, 1.03)], GPU, 64, 64, None, "FP8 gains too little: best measured 1.03x"),
+        # a shape at its slowest M
+        ([(TW, 64, 64, 1.5, 64), (TW, 64, 64, 0.9, 128)], GPU, 64, 64, None, "best measured 0.90x"),
+        # the first candidate
+        (
+            [("rowwise", 64, 64, 1.3), (TW, 64, 64, 1.3)],
+            GPU,
+            64,
+            64,
+            TW,
+            "measured 1.30x at 64 x 64",
+        ),
+        # Our own rows override published ones altogether: rowwise was not even timed.
+        ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"),
+        ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "measured 0.90x"),
+        ([(TW, 64, 64, 1.2)], "H100", 64, 64, TW, f"measured on {GPU} 1.20x"),  # --plan h100
+        # of the architecture
+        ([], "NVIDIA H200", 64, 64, "rowwise", "published on H100 1.60x at 64 x 64"),
+        ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU"),
+        ([(TW, 16, 16, 2.0)], "NVIDIA B200", 64, 64, None, "no timings"),
+        ([(TW, 16, 16, 2.0)], "NVIDIA Unheard", 64, 64, None, "no timings"),
+    ],
+)
 def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
-    table = {"measured": {"sm_90": [entry(GPU, *measured)]} if measured else {},
-             "published": {"sm_90": [entry("H100", (TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6))]}}
+    table = {
+        "measured": {"sm_90": [entry(GPU, *measured)]} if measured else {},
+        "published": {"sm_90": [entry("H100", (TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6))]},
+    }
     chosen, reason = choose(table, gpu, K, N, RECIPES)
     assert chosen == recipe and why in reason
 
 
 def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch):
-    two = {"measured": {"sm_90": [entry("NVIDIA H200", (TW, 64, 64, 1.2)), entry(GPU, (TW, 64, 64, 1.1))]}}
-    for gpu, due in ((GPU, "measured 1.10x"), ("NVIDIA H200", "measured 1.20x"),
-                     ("NVIDIA H200 NVL", "measured on NVIDIA H200 1.20x")):
+    two = {
+        "measured": {
+            "sm_90": [entry("NVIDIA H200", (TW, 64, 64, 1.2)), entry(GPU, (TW, 64, 64, 1.1))]
+        }
+    }
+    for gpu, due in (
+        (GPU, "measured 1.10x"),
+        ("NVIDIA H200", "measured 1.20x"),
+        ("NVIDIA H200 NVL", "measured on NVIDIA H200 1.20x"),
+    ):
         assert choose(two, gpu, 64, 64, RECIPES)[1].startswith(due), gpu
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)       # the GPU at hand is asked: no name needs to be known
+    # the GPU at hand is asked: no name needs to be known
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Unheard")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert choose(two, "NVIDIA Unheard", 64, 64, RECIPES) == (TW, "measured on NVIDIA H200 1.20x at 64 x 64")
+    assert choose(two, "NVIDIA Unheard", 64, 64, RECIPES) == (
+        TW,
+        "measured on NVIDIA H200 1.20x at 64 x 64",
+    )
 
 
 def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h100(tmp_path):

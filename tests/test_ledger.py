@@ -1,4 +1,5 @@
-"""scaling/ledger.py: rows are all that a study needs to go on elsewhere; a repeat is held against its row to the bit."""
+"""scaling/ledger.py: rows are all that a study needs to go on elsewhere; a repeat is held against
+its row to the bit."""
 
 import functools
 import json
@@ -20,24 +21,33 @@ RUNS = ["a_bf16_t1_s1", "a_bf16_t0.5_s1", "a_tensorwise_t1_s1", "a_tensorwise_t0
 
 def write_study(folder, config, seeds=(1,), margin=1.0):
     """A study of one tiny size: trunks of 21 steps with a branch, in BF16 and tensorwise."""
-    config = replace(config, run="a_bf16", steps=None, tokens_per_param=1,
-                     model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=32, n_ctx=32, vocab_size=257))
+    config = replace(
+        config,
+        run="a_bf16",
+        steps=None,
+        tokens_per_param=1,
+        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=32, n_ctx=32, vocab_size=257),
+    )
     config = changed(config, "checkpoint.every=none checkpoint.keep=1 data.max_epochs=10")
     path = write_config(config, folder / "a_bf16.py")
     file = folder / "study_tiny.py"
-    file.write_text(f"""from scaling.study import Size, Study
+    file.write_text(
+        f"""from scaling.study import Size, Study
 study = Study(name="tiny", sizes=(Size(config={str(path)!r}, seeds={seeds}),), tokens_per_param=(0.5, 1.0),
               recipes=("bf16", "tensorwise"), margin_percent={margin})
-""")
+"""
+    )
     return file
 
 
 def in_process(trained):
     """A ledger.train that trains in this process and notes what."""
+
     def train_row(row, rows, folder, options, deadline):
         trained.append(row.run)
         folder.mkdir(parents=True, exist_ok=True)
         return train.main(sweep.placed(row, folder).arguments(folder)), 1.5
+
     return train_row
 
 
@@ -57,7 +67,8 @@ def finished(data_dir, tmp_path_factory):
 
 @pytest.fixture
 def command(tiny, tmp_path, monkeypatch, capsys):
-    """command(*words, study=, code=): what scaling/ledger.py prints; runs are trained in this process."""
+    """command(*words, study=, code=): what scaling/ledger.py prints; runs are trained in this
+    process."""
     trained, file = [], write_study(tmp_path, tiny)
     train_row = in_process(trained)
 
@@ -70,7 +81,15 @@ def command(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def call(*words, study=file, code=0):
-        return asked(capsys, ledger.main, study, f"out={tmp_path}/out", f"rows={tmp_path}/rows", *words, code=code)
+        return asked(
+            capsys,
+            ledger.main,
+            study,
+            f"out={tmp_path}/out",
+            f"rows={tmp_path}/rows",
+            *words,
+            code=code,
+        )
 
     call.trained = trained
     return call
@@ -91,8 +110,14 @@ def rows_of(tmp_path):
 def test_every_finished_run_has_a_row_and_is_not_trained_again(done, tmp_path):
     first = rows_of(tmp_path)
     done("--run")
-    assert [row["run"] for row in first] == RUNS and rows_of(tmp_path) == first and not done.func.trained
-    assert not list((tmp_path / "out/tiny").glob("*/checkpoints")), "a trunk with all its branches needs none"
+    assert (
+        [row["run"] for row in first] == RUNS
+        and rows_of(tmp_path) == first
+        and not done.func.trained
+    )
+    assert not list((tmp_path / "out/tiny").glob("*/checkpoints")), (
+        "a trunk with all its branches needs none"
+    )
 
 
 def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_loss(done, tmp_path):
@@ -106,11 +131,15 @@ def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_l
     assert again["parent_step"] is None and again["loss_bf16"] == rows[1]["summary"]["loss_bf16"]
 
 
-def test_restored_runs_give_precision_the_gaps_of_the_runs_themselves(done, tmp_path, no_figures, capsys):
+def test_restored_runs_give_precision_the_gaps_of_the_runs_themselves(
+    done, tmp_path, no_figures, capsys
+):
     def gaps():
         asked(capsys, precision.main, tmp_path / "out/tiny")
         found = strict(tmp_path / "out/tiny/law/precision.json")
-        return {pair["fp8"]: pair["gap_bf16"]["percent"] for pair in found["pairs"]}, found["margin"]["source"]
+        return {pair["fp8"]: pair["gap_bf16"]["percent"] for pair in found["pairs"]}, found[
+            "margin"
+        ]["source"]
 
     own, _ = gaps()
     (tmp_path / "out").rename(tmp_path / "lost")
@@ -132,8 +161,11 @@ def test_a_repeat_is_equal_to_the_bit_or_says_how_far_it_is(done, tmp_path):
 @pytest.mark.parametrize("factor, is_equal", [(1.0, True), (1 + 9e-4, True), (1 + 2e-3, False)])
 def test_on_another_kind_of_machine_a_thousandth_is_allowed(factor, is_equal, done, tmp_path):
     entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[0]]
-    elsewhere = replace(entry, machine=replace(machine_kind(), vendor="Another"),
-                        summary={**entry.summary, "loss_bf16": entry.summary["loss_bf16"] * factor})
+    elsewhere = replace(
+        entry,
+        machine=replace(machine_kind(), vendor="Another"),
+        summary={**entry.summary, "loss_bf16": entry.summary["loss_bf16"] * factor},
+    )
     found = compare(entry, elsewhere)
     assert found.is_equal == is_equal and "another kind of machine" in found.text
 
@@ -155,7 +187,10 @@ def test_a_study_may_grow_but_not_change(done, tiny, tmp_path):
 
 def test_the_table_counts_hours_by_size_and_arm(done):
     table = done()
-    assert "| a    | bf16       | 2    | 2    | 0.00       | 0.00       |" in table and "4 of 4 runs are done" in table
+    assert (
+        "| a    | bf16       | 2    | 2    | 0.00       | 0.00       |" in table
+        and "4 of 4 runs are done" in table
+    )
 
 
 def test_pairs_of_two_kinds_of_machines_are_counted(done, tmp_path):
@@ -166,18 +201,32 @@ def test_pairs_of_two_kinds_of_machines_are_counted(done, tmp_path):
     assert "so that their gap holds rounding too: 1." in done()
 
 
-@pytest.mark.parametrize("damage, told", [
-    (lambda text: text[:-20], "runs.jsonl:4 is no row of a finished run"), (lambda text: text + text, "has a row already"),
-    (lambda text: text.replace('"schema_version":1,"run"', '"schema_version":9,"run"', 1), "schema_version 9, not 1")])
+@pytest.mark.parametrize(
+    "damage, told",
+    [
+        (lambda text: text[:-20], "runs.jsonl:4 is no row of a finished run"),
+        (lambda text: text + text, "has a row already"),
+        (
+            lambda text: text.replace('"schema_version":1,"run"', '"schema_version":9,"run"', 1),
+            "schema_version 9, not 1",
+        ),
+    ],
+)
 def test_damaged_rows_get_a_sentence(damage, told, done, tmp_path):
     path = tmp_path / "rows/runs.jsonl"
     path.write_text(damage(path.read_text()))
     assert told in done(code=2)
 
 
-@pytest.mark.parametrize("words, told", [
-    (("repeat=a_bf16_t9_s1",), "is no run of"), (("repeat=a_bf16_t1_s1",), "has no row yet"),
-    (("--run", "--restore"), "give one of them"), (("--run", "limit=0"), "must be a positive")])
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("repeat=a_bf16_t9_s1",), "is no run of"),
+        (("repeat=a_bf16_t1_s1",), "has no row yet"),
+        (("--run", "--restore"), "give one of them"),
+        (("--run", "limit=0"), "must be a positive"),
+    ],
+)
 def test_a_wrong_command_gets_a_sentence(words, told, command):
     assert told in command(*words, code=2)
 
@@ -196,7 +245,13 @@ def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(command, mon
 def test_a_row_holds_what_its_fields_say(done, tmp_path):
     entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[2]]
     blocks = entry.val_blocks
-    assert entry.cpu_s == 1.5 and entry.machine == machine_kind() and asdict(entry)["schema_version"] == 1
+    assert (
+        entry.cpu_s == 1.5
+        and entry.machine == machine_kind()
+        and asdict(entry)["schema_version"] == 1
+    )
     weights = {name: source["weight"] for name, source in entry.summary["sources"].items()}
-    mean = sum(weights[name] * sum(own["bf16"]) / sum(own["n_tokens"]) for name, own in blocks.items())
+    mean = sum(
+        weights[name] * sum(own["bf16"]) / sum(own["n_tokens"]) for name, own in blocks.items()
+    )
     assert mean == pytest.approx(entry.summary["loss_bf16"], rel=1e-6)

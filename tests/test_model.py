@@ -1,6 +1,7 @@
-"""model.py: forward pass and gradients against a second implementation in numpy; initial weights, dtypes, counts and refusals
-against closed forms. That transformers computes the same bits, with Llama 3's RoPE too, and the same texts from a cache:
-tests/test_export.py; several tokens behind a cache that texts share: tests/test_lm.py."""
+"""model.py: forward pass and gradients against a second implementation in numpy; initial weights,
+dtypes, counts and refusals against closed forms. That transformers computes the same bits, with
+Llama 3's RoPE too, and the same texts from a cache: tests/test_export.py; several tokens behind a
+cache that texts share: tests/test_lm.py."""
 
 import math
 from dataclasses import replace
@@ -19,9 +20,13 @@ VARIANTS = {
     "gqa": replace(TINY, n_kv_head=2),
     "one_kv_head": replace(TINY, n_kv_head=1),
     "qk_norm": replace(TINY, qk_norm=True),
-    "wide_heads": replace(TINY, n_kv_head=2, head_size=20),         # 80 channels of attention in a width of 48
-    "narrow_heads": replace(TINY, n_head=3, n_embd=40, head_size=8, qk_norm=True),      # a width that no 3 heads share
-    "everything": replace(TINY, tied=False, n_kv_head=2, qk_norm=True, rope_theta=300.0, norm_eps=1e-3),
+    # 80 channels of attention in a width of 48
+    "wide_heads": replace(TINY, n_kv_head=2, head_size=20),
+    # a width that no 3 heads share
+    "narrow_heads": replace(TINY, n_head=3, n_embd=40, head_size=8, qk_norm=True),
+    "everything": replace(
+        TINY, tied=False, n_kv_head=2, qk_norm=True, rope_theta=300.0, norm_eps=1e-3
+    ),
 }
 
 
@@ -37,7 +42,11 @@ def build_rough(config, seed=1, compute_dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
-        p.data.copy_(1 + 0.3 * noise if "norm" in name else noise * (1.5 if "wte" in name or "head" in name else 0.25))
+        p.data.copy_(
+            1 + 0.3 * noise
+            if "norm" in name
+            else noise * (1.5 if "wte" in name or "head" in name else 0.25)
+        )
     return model
 
 
@@ -47,27 +56,42 @@ def tokens(config, B=2, T=None, seed=0):
 
 
 def reference_logits(model, x, seen=None):
-    """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py. To a list `seen` each block adds
-    its attention logits (B, H, T, T), without the mask, and the inputs of its last Linear (B, T, F)."""
+    """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py. To
+    a list `seen` each block adds its attention logits (B, H, T, T), without the mask, and the
+    inputs of its last Linear (B, T, F)."""
     c = model.config
     w = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
-    (B, T), H, K, D = x.shape, c.n_head, c.n_kv_head or c.n_head, c.head_size or c.n_embd // c.n_head
-    h, frequencies = w["wte.weight"][x.numpy()], c.rope_theta ** (-np.arange(0, D, 2) / D)      # (B, T, C), (D / 2,)
+    (B, T), H, K, D = (
+        x.shape,
+        c.n_head,
+        c.n_kv_head or c.n_head,
+        c.head_size or c.n_embd // c.n_head,
+    )
+    # (B, T, C), (D / 2,)
+    h, frequencies = w["wte.weight"][x.numpy()], c.rope_theta ** (-np.arange(0, D, 2) / D)
     for i in range(c.n_layer):
-        block = {n.removeprefix(f"layers.{i}."): v for n, v in w.items() if n.startswith(f"layers.{i}.")}
+        block = {
+            n.removeprefix(f"layers.{i}."): v for n, v in w.items() if n.startswith(f"layers.{i}.")
+        }
         heads = rms(h, block["norm1.weight"], c.norm_eps) @ block["attn.qkv.weight"].T
-        heads = heads.reshape(B, T, H + 2 * K, D).swapaxes(1, 2)                                # (B, H + 2 K, T, D)
+        heads = heads.reshape(B, T, H + 2 * K, D).swapaxes(1, 2)  # (B, H + 2 K, T, D)
         q, k, v = np.split(heads, [H, H + K], axis=1)
         if c.qk_norm:
-            q, k = rms(q, block["attn.q_norm.weight"], c.norm_eps), rms(k, block["attn.k_norm.weight"], c.norm_eps)
+            q, k = (
+                rms(q, block["attn.q_norm.weight"], c.norm_eps),
+                rms(k, block["attn.k_norm.weight"], c.norm_eps),
+            )
         k, v = (np.repeat(part, H // K, axis=1) for part in (k, v))
-        scores = turn(q, frequencies) @ turn(k, frequencies).swapaxes(2, 3) / math.sqrt(D)      # (B, H, T, T)
+        # (B, H, T, T)
+        scores = turn(q, frequencies) @ turn(k, frequencies).swapaxes(2, 3) / math.sqrt(D)
         unmasked = scores.copy()
         scores[..., *np.triu_indices(T, 1)] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         out = (p / p.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(B, T, H * D)
         h = h + out @ block["attn.out.weight"].T
-        gate, up = np.split(rms(h, block["norm2.weight"], c.norm_eps) @ block["mlp.gate_up.weight"].T, 2, axis=-1)
+        gate, up = np.split(
+            rms(h, block["norm2.weight"], c.norm_eps) @ block["mlp.gate_up.weight"].T, 2, axis=-1
+        )
         swiglu = gate / (1 + np.exp(-gate)) * up
         h = h + swiglu @ block["mlp.down.weight"].T
         if seen is not None:
@@ -76,11 +100,12 @@ def reference_logits(model, x, seen=None):
 
 
 def rms(x, weight, eps):
-    return x / np.sqrt((x ** 2).mean(-1, keepdims=True) + eps) * weight
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
 def turn(x, frequencies):
-    """Channels i and i + D/2 of position t are a complex number that turns by t * frequencies[i]; x (..., T, D)."""
+    """Channels i and i + D/2 of position t are a complex number that turns by t * frequencies[i]; x
+    (..., T, D)."""
     first, second = np.split(x, 2, axis=-1)
     turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(x.shape[-2]), frequencies))
     return np.concatenate((turned.real, turned.imag), axis=-1)
@@ -100,13 +125,22 @@ def test_logits_and_loss_equal_the_float64_reference(name):
     expected = reference_logits(model, x)
     got = model(x).detach().double().numpy()
     assert got.shape == (2, config.n_ctx, 256)
-    assert np.abs(expected).max() > 5       # the comparison is of numbers that are not all near zero
+    assert np.abs(expected).max() > 5  # the comparison is of numbers that are not all near zero
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max(), rtol=0)
     losses = model(x, y)
     assert losses.dtype == torch.float32
-    np.testing.assert_allclose(losses.detach().numpy(), cross_entropy64(expected, y).sum(1), rtol=1e-5)
-    later = model(torch.cat((x[:, :10], (x[:, 10:] + 7) % config.vocab_size), dim=1)).detach().double().numpy()
-    np.testing.assert_allclose(later[:, :10], got[:, :10], rtol=0, atol=1e-6, err_msg="future tokens change past logits")
+    np.testing.assert_allclose(
+        losses.detach().numpy(), cross_entropy64(expected, y).sum(1), rtol=1e-5
+    )
+    later = (
+        model(torch.cat((x[:, :10], (x[:, 10:] + 7) % config.vocab_size), dim=1))
+        .detach()
+        .double()
+        .numpy()
+    )
+    np.testing.assert_allclose(
+        later[:, :10], got[:, :10], rtol=0, atol=1e-6, err_msg="future tokens change past logits"
+    )
     with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
         model(tokens(config, T=25))
 
@@ -119,18 +153,23 @@ def test_gradients_equal_finite_differences_of_the_float64_reference():
     for name, p in model.named_parameters():
         i = int(rng.choice(np.flatnonzero(p.grad.abs().flatten() > p.grad.abs().max() / 4)))
         flat, kept, ends = p.data.view(-1), p.data.view(-1)[i].item(), []
-        for step in (2.0 ** -9, -2.0 ** -9):
+        for step in (2.0**-9, -(2.0**-9)):
             flat[i] = kept + step
             ends.append((cross_entropy64(reference_logits(model, x), y).sum(), flat[i].item()))
         flat[i] = kept
         (high, up), (low, down) = ends
-        assert p.grad.view(-1)[i].item() == pytest.approx((high - low) / (up - down), rel=0.01), name
+        assert p.grad.view(-1)[i].item() == pytest.approx((high - low) / (up - down), rel=0.01), (
+            name
+        )
 
 
 def kept_by_backward(model, *tokens, weights=1.0):
-    """The losses, their backward pass done, and shape and dtype of each tensor that was kept for it."""
+    """The losses, their backward pass done, and shape and dtype of each tensor that was kept for
+    it."""
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t.shape, t.dtype)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append((t.shape, t.dtype)) or t, lambda t: t
+    ):
         losses = model(*tokens)
     (losses * weights).sum().backward()
     return losses, kept
@@ -141,16 +180,24 @@ def test_chunked_loss_has_the_loss_and_gradients_of_the_whole_and_keeps_no_logit
     whole, parts = (build_rough(replace(TINY, tied=tied, loss_chunk=n)) for n in (None, chunk))
     x, y, rows, weights = tokens(TINY), tokens(TINY, seed=5), [], torch.tensor([1.0, -0.5])
     parts.head.register_forward_hook(lambda module, args, out: rows.append(out.shape[:-1].numel()))
-    (want, kept), (got, kept_in_parts) = (kept_by_backward(model, x, y, weights=weights) for model in (whole, parts))
+    (want, kept), (got, kept_in_parts) = (
+        kept_by_backward(model, x, y, weights=weights) for model in (whole, parts)
+    )
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
     for (name, p), q in zip(whole.named_parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item(), msg=name)
-    assert max(rows) == min(chunk, 48) and sum(rows) == 2 * 48     # once forward, once again in the backward pass
-    assert 256 in [shape[-1] for shape, _ in kept if shape] and 256 not in [shape[-1] for shape, _ in kept_in_parts if shape]
+        torch.testing.assert_close(
+            q.grad, p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item(), msg=name
+        )
+    # once forward, once again in the backward pass
+    assert max(rows) == min(chunk, 48) and sum(rows) == 2 * 48
+    assert 256 in [shape[-1] for shape, _ in kept if shape] and 256 not in [
+        shape[-1] for shape, _ in kept_in_parts if shape
+    ]
 
 
 def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_blocks_input():
-    """By the partitioner that the compiler uses too: it decides what is kept and what is computed again."""
+    """By the partitioner that the compiler uses too: it decides what is kept and what is computed
+    again."""
     config, logits = replace(TINY, n_layer=1, vocab_size=1000, vocab_multiple=1), []
     for backend in ("eager", "aot_eager_decomp_partition"):
         model, x = build(config, compute_dtype=torch.bfloat16), tokens(config)
@@ -161,15 +208,23 @@ def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_b
     assert torch.float32 in logits[0], "eager keeps fp32 ones: the test can see them"
     assert logits[1] == [torch.bfloat16]
     weights, whole = {p.shape for p in model.parameters()}, x.numel() * config.n_embd
-    assert not [shape for shape, dtype in kept if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
+    assert not [
+        shape
+        for shape, dtype in kept
+        if dtype == torch.float32 and shape.numel() >= whole and shape not in weights
+    ]
 
 
 def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too():
     a, b, other = (dict(build(TINY, seed).named_parameters()) for seed in (1, 1, 2))
-    assert all(torch.equal(a[name], b[name]) and ("norm" in name or not torch.equal(a[name], other[name])) for name in a)
+    assert all(
+        torch.equal(a[name], b[name]) and ("norm" in name or not torch.equal(a[name], other[name]))
+        for name in a
+    )
     deeper = dict(build(replace(TINY, n_layer=5, tied=False)).named_parameters())
     same = [name for name in a if not name.endswith(("out.weight", "down.weight"))]
-    assert all(torch.equal(a[name], deeper[name]) for name in same)     # neither order nor depth moves a draw
+    # neither order nor depth moves a draw
+    assert all(torch.equal(a[name], deeper[name]) for name in same)
     assert not torch.equal(deeper["head.weight"], deeper["wte.weight"])
     assert not torch.equal(a["layers.0.attn.qkv.weight"], a["layers.1.attn.qkv.weight"])
     model = GPT.on_meta(TINY, torch.float32)
@@ -179,76 +234,129 @@ def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too()
     model.init_weights(1)
     assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
     assert model.head.weight is model.wte.weight and torch.equal(model(x), build(TINY)(x))
-    assert model.state_dict().keys() == {*dict(model.named_parameters()), "head.weight"}, "no RoPE tables"
+    assert model.state_dict().keys() == {
+        *dict(model.named_parameters()),
+        "head.weight",
+    }, "no RoPE tables"
 
 
 @pytest.mark.parametrize("n_layer", [1, 8])
 def test_init_scales(n_layer):
-    config = GPTConfig(n_layer=n_layer, n_head=4, n_embd=256, n_ffn=512, n_ctx=16, vocab_size=1000, tied=False)
+    config = GPTConfig(
+        n_layer=n_layer, n_head=4, n_embd=256, n_ffn=512, n_ctx=16, vocab_size=1000, tied=False
+    )
     for name, p in build(config).named_parameters():
         residual, n = name.endswith(("attn.out.weight", "mlp.down.weight")), p.numel()
-        std = 0 if "norm" in name else math.sqrt(2 / (5 * 256)) / (math.sqrt(2 * n_layer) if residual else 1)
-        assert p.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * n)), name      # 4 standard errors
+        std = (
+            0
+            if "norm" in name
+            else math.sqrt(2 / (5 * 256)) / (math.sqrt(2 * n_layer) if residual else 1)
+        )
+        # 4 standard errors
+        assert p.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * n)), name
         assert abs(p.mean().item() - ("norm" in name)) <= 4 * std / math.sqrt(n), name
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk):
     config = replace(VARIANTS["everything"], loss_chunk=chunk)
-    model, x, y, seen = build(config, compute_dtype=torch.bfloat16), tokens(config), tokens(config, seed=2), {}
+    model, x, y, seen = (
+        build(config, compute_dtype=torch.bfloat16),
+        tokens(config),
+        tokens(config, seed=2),
+        {},
+    )
     for name, module in model.named_modules():
         if not list(module.children()) or name in ("layers.0", "layers.1", "layers.2"):
-            module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)}))
+            module.register_forward_hook(
+                lambda module, args, out, name=name: seen.update({name: (args[0].dtype, out.dtype)})
+            )
     loss = model(x, y)
     loss.sum().backward()
-    assert seen.pop("wte") == (torch.int64, torch.float32)      # the embedding is read in fp32, then cast once
-    assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)} and {"head", "layers.2"} < seen.keys()
-    assert {t.dtype for p in model.parameters() for t in (p, p.grad, loss, model.cos)} == {torch.float32}
-    linear, h = model.layers[0].mlp.gate_up, torch.randn(99, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(linear(h), torch.nn.functional.linear(h, linear.weight.bfloat16())), "by the rounded weight"
-    norm = RMSNorm(48, 1e-5)        # fp32 inside, rounded in Hugging Face's order
+    # the embedding is read in fp32, then cast once
+    assert seen.pop("wte") == (torch.int64, torch.float32)
+    assert (
+        set(seen.values()) == {(torch.bfloat16, torch.bfloat16)}
+        and {"head", "layers.2"} < seen.keys()
+    )
+    assert {t.dtype for p in model.parameters() for t in (p, p.grad, loss, model.cos)} == {
+        torch.float32
+    }
+    linear, h = (
+        model.layers[0].mlp.gate_up,
+        torch.randn(99, 48, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    )
+    assert torch.equal(linear(h), torch.nn.functional.linear(h, linear.weight.bfloat16())), (
+        "by the rounded weight"
+    )
+    norm = RMSNorm(48, 1e-5)  # fp32 inside, rounded in Hugging Face's order
     norm.weight.data.copy_(1 + 0.1 * h[0])
     normalised = (h.float() / (h.float().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).bfloat16()
-    assert (norm(h) != norm.weight.bfloat16() * normalised).float().mean() < 0.01   # 1/sqrt may differ from rsqrt in a last bit
+    # 1/sqrt may differ from rsqrt in a last bit
+    assert (norm(h) != norm.weight.bfloat16() * normalised).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("n_layer, vocab_size, multiple, V", [(1, 128, 128, 128), (4, 257, 128, 384), (1, 420, 1, 420)])
+@pytest.mark.parametrize(
+    "n_layer, vocab_size, multiple, V", [(1, 128, 128, 128), (4, 257, 128, 384), (1, 420, 1, 420)]
+)
 def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V):
-    config = replace(VARIANTS[name], n_layer=n_layer, vocab_size=vocab_size, vocab_multiple=multiple)
+    config = replace(
+        VARIANTS[name], n_layer=n_layer, vocab_size=vocab_size, vocab_multiple=multiple
+    )
     model = GPT.on_meta(config)
     C, H, F, T = config.n_embd, config.n_head, 80, 24
     D, K = config.head_size or 12, config.n_kv_head or H
     matmul = n_layer * (C * H * D + 2 * C * K * D + H * D * C + C * F + C * F + F * C) + V * C
     nonembed = matmul - V * C + n_layer * (2 * C + (2 * D if config.qk_norm else 0)) + C
     total = nonembed + V * C * (1 if config.tied else 2)
-    # One token attends to T keys: 2 T H D for the scores, 2 T H D for the values, forward; three times that with the backward.
+    # One token attends to T keys: 2 T H D for the scores, 2 T H D for the values, forward; three
+    # times that with the backward.
     attention = n_layer * 3 * (2 + 2) * T * H * D
     assert config.vocab_padded == V == len(model.wte.weight) and config.params_total == total
     assert model.counts() == {
-        "params_total": total, "params_nonembed": nonembed, "params_matmul": matmul, "params_embed_tok": V * C,
-        "params_head": V * C, "flops_per_token_6n_matmul": 6 * matmul, "flops_per_token_6n_total": 6 * total,
-        "flops_per_token_6n_nonembed": 6 * nonembed, "flops_per_token_attn": attention,
-        "flops_per_token_attn_causal": attention // 2, "flops_per_token": 6 * matmul + attention,
-        "flops_per_token_causal": 6 * matmul + attention // 2}
+        "params_total": total,
+        "params_nonembed": nonembed,
+        "params_matmul": matmul,
+        "params_embed_tok": V * C,
+        "params_head": V * C,
+        "flops_per_token_6n_matmul": 6 * matmul,
+        "flops_per_token_6n_total": 6 * total,
+        "flops_per_token_6n_nonembed": 6 * nonembed,
+        "flops_per_token_attn": attention,
+        "flops_per_token_attn_causal": attention // 2,
+        "flops_per_token": 6 * matmul + attention,
+        "flops_per_token_causal": 6 * matmul + attention // 2,
+    }
     model, x = build(replace(config, n_ctx=32)), tokens(config, T=32)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
         model(x, x).sum().backward()
-    assert counter.get_total_flops() == pytest.approx(model.counts()["flops_per_token"] * x.numel(), rel=1e-9)
+    assert counter.get_total_flops() == pytest.approx(
+        model.counts()["flops_per_token"] * x.numel(), rel=1e-9
+    )
 
 
-@pytest.mark.parametrize("change, told", [
-    ({"n_embd": 50}, "model.n_embd=50 is not divisible by model.n_head=4"),
-    ({"n_embd": 12}, "model.n_embd=12 .* even head size"),
-    ({"n_embd": 50}, "channels of a head in model.head_size"),
-    ({"head_size": 7}, "model.head_size=7 is odd"),
-    ({"head_size": 0}, "model.head_size=0 must be a positive"),
-    ({"n_kv_head": 3}, "model.n_head=4 is not divisible by model.n_kv_head=3"),
-    ({"n_kv_head": 0}, "model.n_kv_head=0 must be a positive"),
-    ({"norm_eps": float("nan")}, "model.norm_eps=nan must be a positive"),
-    ({"rope_factor": 8.0, "rope_low_freq": 4.0}, "model.rope_high_freq=4.0 must be above"),
-    ({"vocab_size": -5, "n_ffn": -1, "rope_theta": 0.0}, "model.n_ffn=-1 .*; model.vocab_size=-5 .*; model.rope_theta=0.0"),
-])
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"n_embd": 50}, "model.n_embd=50 is not divisible by model.n_head=4"),
+        ({"n_embd": 12}, "model.n_embd=12 .* even head size"),
+        ({"n_embd": 50}, "channels of a head in model.head_size"),
+        ({"head_size": 7}, "model.head_size=7 is odd"),
+        ({"head_size": 0}, "model.head_size=0 must be a positive"),
+        ({"n_kv_head": 3}, "model.n_head=4 is not divisible by model.n_kv_head=3"),
+        ({"n_kv_head": 0}, "model.n_kv_head=0 must be a positive"),
+        ({"norm_eps": float("nan")}, "model.norm_eps=nan must be a positive"),
+        ({"rope_factor": 8.0, "rope_low_freq": 4.0}, "model.rope_high_freq=4.0 must be above"),
+        (
+            {"vocab_size": -5, "n_ffn": -1, "rope_theta": 0.0},
+            "model.n_ffn=-1 .*; model.vocab_size=-5 .*; model.rope_theta=0.0",
+        ),
+    ],
+)
 def test_impossible_sizes_are_refused(change, told):
     with pytest.raises(ValueError, match=told):
         GPT(replace(TINY, **change))

@@ -1,4 +1,5 @@
-"""bench/peers.py against small stand-ins with the interfaces of nanoGPT, nanochat and torchtitan, whose code is never here."""
+"""bench/peers.py against small stand-ins with the interfaces of nanoGPT, nanochat and torchtitan,
+whose code is never here."""
 
 import os
 import subprocess
@@ -18,7 +19,7 @@ from model import GPT, GPTConfig
 from runtime.cli import UserError
 
 CPU = torch.device("cpu")
-MATMUL = 2 * 128 * 128 + 160 * 128 + 12     # of the stand-ins, two blocks 128 wide, a gate of 12
+MATMUL = 2 * 128 * 128 + 160 * 128 + 12  # of the stand-ins, two blocks 128 wide, a gate of 12
 
 
 class Titan(nn.Module):
@@ -26,8 +27,15 @@ class Titan(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C, L = (config.dim, config.n_layers) if hasattr(config, "dim") else (config.n_embd, config.n_layer)
-        self.embedding, self.output = nn.Embedding(config.vocab_size, C), nn.Linear(C, config.vocab_size, bias=False)
+        C, L = (
+            (config.dim, config.n_layers)
+            if hasattr(config, "dim")
+            else (config.n_embd, config.n_layer)
+        )
+        self.embedding, self.output = (
+            nn.Embedding(config.vocab_size, C),
+            nn.Linear(C, config.vocab_size, bias=False),
+        )
         self.layers = nn.ModuleDict({str(i): nn.Linear(C, C, bias=False) for i in range(L)})
         self.gate, self.scale = nn.Linear(12, 1, bias=False), nn.Parameter(torch.zeros(1))
 
@@ -77,17 +85,28 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-# The files of a made-up checkout import what they hold from here; a config is a SimpleNamespace of what the benchmark gives.
+# The files of a made-up checkout import what they hold from here; a config is a SimpleNamespace of
+# what the benchmark gives.
 CONFIG, HERE = "from types import SimpleNamespace as ", "from test_peers import "
 LLAMA = "torchtitan/models/llama3/model/"
 FILES = {
     "nanogpt": {"model.py": f"{CONFIG}GPTConfig\n{HERE}Nano as GPT\n"},
     "nanochat": {
-        "nanochat/__init__.py": "", "nanochat/flash_attention.py": "USE_FA3 = False\n",
-        "nanochat/fp8.py": f"{HERE}convert_to_float8_training\nclass Float8LinearConfig:\n    from_recipe_name = str\n",
-        "nanochat/gpt.py": "import os\nassert os.environ['NANOCHAT_DTYPE'] == 'bfloat16'\n"
-                           f"{CONFIG}GPTConfig\n{HERE}Chat as GPT\n"},
-    "torchtitan": {f"{LLAMA}args.py": f"{CONFIG}TransformerModelArgs\n", f"{LLAMA}model.py": f"{HERE}Titan as Transformer\n"},
+        "nanochat/__init__.py": "",
+        "nanochat/flash_attention.py": "USE_FA3 = False\n",
+        "nanochat/fp8.py": (
+            f"{HERE}convert_to_float8_training\nclass Float8LinearConfig:\n    from_recipe_name ="
+            " str\n"
+        ),
+        "nanochat/gpt.py": (
+            "import os\nassert os.environ['NANOCHAT_DTYPE'] =="
+            f" 'bfloat16'\n{CONFIG}GPTConfig\n{HERE}Chat as GPT\n"
+        ),
+    },
+    "torchtitan": {
+        f"{LLAMA}args.py": f"{CONFIG}TransformerModelArgs\n",
+        f"{LLAMA}model.py": f"{HERE}Titan as Transformer\n",
+    },
 }
 
 
@@ -100,7 +119,8 @@ def make(peer, folder):
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """What a peer changes in its process is put back; what it would compile runs as it is, and is noted."""
+    """What a peer changes in its process is put back; what it would compile runs as it is, and is
+    noted."""
     precision, noted = torch.get_float32_matmul_precision(), []
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -108,7 +128,9 @@ def compiled(monkeypatch):
     with mock.patch.dict(os.environ):
         yield noted
     torch.set_float32_matmul_precision(precision)
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("nanogpt_model", "nanochat", "torchtitan")]:
+    for name in [
+        n for n in sys.modules if n.partition(".")[0] in ("nanogpt_model", "nanochat", "torchtitan")
+    ]:
         del sys.modules[name]
 
 
@@ -116,15 +138,23 @@ def cell(folder, label, vocab=160):
     """A cell of two blocks 128 wide, and its checkout."""
     peer = label.partition("_")[0]
     small = {"n_layers": 2, "dim": 128} if peer == "torchtitan" else {"n_layer": 2, "n_embd": 128}
-    return Cell(f"{peer}_toy", label, 2, 16, 96, "cpu", small | {"vocab_size": vocab}, make(peer, folder))
+    return Cell(
+        f"{peer}_toy", label, 2, 16, 96, "cpu", small | {"vocab_size": vocab}, make(peer, folder)
+    )
 
 
-# What is compiled, what the optimizer is asked for, how far a parameter moves where each gradient is 3: nanoGPT's stand-in by the
-# rate times a norm clipped to 1, nanochat's by 0.1 x 3, not clipped, AdamW by the rate.
-@pytest.mark.parametrize("label, how, asked, moves", [
-    ("nanogpt", [{}], (0.1, 6e-4, (0.9, 0.95), "cpu"), 6e-4 / (MATMUL + 1)**0.5),
-    ("nanochat_bf16", [{"dynamic": False}], (0.008, 0.3, 0.5, 0.02, 0.28), 0.3),      # its four rates, weight decay
-    ("torchtitan_bf16", [{"fullgraph": True}] * 2 + [{}], None, 8e-4)])
+# What is compiled, what the optimizer is asked for, how far a parameter moves where each gradient
+# is 3: nanoGPT's stand-in by the rate times a norm clipped to 1, nanochat's by 0.1 x 3, not
+# clipped, AdamW by the rate.
+@pytest.mark.parametrize(
+    "label, how, asked, moves",
+    [
+        ("nanogpt", [{}], (0.1, 6e-4, (0.9, 0.95), "cpu"), 6e-4 / (MATMUL + 1) ** 0.5),
+        # its four rates, weight decay
+        ("nanochat_bf16", [{"dynamic": False}], (0.008, 0.3, 0.5, 0.02, 0.28), 0.3),
+        ("torchtitan_bf16", [{"fullgraph": True}] * 2 + [{}], None, 8e-4),
+    ],
+)
 def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked, moves):
     subject = load(cell(tmp_path / "peer", label), CPU)
     assert compiled == how and subject.vocab == 160
@@ -133,8 +163,8 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked,
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=label != "nanogpt"):
         mean = cross_entropy(Titan.forward(subject.model, x), y)
     assert loss.shape == () and not loss.requires_grad and loss == mean
-    want = torch.autograd.grad(mean / 3, parameters)        # a step is three micro-batches
-    subject.micro_step(x, y)        # adds up
+    want = torch.autograd.grad(mean / 3, parameters)  # a step is three micro-batches
+    subject.micro_step(x, y)  # adds up
     torch.testing.assert_close([p.grad for p in parameters], [2 * g for g in want])
     before = nn.utils.parameters_to_vector(parameters).detach()
     for p in parameters:
@@ -145,7 +175,10 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked,
     assert all(p.grad is None for p in parameters)
     assert subject.model.asked == asked and (asked or type(subject.optimizer) is torch.optim.AdamW)
     assert label != "nanogpt" or torch.backends.cuda.matmul.allow_tf32
-    assert label != "nanochat_bf16" or (torch.get_float32_matmul_precision(), os.environ["HF_HUB_OFFLINE"]) == ("high", "1")
+    assert label != "nanochat_bf16" or (
+        torch.get_float32_matmul_precision(),
+        os.environ["HF_HUB_OFFLINE"],
+    ) == ("high", "1")
 
 
 def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path):
@@ -156,21 +189,46 @@ def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp
     assert all(map(torch.equal, bf16.model.parameters(), fp8.model.parameters()))
     # No matrix is zero, its matmuls would be timed on zeros; all else is as nanochat has it.
     assert fp8.model.layers["0"].weight.std().item() == pytest.approx(0.4 / 128**0.5, rel=0.05)
-    assert fp8.model.output.weight.std().item() == pytest.approx(0.02, rel=0.05) and not fp8.model.scale.any()
-    assert "window_pattern L; 2 weights that begin at zero" in fp8.describe[1] and "attention by torch" in fp8.describe[1]
-    assert converted(fp8.model) == {"layers.0", "layers.1", "output"}      # the gate of 12 x 1 is too narrow
-    for vocab in (161, 112):        # no multiple of 16; below 128: the head stays
-        assert converted(load(cell(tmp_path / "chat", "nanochat_fp8", vocab), CPU).model) == {"layers.0", "layers.1"}
-    assert converted(load(cell(tmp_path / "titan", "torchtitan_fp8"), CPU).model) == {"layers.0", "layers.1"}
+    assert (
+        fp8.model.output.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        and not fp8.model.scale.any()
+    )
+    assert (
+        "window_pattern L; 2 weights that begin at zero" in fp8.describe[1]
+        and "attention by torch" in fp8.describe[1]
+    )
+    # the gate of 12 x 1 is too narrow
+    assert converted(fp8.model) == {"layers.0", "layers.1", "output"}
+    for vocab in (161, 112):  # no multiple of 16; below 128: the head stays
+        assert converted(load(cell(tmp_path / "chat", "nanochat_fp8", vocab), CPU).model) == {
+            "layers.0",
+            "layers.1",
+        }
+    assert converted(load(cell(tmp_path / "titan", "torchtitan_fp8"), CPU).model) == {
+        "layers.0",
+        "layers.1",
+    }
     # FLOPs are counted as ours are, lookups count nothing.
-    assert bf16.counts == fp8.counts == {"params_matmul": MATMUL, "params_total": MATMUL + 160 * 128 + 1,
-                                         "flops_per_token": 6 * MATMUL + 12 * 2 * 128 * 16}     # 12 L H D T
+    assert (
+        bf16.counts
+        == fp8.counts
+        == {
+            "params_matmul": MATMUL,
+            "params_total": MATMUL + 160 * 128 + 1,
+            # 12 L H D T
+            "flops_per_token": 6 * MATMUL + 12 * 2 * 128 * 16,
+        }
+    )
 
 
 def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
     row = measure(cell(tmp_path / "peer", "nanogpt"))
-    assert len(row["losses"]) == 8 and row["losses"][-1] < row["losses"][0] and len(row["steps_s"]) >= 2
-    assert row["params_matmul"] == row["params_total"] - 1 == MATMUL      # the tied head once
+    assert (
+        len(row["losses"]) == 8
+        and row["losses"][-1] < row["losses"][0]
+        and len(row["steps_s"]) >= 2
+    )
+    assert row["params_matmul"] == row["params_total"] - 1 == MATMUL  # the tied head once
     assert sys.modules["model"] is our_model
 
 
@@ -186,8 +244,11 @@ def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path):
 
 
 def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
-    for ours, size, theirs in (("ours_d12", "125m", "nanochat_d12"), ("ours_d26", "1p5b", "nanochat_d26"),
-                               ("ours_toy", "toy", "nanogpt_toy")):
+    for ours, size, theirs in (
+        ("ours_d12", "125m", "nanochat_d12"),
+        ("ours_d26", "1p5b", "nanochat_d26"),
+        ("ours_toy", "toy", "nanogpt_toy"),
+    ):
         (_, their), config = BESIDE[size][theirs], GPTConfig(**OURS[ours], n_ctx=1024)
         assert all(getattr(config, key) == their[key] for key in ("n_layer", "n_head", "n_embd"))
         C, L, V = their["n_embd"], their["n_layer"], their.get("vocab_size", 32768)
@@ -195,9 +256,17 @@ def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
         assert flops == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
     h100, toy = (groups_of(suite, dict.fromkeys(FILES, "/x")) for suite in ("h100", "toy"))
     for group in (*h100, *toy):
-        assert group[0].label == "bf16" and len(group) > 1 and config_of(group[0]).fp8.recipe == "off"
-        assert all(one.model and one.tokens_per_step % (one.micro_batch * one.T) == 0 for one in group if one.peer)
-    assert {one.label for group in h100 for one in group if one.peer} == set(sum(LABELS.values(), ()))
+        assert (
+            group[0].label == "bf16" and len(group) > 1 and config_of(group[0]).fp8.recipe == "off"
+        )
+        assert all(
+            one.model and one.tokens_per_step % (one.micro_batch * one.T) == 0
+            for one in group
+            if one.peer
+        )
+    assert {one.label for group in h100 for one in group if one.peer} == set(
+        sum(LABELS.values(), ())
+    )
     assert [one.label for one in toy[0]] == ["bf16", "nanogpt", "nanochat_bf16", "torchtitan_bf16"]
     assert len(groups_of("h100", {"nanogpt": "/x"})) == 2
-    assert peers.main([]) == 2      # no checkout is named
+    assert peers.main([]) == 2  # no checkout is named

@@ -1,4 +1,5 @@
-"""runtime/pieces.py: the ids of the package `tokenizers`, whatever the text and the rule of splitting."""
+"""runtime/pieces.py: the ids of the package `tokenizers`, whatever the text and the rule of
+splitting."""
 
 import json
 import random
@@ -12,19 +13,41 @@ from tests.test_tokenizer import TEXTS
 from tests.text_files import DIGITS_APART, DOCUMENTS, write_tokenizer
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-LLAMA = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = (
+    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{WORDS}|\p{{N}}{{1,3}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CASED = r"[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+|[^\s\p{L}]+[\r\n/]*|\s+(?!\S)|\s|\p{L}"
 
 
 def split_by(pattern, **more):
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} | more
-    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    } | more
+    last = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     return {"type": "Sequence", "pretokenizers": [split, last]}
 
 
 def random_texts():
     rng = random.Random(0)
-    letters = [*"aZſKé019 \n\t\r'!/²ⅷ٣\u0301\u00a0\u2003\u3000\u200b日🙂", "'S", "'ll", "'Re", "'ſ", " 'd", "\r\n", "   "]
+    letters = [
+        *"aZſKé019 \n\t\r'!/²ⅷ٣\u0301\u00a0\u2003\u3000\u200b日🙂",
+        "'S",
+        "'ll",
+        "'Re",
+        "'ſ",
+        " 'd",
+        "\r\n",
+        "   ",
+    ]
     for _ in range(300):
         yield "".join(rng.choices(letters, k=rng.randrange(40)))
     # Letters of all scripts, numbers, marks and places without a character yet.
@@ -49,21 +72,31 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_ids_are_those_of_the_package(tmp_path, name):
     folder = write_tokenizer(tmp_path, **RULES[name])
-    ours, theirs = load_tokenizer(str(folder)), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours, theirs = (
+        load_tokenizer(str(folder)),
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     theirs.encode_special_tokens = True
     is_fast = isinstance(ours._encode, pieces._PieceEncoder)
     assert is_fast == (name in ("gpt2", "llama", "qwen", "cased"))
-    for _ in range(2):      # the second time by the table
+    for _ in range(2):  # the second time by the table
         for text in [*TEXTS, *DOCUMENTS, *random_texts()]:
-            assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids, ascii(text)
+            assert (
+                ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
+            ), ascii(text)
 
 
 def test_spelled_tokens_that_are_not_special_stay_tokens(tmp_path):
     folder = write_tokenizer(tmp_path, pre_tokenizer=split_by(LLAMA))
     rules = json.loads((folder / "tokenizer.json").read_text())
     token = rules["added_tokens"][0] | {"id": 500, "content": "<tool>", "special": False}
-    (folder / "tokenizer.json").write_text(json.dumps(rules | {"added_tokens": [*rules["added_tokens"], token]}))
-    ours, theirs = load_tokenizer(str(folder)), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(
+        json.dumps(rules | {"added_tokens": [*rules["added_tokens"], token]})
+    )
+    ours, theirs = (
+        load_tokenizer(str(folder)),
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     assert isinstance(ours._encode, pieces._PieceEncoder)
     for text in "a <tool> b", "<tool>", "<tool", "plain":
         assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
@@ -82,7 +115,10 @@ def test_a_long_piece_and_a_full_table_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "KEPT_PIECES", 3)
     monkeypatch.setattr(pieces, "BLOCK", 5)
     folder = write_tokenizer(tmp_path, pre_tokenizer=split_by(LLAMA))
-    ours, theirs = load_tokenizer(str(folder)), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours, theirs = (
+        load_tokenizer(str(folder)),
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     theirs.encode_special_tokens = True
     for text in ["x" * 5000, "x" * 100, " " * 5000 + "x", *DOCUMENTS]:
         assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,5 @@
-"""What the readers of prepare_data.py take of a file: encodings, odd rows, layouts of JSON and parquet, borders of documents."""
+"""What the readers of prepare_data.py take of a file: encodings, odd rows, layouts of JSON and
+parquet, borders of documents."""
 
 import errno
 import io
@@ -46,7 +47,7 @@ def write_parquet(path, **columns):
     return path
 
 
-# ----------------------------------------------------------------------------------------------------------- encodings
+# --------------------------------------------------------------------------------------- encodings
 
 
 def write_raw(path, texts: list[bytes]):
@@ -107,7 +108,7 @@ def test_whole_utf8_is_not_remarked_on(tmp_path):
     assert "replaced" not in json.loads((tmp_path / "mine/index.json").read_text())
 
 
-# ------------------------------------------------------------------------------------------------------------ odd rows
+# ---------------------------------------------------------------------------------------- odd rows
 
 ODD_ROWS = [
     '{"text": 3}',
@@ -171,7 +172,7 @@ def test_a_file_without_a_row_of_use_is_skipped_as_a_whole(tmp_path, capsys):
     assert "'text' holds int, not text" in second["reason"]
 
 
-# -------------------------------------------------------------------------------------------------------------- parquet
+# ----------------------------------------------------------------------------------------- parquet
 
 TEXTS = [*DOCUMENTS[:20], None, "", "naïve \U0001f642"]
 PRESENT = [text for text in TEXTS if text]
@@ -315,7 +316,7 @@ def test_parquet_packed_as_a_whole_is_refused(tmp_path, capsys):
     assert "unpack it" in said(capsys, 2, tmp_path / "a.parquet.gz", out=tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------- documents of text files
+# ------------------------------------------------------------------------- documents of text files
 
 STORIES = [f"Once upon a time, {n}.\n\n{text.strip()}" for n, text in enumerate(DOCUMENTS)]
 
@@ -402,7 +403,8 @@ def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(
 
 
 def test_a_budget_ends_within_a_document_that_was_cut(tmp_path, short_pieces):
-    """However much was read: whether there is another document behind the budget changes nothing."""
+    """However much was read: whether there is another document behind the budget changes
+    nothing."""
     (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 40)))
     (tmp_path / "b.txt").write_text("".join(paragraphs_of(1, 40)))
     assert local(tmp_path / "a.txt", tmp_path / "b.txt", out=tmp_path / "one", tokens=3000) == 0
@@ -423,11 +425,12 @@ def test_text_files_of_a_half_made_folder_of_before_are_read_again(tmp_path, cap
     assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
 
 
-# ------------------------------------------------------------------------------------------------------------ the split
+# --------------------------------------------------------------------------------------- the split
 
 
 def test_another_val_share_goes_on_with_what_was_read(tmp_path, capsys, monkeypatch):
-    """The first small file: nothing falls to validation by the default, and the sentence says which share would do."""
+    """The first small file: nothing falls to validation by the default, and the sentence says which
+    share would do."""
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     errors = said(capsys, 2, file, out=tmp_path, val_share=0.0001)
     assert (
@@ -467,7 +470,7 @@ def test_one_document_cannot_fill_two_splits(tmp_path, capsys):
     assert "each split needs a document, and there is 1 beside those" in errors
 
 
-# --------------------------------------------------------------------------------------------------- layouts and packings
+# ---------------------------------------------------------------------------- layouts and packings
 
 ROWS = [{"id": n, "text": text, "more": {"list": [1, "]", {}]}} for n, text in enumerate(DOCUMENTS)]
 
@@ -666,7 +669,7 @@ def test_braces_are_expanded_as_a_shell_does(pattern, expanded):
     assert sources.expand_braces(pattern) == expanded
 
 
-# -------------------------------------------------------------------------------------------- what was made of these files
+# -------------------------------------------------------------------- what was made of these files
 
 
 def touch(file, content=None):
@@ -745,7 +748,10 @@ def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(tmp_path, capsys
     [
         (
             {},
-            "says eos_token=None and bos_token=None, but a token of tokenizer.json must end each document",
+            (
+                "says eos_token=None and bos_token=None, but a token of tokenizer.json must end"
+                " each document"
+            ),
         ),
         (
             {"eos_token": "</s>"},
@@ -759,7 +765,7 @@ def test_a_tokenizer_without_an_end_is_not_to_be_fetched_again(tmp_path, roles, 
     assert "fetch" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------ evaluation files
+# -------------------------------------------------------------------------------- evaluation files
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -806,7 +812,10 @@ def test_the_sentence_about_an_empty_split_names_markers_within_lines(tmp_path, 
 
 
 def test_a_bad_file_is_named_once(tmp_path, capsys):
-    (tmp_path / "koi.jsonl").write_bytes("".join(
-        json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in RUSSIAN).encode("koi8-r"))
+    (tmp_path / "koi.jsonl").write_bytes(
+        "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in RUSSIAN).encode(
+            "koi8-r"
+        )
+    )
     errors = said(capsys, 1, tmp_path / "koi.jsonl", out=tmp_path)
     assert errors.count("koi.jsonl") == 1 and "mend what is said of each" in errors

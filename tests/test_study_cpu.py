@@ -1,4 +1,5 @@
-"""studies/cpu: the rows belong to the study as it stands, its text is refused where it differs, its power is that of theory."""
+"""studies/cpu: the rows belong to the study as it stands, its text is refused where it differs, its
+power is that of theory."""
 
 import importlib.util
 import json
@@ -39,7 +40,10 @@ def test_every_row_is_a_run_of_the_study_and_was_trained_on_one_text(name, capsy
     entries = read_entries(ROOT / "studies" / name / "runs.jsonl")
     assert f"{len(entries)} of " in asked(capsys, ledger.main, ROOT / f"configs/study_{name}.py")
     assert len({entry.summary["data_sha256"] for entry in entries.values()}) <= 1
-    assert all(entry.summary["status"] == "ok" and entry.summary["git_commit"] for entry in entries.values())
+    assert all(
+        entry.summary["status"] == "ok" and entry.summary["git_commit"]
+        for entry in entries.values()
+    )
 
 
 def test_what_was_declared_is_the_study():
@@ -49,11 +53,20 @@ def test_what_was_declared_is_the_study():
     assert declared["margin_percent"] == 0.25
 
 
-@pytest.mark.parametrize("path, is_text", [
-    ("scipy/stats/_stats_py.py", True), ("torch/include/c10/util/Half.h", True), ("transformers/models/bert/modeling.py", True),
-    ("torch/version.py", False), ("numpy/__config__.py", False), ("scipy/stats/tests/test_stats.py", False),
-    ("torch/include/ATen/native/cuda/Loops.h", False), ("torch/_inductor/ir.py", False),
-    ("torch/include/c10/cuda/CUDAStream.h", False)])
+@pytest.mark.parametrize(
+    "path, is_text",
+    [
+        ("scipy/stats/_stats_py.py", True),
+        ("torch/include/c10/util/Half.h", True),
+        ("transformers/models/bert/modeling.py", True),
+        ("torch/version.py", False),
+        ("numpy/__config__.py", False),
+        ("scipy/stats/tests/test_stats.py", False),
+        ("torch/include/ATen/native/cuda/Loops.h", False),
+        ("torch/_inductor/ir.py", False),
+        ("torch/include/c10/cuda/CUDAStream.h", False),
+    ],
+)
 def test_text_that_a_build_writes_or_one_device_has_is_left_out(path, is_text, corpus):
     assert corpus.is_source(path) == is_text
 
@@ -68,14 +81,18 @@ def test_other_shards_are_refused(corpus, tmp_path, monkeypatch):
         path.unlink()
     (tmp_path / "c").rmdir()
     write_source(tmp_path / "c", 9)
-    with pytest.raises(UserError, match=r"/c holds other train tokens than the study was trained on"):
+    with pytest.raises(
+        UserError, match=r"/c holds other train tokens than the study was trained on"
+    ):
         corpus.check_shards(tmp_path)
 
 
 def test_another_version_of_a_package_is_refused(corpus, monkeypatch):
     corpus.check_versions()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
-    with pytest.raises(UserError, match=r"accelerate 0\.1 is installed, but the study's text is that of"):
+    with pytest.raises(
+        UserError, match=r"accelerate 0\.1 is installed, but the study's text is that of"
+    ):
         corpus.check_versions()
 
 
@@ -89,13 +106,20 @@ def test_simulated_intervals_have_the_width_that_theory_gives_many_seeds(budgets
     means, halves = power.simulate(np.random.default_rng(1), 200, budgets, 0.3, 0.5)
     se = 0.5 * math.sqrt((power.SHARED + (1 - power.SHARED) / budgets) / 200)
     assert np.median(halves) == pytest.approx(1.972 * se, rel=0.02)
-    assert means.std() == pytest.approx(se, rel=0.05) and means.mean() == pytest.approx(0.3, abs=0.01)
+    assert means.std() == pytest.approx(se, rel=0.05) and means.mean() == pytest.approx(
+        0.3, abs=0.01
+    )
 
 
 def test_the_design_keeps_what_the_study_promises(power):
-    """Half of the studies at least have the half-width, and see the positive control at each size."""
+    """Half of the studies at least have the half-width, and see the positive control at each
+    size."""
     for size, recipe, seeds, budgets in power.designs(load_study(ROOT / "configs/study_cpu.py")):
-        sd, gap = (power.NVFP4_SD, power.NVFP4_GAP) if recipe == "nvfp4" else (power.TENSORWISE_SD, power.TENSORWISE_GAP)
+        sd, gap = (
+            (power.NVFP4_SD, power.NVFP4_GAP)
+            if recipe == "nvfp4"
+            else (power.TENSORWISE_SD, power.TENSORWISE_GAP)
+        )
         means, halves = power.simulate(np.random.default_rng(0), seeds, budgets, gap, sd)
         if recipe == "tensorwise" and size in ("cpu_30k", "cpu_101k"):
             assert np.median(halves) < power.TARGET
@@ -112,8 +136,11 @@ no picture<media><image/> alt</media>: <m:math><m:mn>3</m:mn><m:mi>x</m:mi></m:m
 
 
 def test_a_module_becomes_lines_of_text_without_metadata_and_pictures():
-    assert module("public_text").flatten(CNXML) == (
-        "Forces\n\nNote\nA title\n\nOne line, no picture: 3 x.\n\nStrategy Go one two\n\na\u00a0b\n\nc d")
+    assert (
+        module("public_text").flatten(CNXML)
+        == "Forces\n\nNote\nA title\n\nOne line, no picture: 3 x.\n\nStrategy Go one"
+        " two\n\na\u00a0b\n\nc d"
+    )
 
 
 def test_a_long_latex_file_is_cut_at_its_sections_and_a_short_one_is_whole():
@@ -125,6 +152,10 @@ def test_a_long_latex_file_is_cut_at_its_sections_and_a_short_one_is_whole():
 
 
 def test_short_texts_and_second_copies_are_left_out():
-    documents = [{"text": letter * n, "source": source} for letter, n, source in (
-        ("a", 401, "first"), ("b", 400, "short"), ("a", 401, "copy"))]
-    assert [one["source"] for one in module("public_text").without_copies(iter(documents))] == ["first"]
+    documents = [
+        {"text": letter * n, "source": source}
+        for letter, n, source in (("a", 401, "first"), ("b", 400, "short"), ("a", 401, "copy"))
+    ]
+    assert [one["source"] for one in module("public_text").without_copies(iter(documents))] == [
+        "first"
+    ]

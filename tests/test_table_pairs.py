@@ -8,7 +8,7 @@ from scipy.stats import ttest_1samp
 from scaling import precision
 from tests.conftest import asked
 
-GAPS = {1: 0.1, 2: 0.3, 3: 0.2}         # per cent, of three pairs
+GAPS = {1: 0.1, 2: 0.3, 3: 0.2}  # per cent, of three pairs
 SIZES = (10**8, 2 * 10**8, 4 * 10**8)
 
 
@@ -19,33 +19,68 @@ def write_table(path, curve=(1.0,), sizes=SIZES):
         for seed, gap in GAPS.items():
             for share in curve:
                 loss = 3.0 + 0.01 * seed + 0.5 * (1 - share)
-                lines += [f"BF16,{seed},{loss!r},{N},{int(20 * N * share)}",
-                          f"fp8,{seed},{loss * (1 + gap / 100)!r},{N},{int(20 * N * share)}"]
+                lines += [
+                    f"BF16,{seed},{loss!r},{N},{int(20 * N * share)}",
+                    f"fp8,{seed},{loss * (1 + gap / 100)!r},{N},{int(20 * N * share)}",
+                ]
     path.write_text("\n".join(lines) + "\n")
-    return ["--points", path, "--arm", "precision", "--pair", "run", "--loss", "loss", "--out", path.parent / "out"]
+    return [
+        "--points",
+        path,
+        "--arm",
+        "precision",
+        "--pair",
+        "run",
+        "--loss",
+        "loss",
+        "--out",
+        path.parent / "out",
+    ]
 
 
 def test_the_gap_is_that_of_a_paired_t_test(tmp_path, capsys, no_figures):
     asked(capsys, precision.main, *write_table(tmp_path / "t.csv", sizes=SIZES[:1]), "margin=1")
     row = strict(tmp_path / "out/precision.json")["common"]["fp8"]
-    interval = ttest_1samp([100 * np.log1p(gap / 100) for gap in GAPS.values()], 0).confidence_interval()
+    interval = ttest_1samp(
+        [100 * np.log1p(gap / 100) for gap in GAPS.values()], 0
+    ).confidence_interval()
     assert [row["bf16"]["low"], row["bf16"]["high"]] == pytest.approx([interval.low, interval.high])
-    assert row["tost_p"] == pytest.approx(ttest_1samp([*GAPS.values()], 1, alternative="less").pvalue)
+    assert row["tost_p"] == pytest.approx(
+        ttest_1samp([*GAPS.values()], 1, alternative="less").pvalue
+    )
 
 
 def test_points_of_one_curve_count_once(tmp_path, capsys):
-    words = [*write_table(tmp_path / "t.csv", curve=(0.5, 0.75, 1.0)), "--n", "N", "--d", "D", "margin=1", "--all"]
+    words = [
+        *write_table(tmp_path / "t.csv", curve=(0.5, 0.75, 1.0)),
+        "--n",
+        "N",
+        "--d",
+        "D",
+        "margin=1",
+        "--all",
+    ]
     output = asked(capsys, precision.main, *words)
     result = strict(tmp_path / "out/precision.json")
     assert (result["common"]["fp8"]["bf16"]["n"], result["common"]["fp8"]["pairs"]) == (9, 27)
-    assert "bf16, two seeds" in output and len(result["sizes"]) == 9 and (tmp_path / "out/precision.png").exists()
+    assert (
+        "bf16, two seeds" in output
+        and len(result["sizes"]) == 9
+        and (tmp_path / "out/precision.png").exists()
+    )
 
 
-@pytest.mark.parametrize(("change", "words", "sentence"), [
-    (("BF16", "half"), (), "which precision is the baseline? Give base=NAME, one of half, fp8"),
-    ((",1,3.01", ",1,x"), (), "line 2, column 'loss': 'x' is no plain"),
-    (("fp8,1,", "fp8,2,"), (), "are both the fp8 run of pair '2'"), (("", ""), ("--n", "N"), "give n= and d= both"),
-    (("BF16,", "BF16,other"), (), "holds no pair"), (("", ""), ("--d", "tokns", "--n", "N"), "0 columns called 'tokns'")])
+@pytest.mark.parametrize(
+    ("change", "words", "sentence"),
+    [
+        (("BF16", "half"), (), "which precision is the baseline? Give base=NAME, one of half, fp8"),
+        ((",1,3.01", ",1,x"), (), "line 2, column 'loss': 'x' is no plain"),
+        (("fp8,1,", "fp8,2,"), (), "are both the fp8 run of pair '2'"),
+        (("", ""), ("--n", "N"), "give n= and d= both"),
+        (("BF16,", "BF16,other"), (), "holds no pair"),
+        (("", ""), ("--d", "tokns", "--n", "N"), "0 columns called 'tokns'"),
+    ],
+)
 def test_mistakes_are_a_sentence_and_nothing_is_written(tmp_path, capsys, change, words, sentence):
     arguments = write_table(tmp_path / "t.csv", sizes=SIZES[:1])
     path = tmp_path / "t.csv"

@@ -1,12 +1,13 @@
 """Make the token shards of the study, the same bytes on every machine, or refuse.
 
-    python studies/cpu/corpus.py FOLDER                 FOLDER holds prose.jsonl.xz and latex.jsonl.xz, a JSON object a line
-    python studies/cpu/corpus.py FOLDER out=data/cpu    where the shards go
+    python studies/cpu/corpus.py FOLDER               FOLDER holds prose.jsonl.xz and latex.jsonl.xz, a JSON object a line
+    python studies/cpu/corpus.py FOLDER out=data/cpu  where the shards go
 
-Python and C come from the installed packages that requirements.txt pins, whose versions are checked: Python from wheels, C
-from the headers of torch. Files that a build writes, and those for other devices, are left out. The order is that of the
-hashes of the paths. data.json beside this file holds the SHA-256 of every shard that the study was trained on; where a
-shard differs, nothing is trained.
+Python and C come from the installed packages that requirements.txt pins, whose versions are
+checked: Python from wheels, C from the headers of torch. Files that a build writes, and those for
+other devices, are left out. The order is that of the hashes of the paths. data.json beside this
+file holds the SHA-256 of every shard that the study was trained on; where a shard differs, nothing
+is trained.
 
 `--record` writes data.json anew: for another study, never for one that has runs.
 """
@@ -32,23 +33,41 @@ RECORD = HERE / "data.json"
 VAL_SHARE = 0.03
 LICENSES = {
     "prose": "CC BY 4.0 or CC BY-NC-SA 4.0, by book (OpenStax)",
-    "latex": "GFDL 1.2 (Stacks project), CC BY-SA 4.0 (Napkin), CC BY-SA 3.0 (HoTT), CC BY 4.0 (Open Logic)",
+    "latex": (
+        "GFDL 1.2 (Stacks project), CC BY-SA 4.0 (Napkin), CC BY-SA 3.0 (HoTT), CC BY 4.0 (Open"
+        " Logic)"
+    ),
     "python": "Apache-2.0, BSD-3-Clause, PSF, MIT, by package",
     "c": "BSD-3-Clause (PyTorch)",
 }
-PYTHON_PACKAGES = ("accelerate", "datasets", "datatrove", "huggingface_hub", "lm_eval", "matplotlib", "numpy", "scipy",
-                   "torch", "torchao", "transformers")
+PYTHON_PACKAGES = (
+    "accelerate",
+    "datasets",
+    "datatrove",
+    "huggingface_hub",
+    "lm_eval",
+    "matplotlib",
+    "numpy",
+    "scipy",
+    "torch",
+    "torchao",
+    "transformers",
+)
 C_FOLDERS = ("c10", "ATen/core", "ATen/native", "ATen/cpu", "torch/csrc")
-PYTHON_BYTES, C_BYTES = 24_000_000, 9_000_000       # more than the largest run reads, so that no text is seen twice
-# Written by a build, so that they differ between machines; and what only one device's build of torch holds.
-NOT_OF_SOURCE = re.compile(r"(^|/)(_?version|__config__|_?_?build_?info)\.py$|(^|/)(cuda|hip|mps|xpu|vulkan|mtia|_inductor)(/|$)")
+# more than the largest run reads, so that no text is seen twice
+PYTHON_BYTES, C_BYTES = 24_000_000, 9_000_000
+# Written by a build, so that they differ between machines; and what only one device's build of
+# torch holds.
+NOT_OF_SOURCE = re.compile(
+    r"(^|/)(_?version|__config__|_?_?build_?info)\.py$|(^|/)(cuda|hip|mps|xpu|vulkan|mtia|_inductor)(/|$)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    folder: str                 # holds prose.jsonl.xz and latex.jsonl.xz
-    out: str = "data/cpu"       # receives a folder of shards for each source
-    record: bool = False        # write data.json from what was made
+    folder: str  # holds prose.jsonl.xz and latex.jsonl.xz
+    out: str = "data/cpu"  # receives a folder of shards for each source
+    record: bool = False  # write data.json from what was made
 
 
 @command(__doc__, Options, "folder")
@@ -63,19 +82,23 @@ def main(options: Options) -> None:
 
 
 def check_versions() -> None:
-    """Raise UserError where an installed package is not what requirements.txt pins: its text would be another."""
+    """Raise UserError where an installed package is not what requirements.txt pins: its text would
+    be another."""
     pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M)
     pins += re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements-dev.txt").read_text(), re.M)
     pinned = {name.replace("-", "_").lower(): version for name, version in pins}
     for package in PYTHON_PACKAGES:
         installed = importlib.metadata.version(package).partition("+")[0]
         if installed != pinned[package]:
-            raise UserError(f"{package} {installed} is installed, but the study's text is that of {pinned[package]}: run make "
-                            "setup with the requirements.txt of this repository")
+            raise UserError(
+                f"{package} {installed} is installed, but the study's text is that of"
+                f" {pinned[package]}: run make setup with the requirements.txt of this repository"
+            )
 
 
 def make_shards(texts: Path, out: Path) -> None:
-    """Prepare each source below `out` that is not there yet. Raises UserError where a file is missing."""
+    """Prepare each source below `out` that is not there yet. Raises UserError where a file is
+    missing."""
     out.mkdir(parents=True, exist_ok=True)
     for name, license in LICENSES.items():
         if (out / name / "index.json").exists():
@@ -87,8 +110,18 @@ def make_shards(texts: Path, out: Path) -> None:
         else:
             file = out / f"{name}.jsonl"
             write_lines(file, harvest(name))
-        code = prepare_data.main(["local", str(file), f"name={name}", f"out={out}", "tokenizer=byte", "processes=1",
-                                  f"val_share={VAL_SHARE}", f"license={license}"])
+        code = prepare_data.main(
+            [
+                "local",
+                str(file),
+                f"name={name}",
+                f"out={out}",
+                "tokenizer=byte",
+                "processes=1",
+                f"val_share={VAL_SHARE}",
+                f"license={license}",
+            ]
+        )
         if code:
             raise UserError(f"{name} could not be prepared: see above")
 
@@ -97,10 +130,23 @@ def harvest(name: str) -> Iterator[dict[str, str]]:
     """The documents of "python" or "c", in a fixed order, until there are bytes enough."""
     packages = Path(sysconfig.get_path("purelib"))
     if name == "python":
-        roots, pattern, most = [packages / package for package in PYTHON_PACKAGES], "*.py", PYTHON_BYTES
+        roots, pattern, most = (
+            [packages / package for package in PYTHON_PACKAGES],
+            "*.py",
+            PYTHON_BYTES,
+        )
     else:
-        roots, pattern, most = [packages / "torch/include" / folder for folder in C_FOLDERS], "*.h", C_BYTES
-    paths = [path.relative_to(packages).as_posix() for root in roots for path in root.rglob(pattern) if path.is_file()]
+        roots, pattern, most = (
+            [packages / "torch/include" / folder for folder in C_FOLDERS],
+            "*.h",
+            C_BYTES,
+        )
+    paths = [
+        path.relative_to(packages).as_posix()
+        for root in roots
+        for path in root.rglob(pattern)
+        if path.is_file()
+    ]
     taken = 0
     for path in sorted(filter(is_source, paths), key=lambda path: blake2b(path.encode()).digest()):
         if taken >= most:
@@ -111,8 +157,11 @@ def harvest(name: str) -> Iterator[dict[str, str]]:
 
 
 def is_source(path: str) -> bool:
-    """Whether the file of this path within the installed packages is text that people wrote, equal on all machines."""
-    return NOT_READ.isdisjoint(path.removeprefix("site-packages/").split("/")) and not NOT_OF_SOURCE.search(path)
+    """Whether the file of this path within the installed packages is text that people wrote, equal
+    on all machines."""
+    return NOT_READ.isdisjoint(
+        path.removeprefix("site-packages/").split("/")
+    ) and not NOT_OF_SOURCE.search(path)
 
 
 def write_lines(path: Path, documents: Iterator[dict[str, str]]) -> None:
@@ -126,8 +175,14 @@ def describe(out: Path) -> dict:
         index = read_index(out / name)
         sources[name] = {
             "license": index.license,
-            "splits": {split: {"documents": part.documents, "tokens": part.tokens,
-                               "sha256": [shard.sha256 for shard in part.shards]} for split, part in index.splits.items()},
+            "splits": {
+                split: {
+                    "documents": part.documents,
+                    "tokens": part.tokens,
+                    "sha256": [shard.sha256 for shard in part.shards],
+                }
+                for split, part in index.splits.items()
+            },
         }
     return {"format_version": 1, "tokenizer": "byte", "val_share": VAL_SHARE, "sources": sources}
 
@@ -138,8 +193,11 @@ def check_shards(out: Path) -> None:
     for name, source in recorded.items():
         for split, part in source["splits"].items():
             if made[name]["splits"][split]["sha256"] != part["sha256"]:
-                raise UserError(f"{out / name} holds other {split} tokens than the study was trained on ({RECORD.name}): delete "
-                                "it and make it again from the same files and package versions")
+                raise UserError(
+                    f"{out / name} holds other {split} tokens than the study was trained on"
+                    f" ({RECORD.name}): delete it and make it again from the same files and package"
+                    " versions"
+                )
 
 
 if __name__ == "__main__":

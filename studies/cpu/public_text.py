@@ -1,12 +1,13 @@
-"""Make prose.jsonl.xz and latex.jsonl.xz, which corpus.py reads, from clones of the public repositories they come from.
+"""Make prose.jsonl.xz and latex.jsonl.xz, which corpus.py reads, from clones of the public
+repositories they come from.
 
-    python studies/cpu/public_text.py --repositories          what to clone, at which commits: a line of shell each
-    python studies/cpu/public_text.py CLONES out=text         CLONES holds a clone of each; then: corpus.py text
+    python studies/cpu/public_text.py --repositories   what to clone, at which commits: a line of shell each
+    python studies/cpu/public_text.py CLONES out=text  CLONES holds a clone of each; then: corpus.py text
 
-Prose: every OpenStax module (CNXML) without its metadata and pictures: a paragraph, title, caption, list item or cell of a
-table on a line, MathML as its characters. LaTeX: every .tex file, one above 60,000 characters cut before each \\section.
-Texts of 400 characters or fewer, files of macros and second copies are left out. The commits are in REPOSITORIES.
-"""
+Prose: every OpenStax module (CNXML) without its metadata and pictures: a paragraph, title, caption,
+list item or cell of a table on a line, MathML as its characters. LaTeX: every .tex file, one above
+60,000 characters cut before each \\section. Texts of 400 characters or fewer, files of macros and
+second copies are left out. The commits are in REPOSITORIES."""
 
 import io
 import json
@@ -23,21 +24,38 @@ from pathlib import Path
 from runtime.cli import MachineError, UserError, command, run_command
 from runtime.machine import read_bytes
 
-REPOSITORIES = json.loads(read_bytes(Path(__file__).resolve().parent / "repositories.json"))   # kind -> owner/name -> commit
-SHORTEST = 400              # characters: a shorter text is a heading or a stub
-LONGEST_WHOLE = 60_000      # characters: a longer LaTeX file is cut at its sections
-NOT_TEXT = {"preamble.tex", "macros.tex", "configuration.tex"}      # the last is a text that the study's file lacks
-LINES = {"para", "title", "caption", "item", "meaning", "entry"}        # elements whose text is one line
-PARTS = {"section", "note", "figure", "list", "row", "problem", "solution", "exercise", "definition", "quote", "equation",
-         "example", "table", "glossary", "content"}     # a blank line ends them too
+# kind -> owner/name -> commit
+REPOSITORIES = json.loads(read_bytes(Path(__file__).resolve().parent / "repositories.json"))
+SHORTEST = 400  # characters: a shorter text is a heading or a stub
+LONGEST_WHOLE = 60_000  # characters: a longer LaTeX file is cut at its sections
+# the last is a text that the study's file lacks
+NOT_TEXT = {"preamble.tex", "macros.tex", "configuration.tex"}
+LINES = {"para", "title", "caption", "item", "meaning", "entry"}  # elements whose text is one line
+PARTS = {
+    "section",
+    "note",
+    "figure",
+    "list",
+    "row",
+    "problem",
+    "solution",
+    "exercise",
+    "definition",
+    "quote",
+    "equation",
+    "example",
+    "table",
+    "glossary",
+    "content",
+}  # a blank line ends them too
 LEFT_OUT = {"metadata", "media"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    clones: str | None = None       # folder with a clone of each repository, named as the repository
-    out: str = "text"               # receives prose.jsonl.xz and latex.jsonl.xz
-    repositories: bool = False      # print how to clone them
+    clones: str | None = None  # folder with a clone of each repository, named as the repository
+    out: str = "text"  # receives prose.jsonl.xz and latex.jsonl.xz
+    repositories: bool = False  # print how to clone them
 
 
 @command(__doc__, Options, "clones")
@@ -60,19 +78,28 @@ def clone_lines() -> Iterator[str]:
     for repositories in REPOSITORIES.values():
         for repository, commit in repositories.items():
             name = repository.partition("/")[2]
-            yield f"git init -q {name} && git -C {name} fetch -q --depth 1 https://github.com/{repository} {commit}"
+            yield (
+                f"git init -q {name} && git -C {name} fetch -q --depth 1"
+                f" https://github.com/{repository} {commit}"
+            )
 
 
 def files(clones: Path, repository: str, commit: str, suffix: str) -> Iterator[tuple[str, bytes]]:
-    """(path, content) of the files of one commit, sorted by path. Raises MachineError where git cannot read them."""
+    """(path, content) of the files of one commit, sorted by path. Raises MachineError where git
+    cannot read them."""
     clone = clones / repository.partition("/")[2]
     words = ["git", "-C", str(clone), "archive", "--format=tar", commit, f":(glob)**/*{suffix}"]
     done = subprocess.run(words, capture_output=True)
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip()
-        raise MachineError(f"git could not read {commit[:9]} in {clone} ({reason}): fetch it as --repositories prints")
+        raise MachineError(
+            f"git could not read {commit[:9]} in {clone} ({reason}): fetch it as --repositories"
+            " prints"
+        )
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        for member in sorted(filter(tarfile.TarInfo.isfile, archive), key=lambda member: member.name):
+        for member in sorted(
+            filter(tarfile.TarInfo.isfile, archive), key=lambda member: member.name
+        ):
             content = archive.extractfile(member)
             assert content
             yield member.name, content.read()
@@ -93,7 +120,8 @@ def write(path: Path, documents: list[dict[str, str]]) -> None:
             file.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------- prose
+# ------------------------------------------------------------------------------------------- prose
+
 
 def prose(clones: Path) -> Iterator[dict[str, str]]:
     for repository, commit in REPOSITORIES["prose"].items():
@@ -116,14 +144,15 @@ def text_of(element: ElementTree.Element) -> str:
     if kind == "math":
         return " ".join(" ".join(element.itertext()).split())
     text = (element.text or "") + "".join(text_of(child) + (child.tail or "") for child in element)
-    if kind == "entry":     # a cell keeps its no-break spaces
+    if kind == "entry":  # a cell keeps its no-break spaces
         return re.sub(r"[ \t\r\n]+", " ", text).strip() + "\n\n"
     if kind in LINES:
         return " ".join(text.split()) + "\n\n"
     return text + "\n\n" if kind in PARTS else text
 
 
-# ---------------------------------------------------------------------------------------------------------------- LaTeX
+# ------------------------------------------------------------------------------------------- LaTeX
+
 
 def latex(clones: Path) -> Iterator[dict[str, str]]:
     for repository, commit in REPOSITORIES["latex"].items():
