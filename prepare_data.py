@@ -45,18 +45,14 @@ from pathlib import Path
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
+from lib.command import read_options, run_command
+from lib.errors import MachineError, UserError
+from lib.help import help_page
+from lib.text import nearest
+from lib.values import FilePath
 from prepare import harvest
 from prepare.pipeline import HASH_STEPS, Job, begun, prepare, show, verify
 from prepare.sources import PAIR, Source, any_dataset, check, local_source
-from runtime.cli import (
-    FilePath,
-    MachineError,
-    UserError,
-    help_page,
-    nearest,
-    read_options,
-    run_command,
-)
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes", "control_tokens"}

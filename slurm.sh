@@ -36,7 +36,7 @@ python="${PYTHON:-$default}"
 # The run's folder, from the config itself: train.py's exit code 0 means finished, or saved on request.
 run_dir=$("$python" -c '
 import sys
-from runtime.cli import UserError
+from lib.errors import UserError
 from runtime.config import load_config
 try:
     print(load_config(sys.argv[1], sys.argv[2:]).run_dir)

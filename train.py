@@ -23,12 +23,14 @@ from pathlib import Path
 
 import torch
 
+from lib.command import run_command
+from lib.errors import MachineError, UserError
+from lib.help import help_page
+from lib.machine import check_device
 from runtime import fp8, optim, parallel
-from runtime.cli import MachineError, UserError, help_page, run_command
 from runtime.config import Config, help_text, load_config_and_files, read_command_line
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
-from runtime.machine import check_device
 from runtime.parallel import World
 from runtime.plan import cpu_estimate, plan, resolve_micro_batch
 from runtime.run import Run

@@ -24,12 +24,13 @@ from pathlib import Path
 
 import torch
 
+from lib.command import command, run_command
+from lib.machine import ROOT, device_name
+from lib.values import FilePath
 from prepare import harvest
 from runtime import tokenizer
-from runtime.cli import FilePath, command, run_command
 from runtime.config import load_config
 from runtime.data import Data
-from runtime.machine import ROOT, device_name
 from runtime.shards import read_index
 
 LOADED_TOKENS = 2**25  # of one turn of the loader, at most

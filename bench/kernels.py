@@ -28,12 +28,15 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import write_atomically
+from lib.machine import ROOT, nvidia_smi
+from lib.values import FilePath
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
-from runtime.cli import FilePath, UserError, command, run_command
 from runtime.config import load_config
 from runtime.log import environment
-from runtime.machine import ROOT, nvidia_smi, write_atomically
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 

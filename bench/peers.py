@@ -37,8 +37,10 @@ import torch.nn.functional as F
 
 from bench import throughput
 from bench.throughput import BASELINE, Cell, Subject
-from runtime.cli import FilePath, UserError, run_command
-from runtime.machine import git
+from lib.command import run_command
+from lib.errors import UserError
+from lib.machine import git
+from lib.values import FilePath
 from runtime.roofline import MICRO_BATCH
 
 # Beside each size of ours the peers' own, in their words, and its micro-batch of 1,024 tokens.

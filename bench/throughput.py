@@ -36,19 +36,15 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from lib.command import command, run_command
+from lib.errors import UserError, memory_error
+from lib.files import read_rows, to_line, write_atomically
+from lib.machine import GIB, ROOT, nvidia_smi
+from lib.text import grid, nearest
+from lib.values import FilePath
 from runtime import fp8, parallel
-from runtime.cli import FilePath, UserError, command, grid, nearest, run_command
 from runtime.config import Config, fp8_overrides, load_config
 from runtime.log import environment, peak_flops
-from runtime.machine import (
-    GIB,
-    ROOT,
-    memory_error,
-    nvidia_smi,
-    read_rows,
-    to_line,
-    write_atomically,
-)
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 
@@ -691,7 +687,7 @@ def draw(rows: list[dict], path: Path) -> None:
     BF16, by size."""
     import matplotlib
 
-    from scaling.figures import RC, STYLES, render, sheet
+    from lib.plots import RC, STYLES, render, sheet
 
     shown = [
         row

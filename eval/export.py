@@ -31,6 +31,11 @@ from huggingface_hub import ModelCardData, split_state_dict_into_shards_factory
 from torch.distributed.checkpoint.api import CheckpointException
 
 from eval.sample import Recipe, load_for_inference, read_json
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import alone
+from lib.text import grid, listed
+from lib.values import FilePath, type_problems
 from model import GPTConfig
 from runtime import tokenizer as gpt2
 from runtime.checkpoint import (
@@ -43,10 +48,8 @@ from runtime.checkpoint import (
     seal,
     sync_folder,
 )
-from runtime.cli import FilePath, UserError, command, grid, run_command, type_problems
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
 from runtime.fp8 import RECIPES, cast, scale_of
-from runtime.machine import alone
 from runtime.tokenizer import (
     END_OF_TEXT,
     FOLDER_FILES,
@@ -58,7 +61,6 @@ from runtime.tokenizer import (
     read_roles,
     with_ends,
 )
-from scaling.records import listed
 
 FILE_BYTES = 5 * 10**9  # of weights in one file, where one tensor is no larger
 # the format's
@@ -557,7 +559,7 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     """README.md, of what config.json, summary.json, eval/*.json and each source's index.json say,
     as far as they are there."""
     from eval.table import read_rows, sort_columns, table_of
-    from scaling.figures import name_recipe
+    from lib.plots import name_recipe
 
     step, data, state, summary = (
         manifest["step"],

@@ -8,7 +8,7 @@ key is ignored."""
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.cli import UserError
+from lib.errors import UserError
 
 DEFAULT_LENGTH = 256  # tokens, where a task names none; lm-eval's own default
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -49,11 +49,14 @@ import torch.distributed as dist
 
 from eval import tasks
 from eval.sample import Recipe, load_for_inference, pick_device
+from lib.command import command, run_command
+from lib.errors import UserError, memory_error
+from lib.files import write_atomically
+from lib.text import grid
+from lib.values import FilePath
 from runtime import fp8
 from runtime.checkpoint import gather, together
-from runtime.cli import FilePath, UserError, command, grid, run_command
 from runtime.config import read_config
-from runtime.machine import memory_error, write_atomically
 from runtime.parallel import World, finish, own_store, read_launch
 
 RATIOS = {

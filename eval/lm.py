@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from eval.generation import read_generation
 from eval.sample import stream
 from eval.tasks import empty_answer
+from lib.progress import progress_line
 from model import GPT, KVCache
 from runtime.checkpoint import gather
-from runtime.cli import progress_line
 from runtime.parallel import World
 from runtime.tokenizer import Tokenizer
 

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from eval.loss import ValLoss, evaluate
 from eval.sample import (
     Recipe,
     check_recipe,
@@ -29,11 +28,15 @@ from eval.sample import (
     read_json,
     read_tokenizer,
 )
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import to_line, write_atomically, write_json
+from lib.text import grid
+from lib.values import FilePath
 from runtime import fp8, probe
-from runtime.cli import FilePath, UserError, command, grid, run_command
 from runtime.config import Config, read_config
 from runtime.data import Data
-from runtime.machine import to_line, write_atomically, write_json
+from runtime.validation import ValLoss, evaluate
 
 
 @dataclass(frozen=True, kw_only=True)

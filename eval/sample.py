@@ -18,10 +18,12 @@ from typing import Literal, NamedTuple, TextIO, get_type_hints
 
 import torch
 
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.values import FilePath
 from model import GPT, KVCache
 from runtime import fp8
 from runtime.checkpoint import latest, load_model, step_of
-from runtime.cli import FilePath, UserError, command, run_command
 from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 

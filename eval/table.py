@@ -26,8 +26,11 @@ from matplotlib.ticker import MaxNLocator
 from eval.harness import RATIOS, hash_of, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
-from runtime.cli import FilePath, UserError, command, grid, run_command, si
-from scaling.figures import RC, name_recipe, settle, sheet, write_with
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.plots import RC, name_recipe, settle, sheet, write_with
+from lib.text import grid, si
+from lib.values import FilePath
 
 PUBLISHED = Path(__file__).with_name("published.md")
 USUAL = ("bfloat16", "off")  # the dtype and fp8 of a scoring

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eval.generation import read_generation
-from runtime.cli import UserError
+from lib.errors import UserError
 from runtime.config import read_config
 from runtime.shards import LOSS_MASK_BIT, read_index
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of

@@ -18,7 +18,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from runtime.cli import UserError
+from lib.errors import UserError
 
 CONFIG_FILE, TEMPLATE_FILE, MAP_FILE = (
     "tokenizer_config.json",

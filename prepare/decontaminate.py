@@ -17,8 +17,8 @@ from zlib import crc32
 
 import numpy as np
 
+from lib.errors import UserError
 from prepare.sources import is_list_type
-from runtime.cli import UserError
 from runtime.shards import file_sha256
 from runtime.tokenizer import clean
 

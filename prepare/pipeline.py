@@ -37,6 +37,12 @@ from typing import Literal
 
 import numpy as np
 
+from lib.errors import MachineError, UserError
+from lib.files import alone, new_file, read_bytes, write_json
+from lib.machine import ROOT, end_with_parent
+from lib.progress import progress_line
+from lib.text import grid, si
+from lib.values import FilePath
 from prepare.chat import ChatTemplate, OddConversation, Rendered
 from prepare.decontaminate import found_in, read_grams
 from prepare.sources import (
@@ -51,8 +57,6 @@ from prepare.sources import (
     is_text_file,
 )
 from runtime import shards
-from runtime.cli import FilePath, MachineError, UserError, grid, progress_line, si
-from runtime.machine import ROOT, alone, end_with_parent, new_file, read_bytes, write_json
 from runtime.shards import (
     LOSS_MASK_BIT,
     Index,

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from runtime.cli import MachineError, UserError
+from lib.errors import MachineError, UserError
 
 FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet", ".json"), (".gz", ".xz", ".zst")
 PAIR_FORMATS = (".jsonl", ".parquet", ".json")  # of instructions

@@ -43,10 +43,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from lib.errors import MachineError, UserError
+from lib.files import file_sha256, sync_folder, write_atomically, write_json
+from lib.machine import GIB
 from model import GPT
-from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
-from runtime.machine import GIB, file_sha256, sync_folder, write_atomically, write_json
 from runtime.optim import check_branch, local
 from runtime.tokenizer import tokenizer_of
 

@@ -15,19 +15,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from lib.errors import UserError
+from lib.help import field_lines
+from lib.machine import ROOT
+from lib.text import nearest
+from lib.values import FilePath, expand_home, expand_paths, parse, type_problems
 from model import GPTConfig
-from runtime.cli import (
-    FilePath,
-    UserError,
-    expand_home,
-    expand_paths,
-    field_lines,
-    nearest,
-    parse,
-    type_problems,
-)
 from runtime.config_file import OWN_NAMES, run_file
-from runtime.machine import ROOT
 from runtime.tokenizer import tokenizer_kind
 
 # ---------------------------------------------------------------------------------------- sections

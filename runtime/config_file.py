@@ -11,7 +11,7 @@ from importlib.machinery import FileFinder, ModuleSpec, PathFinder, SourceFileLo
 from pathlib import Path
 from typing import Any
 
-from runtime.machine import ROOT
+from lib.machine import ROOT
 
 CONFIGS = "configs"  # the package whose modules a copied config names; ROOT / CONFIGS holds ours
 # Top-level names that always mean the repository's own modules: a second copy of a class would not

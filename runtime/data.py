@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.cli import UserError
+from lib.errors import UserError
+from lib.files import digest
 from runtime.config import Config
 from runtime.guard import FEW_TARGETS
-from runtime.machine import digest
 from runtime.shards import LOSS_MASK_BIT, Index, missing_source, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 

@@ -31,9 +31,10 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lib.command import read_options
+from lib.errors import UserError
 from model import GPT, Linear
 from runtime.bf16_in_fp32 import LinearInFp32
-from runtime.cli import UserError, read_options
 from runtime.config import (
     FP8_KERNELS,
     FP8_MULTIPLES,

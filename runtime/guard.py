@@ -34,8 +34,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from lib.files import write_json
 from runtime.config import GuardConfig
-from runtime.machine import write_json
 
 # Bounds of the robust standard deviation of a logarithm, so that a quiet window does not turn noise
 # into a spike (at threshold 10: +22 % of loss, 2.7 x the norm), nor a steep start hide one (at 10:

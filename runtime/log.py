@@ -1,4 +1,4 @@
-"""Record a run: a row per step in metrics.jsonl (format: runtime/machine.py), mirrored on the
+"""Record a run: a row per step in metrics.jsonl (format: runtime/metrics_file.py), mirrored on the
 console, W&B and TensorBoard; env.json, samples of the GPU, traces of some steps, speed and MFU, the
 id that a BF16 and an FP8 run share."""
 
@@ -22,17 +22,13 @@ from statistics import median_high
 import torch
 from torch.profiler import ProfilerAction, profile
 
-from runtime.cli import UserError, drop_output, duration, si
+from lib.command import drop_output
+from lib.errors import UserError
+from lib.files import digest, read_rows, to_line, write_atomically
+from lib.machine import device_name, git
+from lib.text import duration, si
 from runtime.config import Config
-from runtime.machine import (
-    device_name,
-    digest,
-    git,
-    metrics_rows,
-    read_rows,
-    to_line,
-    write_atomically,
-)
+from runtime.metrics_file import metrics_rows
 
 WARM_UP_STEPS = 3  # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}  # kind of a row -> its kind after a rollback

@@ -11,8 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from lib.errors import UserError
 from model import GPT
-from runtime.cli import UserError
 from runtime.config import Config, OptimConfig
 
 # Keys in which a branch may differ from its parent, provided that their learning rates agree up to

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lib.errors import MachineError, UserError
 from model import GPT, Block
 from runtime import bf16_in_fp32, fp8, optim
-from runtime.cli import MachineError, UserError
 from runtime.config import Config
 
 # of activations in both arms; weights, gradients and moments are fp32

@@ -19,14 +19,15 @@ from pathlib import Path
 
 import torch
 
+from lib.errors import MachineError, UserError, memory_error
+from lib.machine import GIB, end_with_parent
+from lib.text import duration
 from model import GPT
 from runtime import fp8, optim, parallel
 from runtime.checkpoint import latest, run_on_rank0, step_of
-from runtime.cli import MachineError, UserError, duration
 from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
-from runtime.machine import GIB, end_with_parent, memory_error
 from runtime.roofline import highest_ratio, modelled_ratio
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from lib.files import to_line
 from model import GPT, Attention, rotate
 from runtime.config import FP8_MULTIPLES
 from runtime.fp8 import (
@@ -44,7 +45,6 @@ from runtime.fp8 import (
     unwrap,
     zero_gradients,
 )
-from runtime.machine import to_line
 
 OPERANDS = "weight", "activation", "gradient"
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")

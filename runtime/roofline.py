@@ -5,7 +5,7 @@ measurement of this project.
     python -m runtime.roofline gpu=h200 sizes=1p5b context=2048
 
 The bytes are counted from the kernels that Inductor plans for model.py on an H100
-(dev/compiler_plan.py); the ceilings are published figures. Overlap and caches are not modelled.
+(bench/compiler_plan.py); the ceilings are published figures. Overlap and caches are not modelled.
 `--plan` and the sweep's table take FP8's speed over BF16's from here (modelled_ratio). Thirteen
 constants are assumed, or were chosen with an eye on the thirteen published figures that
 tests/test_plan.py holds them against: to come out near proves little.
@@ -18,11 +18,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.machine import ROOT
 from model import GPT, GPTConfig
-from runtime.cli import UserError, command, run_command
 from runtime.config import Config, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
-from runtime.machine import ROOT
 
 MICRO_BATCH = {"125m": 64, "350m": 32, "760m": 16, "1p5b": 16}  # sequences of 1,024 tokens
 TOKENS, TOKENS_PER_STEP = 16_384, 524_288  # of a micro-batch that nobody chose; of a step
@@ -108,7 +109,7 @@ _G_OURS = (
 )
 # Scales known before: Inductor casts in the kernel that makes x, whose transposed copy it makes
 # anew in the backward pass from what that keeps (a norm's input, gate and up), and in the one that
-# makes g, which then leaves it in both layouts alone. As dev/compiler_plan.py has it: 7,613 kB a
+# makes g, which then leaves it in both layouts alone. As bench/compiler_plan.py has it: 7,613 kB a
 # token at 1.5B, 1,652 above BF16; these sum up to 1,663.
 _X_DELAYED = _x(Moved(0, 1, 3, spared=2), Moved(0, 3, 3), Moved(0, 1, 5, spared=2))
 _G_DELAYED = (*(Moved(transposed=2, spared=2), Moved(transposed=4)) * 2, Moved(ours=4, spared=4))

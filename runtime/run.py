@@ -24,10 +24,11 @@ from typing import TextIO
 import numpy as np
 import torch
 
-from eval.loss import ValLoss, bits_per_byte, evaluate
+from lib.errors import MachineError, UserError
+from lib.files import digest, read_rows, write_json
+from lib.machine import ROOT, device_name
 from runtime import fp8, optim, parallel
 from runtime.checkpoint import Saver, branch, note_saved, read_saved, restore, run_on_rank0, step_of
-from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.config_file import shown
 from runtime.data import Data, shares
@@ -43,18 +44,12 @@ from runtime.log import (
     peak_flops,
     throughput,
 )
-from runtime.machine import (
-    ROOT,
-    device_name,
-    digest,
-    metrics_rows,
-    out_of_memory,
-    read_rows,
-    write_json,
-)
+from runtime.memory import out_of_memory
+from runtime.metrics_file import metrics_rows
 from runtime.parallel import World, build
 from runtime.probe import Probe
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
+from runtime.validation import ValLoss, bits_per_byte, evaluate
 from runtime.watchdog import Watchdog
 
 

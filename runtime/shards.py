@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.cli import UserError
-from runtime.machine import digest, file_sha256, write_atomically
+from lib.errors import UserError
+from lib.files import digest, file_sha256, write_atomically
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # index.json's "dtype" -> NumPy's

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.cli import UserError
+from lib.errors import UserError
 
 FORMAT_VERSION = 2
 SHIPPED = Path(__file__).resolve().with_name("fp8_speed.json")

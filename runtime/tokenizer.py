@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.cli import UserError
+from lib.errors import UserError
+from lib.files import write_json
 from runtime.letters import BYTE_LETTERS
-from runtime.machine import write_json
 from runtime.pieces import build_encoder
 
 VOCAB_SIZE = {"gpt2": 50257, "byte": 257}  # the built-in ones

@@ -38,9 +38,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullLocator
 from scipy.stats import binned_statistic
 
-from runtime.cli import FilePath, UserError, command, nearest, run_command, si
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.plots import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
+from lib.text import nearest, si
+from lib.values import FilePath
 from scaling import predict, records
-from scaling.figures import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
 from scaling.laws import (
     DELTA,
     HAS_OUTLIERS,

@@ -15,7 +15,8 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.special import erf, fdtrc, stdtrit
 
-from runtime.cli import UserError, si
+from lib.errors import UserError
+from lib.text import si
 from scaling.valleys import Minima, Valley, fit_valleys, lowest_part, without_spikes
 
 # form -> its parameters in the solver's order: ln factors first, then exponents

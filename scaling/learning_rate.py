@@ -22,8 +22,11 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from runtime.cli import FilePath, UserError, command, run_command, si
-from scaling.figures import STYLES, counts_axis, sheet, styled, write_with
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.plots import STYLES, counts_axis, sheet, styled, write_with
+from lib.text import si
+from lib.values import FilePath
 from scaling.pairs import grouped
 from scaling.precision import fixed, table
 from scaling.records import LAW_FOLDER, read_runs, read_study, without_repeats

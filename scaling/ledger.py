@@ -31,9 +31,13 @@ from statistics import median
 import numpy as np
 import torch
 
-from runtime.cli import FilePath, UserError, command, grid, nearest, run_command
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import write_json
+from lib.machine import ROOT
+from lib.text import grid, nearest
+from lib.values import FilePath
 from runtime.config import load_config, positive
-from runtime.machine import ROOT, write_json
 from scaling import sweep
 from scaling.records import read_json
 from scaling.study import Row, Study, expand, load_study

@@ -18,9 +18,10 @@ from scipy import stats
 from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
 
-from runtime.cli import UserError, si
+from lib.errors import UserError
+from lib.text import listed, si
 from scaling.laws import Points, fit_form
-from scaling.records import Record, check_comparable, listed, read_study
+from scaling.records import Record, check_comparable, read_study
 
 ALPHA = 0.05
 POWER = 0.8

@@ -17,12 +17,15 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.machine import ROOT
+from lib.text import grid, si
+from lib.values import FilePath
 from model import GPT
 from runtime import fp8
-from runtime.cli import FilePath, UserError, command, grid, run_command, si
 from runtime.config import fp8_overrides, load_config, positive
 from runtime.log import peak_flops
-from runtime.machine import ROOT
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
 from scaling.pairs import EPOCH, Surface

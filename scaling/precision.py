@@ -20,11 +20,14 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from runtime.cli import FilePath, UserError, command, grid, run_command, si
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.plots import STYLES, counts_axis, settle, sheet, styled, styles, write_with
+from lib.text import grid, listed, si
+from lib.values import FilePath
 from scaling import pairs
 from scaling.equivalence import Equivalence, Part, judge_equivalence
-from scaling.figures import STYLES, counts_axis, settle, sheet, styled, styles, write_with
-from scaling.records import check_comparable, law_folder, listed, read_runs, usable
+from scaling.records import check_comparable, law_folder, read_runs, usable
 from scaling.table_pairs import read_table_pairs
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}

@@ -18,10 +18,11 @@ from types import SimpleNamespace
 import numpy as np
 from scipy.special import fdtri, stdtrit
 
-from runtime.cli import UserError, nearest
-from runtime.machine import ROOT, git
+from lib.errors import UserError
+from lib.machine import ROOT, git
+from lib.plots import write_files
+from lib.text import nearest
 from scaling import rivals
-from scaling.figures import write_files
 from scaling.laws import (
     COLLAPSED,
     DELTA,

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import UserError, type_problems
-from runtime.machine import file_sha256, metrics_rows, read_rows
+from lib.errors import UserError
+from lib.files import file_sha256, read_rows
+from lib.values import type_problems
+from runtime.metrics_file import metrics_rows
 
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"  # beside the runs: where fit.py leaves its law.json
@@ -269,13 +271,6 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     }
     points = np.array(sorted(last.values()), dtype=float).reshape(-1, 2)
     return points[:, 0], points[:, 1]
-
-
-def listed(items, most: int = 6) -> str:
-    """Items in a sentence, the first `most` of them and how many more."""
-    return ", ".join(map(str, items[:most])) + (
-        f" and {len(items) - most} more" if len(items) > most else ""
-    )
 
 
 def read_json(path: Path) -> dict:

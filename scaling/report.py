@@ -20,20 +20,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from runtime.cli import FilePath, UserError, command, run_command, si
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.plots import STYLES, settle, sheet, steps_axis, styled, styles, write_files, write_with
+from lib.text import listed, si
+from lib.values import FilePath
 from scaling import figures, learning_rate, precision
-from scaling.figures import (
-    STYLES,
-    finite,
-    running_mean,
-    settle,
-    sheet,
-    steps_axis,
-    styled,
-    styles,
-    write_files,
-    write_with,
-)
+from scaling.figures import finite, running_mean
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
 from scaling.predict import held_out, load
@@ -41,7 +34,6 @@ from scaling.records import (
     LAW_FOLDER,
     Record,
     from_scratch,
-    listed,
     read_json,
     read_runs,
     read_study,

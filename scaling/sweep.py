@@ -35,16 +35,21 @@ if __name__ == "__main__":
 
 import torch
 
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import read_rows, write_json
+from lib.machine import ROOT
+from lib.text import duration, grid, listed, nearest, si
+from lib.values import FilePath
 from runtime.checkpoint import latest, step_of
-from runtime.cli import FilePath, UserError, command, duration, grid, nearest, run_command, si
 from runtime.config import load_config, positive, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
-from runtime.machine import ROOT, metrics_rows, read_rows, write_json
+from runtime.metrics_file import metrics_rows
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
-from scaling.records import LAW_FOLDER, listed, read_json, read_study
+from scaling.records import LAW_FOLDER, read_json, read_study
 from scaling.study import Row, Study, expand, load_study
 
 # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from runtime.cli import UserError
+from lib.errors import UserError
+from lib.text import listed
 from scaling.pairs import Gap, Pair
-from scaling.records import Record, listed
+from scaling.records import Record
 from scaling.tables import Table, read_table
 
 # cells of the arm column, in any case, that name the baseline

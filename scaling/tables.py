@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime.cli import UserError, nearest
+from lib.errors import UserError
+from lib.text import nearest
 
 STEP_COLUMNS = (
     "Step",

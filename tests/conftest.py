@@ -166,7 +166,7 @@ def no_figures(monkeypatch):
         "learning_rate.draw",
     ):
         monkeypatch.setattr(f"scaling.{name}", lambda *_: "figure")
-    monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
+    monkeypatch.setattr("lib.plots.render", lambda *_: b"")
 
 
 def changed(config: Config, words: str) -> Config:

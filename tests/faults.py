@@ -31,10 +31,10 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.run import main as torchrun
 
 import train
+from lib.files import read_rows
 from model import GPT
 from runtime.config import Config
 from runtime.data import Data
-from runtime.machine import read_rows
 from runtime.optim import local
 from tests.changes import on_change
 from tests.conftest import ROOT, write_config

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import pytest
 
+from lib.machine import ROOT
 from runtime.config import Config
-from runtime.machine import ROOT
 from tests import faults, test_prepare
 from tests.conftest import changed, process
 from tests.faults import leftovers, record, rows, saved_steps
@@ -152,12 +152,12 @@ def test_ray_makes_the_same_shards(big, tmp_path):
 
 
 def test_the_compilers_plan_of_an_h100_is_what_docs_speed_says():
-    """Matmuls, attention, other kernels, what is kept, in kB a token: dev/compiler_plan.py reaches
+    """Matmuls, attention, other kernels, what is kept, in kB a token: bench/compiler_plan.py reaches
     into torch's private parts."""
     pytest.importorskip("triton")
     plan = process(
         "-m",
-        "dev.compiler_plan",
+        "bench.compiler_plan",
         "configs/gpt125m_bf16.py",
         "data.micro_batch=64",
         "model.n_ctx=1024",

@@ -12,12 +12,25 @@ import pytest
 
 from tests.conftest import ROOT, asked, process
 
-ROOMS = ("runtime", "prepare", "eval", "scaling", "configs", "bench")
+# Folders and files of the top level; each imports its own and those of lower layers alone.
+LAYERS = {
+    "lib": 0,
+    "model": 1,
+    "runtime": 2,
+    "scaling": 3,
+    "eval": 3,
+    "prepare": 3,
+    "bench": 4,
+    "configs": 4,
+    "train": 5,
+    "prepare_data": 5,
+    "studies": 6,
+}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
     for path in (
         *ROOT.glob("*.py"),
-        *(path for room in ROOMS for path in (ROOT / room).rglob("*.py")),
+        *(path for room in LAYERS for path in (ROOT / room).rglob("*.py")),
     )
 }
 
@@ -39,6 +52,20 @@ def test_no_module_imports_itself_by_way_of_others():
     assert {name.split(".")[0] for name in imports(ast.walk(trees["model"]))} - set(
         sys.stdlib_module_names
     ) == {"torch"}
+
+
+def test_every_folder_of_code_has_a_layer():
+    folders = {path.relative_to(ROOT).parts[0] for path in ROOT.glob("[a-z]*/**/*.py")}
+    assert folders - {"tests", "out", "data", "build"} <= set(LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_down_only(name):
+    """Those inside functions too."""
+    room = name.partition(".")[0]
+    imported = {module.partition(".")[0] for module in imports(ast.walk(ast.parse(MODULES[name])))}
+    wrong = {other for other in imported & set(LAYERS) if LAYERS[other] >= LAYERS[room]}
+    assert not wrong - {room}
 
 
 @pytest.mark.parametrize("command", [["-m", "scaling.fit"], [str(ROOT / "scaling/sweep.py")]])

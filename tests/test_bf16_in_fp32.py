@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lib.errors import UserError
 from model import Attention, GPTConfig, Linear
 from runtime import bf16_in_fp32, parallel
-from runtime.cli import UserError
 from tests.conftest import changed
 
 SIZE = GPTConfig(n_layer=2, n_head=2, n_embd=64, n_ffn=96, n_ctx=32, vocab_size=257)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from lib.errors import MachineError, UserError
 from runtime import checkpoint
 from runtime.checkpoint import (
     DamagedError,
@@ -26,7 +27,6 @@ from runtime.checkpoint import (
     restore,
     seal,
 )
-from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig
 from tests.conftest import ALONE
 from tests.faults import flip_bit, saved_steps

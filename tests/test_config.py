@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import train
-from runtime.cli import UserError, command, field_meanings, read_options
+from lib.command import command, read_options
+from lib.errors import UserError
+from lib.help import field_meanings
 from runtime.config import (
     KEYS,
     SECTIONS,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
-from runtime.cli import UserError
+from lib.errors import UserError
 from runtime.config import load_config, load_config_and_files
 from runtime.config_file import OWN_NAMES
 from scaling.study import expand, load_study

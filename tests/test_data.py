@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from eval import tasks
+from lib.errors import UserError
 from prepare_data import main
 from runtime import shards
-from runtime.cli import UserError
 from runtime.data import Data, permute, schedule, shares
 from runtime.shards import damage, read_index, remove_shards
 from runtime.tokenizer import load_tokenizer

@@ -16,13 +16,13 @@ from eval_runs import call, greedy_text, refused
 
 import train
 from eval import harness, precision, sample
+from lib.errors import UserError
+from lib.files import read_rows
 from model import KVCache
 from runtime import fp8
 from runtime.checkpoint import load_model
-from runtime.cli import UserError
 from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
 from runtime.data import Data
-from runtime.machine import read_rows
 from runtime.probe import statistics
 from runtime.tokenizer import load_tokenizer
 from tests.scaling_runs import edit

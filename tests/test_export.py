@@ -29,11 +29,11 @@ from configs.continue_llama import config as LLAMA_8B
 from eval import export
 from eval.export import MODEL_TYPES, gpt_config, import_checkpoint
 from eval.sample import load_for_inference
+from lib.errors import UserError
+from lib.files import read_rows
 from runtime.checkpoint import branch, checkpoints, load_model, read_manifest
-from runtime.cli import UserError
 from runtime.config import FP8Config, read_config
 from runtime.data import Data
-from runtime.machine import read_rows
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
 from tests.conftest import ROOT, changed, process
 from tests.scaling_runs import edit

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
+from lib.plots import BLUE, GREY
 from scaling import figures
 from tests.conftest import asked
 from tests.scaling_runs import cells, legend
@@ -162,7 +163,7 @@ def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
         assert [
             list(line.get_xdata())
             for line in panel.get_lines()
-            if to_hex(line.get_color()) == figures.GREY and len(line.get_xdata()) > 1
+            if to_hex(line.get_color()) == GREY and len(line.get_xdata()) > 1
         ] == [[21, 22, 23, 24]]
     assert figure.legends[0].get_title().get_text() == "Training of run (n = 1 run, steps 1 to 40)"
 
@@ -174,7 +175,7 @@ def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp
     for panel, value in ((loss, 3.0), (norm, 1.0), (busy, 95.0)):
         mean = max(
             panel.get_lines(),
-            key=lambda line: line.get_linewidth() * (line.get_color() == figures.BLUE),
+            key=lambda line: line.get_linewidth() * (line.get_color() == BLUE),
         )
         assert np.asarray(mean.get_ydata()) == pytest.approx(np.full(399, value))
     assert loss.get_ylim()[1] < 4 and norm.get_ylim()[1] < 4

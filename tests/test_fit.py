@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scaling_runs import edit, strict, write_branches, write_ladder, write_run
 
-from runtime.cli import UserError
+from lib.errors import UserError
 from scaling import fit as cli
 from scaling.fit import fit_group, fit_points, read_points, seed_noise
 from scaling.laws import fit_law

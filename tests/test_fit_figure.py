@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scaling_runs import edit, errorbars, legend, surface, write_branches, write_ladder, write_run
 
-from scaling import figures, fit
-from scaling.figures import STYLES, styles, write_with
+from lib import plots
+from lib.plots import STYLES, styles, write_with
+from scaling import fit
 from scaling.fit import draw, fit_group, fit_points, lines_of
 from scaling.laws import Points, minima_of
 from scaling.pairs import pairs
@@ -322,10 +324,8 @@ def test_a_recipe_has_one_style_in_every_figure_told_apart_without_colour_too():
 def test_the_json_is_written_last(tmp_path, monkeypatch):
     """Whoever finds law.json finds all of it, old or new."""
     written = []
-    monkeypatch.setattr(
-        figures, "write_atomically", lambda path, content: written.append(path.name)
-    )
-    write_with(tmp_path, "figure", figures.Figure(), {"law.json": "{}"})
+    monkeypatch.setattr(plots, "write_atomically", lambda path, content: written.append(path.name))
+    write_with(tmp_path, "figure", Figure(), {"law.json": "{}"})
     assert written == ["figure.png", "figure.svg", "law.json"]
     with pytest.raises(ValueError, match="Out of range float"):
         write_with(tmp_path, "figure", None, {"law.json": {"loss": np.nan}})

@@ -12,9 +12,9 @@ import torch
 import torch._inductor.config as inductor
 import torch.nn.functional as F
 
+from lib.errors import UserError
 from model import GPT, GPTConfig, Linear, RMSNorm
 from runtime import fp8, parallel
-from runtime.cli import UserError
 from runtime.config import FP8Config
 from runtime.fp8 import fake_quantise, noise_at
 

@@ -4,7 +4,7 @@ import pytest
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from eval.generation import read_generation
-from runtime.cli import UserError
+from lib.errors import UserError
 
 
 @pytest.mark.parametrize(

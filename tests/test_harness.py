@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import export, harness, precision, sample, tasks
 from eval.sample import Inference
+from lib.errors import UserError
 from runtime import checkpoint
-from runtime.cli import UserError
 from tests.conftest import process, write_index
 from tests.hub_server import HubServer, write_repository
 from tests.scaling_runs import edit

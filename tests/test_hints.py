@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import train
+from lib.errors import UserError
 from runtime import run as room
-from runtime.cli import UserError
 from runtime.config import load_config, read_command_line, read_config
 from runtime.data import Data
 from runtime.parallel import World, read_launch

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench import kernels
+from lib.errors import UserError
 from runtime import speed
-from runtime.cli import UserError
 from runtime.speed import choose, load_table
 from tests.conftest import asked
 

@@ -13,7 +13,7 @@ from scipy import stats
 from scipy.optimize import least_squares, minimize, minimize_scalar
 from scipy.special import logsumexp
 
-from runtime.cli import UserError
+from lib.errors import UserError
 from scaling import laws as solver
 from scaling.fit import read_points
 from scaling.laws import (

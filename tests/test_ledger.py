@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 
 import train
+from lib.files import read_rows
 from model import GPTConfig
-from runtime.machine import read_rows
 from scaling import ledger, precision, sweep
 from scaling.ledger import compare, machine_kind, read_entries
 from tests.conftest import asked, changed, tiny_config, write_config

@@ -1,4 +1,4 @@
-"""eval/loss.py against torch's cross-entropy, its standard error by simulation; eval/lm.py:
+"""runtime/validation.py against torch's cross-entropy, its standard error by simulation; eval/lm.py:
 log-likelihoods and greedy texts against the model taken one token at a time; batches, shared
 contexts, ranks, stop requests."""
 
@@ -29,10 +29,10 @@ from eval_runs import (
 
 from eval import lm as eval_lm
 from eval.lm import CheckpointLM
-from eval.loss import ValLoss, bits_per_byte, evaluate
+from lib.errors import UserError
 from model import GPTConfig
-from runtime.cli import UserError
 from runtime.parallel import World
+from runtime.validation import ValLoss, bits_per_byte, evaluate
 
 # ------------------------------------------------------------------------------------------ losses
 

@@ -18,10 +18,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from lib.errors import UserError
+from lib.files import read_rows, write_json
+from lib.text import duration, si
 from runtime import log
-from runtime.cli import UserError, duration, si
 from runtime.config import LogConfig
-from runtime.machine import read_rows, write_json
 from tests.changes import on_change
 from tests.conftest import ALONE
 from tests.faults import wait_for

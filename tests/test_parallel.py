@@ -27,16 +27,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from eval.loss import evaluate
+from lib.errors import MachineError, UserError
+from lib.files import read_rows
 from runtime import fp8, parallel
 from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
-from runtime.cli import MachineError, UserError
 from runtime.config import config_from_dict
 from runtime.data import NO_TARGET, Data
-from runtime.machine import read_rows
 from runtime.optim import local
 from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
+from runtime.validation import evaluate
 from tests.conftest import ALONE, ROOT, changed, process, tiny_config, write_config
 from tests.faults import FORKS, back_to, record, rows, summary
 from tests.test_fp8 import tokens

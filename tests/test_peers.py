@@ -15,8 +15,8 @@ import model as our_model
 from bench import peers
 from bench.peers import BESIDE, LABELS, OURS, groups_of, load
 from bench.throughput import Cell, config_of, measure
+from lib.errors import UserError
 from model import GPT, GPTConfig
-from runtime.cli import UserError
 
 CPU = torch.device("cpu")
 MATMUL = 2 * 128 * 128 + 160 * 128 + 12  # of the stand-ins, two blocks 128 wide, a gate of 12

@@ -13,11 +13,11 @@ import pytest
 import torch.nn as nn
 
 from bench.throughput import Cell, config_of
+from lib.errors import MachineError, UserError
+from lib.files import read_bytes, read_rows, write_json
 from model import GPT, GPTConfig
 from runtime import plan, roofline
-from runtime.cli import MachineError, UserError
 from runtime.config import load_config
-from runtime.machine import read_bytes, read_rows, write_json
 from runtime.plan import candidates, resolve_micro_batch, search, try_one
 from runtime.roofline import (
     CASTS,
@@ -239,7 +239,7 @@ def test_parameters_are_the_models_own(size, tied):
 
 
 # GB over BF16 that Inductor plans for 28 blocks of 1.5B and 16 x 1024 tokens: `python -m
-# dev.compiler_plan` (torch 2.13.0, "written" and "called"); gw_hp and rows from plans of 4 and 2
+# bench.compiler_plan` (torch 2.13.0, "written" and "called"); gw_hp and rows from plans of 4 and 2
 # blocks (torch 2.11.0).
 @pytest.mark.parametrize(
     "recipe, planned",

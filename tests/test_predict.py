@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime.cli import UserError
+from lib.errors import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
 from scaling import fit, predict, rivals

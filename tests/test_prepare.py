@@ -23,12 +23,13 @@ import pyarrow
 import pytest
 
 from bench import data as benchmark
+from lib import progress
+from lib.errors import UserError
+from lib.files import read_bytes
 from prepare import harvest, pipeline, sources
 from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
-from runtime import cli, shards
-from runtime.cli import UserError
-from runtime.machine import read_bytes
+from runtime import shards
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, asked, process
 from tests.faults import flip_bit
@@ -576,7 +577,7 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
 
 
 def test_progress_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "LOG_S", 0.0)
+    monkeypatch.setattr(progress, "LOG_S", 0.0)
     monkeypatch.setattr(pipeline, "TELL_S", 0.0)
     assert local(write(tmp_path / "a.jsonl", some_documents(300)), out=tmp_path) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mine: ")]

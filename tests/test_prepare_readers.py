@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from lib.errors import UserError
 from prepare import pipeline, sources
 from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
 from runtime import shards
-from runtime.cli import UserError
 from runtime.tokenizer import load_tokenizer
 from tests.test_prepare import due, found, local, split_of
 from tests.text_files import DOCUMENTS, PACK, some_documents, write, write_rows, write_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scaling_runs import edit, write_ladder, write_run
 
-from runtime.cli import UserError
+from lib.errors import UserError
 from scaling import records as room
 from scaling.pairs import pairs
 from scaling.records import check_comparable, read_curve, read_record, read_runs

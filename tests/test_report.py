@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scaling_runs import cells, edit, strict, write_branches, write_run
 
+from lib.plots import STYLES
 from scaling import fit, precision, report
-from scaling.figures import STYLES
 from scaling.pairs import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
@@ -351,7 +351,7 @@ def study(tmp_path_factory):
         runs=[*strict(folder / "study.json")["runs"], row],
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scaling.figures.render", lambda figure, form: b"")  # most of the time
+        patch.setattr("lib.plots.render", lambda figure, form: b"")  # most of the time
         for command, words in ((precision, ()), (fit, ("--predict", target))):
             assert command.main([str(folder), *words]) == 0
         (later / target).rename(folder / target)

@@ -1,4 +1,4 @@
-"""train.py, runtime/run.py, machine.py: what a run leaves and refuses, its branch in another
+"""train.py, runtime/run.py, lib/machine.py: what a run leaves and refuses, its branch in another
 precision, one read of the host a step, one writer per folder, too little memory.
 
 Kills, signals, ranks, rollbacks: tests/test_faults.py."""
@@ -23,15 +23,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eval.loss import evaluate
-from runtime import machine, shards
+from lib import machine
+from lib.errors import MachineError
+from runtime import memory, shards
 from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
-from runtime.cli import MachineError
 from runtime.config import FP8Config
 from runtime.data import Data
 from runtime.log import pair_id
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
+from runtime.validation import evaluate
 from runtime.watchdog import Watchdog
 from tests import faults
 from tests.conftest import ALONE, changed, write_source
@@ -491,7 +492,7 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, cal
             call()
         except Exception as error:
             raise ValueError("backend='inductor' raised:") from error
-    said = machine.out_of_memory(caught.value, tiny, ALONE)
+    said = memory.out_of_memory(caught.value, tiny, ALONE)
     assert (said is not None) == is_memory
     assert said is None or all(
         part in said

@@ -17,7 +17,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from eval import export, sample
-from runtime.cli import UserError
+from lib.errors import UserError
 from runtime.config import read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer
 from tests.text_files import BEGINS, write_tokenizer

@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from lib.command import read_options
 from runtime import fp8
-from runtime.cli import read_options
 from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
 from runtime.plan import plan as train_plan

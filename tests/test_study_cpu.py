@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.cli import UserError
+from lib.errors import UserError
 from scaling import ledger
 from scaling.ledger import read_entries
 from scaling.study import expand, load_study

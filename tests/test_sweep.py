@@ -18,10 +18,11 @@ import pytest
 import torch
 
 import train
-from runtime.cli import UserError, duration
+from lib.errors import UserError
+from lib.files import read_rows
+from lib.text import duration
 from runtime.config import FP8Config, load_config
 from runtime.log import pair_id
-from runtime.machine import read_rows
 from runtime.optim import check_branch, learning_rate
 from runtime.roofline import modelled_ratio
 from scaling import sweep

@@ -24,11 +24,12 @@ from bench.throughput import (
     run_cell,
     table,
 )
+from lib.errors import UserError
+from lib.files import read_bytes, read_rows
+from lib.machine import nvidia_smi
 from model import GPT
 from runtime import parallel
-from runtime.cli import UserError
 from runtime.config import load_config
-from runtime.machine import nvidia_smi, read_bytes, read_rows
 from runtime.optim import build_optimizer
 from tests.conftest import ROOT, asked
 from tests.faults import children, wait_for

@@ -17,8 +17,8 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from transformers import AutoTokenizer
 
 from eval import export
+from lib.errors import UserError
 from runtime import tokenizer as room
-from runtime.cli import UserError
 from runtime.tokenizer import (
     BYTE_LETTERS,
     GPT2_PATTERN,

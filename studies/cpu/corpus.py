@@ -23,9 +23,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 import prepare_data
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import write_atomically, write_json
+from lib.machine import ROOT
 from prepare.harvest import NOT_READ
-from runtime.cli import UserError, command, run_command
-from runtime.machine import ROOT, write_atomically, write_json
 from runtime.shards import read_index
 
 HERE = Path(__file__).resolve().parent

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from runtime.cli import command, grid, run_command
-from runtime.machine import ROOT
+from lib.command import command, run_command
+from lib.machine import ROOT
+from lib.text import grid
 from scaling.study import Study, load_study
 
 # Per cent of the loss; standard deviations over seeds at one budget. The largest of four

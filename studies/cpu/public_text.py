@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.cli import MachineError, UserError, command, run_command
-from runtime.machine import read_bytes
+from lib.command import command, run_command
+from lib.errors import MachineError, UserError
+from lib.files import read_bytes
 
 # kind -> owner/name -> commit
 REPOSITORIES = json.loads(read_bytes(Path(__file__).resolve().parent / "repositories.json"))

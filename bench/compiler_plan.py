@@ -1,8 +1,8 @@
 """Read, without a GPU, which kernels torch.compile would run on an H100 for a training step: bytes,
 registers, spills.
 
-    python -m dev.compiler_plan  configs/gpt1p5b_bf16.py, 16 x 1024 tokens
-    python -m dev.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16 model.n_ctx=1024
+    python -m bench.compiler_plan  configs/gpt1p5b_bf16.py, 16 x 1024 tokens
+    python -m bench.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16 model.n_ctx=1024
 
 Forward and backward pass of one micro-batch, from the first block's input to the loss and back,
 with train.py's model, swap of Linears and compiler; all blocks from the difference of two and one.
@@ -40,9 +40,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
+from lib.command import run_command
+from lib.errors import UserError
+from lib.help import help_page
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, run_command
 from runtime.config import load_config
 from runtime.parallel import COMPUTE_DTYPE
 
@@ -70,7 +72,7 @@ BUILT: dict[str, tuple[int, int]] = {}
 
 def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
-        print(__doc__)
+        print(help_page(__doc__))
         return 0
     path, *overrides = arguments or [
         "configs/gpt1p5b_bf16.py",

@@ -1,0 +1,109 @@
+"""What the machine is asked for: the repository's root, git, devices, parent processes."""
+
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lib.errors import MachineError
+from lib.files import read_bytes
+
+GIB = 2**30
+
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
+
+
+def end_with_parent() -> None:
+    """Ends this process of a multiprocessing pool as soon as its parent has ended, even by
+    SIGKILL."""
+    parent = multiprocessing.parent_process()
+    assert parent
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def git(folder: Path, *words: str) -> str | None:
+    """What a git command prints in `folder`, without the last line's end; None without git or
+    outside a repository."""
+    # a diff holds what the files do, which may be other than UTF-8, and may end in lines of white
+    # space
+    try:
+        return subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=True,
+            timeout=60,
+        ).stdout.rstrip("\n")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def device_name(device) -> str:
+    """Of a torch.device: a GPU's name as its driver reports it, a CPU's model and torch's number of
+    threads."""
+    import torch  # not above: scaling/ reads rows and asks git on machines without it
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = re.search(
+        r"^model name\s*:\s*(.*\S)", read_bytes("/proc/cpuinfo").decode(errors="replace"), re.M
+    )
+    return f"cpu {model[1] if model else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[str | None]:
+    """What nvidia-smi tells of the first visible GPU, None for what it does not; `work` is done
+    again and again meanwhile."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    try:
+        asked = subprocess.Popen(
+            [
+                "nvidia-smi",
+                f"--query-gpu={','.join(fields)}",
+                "--format=csv,noheader,nounits",
+                "-i",
+                gpu,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    except OSError:
+        return [None] * len(fields)
+    while asked.poll() is None:
+        work()
+    # [N/A]
+    told = [None if "[" in value else value.strip() for value in asked.communicate()[0].split(",")]
+    return told if asked.returncode == 0 else [None] * len(fields)
+
+
+def check_device() -> None:
+    """Raises MachineError where torch cannot use an NVIDIA GPU that CUDA_VISIBLE_DEVICES="" does
+    not hide: days on a CPU."""
+    import torch
+
+    if (
+        torch.cuda.is_available()
+        or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        or not count_gpus()
+    ):
+        return
+    raise MachineError(
+        f"this machine shows {count_gpus()} NVIDIA GPU(s), torch {torch.__version__} can use none:"
+        " install a build that fits the driver, correct CUDA_VISIBLE_DEVICES, or set it to '' for"
+        " the CPU"
+    )
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that the driver's folder lists, else those with a device file: torch counts none
+    where it cannot use them."""
+    return len(
+        list(Path("/proc/driver/nvidia/gpus").glob("*")) or list(Path("/dev").glob("nvidia[0-9]*"))
+    )

@@ -1,0 +1,151 @@
+"""Read and check one value of a command line or config by its annotation."""
+
+import inspect
+import math
+import os
+import types
+from dataclasses import fields
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+from lib.errors import UserError
+from lib.text import nearest
+
+# The annotation of an option that names a file or folder, or may name one (hf:~/model, gpt2): ~ in
+# it is expanded.
+FilePath = Annotated[str, "path"]
+
+
+WORDS: dict = {
+    type(None): {"none": None},
+    bool: {"true": True, "1": True, "false": False, "0": False},
+}
+
+
+def parse(key: str, text: str, hint):
+    """The value that `text` spells under the annotation `hint`. Raises UserError naming the
+    form."""
+    # "none" is a word, too
+    for part in sorted(_parts(hint), key=lambda part: part is not type(None)):
+        try:
+            value = _read(text, part)
+        except UserError as error:
+            raise UserError(f"{key}={error}") from error
+        except (ValueError, KeyError):
+            continue
+        if _fits(value, part):
+            return value
+    raise UserError(_mismatch(key, text, hint))
+
+
+def _parts(hint) -> tuple:
+    """The members of a union, such as int and None; of another hint, itself alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _read(text: str, hint):
+    """What `text` says under a hint that is no union. Raises ValueError or KeyError where it says
+    nothing."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return expand_home(text)
+    if hint in WORDS:
+        return WORDS[hint][text.lower()]
+    if hint is int and text.lstrip("+-").isdigit():
+        return int(text)
+    if hint in (int, float):
+        number = float(text)
+        # 1e6 is a whole number
+        return int(number) if hint is int and number.is_integer() else number
+    if origin not in (tuple, dict):
+        return text
+    if origin is tuple and text.lower() == "none":
+        return ()
+    if text[:1] + text[-1:] in ("()", "[]", "{}"):
+        text = text[1:-1]
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if origin is tuple:
+        return tuple(_read(part, inner[0]) for part in parts)
+    pairs = [part.rsplit(":", 1) for part in parts]  # fineweb_edu:0.8,python:0.1
+    weights = {source.strip(): float(weight) for source, weight in pairs}
+    return weights if len(weights) == len(pairs) else text  # a source named twice
+
+
+def expand_home(path: str) -> str:
+    """`path` with the home folder in the place of a leading ~ or ~user. Raises UserError for a user
+    that does not exist: a folder by the name "~user" is hardly ever meant."""
+    prefix = "hf:" if path.startswith("hf:~") else ""
+    expanded = os.path.expanduser(path.removeprefix(prefix))
+    if expanded.startswith("~") and not os.path.lexists(expanded.partition("/")[0]):
+        raise UserError(
+            f"{path!r}: there is no user {expanded[1:].partition('/')[0]!r} whose home folder it"
+            f" could mean; write ./{expanded} for a folder of that name"
+        )
+    return prefix + expanded
+
+
+def expand_paths(value) -> None:
+    """Expand ~ in the fields of the dataclass `value`, frozen or not, that name a file or folder.
+    Raises UserError as above."""
+    for name, hint in get_type_hints(type(value), include_extras=True).items():
+        path = getattr(value, name)
+        if FilePath in _parts(hint) and isinstance(path, str) and path[:1] == "~":
+            object.__setattr__(value, name, expand_home(path))
+
+
+def type_problems(prefix: str, value) -> list[str]:
+    """One sentence for each field of the dataclass `value` whose content does not fit its
+    annotation."""
+    hints = get_type_hints(type(value))
+    return [
+        _mismatch(prefix + f.name, getattr(value, f.name), hints[f.name])
+        for f in fields(value)
+        if not _fits(getattr(value, f.name), hints[f.name])
+    ]
+
+
+def _mismatch(key: str, value, hint) -> str:
+    choices = [
+        str(c)
+        for part in (hint, *get_args(hint))
+        if get_origin(part) is Literal
+        for c in get_args(part)
+    ]
+    form = ", written source:weight,..." * (get_origin(hint) is dict)
+    words = value if isinstance(value, tuple) else str(value).split(",")
+    wrong = next((str(word) for word in words if word not in choices), "")
+    meant = nearest(wrong, choices) if len(choices) > 1 else ""
+    form += " (write true or false)" * (bool in _parts(hint))
+    return f"{key}={value!r} is not {' or '.join(map(_type_name, _parts(hint)))}{form}{meant}"
+
+
+def _type_name(hint) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if get_origin(hint) is Annotated:
+        return "a path"
+    return "none" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")
+
+
+def _fits(value, hint) -> bool:
+    """Whether `value` is of the annotated type; a whole number passes as a float, a bool, inf and
+    NaN never as a number."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, inner[0])
+    if len(parts := _parts(hint)) > 1:
+        return any(_fits(value, part) for part in parts)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(v, inner[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items()
+        )
+    if hint in (int, float):
+        return (
+            isinstance(value, (int, hint))
+            and not isinstance(value, bool)
+            and -math.inf < value < math.inf
+        )
+    return isinstance(value, hint)
