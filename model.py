@@ -275,7 +275,11 @@ class GPT(nn.Module):
             raise ValueError("; ".join(problems))
         self.config = config
         self.compute_dtype = compute_dtype
-        self.wte = nn.Embedding(config.vocab_padded, config.n_embd)
+        # from_pretrained() skips nn.Embedding's own random values, which init_weights() replaces. On
+        # the meta device they would import torch's reference operators, two seconds at every start.
+        self.wte = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_padded, config.n_embd), freeze=False
+        )
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Linear(config.n_embd, config.vocab_padded)
