@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +38,7 @@ from lib.files import write_json
 from lib.machine import ROOT
 from lib.text import grid, nearest
 from lib.values import FilePath
-from runtime.config import load_config, positive
+from runtime.config import Config, apply_overrides, load_config, positive
 from scaling import sweep
 from scaling.records import read_json
 from scaling.study import Row, Study, expand, load_study
@@ -476,9 +477,15 @@ def seconds_of(row: Row, rows: list[Row], entries: dict[str, Entry], timing: dic
     if like:
         return median(like)
     micros = timing.get("microseconds_per_token", {}).get(row.size, {}).get(row.recipe, math.nan)
-    config = load_config(ROOT / row.config, row.overrides)
+    config = apply_overrides(_file_config(row.config), row.overrides)
     evaluated = 2 * config.eval.tokens * len(config.data.mixture)  # as trained, and in BF16
     return START_S + (row.own_tokens + FORWARD_SHARE * evaluated) * micros * 1e-6
+
+
+@cache
+def _file_config(path: str) -> Config:
+    """The config that a file of the repository binds: hundreds of rows come from five files."""
+    return load_config(ROOT / path)
 
 
 def is_like(row: Row, other: Row) -> bool:

@@ -22,7 +22,7 @@ from lib.machine import ROOT
 from lib.text import nearest
 from lib.values import expand_home, type_problems
 from model import GPT
-from runtime.config import Config, FP8Config, fp8_overrides, load_config
+from runtime.config import Config, FP8Config, apply_overrides, fp8_overrides, load_config
 from runtime.config_file import run_file
 from runtime.log import pair_id
 
@@ -161,7 +161,8 @@ def expand(study: Study) -> list[Row]:
     cannot be trained."""
     rows = []
     for size in study.sizes:
-        base = load_config(ROOT / size.config, study.overrides)
+        file_config = load_config(ROOT / size.config)
+        base = apply_overrides(file_config, study.overrides)
         if not set(size.null_seeds) <= set(size.seeds if study.null else ()):
             raise UserError(
                 f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null="
@@ -181,13 +182,14 @@ def expand(study: Study) -> list[Row]:
             size.seeds, size.lr or (None,), size.recipes or study.recipes
         ):
             for repeat in range(2 if recipe == "bf16" and seed in size.null_seeds else 1):
-                rows += _family(study, size, base, counts, seed, recipe, lr, repeat)
+                rows += _family(study, size, file_config, base, counts, seed, recipe, lr, repeat)
     return rows
 
 
 def _family(
     study: Study,
     size: Size,
+    file_config: Config,
     base: Config,
     counts: dict,
     seed: int,
@@ -251,7 +253,7 @@ def _family(
         kept = [] if is_branch else [row.parent_step for row in rows] + [leaves] * bool(switches)
         overrides += ["checkpoint.at=" + ",".join(map(str, kept))] * bool(kept)
         # judges recipe and dimensions now, not in a week
-        config = load_config(ROOT / size.config, overrides)
+        config = apply_overrides(file_config, overrides)
         if (config.run, config.seed) != (name.format(budget), seed):
             raise UserError(
                 "overrides= sets run or seed, which the study gives to each of its runs: drop them,"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import train
 from lib.errors import UserError
 from lib.files import read_rows
 from lib.text import duration
-from runtime.config import FP8Config, load_config
+from runtime.config import FP8Config, apply_overrides, load_config
 from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
 from runtime.roofline import modelled_ratio
@@ -175,9 +176,14 @@ def study(tiny, tmp_path):
     return load_study(tiny_study(tiny, tmp_path, seeds=(1, 2), recipes=("bf16", "tensorwise")))
 
 
+@cache
+def file_config(path):
+    return load_config(path)
+
+
 def config_of(row, out=Path("out")):
     path, *overrides = row.arguments(out)
-    return load_config(path, overrides)
+    return apply_overrides(file_config(path), overrides)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
