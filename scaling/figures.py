@@ -234,7 +234,7 @@ def counts_axis(axis, in_words: bool = True) -> None:
     decades = math.log10(high / low)
     axis.set_major_locator(
         MaxNLocator(3)
-        if decades < 0.3
+        if decades < 0.6  # 1, 2, 5 may have a single value there
         else LogLocator(
             subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5
         )

@@ -23,6 +23,7 @@ from scaling.laws import Points, fit_form
 from scaling.records import Record, check_comparable, listed, read_study
 
 ALPHA = 0.05
+NO_SPEED = "the table gives no speed"
 POWER = 0.8
 LOSS_TOLERANCE = 1e-4  # of val_losses.npz against summary.json: float32 sums on a GPU, no more
 # Record.convention -> what stands before "parameters"
@@ -204,6 +205,13 @@ class Gap:
     @property
     def log_percent(self) -> float:
         return 100 * math.log1p(self.percent / 100)
+
+    @property
+    def se_percent(self) -> float | None:
+        """Standard error of percent over validation sequences; None where it is unknown."""
+        if self.se is None or self.nats == 0:
+            return None
+        return self.se * self.percent / self.nats
 
 
 @dataclass(frozen=True)
@@ -388,7 +396,7 @@ def measure(records, repeated, arm: str) -> dict:
     mean square around 0, as the order is arbitrary; equal to the last bit: no null."""
     rows, trunks, pooled, same = [], {}, None, None
     for (N, _), some in grouped(
-        [r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)
+        [r for r in records if r.is_baseline and not r.repeat], lambda r: (r.N, r.tokens)
     ):
         runs = list({r.trunk: r for r in some}.values())
         if len(runs) > 1:
@@ -494,10 +502,11 @@ def rank(found, arm: str) -> dict:
                 "throughput": throughput([cells[recipe][cell] for cell in compared]),
             }
         )
-    where = " and ".join(dict.fromkeys(si(N) for N, *_ in compared))
-    best, reason = _best(
-        rows, f"over {len(compared)} pairs at the largest common budget of {where}"
-    )
+    sizes = dict.fromkeys(si(N) for N, *_ in compared if N > 1)  # a table may give no N
+    where = f"over {len(compared)} pairs"
+    if sizes:
+        where += f" at the largest common budget of {' and '.join(sizes)}"
+    best, reason = _best(rows, where)
     return {"best": best, "reason": reason, "recipes": rows, "left_out": left_out}
 
 
@@ -506,8 +515,8 @@ def _best(rows: list[dict], where: str) -> tuple[str | None, str]:
         return (
             None,
             (
-                "No recipe converts a Linear and ran wherever more than half of the others did:"
-                " none is ranked."
+                "No recipe that differs from the baseline ran wherever more than half of the others"
+                " did: none is ranked."
             ),
         )
     tied = [row for row in rows if row["ties"]]
@@ -620,9 +629,11 @@ HOFFMANN = Surface(
 )
 
 
-def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
+def own_surface(
+    N, D, L, trunks, counts: str = "total", baseline: str = "BF16"
+) -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,), trunks naming their trajectories;
-    or None, and why."""
+    or None, and why. baseline: what their arm is called."""
     fit = fit_form("chinchilla", Points(N, D, 6 * N * D, L, trunks), resamples=1000)
     if not fit.identified:
         return None, fit.reason
@@ -631,7 +642,7 @@ def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None,
     return (
         Surface(
             "own",
-            f"Chinchilla's form fitted to these {fit.n} BF16 runs",
+            f"Chinchilla's form fitted to these {fit.n} {baseline} runs",
             *(fit.parameters[key] for key in ("E", "A", "B", "alpha", "beta")),
             to_natural @ fit.optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T,
             counts,
@@ -640,14 +651,14 @@ def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None,
     )
 
 
-def local_surface(D, L) -> Surface | None:
+def local_surface(D, L, baseline: str = "BF16") -> Surface | None:
     """L = B D^-beta through the BF16 runs of one size: what more tokens gain around these D; None
     unless the loss falls."""
     slope, height = np.polyfit(np.log(D), np.log(L), 1) if len(np.unique(D)) > 1 else (0.0, 0.0)
     return (
         Surface(
             "own, at this N",
-            "power law over tokens through our BF16 runs of each size",
+            f"power law over tokens through the {baseline} runs of each size",
             E=0.0,
             A=0.0,
             B=math.exp(height),
@@ -659,18 +670,28 @@ def local_surface(D, L) -> Surface | None:
     )
 
 
-def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]:
+def surfaces(
+    runs, loss_key: str, baseline: str = "BF16"
+) -> tuple[dict[int, list[Surface]], str | None]:
     """N of the BF16 `runs` -> its laws: our own, else its size's, with Epoch's; else two published
-    ones; why not ours."""
+    ones; why not ours. baseline: what their arm is called."""
     # N D: no int64
     N, D, L = (
         np.array([getattr(run, key) for run in runs], dtype=float)
         for key in ("N", "tokens", loss_key)
     )
     own, reason = own_surface(
-        N, D, L, np.array([run.trunk for run in runs]), runs[0].convention if runs else "total"
+        N,
+        D,
+        L,
+        np.array([run.trunk for run in runs]),
+        runs[0].convention if runs else "total",
+        baseline,
     )
-    ours = {int(size): own or local_surface(D[size == N], L[size == N]) for size in np.unique(N)}
+    ours = {
+        int(size): own or local_surface(D[size == N], L[size == N], baseline)
+        for size in np.unique(N)
+    }
     published = [EPOCH] if any(ours.values()) else [EPOCH, HOFFMANN]
     return {size: [law, *published] if law else published for size, law in ours.items()}, reason
 
@@ -713,17 +734,15 @@ def throughput(chosen) -> dict:
     """Geometric mean of FP8's tokens per second over BF16's, its logarithm's standard error, or why
     there is none."""
     ratios = np.log([p.tok_per_s_ratio for p in chosen if p.tok_per_s_ratio])
-    is_cpu = any(p.fp8.device.startswith("cpu") for p in chosen)
-    if is_cpu or not len(ratios):
-        return {
-            "ratio": None,
-            "se_log": None,
-            "reason": (
-                "a CPU has no FP8 units: its throughput means nothing"
-                if is_cpu
-                else "the arms ran on different devices, numbers of GPUs or compile settings"
-            ),
-        }
+    devices = [p.fp8.device for p in chosen]
+    if "" in devices:
+        return {"ratio": None, "se_log": None, "reason": NO_SPEED}
+    if any(device.startswith("cpu") for device in devices):
+        reason = "a CPU has no FP8 units: its throughput means nothing"
+        return {"ratio": None, "se_log": None, "reason": reason}
+    if not len(ratios):
+        reason = "the arms ran on different devices, numbers of GPUs or compile settings"
+        return {"ratio": None, "se_log": None, "reason": reason}
     se = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
     return {"ratio": float(np.exp(ratios.mean())), "se_log": se, "reason": None}
 

@@ -34,6 +34,7 @@ from scaling.figures import (
     write_files,
     write_with,
 )
+from scaling.gap_words import ARMS
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
 from scaling.predict import held_out, load
@@ -523,7 +524,7 @@ def _laws(path: Path) -> str:
             ),
             (
                 f"N: {law['conventions']['N']}. Losses: evaluated"
-                f" {precision.ARMS[law['conventions']['loss'].removeprefix('loss_')]}."
+                f" {ARMS[law['conventions']['loss'].removeprefix('loss_')]}."
             ),
         ]
     )
