@@ -251,7 +251,7 @@ def settle(figure: Figure) -> Figure:
     """Lay the figure out once: ticks and labels take the settings of now, not those of the moment
     when it is saved."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)  # with "none" each savefig would draw twice
     return figure
 
 

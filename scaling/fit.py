@@ -37,9 +37,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-from scipy.stats import binned_statistic
 
 from runtime.cli import FilePath, UserError, command, nearest, run_command, si
+from runtime.machine import file_sha256
 from scaling import predict, records
 from scaling.figures import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
 from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
@@ -849,6 +849,7 @@ def read_points(
     source = {
         "file": path.name,
         "sha256": sha256,
+        "runs": {"file": Path(runs).name, "sha256": file_sha256(Path(runs))} if runs else None,
         "rows": len(rows),
         "filters": filters,
         "columns": {
@@ -1484,10 +1485,12 @@ def smooth(x, loss) -> np.ndarray:
     if len(x) == 0:
         return np.array([x, loss])
     bins = int(np.clip(np.ceil(BINS * np.log10(x[-1] / x[0])), 4, 80))
-    means = binned_statistic(
-        x, (x, loss), bins=np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)
-    ).statistic
-    return means[:, np.isfinite(means[0])]
+    edges = np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)
+    bin_of = np.searchsorted(edges, x, side="right") - 1
+    counts = np.bincount(bin_of, minlength=bins)
+    is_filled = counts > 0
+    sums = np.array([np.bincount(bin_of, values, minlength=bins) for values in (x, loss)])
+    return sums[:, is_filled] / counts[is_filled]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from scaling.gap_words import words_of
 NORMAL_95 = 1.96  # standard errors in half a 95 % interval of many values
 FARTHEST = 1.5e9  # parameters: the published laws are drawn up to the largest model of the study
 MARGIN_LINE = {"color": "#000000", "linewidth": 0.8, "linestyle": (0, (4, 2))}
-NULL_COLOURS = {"other": "#8C8C8C", "same": "#4D4D4D"}
+NULL_COLOURS = "#8C8C8C", "#4D4D4D"  # of other seeds, of the same seed
 NULL_WIDTH = 0.07  # of the panel, kept free for each null
 GAP_ROOM = 1.2  # the axis ends at so many times the farthest gap
 MARGIN_ROOM = 1.3  # or at so many times the margin: its lines keep off the edges
@@ -127,7 +127,7 @@ def draw_precision(result: dict) -> Figure:
     looks = _looks(result["common"])
     percents = _drawn_gaps(result, _places(sizes), "percent")
     nats = _drawn_gaps(result, [row["params_total"] for row in sizes], "nats")
-    nulls = _nulls(result["null"])
+    nulls = _nulls(result["null"], words.seed)
     limit = gap_limit(percents, margin)
     is_log = margin is not None and limit > MOST_MARGINS * margin.percent
 
@@ -145,10 +145,9 @@ def draw_precision(result: dict) -> Figure:
     figure, ((left, right),) = sheet((7.4, 3.8), 1, 2, title, _caption(ratio, is_log), handles, 4)
 
     _draw_percents(left, sizes, percents, looks, nulls, margin, limit)
-    left.set(
-        ylabel="gap [%]",
-        xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N",
-    )
+    convention = result["conventions"]["N"].removeprefix("params_")
+    kind = pairs.KIND.get(convention, "")  # a table does not say which parameters it counts
+    left.set(ylabel="gap [%]", xlabel=f"{kind}parameters N")
     _draw_nats(right, sizes, nats, looks, ratio)
     return settle(figure)
 
@@ -199,18 +198,31 @@ def _drawn_gaps(result: dict, places, unit: str) -> list[DrawnGap]:
     return gaps
 
 
-def _nulls(null: dict) -> list[tuple[str, float]]:
-    """(name, half of what holds 95 % of the differences [%]) of each null that was measured."""
-    pooled = {"other": null["pooled"], "same": null["same_seed"]["pooled"]}
-    return [(name, row["band"]) for name, row in pooled.items() if row]
+@dataclass(frozen=True)
+class Null:
+    """The scatter of differences that are no effect."""
+
+    label: str
+    band: float  # half of what holds 95 % of the differences [%]
+    colour: str
 
 
-def _null_handles(nulls: list[tuple[str, float]], margin: pairs.Margin | None) -> list[Line2D]:
-    handles = []
-    for name, band in nulls:
-        label = f"null, {name} seed, ±{band:.2g} %"
-        look = {"marker": "|", "markersize": 9, "markeredgewidth": 2.2, "linestyle": "none"}
-        handles.append(Line2D([], [], color=NULL_COLOURS[name], **look, label=label))
+def _nulls(null: dict, seed: str) -> list[Null]:
+    """The nulls that were measured; seed: what the runs of the first differ by."""
+    nulls = []
+    for name, pooled, colour in (
+        (f"other {seed}", null["pooled"], NULL_COLOURS[0]),
+        (f"same {seed}", null["same_seed"]["pooled"], NULL_COLOURS[1]),
+    ):
+        if pooled:
+            label = f"null, {name}, ±{pooled['band']:.2g} %"
+            nulls.append(Null(label, pooled["band"], colour))
+    return nulls
+
+
+def _null_handles(nulls: list[Null], margin: pairs.Margin | None) -> list[Line2D]:
+    look = {"marker": "|", "markersize": 9, "markeredgewidth": 2.2, "linestyle": "none"}
+    handles = [Line2D([], [], color=null.colour, **look, label=null.label) for null in nulls]
     if margin is not None:
         label = f"margin, ±{margin.percent:g} %"
         if not margin.is_declared:
@@ -229,8 +241,8 @@ def _draw_percents(panel, sizes, gaps, looks, nulls, margin, limit: float) -> No
     for sign in (-1, 1) if margin else ():
         panel.axhline(sign * margin.percent, **MARGIN_LINE, zorder=1)
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
-    for i, (name, band) in enumerate(nulls):
-        _draw_null(panel, NULL_WIDTH * (i + 0.6), band, limit, NULL_COLOURS[name])
+    for i, null in enumerate(nulls):
+        _draw_null(panel, NULL_WIDTH * (i + 0.6), null, limit)
     for recipe, look in looks.items():
         rows = zip(sizes, gaps, strict=True)
         draw_gaps(panel, [gap for row, gap in rows if row["recipe"] == recipe], look)
@@ -261,11 +273,11 @@ def _ticks_beyond(margin: float, limit: float) -> list[float]:
     return [*(-value for value in positive[::-1]), 0.0, *positive]
 
 
-def _draw_null(panel, place: float, band: float, limit: float, colour: str) -> None:
+def _draw_null(panel, place: float, null: Null, limit: float) -> None:
     """A bracket over ±band at a share of the panel's width; arrows where it leaves the panel."""
-    leaves = band > limit
-    end = limit if leaves else band
-    look = {"transform": panel.get_yaxis_transform(), "color": colour, "clip_on": False}
+    leaves = null.band > limit
+    end = limit if leaves else null.band
+    look = {"transform": panel.get_yaxis_transform(), "color": null.colour, "clip_on": False}
     panel.plot([place, place], [-end, end], linewidth=2.2, solid_capstyle="butt", **look, zorder=2)
     for sign, arrow in ((-1, "v"), (1, "^")):
         marker = arrow if leaves else "_"
@@ -273,13 +285,13 @@ def _draw_null(panel, place: float, band: float, limit: float, colour: str) -> N
     panel.text(
         place,
         0.8,
-        f"±{band:.2g} %",
+        f"±{null.band:.2g} %",
         transform=panel.transAxes,
         rotation=90,
         ha="center",
         va="center",
         fontsize=7,
-        color=colour,
+        color=null.colour,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         zorder=2.2,
     )

@@ -29,7 +29,8 @@ class Words:
     loss: str  # which loss
     evaluated: str  # which loss, in a title
     gap_columns: dict[str, str]  # evaluation -> heading of its column in the table of sizes
-    other: str  # the null of other seeds
+    seed: str  # what two BF16 runs of a null differ by
+    seeds: str  # its plural
     two_seeds: str  # the same in the table of sizes
     null: str  # which two runs a null compares
     dependent: str  # what counts once in an interval
@@ -56,7 +57,8 @@ def _words_of_runs(arm: str) -> Words:
         loss=ARMS[arm],
         evaluated=f"evaluated {ARMS[arm]}",
         gap_columns={name: f"gap {words} [%]" for name, words in ARMS.items()},
-        other="other seeds",
+        seed="seed",
+        seeds="seeds",
         two_seeds="bf16, two seeds",
         null="of other seeds or of one seed rounded otherwise",
         dependent="branches of one trunk",
@@ -76,7 +78,8 @@ def _words_of_table(table: TableColumns, arm: str) -> Words:
         loss=f"column {table.loss_column}",
         evaluated=f"column {table.loss_column}",
         gap_columns={arm: f"gap in {table.loss_column} [%]"},
-        other=f"other {table.pair_column}",
+        seed=table.pair_column,
+        seeds=table.pair_column,
         two_seeds=f"{table.baseline}, two of {table.pair_column}",
         null=f"of other {table.pair_column}",
         dependent="points of one curve",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
-from scipy import stats
 from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
+from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 
 from runtime.cli import UserError, si
 from scaling.laws import Points, fit_form
@@ -60,7 +60,7 @@ def estimate(values) -> Estimate:
     if sd <= 1e-12 * abs(values).max():
         return Estimate(n, mean)
     se = sd / math.sqrt(n)
-    half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * se
+    half = float(stdtrit(n - 1, 1 - ALPHA / 2)) * se
     return Estimate(n, mean, sd, se, mean - half, mean + half)
 
 
@@ -137,8 +137,13 @@ def tost(found: Estimate, margin: float) -> float | None:
     return (
         None
         if found.se is None
-        else float(stats.t.sf((margin - abs(found.mean)) / found.se, found.n - 1))
+        else float(stdtr(found.n - 1, -(margin - abs(found.mean)) / found.se))
     )
+
+
+def chi2_quantiles(dof: int) -> np.ndarray:
+    """Quantiles of chi squared at even probabilities, NODES mapped to 0 to 1: shape (200,)."""
+    return 2 * gammaincinv(dof / 2, (1 + NODES) / 2)
 
 
 def power(n: int, gap: float) -> float:
@@ -146,9 +151,9 @@ def power(n: int, gap: float) -> float:
     the noncentral t's tails, by quadrature over the sample's sd, because scipy.stats.nct gives nan
     where n is 2 or the shift large."""
     # of the sample's sd over the true one: even quantiles
-    spreads = np.sqrt(stats.chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))
-    spread, shift = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
-    return 0.5 * float(WEIGHTS @ (stats.norm.sf(spread - shift) + stats.norm.sf(spread + shift)))
+    spreads = np.sqrt(chi2_quantiles(n - 1) / (n - 1))
+    spread, shift = float(stdtrit(n - 1, 1 - ALPHA / 2)) * spreads, abs(gap) * math.sqrt(n)
+    return 0.5 * float(WEIGHTS @ (ndtr(shift - spread) + ndtr(-(spread + shift))))
 
 
 def smallest_seen(sd: float, n: int) -> float:
@@ -318,10 +323,10 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
     x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
     if len(np.unique(x)) < 3 or len(x) < 4:
         return None
-    line = stats.linregress(
-        x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own]
-    )
-    half = float(stats.t.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
+    from scipy.stats import linregress  # not above: half a second of every start
+
+    line = linregress(x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
+    half = float(stdtrit(len(x) - 2, 1 - ALPHA / 2) * line.stderr)
     return Estimate(
         len(x),
         float(line.slope),
@@ -437,7 +442,7 @@ def _null(variance: float, dof: int) -> dict:
     return {
         "dof": dof,
         "sd_percent": math.sqrt(variance),
-        "band": float(stats.t.ppf(0.975, dof)) * math.sqrt(variance),
+        "band": float(stdtrit(dof, 0.975)) * math.sqrt(variance),
     }
 
 
@@ -714,7 +719,7 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
         speedup, error = surface.speedup(D, nats.mean, nats.se, ratio, se_log or 0.0)
         if (
             None not in (error, se_log)
-            and (spread := float(stats.t.ppf(0.975, nats.n - 1)) * error) < BEYOND
+            and (spread := float(stdtrit(nats.n - 1, 0.975)) * error) < BEYOND
         ):
             # one ratio of throughputs has no error to pass on
             ends = [speedup * math.exp(-spread), speedup * math.exp(spread)]

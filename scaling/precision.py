@@ -217,7 +217,10 @@ def _headline(result: dict, words: Words) -> str:
     ]
     if len(common) > 1:
         text.append(f"Best: {result['ranking']['reason']}")
-    pooled_nulls = {words.other: null["pooled"], "same seed": null["same_seed"]["pooled"]}
+    pooled_nulls = {
+        f"other {words.seeds}": null["pooled"],
+        "same seed": null["same_seed"]["pooled"],
+    }
     for name, pooled in pooled_nulls.items():
         if pooled:
             text.append(
@@ -287,7 +290,8 @@ def _ranking(ranking: dict, words: Words) -> str:
     compared = "The same pairs for all;"
     if words.has_sizes:
         compared = (
-            "Pairs at the largest common budget of each size, the same sizes and seeds for all;"
+            "Pairs at the largest common budget of each size, the same sizes and"
+            f" {words.seeds} for all;"
         )
     left_out = [f"Not ranked: {row['recipe']} ({row['reason']})." for row in ranking["left_out"]]
     tie = "a tie: the interval of the difference holds 0, or there is none."

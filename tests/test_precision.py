@@ -329,8 +329,7 @@ def test_few_and_extreme_pairs_are_drawn(tmp_path, capsys):
 
 def null_ends(panel, marker):
     """Where brackets of nulls end with this marker."""
-    colours = NULL_COLOURS.values()
-    lines = [line for line in panel.lines if line.get_color() in colours]
+    lines = [line for line in panel.lines if line.get_color() in NULL_COLOURS]
     return [line.get_ydata()[0] for line in lines if line.get_marker() == marker]
 
 
