@@ -189,7 +189,7 @@ def counts_axis(axis, in_words: bool = True) -> None:
     decades = math.log10(high / low)
     axis.set_major_locator(
         MaxNLocator(3)
-        if decades < 0.3
+        if decades < 0.6  # 1, 2, 5 may have a single value there
         else LogLocator(
             subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5
         )
@@ -206,7 +206,7 @@ def settle(figure: Figure) -> Figure:
     """Lay the figure out once: ticks and labels take the settings of now, not those of the moment
     when it is saved."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)  # with "none" each savefig would draw twice
     return figure
 
 

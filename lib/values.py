@@ -5,7 +5,6 @@ import math
 import os
 import types
 from dataclasses import fields
-from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lib.errors import UserError
@@ -93,11 +92,15 @@ def expand_paths(value) -> None:
             object.__setattr__(value, name, expand_home(path))
 
 
-@cache
-def _type_hints(cls: type, include_extras: bool = False) -> dict[str, Any]:
+def _type_hints(cls: Any, include_extras: bool = False) -> dict[str, Any]:
     """typing.get_type_hints, which compiles each annotation anew: a third of the time that the
     configs of a study's grid take."""
-    return get_type_hints(cls, include_extras=include_extras)
+    if (cls, include_extras) not in _HINTS:
+        _HINTS[cls, include_extras] = get_type_hints(cls, include_extras=include_extras)
+    return _HINTS[cls, include_extras]
+
+
+_HINTS: dict[tuple[Any, bool], dict[str, Any]] = {}
 
 
 def type_problems(prefix: str, value) -> list[str]:

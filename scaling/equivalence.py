@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from scipy import stats
 from scipy.optimize import brentq
+from scipy.special import ndtr, stdtr, stdtrit
 
-from scaling.pairs import ALPHA, NODES, POWER, WEIGHTS, Estimate, estimate, grouped, trajectories
+from scaling.pairs import (
+    ALPHA,
+    POWER,
+    WEIGHTS,
+    Estimate,
+    chi2_quantiles,
+    estimate,
+    grouped,
+    trajectories,
+)
 
 MIN_SIZES = 3  # of a trend
 MIN_TRAJECTORIES = 4
@@ -137,7 +146,7 @@ def tost_power(margin: float, se: float, dof: int) -> float:
     se: the true standard error, itself estimated with `dof` degrees of freedom; by quadrature over
     that estimate."""
     room = margin / se - _critical_errors(dof)
-    passes = np.where(room > 0, 2 * stats.norm.cdf(room) - 1, 0.0)
+    passes = np.where(room > 0, 2 * ndtr(room) - 1, 0.0)
     return 0.5 * float(WEIGHTS @ passes)
 
 
@@ -166,8 +175,8 @@ def narrowest_margin(parts: list[Part]) -> float | None:
 def _critical_errors(dof: int) -> np.ndarray:
     """The 5 % quantile of t times (estimated over true standard error), at even quantiles: shape
     (200,)."""
-    spreads = np.sqrt(stats.chi2.ppf((1 + NODES) / 2, dof) / dof)
-    return float(stats.t.ppf(1 - ALPHA, dof)) * spreads
+    spreads = np.sqrt(chi2_quantiles(dof) / dof)
+    return float(stdtrit(dof, 1 - ALPHA)) * spreads
 
 
 def _part(
@@ -181,7 +190,7 @@ def _part(
 ) -> Part:
     if se is None:
         return Part(kind, size.N, size.tokens, gap.n, gap.mean)
-    p = None if margin is None else float(stats.t.sf((margin - abs(gap.mean)) / se, dof))
+    p = None if margin is None else float(stdtr(dof, -(margin - abs(gap.mean)) / se))
     return Part(kind, size.N, size.tokens, gap.n, gap.mean, se, dof, is_borrowed, p)
 
 

@@ -32,18 +32,21 @@ from functools import cached_property
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, NullLocator
-from scipy.stats import binned_statistic
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from lib.command import command, run_command
 from lib.errors import UserError
+from lib.files import file_sha256
 from lib.plots import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
 from lib.text import nearest, si
 from lib.values import FilePath
 from scaling import predict, records
+from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
+from scaling.gap_words import ARMS
 from scaling.laws import (
     DELTA,
     HAS_OUTLIERS,
@@ -66,8 +69,8 @@ from scaling.laws import (
     unfitted,
     with_bootstrap,
 )
-from scaling.pairs import KIND, pairs
-from scaling.precision import ARMS, LINES, table
+from scaling.pairs import KIND, Pair, grouped, over, pairs
+from scaling.precision import LINES, table
 from scaling.tables import joined, read_table
 
 SHOWN = 8  # points that a warning names
@@ -92,6 +95,8 @@ LARGE = RC | {
 AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
 MANY = 60  # from this many points on, they are drawn small and translucent
 BEYOND = 10  # without a held-out run the laws are drawn to this many times the largest compute
+GAP_ROOM = 0.12  # of what the gaps span, above and below them
+AROUND = 1.6  # the axes of D and N end at so many times the points' ends
 BINS = 24  # per decade of compute, to smooth training curves
 FEW = 6  # at most so many lines of one size, or of one ratio, in a panel
 # the spread of model forms
@@ -847,6 +852,7 @@ def read_points(
     source = {
         "file": path.name,
         "sha256": sha256,
+        "runs": {"file": Path(runs).name, "sha256": file_sha256(Path(runs))} if runs else None,
         "rows": len(rows),
         "filters": filters,
         "columns": {
@@ -950,55 +956,77 @@ def draw(groups, pairs, loss_key: str) -> Figure:
     groups, others = drawn(groups)
     pairs = [pair for pair in pairs if pair.fp8.recipe in [group.recipe for group in groups]]
     axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
+    optima = next((group for group in groups if group.frontier is not None), None)
     rows = [3.0, 1.0] if pairs else [3.2]
+    gap_row = rows.index(1.0) if pairs else None
+    if optima is not None:
+        rows.append(1.7)
     handles = _legend(groups)
+    if pairs:
+        handles += gap_handles(
+            gap for group in groups for gap in _gaps_of(group, pairs, axes[0], loss_key)
+        )
     size = (6.6, sum(rows) + 1.55 + 0.19 * math.ceil(len(handles) / 3))
     figure, panels = sheet(
         size,
         len(rows),
         len(axes),
         _title(groups, loss_key),
-        _caption(groups, pairs, others),
+        _caption(groups, others),
         handles,
         3,
-        sharex="col",
-        sharey="row",
         height_ratios=rows,
         width_ratios=[1.25, 1, 1][: len(axes)],
     )
     for axis, column in zip(axes, panels.T, strict=True):
+        lowest = column[0] if gap_row is None else column[gap_row]
+        if lowest is not column[0]:
+            lowest.sharex(column[0])
+            column[0].tick_params(labelbottom=False)
         _draw_losses(column[0], groups, axis)
-        if pairs:
-            _draw_gaps(column[1], groups, axis, pairs, loss_key)
-        column[-1].set_xlabel(
-            KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis]
-        )
-    first, losses = panels[0, 0], np.concatenate([group.loss for group in groups])
-    # Around the points and what is predicted; training curves and wide intervals may leave the
-    # panel.
-    far = [
-        one
-        for group in groups
-        for held in group.held_out
-        for one in (held.loss, held.prediction and held.prediction.loss)
-    ]
-    far += [
+        if gap_row is not None:
+            _draw_gaps(lowest, groups, axis, pairs, loss_key)
+        kind = KIND[groups[0].convention].replace(" ", "\n") if axis == "N" else ""
+        lowest.set_xlabel(kind + AXES[axis])
+    _set_loss_limits(dict(zip(axes, panels[0], strict=True)), groups)
+    panels[0, 0].set_ylabel("validation loss\n[nats/token]")
+    if gap_row is not None:
+        _set_gap_limits(panels[gap_row], groups, pairs, loss_key)
+        panels[gap_row, 0].set_ylabel("gap to\nBF16 [%]")
+        for panel in panels[gap_row, 1:]:
+            panel.tick_params(labelleft=False)
+    if optima is not None:
+        style = styles([group.recipe for group in groups])[groups.index(optima)]
+        _draw_optima(panels[-1], optima, style)
+    figure.align_ylabels(panels[:, 0])
+    return settle(figure)
+
+
+def _set_loss_limits(panels: dict[str, Axes], groups) -> None:
+    """Each panel around its points and what is predicted there; training curves and wide intervals
+    may leave it. Laws are extrapolated over compute alone, so that panel may reach lower."""
+    losses = np.concatenate([group.loss for group in groups])
+    held_out = [held for group in groups for held in group.held_out]
+    predicted = [held.prediction.loss for held in held_out if held.prediction]
+    measured = [held.loss for held in held_out if held.loss]
+    shown = min([losses.min(), *predicted, *measured])
+    extrapolated = [
         float(form.predict(BEYOND * group.x["C"].max()))
         for group in groups
         for form in group.bands.get("C", ())
     ]
-    low, high = min([losses.min(), *filter(None, far)]), losses.max()
-    room = max(np.log(high / low), 0.02)
-    first.set_ylim(low * np.exp(-0.08 * room), high * np.exp(0.2 * room))
-    first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
-    first.yaxis.set_major_formatter("{x:g}")
-    first.yaxis.set_minor_locator(NullLocator())
-    for panel, label in zip(
-        panels[:, 0], ("validation loss\n[nats/token]", "gap to\nBF16 [%]"), strict=False
-    ):
-        panel.set_ylabel(label)
-    figure.align_ylabels()
-    return settle(figure)
+    for axis, panel in panels.items():
+        low = min([shown, *extrapolated]) if axis == "C" else shown
+        room = max(np.log(losses.max() / low), 0.02)
+        panel.set_ylim(low * np.exp(-0.08 * room), losses.max() * np.exp(0.2 * room))
+        panel.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_locator(NullLocator())
+    first, *others = panels.values()
+    for i, panel in enumerate(others):
+        beside = [first, *others][i]
+        if panel.get_ylim() == beside.get_ylim():
+            panel.tick_params(labelleft=False)
 
 
 def _draw_losses(panel, groups, axis: str) -> None:
@@ -1006,12 +1034,15 @@ def _draw_losses(panel, groups, axis: str) -> None:
     training curve too. Darker colours are larger models; over parameters more tokens per parameter,
     where points differ in that."""
     held = [getattr(held, axis) for group in groups for held in group.held_out]
-    # where an extrapolation would be read
-    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5
+    beyond = AROUND
+    if held:
+        beyond = 2.0
+    elif axis == "C":
+        beyond = BEYOND  # where an extrapolation would be read
     low = min(group.x[axis].min() for group in groups)
     high = beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
     grid, is_by_ratio, named = (
-        np.geomspace(low / 1.6, high, 240),
+        np.geomspace(low / AROUND, high, 240),
         axis == "N" and any(map(is_spread, groups)),
         {},
     )
@@ -1038,7 +1069,7 @@ def _draw_losses(panel, groups, axis: str) -> None:
             ],
         ]
     )
-    panel.set(xscale="log", yscale="log", xlim=(low / 1.6, high))
+    panel.set(xscale="log", yscale="log", xlim=(low / AROUND, high))
     counts_axis(panel.xaxis, in_words=axis != "C")
     for group, style, values in zip(
         groups, styles([group.recipe for group in groups]), each, strict=True
@@ -1086,17 +1117,8 @@ def _draw_losses(panel, groups, axis: str) -> None:
                 )
         if group.frontier is not None:
             C, N, D, lowest = minima_of(group.laws["isoflop"])
-            panel.plot(
-                {"C": C, "N": N, "D": D}[axis],
-                lowest,
-                marker="P",
-                linestyle="none",
-                markersize=8,
-                zorder=5,
-                color=style["color"],
-                markeredgecolor="white",
-                markeredgewidth=0.8,
-            )
+            at = {"C": C, "N": N, "D": D}[axis]
+            panel.plot(at, lowest, **_minimum_look(style["color"]))
         colours = _shade(style, values, among)  # (n, 4)
         panel.scatter(
             group.x[axis],
@@ -1158,30 +1180,79 @@ def _draw_losses(panel, groups, axis: str) -> None:
         ).set_zorder(9)
 
 
+def _gaps_of(group: Group, pairs: list[Pair], axis: str, loss_key: str) -> list[DrawnGap]:
+    """A marker for each size and budget of the group's recipe: its pairs' gap in per cent."""
+    arm = loss_key.removeprefix("loss_")
+    at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
+    chosen = [pair for pair in pairs if pair.fp8.run_id in at]
+    gaps = []
+    for _, cell in grouped(chosen, lambda pair: (pair.fp8.params_total, pair.fp8.tokens)):
+        single = cell[0].gap[arm].se_percent if len(cell) == 1 else None
+        gaps.append(gap_at(at[cell[0].fp8.run_id], over(cell, "percent")[arm], single))
+    return gaps
+
+
 def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
-    """FP8 minus BF16 of each pair in percent, with one standard error of the evaluation."""
+    """FP8 minus BF16 in per cent: the mean over seeds with its interval, or a single pair."""
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
-        at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
-        chosen = [
-            (pair, pair.gap[loss_key.removeprefix("loss_")])
-            for pair in pairs
-            if pair.fp8.run_id in at
-        ]
-        if chosen:
-            se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for pair, gap in chosen]
-            panel.errorbar(
-                [at[pair.fp8.run_id] for pair, _ in chosen],
-                [gap.percent for _, gap in chosen],
-                yerr=se,
-                linestyle="none",
-                color=style["color"],
-                marker=style["marker"],
-                markersize=style["markersize"],
-                capsize=2,
-                elinewidth=0.9,
-                alpha=0.6 if len(chosen) > 12 else 1,
-            )
+        look = {key: style[key] for key in ("color", "marker", "markersize")}
+        draw_gaps(panel, _gaps_of(group, pairs, axis, loss_key), look)
+
+
+def _set_gap_limits(row, groups, pairs, loss_key: str) -> None:
+    """One axis for all panels of the row of gaps, around what DrawnGap.ends says and 0."""
+    axis = next(iter(groups[0].x))
+    gaps = [gap for group in groups for gap in _gaps_of(group, pairs, axis, loss_key)]
+    ends = [0.0, *itertools.chain.from_iterable(gap.ends for gap in gaps)]
+    room = GAP_ROOM * max(max(ends) - min(ends), 1e-3)
+    for panel in row:
+        panel.set_ylim(min(ends) - room, max(ends) + room)
+
+
+def _draw_optima(row, group: Group, style: dict) -> None:
+    """N*(C), D*(C) and their ratio: the budgets' minima and the laws through them."""
+    fit = group.laws["isoflop"]
+    C, N, D, _ = minima_of(fit)
+    grid = np.geomspace(C.min() / AROUND, BEYOND * C.max(), 60)
+    p = fit.parameters
+    N_law, D_law = p["k_n"] * grid ** p["a"], p["k_d"] * grid ** p["b"]
+    intervals = fit.ci95 or {}
+    panels = (
+        ("N* [parameters]", N, N_law, "a"),
+        ("D* [tokens]", D, D_law, "b"),
+        ("D* / N* [tokens/param.]", D / N, D_law / N_law, None),
+    )
+    for panel, (label, minima, law, exponent) in zip(row, panels, strict=True):
+        name = None
+        if exponent is not None:
+            letter = "N" if exponent == "a" else "D"
+            name = f"{letter}* ~ C^{p[exponent]:.3f}"
+            if exponent in intervals:
+                name += "\n{:.3f} to {:.3f}".format(*intervals[exponent])
+        panel.plot(grid, law, color=style["color"], linewidth=1.4, label=name)
+        panel.plot(C, minima, **_minimum_look(style["color"]) | {"markersize": 6})
+        panel.set(xscale="log", yscale="log", xlim=(grid[0], grid[-1]), xlabel=AXES["C"])
+        panel.set_ylabel(label, fontsize=9)
+        shown = np.concatenate([minima, law])
+        panel.set_ylim(shown.min() / 1.5, 1.5 * shown.max())
+        counts_axis(panel.xaxis, in_words=False)
+        panel.xaxis.set_major_locator(LogLocator(numticks=3))
+        counts_axis(panel.yaxis)
+        if name is not None:
+            panel.legend(loc="upper left", fontsize=7.5, frameon=False, handlelength=1)
+
+
+def _minimum_look(colour: str) -> dict:
+    return {
+        "marker": "P",
+        "linestyle": "none",
+        "markersize": 8,
+        "zorder": 5,
+        "color": colour,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.8,
+    }
 
 
 def _shade(style, value, among):
@@ -1265,7 +1336,7 @@ def _title(groups, loss_key: str) -> str:
     )
 
 
-def _caption(groups, pairs, others) -> str:
+def _caption(groups, others) -> str:
     """The first group's law, then what the lines are; law.json has the laws of all with their
     intervals."""
     first, axis, parts = groups[0], "C" if "C" in groups[0].x else "N", []
@@ -1276,6 +1347,7 @@ def _caption(groups, pairs, others) -> str:
     elif first.frontier is not None:
         parts.append(
             "Over C the law through the budgets' minima, over D and N the valley of each budget."
+            " Below: where the minima lie, exponents with 95 % intervals."
         )
     elif any(map(is_spread, groups)):
         parts.append("Over D and N, lines join points of one size, of one ratio D / N.")
@@ -1284,7 +1356,6 @@ def _caption(groups, pairs, others) -> str:
             f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per"
             f" {KIND[first.convention]}parameter."
         )
-    parts += ["Gap bars: ± 1 standard error."] * bool(pairs)
     parts += [f"Not drawn, fewer sizes or no such law: {', '.join(map(name_of, others))}."] * bool(
         others
     )
@@ -1417,10 +1488,12 @@ def smooth(x, loss) -> np.ndarray:
     if len(x) == 0:
         return np.array([x, loss])
     bins = int(np.clip(np.ceil(BINS * np.log10(x[-1] / x[0])), 4, 80))
-    means = binned_statistic(
-        x, (x, loss), bins=np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)
-    ).statistic
-    return means[:, np.isfinite(means[0])]
+    edges = np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)
+    bin_of = np.searchsorted(edges, x, side="right") - 1
+    counts = np.bincount(bin_of, minlength=bins)
+    is_filled = counts > 0
+    sums = np.array([np.bincount(bin_of, values, minlength=bins) for values in (x, loss)])
+    return sums[:, is_filled] / counts[is_filled]
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
-from scipy import stats
 from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
+from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 
 from lib.errors import UserError
 from lib.text import listed, si
@@ -24,6 +24,7 @@ from scaling.laws import Points, fit_form
 from scaling.records import Record, check_comparable, read_study
 
 ALPHA = 0.05
+NO_SPEED = "the table gives no speed"
 POWER = 0.8
 LOSS_TOLERANCE = 1e-4  # of val_losses.npz against summary.json: float32 sums on a GPU, no more
 # Record.convention -> what stands before "parameters"
@@ -60,7 +61,7 @@ def estimate(values) -> Estimate:
     if sd <= 1e-12 * abs(values).max():
         return Estimate(n, mean)
     se = sd / math.sqrt(n)
-    half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * se
+    half = float(stdtrit(n - 1, 1 - ALPHA / 2)) * se
     return Estimate(n, mean, sd, se, mean - half, mean + half)
 
 
@@ -137,8 +138,13 @@ def tost(found: Estimate, margin: float) -> float | None:
     return (
         None
         if found.se is None
-        else float(stats.t.sf((margin - abs(found.mean)) / found.se, found.n - 1))
+        else float(stdtr(found.n - 1, -(margin - abs(found.mean)) / found.se))
     )
+
+
+def chi2_quantiles(dof: int) -> np.ndarray:
+    """Quantiles of chi squared at even probabilities, NODES mapped to 0 to 1: shape (200,)."""
+    return 2 * gammaincinv(dof / 2, (1 + NODES) / 2)
 
 
 def power(n: int, gap: float) -> float:
@@ -146,9 +152,9 @@ def power(n: int, gap: float) -> float:
     the noncentral t's tails, by quadrature over the sample's sd, because scipy.stats.nct gives nan
     where n is 2 or the shift large."""
     # of the sample's sd over the true one: even quantiles
-    spreads = np.sqrt(stats.chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))
-    spread, shift = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
-    return 0.5 * float(WEIGHTS @ (stats.norm.sf(spread - shift) + stats.norm.sf(spread + shift)))
+    spreads = np.sqrt(chi2_quantiles(n - 1) / (n - 1))
+    spread, shift = float(stdtrit(n - 1, 1 - ALPHA / 2)) * spreads, abs(gap) * math.sqrt(n)
+    return 0.5 * float(WEIGHTS @ (ndtr(shift - spread) + ndtr(-(spread + shift))))
 
 
 def smallest_seen(sd: float, n: int) -> float:
@@ -205,6 +211,13 @@ class Gap:
     @property
     def log_percent(self) -> float:
         return 100 * math.log1p(self.percent / 100)
+
+    @property
+    def se_percent(self) -> float | None:
+        """Standard error of percent over validation sequences; None where it is unknown."""
+        if self.se is None or self.nats == 0:
+            return None
+        return self.se * self.percent / self.nats
 
 
 @dataclass(frozen=True)
@@ -311,10 +324,10 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
     x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
     if len(np.unique(x)) < 3 or len(x) < 4:
         return None
-    line = stats.linregress(
-        x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own]
-    )
-    half = float(stats.t.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
+    from scipy.stats import linregress  # not above: half a second of every start
+
+    line = linregress(x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
+    half = float(stdtrit(len(x) - 2, 1 - ALPHA / 2) * line.stderr)
     return Estimate(
         len(x),
         float(line.slope),
@@ -389,7 +402,7 @@ def measure(records, repeated, arm: str) -> dict:
     mean square around 0, as the order is arbitrary; equal to the last bit: no null."""
     rows, trunks, pooled, same = [], {}, None, None
     for (N, _), some in grouped(
-        [r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)
+        [r for r in records if r.is_baseline and not r.repeat], lambda r: (r.N, r.tokens)
     ):
         runs = list({r.trunk: r for r in some}.values())
         if len(runs) > 1:
@@ -430,7 +443,7 @@ def _null(variance: float, dof: int) -> dict:
     return {
         "dof": dof,
         "sd_percent": math.sqrt(variance),
-        "band": float(stats.t.ppf(0.975, dof)) * math.sqrt(variance),
+        "band": float(stdtrit(dof, 0.975)) * math.sqrt(variance),
     }
 
 
@@ -495,10 +508,11 @@ def rank(found, arm: str) -> dict:
                 "throughput": throughput([cells[recipe][cell] for cell in compared]),
             }
         )
-    where = " and ".join(dict.fromkeys(si(N) for N, *_ in compared))
-    best, reason = _best(
-        rows, f"over {len(compared)} pairs at the largest common budget of {where}"
-    )
+    sizes = dict.fromkeys(si(N) for N, *_ in compared if N > 1)  # a table may give no N
+    where = f"over {len(compared)} pairs"
+    if sizes:
+        where += f" at the largest common budget of {' and '.join(sizes)}"
+    best, reason = _best(rows, where)
     return {"best": best, "reason": reason, "recipes": rows, "left_out": left_out}
 
 
@@ -507,8 +521,8 @@ def _best(rows: list[dict], where: str) -> tuple[str | None, str]:
         return (
             None,
             (
-                "No recipe converts a Linear and ran wherever more than half of the others did:"
-                " none is ranked."
+                "No recipe that differs from the baseline ran wherever more than half of the others"
+                " did: none is ranked."
             ),
         )
     tied = [row for row in rows if row["ties"]]
@@ -621,9 +635,11 @@ HOFFMANN = Surface(
 )
 
 
-def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
+def own_surface(
+    N, D, L, trunks, counts: str = "total", baseline: str = "BF16"
+) -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,), trunks naming their trajectories;
-    or None, and why."""
+    or None, and why. baseline: what their arm is called."""
     fit = fit_form("chinchilla", Points(N, D, 6 * N * D, L, trunks), resamples=1000)
     if not fit.identified:
         return None, fit.reason
@@ -632,7 +648,7 @@ def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None,
     return (
         Surface(
             "own",
-            f"Chinchilla's form fitted to these {fit.n} BF16 runs",
+            f"Chinchilla's form fitted to these {fit.n} {baseline} runs",
             *(fit.parameters[key] for key in ("E", "A", "B", "alpha", "beta")),
             to_natural @ fit.optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T,
             counts,
@@ -641,14 +657,14 @@ def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None,
     )
 
 
-def local_surface(D, L) -> Surface | None:
+def local_surface(D, L, baseline: str = "BF16") -> Surface | None:
     """L = B D^-beta through the BF16 runs of one size: what more tokens gain around these D; None
     unless the loss falls."""
     slope, height = np.polyfit(np.log(D), np.log(L), 1) if len(np.unique(D)) > 1 else (0.0, 0.0)
     return (
         Surface(
             "own, at this N",
-            "power law over tokens through our BF16 runs of each size",
+            f"power law over tokens through the {baseline} runs of each size",
             E=0.0,
             A=0.0,
             B=math.exp(height),
@@ -660,18 +676,28 @@ def local_surface(D, L) -> Surface | None:
     )
 
 
-def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]:
+def surfaces(
+    runs, loss_key: str, baseline: str = "BF16"
+) -> tuple[dict[int, list[Surface]], str | None]:
     """N of the BF16 `runs` -> its laws: our own, else its size's, with Epoch's; else two published
-    ones; why not ours."""
+    ones; why not ours. baseline: what their arm is called."""
     # N D: no int64
     N, D, L = (
         np.array([getattr(run, key) for run in runs], dtype=float)
         for key in ("N", "tokens", loss_key)
     )
     own, reason = own_surface(
-        N, D, L, np.array([run.trunk for run in runs]), runs[0].convention if runs else "total"
+        N,
+        D,
+        L,
+        np.array([run.trunk for run in runs]),
+        runs[0].convention if runs else "total",
+        baseline,
     )
-    ours = {int(size): own or local_surface(D[size == N], L[size == N]) for size in np.unique(N)}
+    ours = {
+        int(size): own or local_surface(D[size == N], L[size == N], baseline)
+        for size in np.unique(N)
+    }
     published = [EPOCH] if any(ours.values()) else [EPOCH, HOFFMANN]
     return {size: [law, *published] if law else published for size, law in ours.items()}, reason
 
@@ -694,7 +720,7 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
         speedup, error = surface.speedup(D, nats.mean, nats.se, ratio, se_log or 0.0)
         if (
             None not in (error, se_log)
-            and (spread := float(stats.t.ppf(0.975, nats.n - 1)) * error) < BEYOND
+            and (spread := float(stdtrit(nats.n - 1, 0.975)) * error) < BEYOND
         ):
             # one ratio of throughputs has no error to pass on
             ends = [speedup * math.exp(-spread), speedup * math.exp(spread)]
@@ -714,17 +740,15 @@ def throughput(chosen) -> dict:
     """Geometric mean of FP8's tokens per second over BF16's, its logarithm's standard error, or why
     there is none."""
     ratios = np.log([p.tok_per_s_ratio for p in chosen if p.tok_per_s_ratio])
-    is_cpu = any(p.fp8.device.startswith("cpu") for p in chosen)
-    if is_cpu or not len(ratios):
-        return {
-            "ratio": None,
-            "se_log": None,
-            "reason": (
-                "a CPU has no FP8 units: its throughput means nothing"
-                if is_cpu
-                else "the arms ran on different devices, numbers of GPUs or compile settings"
-            ),
-        }
+    devices = [p.fp8.device for p in chosen]
+    if "" in devices:
+        return {"ratio": None, "se_log": None, "reason": NO_SPEED}
+    if any(device.startswith("cpu") for device in devices):
+        reason = "a CPU has no FP8 units: its throughput means nothing"
+        return {"ratio": None, "se_log": None, "reason": reason}
+    if not len(ratios):
+        reason = "the arms ran on different devices, numbers of GPUs or compile settings"
+        return {"ratio": None, "se_log": None, "reason": reason}
     se = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
     return {"ratio": float(np.exp(ratios.mean())), "se_log": se, "reason": None}
 

@@ -11,43 +11,23 @@ same one rounded differently), what the gap costs in compute under two laws. Int
 independent pairs and hold for this validation set."""
 
 import json
-import math
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-
 from lib.command import command, run_command
 from lib.errors import UserError
-from lib.plots import STYLES, counts_axis, settle, sheet, styled, styles, write_with
+from lib.plots import write_with
 from lib.text import grid, listed, si
 from lib.values import FilePath
 from scaling import pairs
 from scaling.equivalence import Equivalence, Part, judge_equivalence
+from scaling.gap_figure import draw_precision
+from scaling.gap_words import TableColumns, Words, words_of
 from scaling.records import check_comparable, law_folder, read_runs, usable
 from scaling.table_pairs import read_table_pairs
 
-ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40  # that the console gets without --all
 SHOWN = 5  # warnings among them
-FARTHEST = 1.5e9  # parameters: the published laws are drawn up to the largest model of the study
-MARGIN_LINE = {"color": "#000000", "linewidth": 0.8, "linestyle": (0, (4, 2))}
-# The published laws that the figure draws: name, nats(N, D), range of N that the law was fitted to,
-# look.
-LAWS = (
-    (
-        "Kumar INT8, no offsets",
-        lambda N, D: pairs.kumar_gap(N, offsets=False),
-        (30e6, 220e6),
-        "#444444",
-        "-",
-    ),
-    ("Kumar INT8", lambda N, D: pairs.kumar_gap(N), (30e6, 220e6), "#888888", (0, (5, 1))),
-    ("Sun E4M3, block 128", pairs.sun_gap, (41e6, 679e6), "#000000", "-."),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +69,13 @@ class Options:
                 raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
 
-def analyse(records, found, arm: str, margin) -> dict:
+def analyse(records, found, arm: str, margin, baseline: str = "BF16") -> dict:
     """What precision.json holds but notes and inputs, gaps in per cent of the BF16 loss; `arm`:
-    which is judged."""
+    which is judged; baseline: what its arm is called."""
     laws, reason = pairs.surfaces(
-        [run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}"
+        [run for run in records if run.is_baseline and not run.repeat], f"loss_{arm}", baseline
     )
-    nulls, found = (
-        [p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False)
-    )
+    nulls, found = ([p for p in found if p.fp8.is_baseline is is_null] for is_null in (True, False))
     sizes, common = [], {}
     for (N, D, recipe), chosen in pairs.grouped(
         found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)
@@ -169,7 +147,7 @@ def load(path: Path) -> dict:
     """A precision.json with its dataclasses, as analyse gave it."""
     kinds = {
         frozenset(kind.__dataclass_fields__): kind
-        for kind in (pairs.Estimate, pairs.Margin, Equivalence, Part)
+        for kind in (pairs.Estimate, pairs.Margin, pairs.Gap, Equivalence, Part, TableColumns)
     }
     return json.loads(
         path.read_text(), object_hook=lambda one: kinds.get(frozenset(one), dict)(**one)
@@ -202,47 +180,57 @@ def fixed(value: float | None, digits: int) -> str | None:
 
 def tables(result: dict) -> list[str]:
     """Markdown of analyse's result, the headline first: common gap, ranking, gap per size beside
-    the nulls, its cost."""
-    return [
-        _headline(result),
-        *[_ranking(result["ranking"])] * (len(result["common"]) > 1),
-        _sizes(result),
-        _costs(result),
-    ]
+    the nulls, its cost. A table without N and D has neither of the last two."""
+    words = words_of(result)
+    blocks = [_headline(result, words)]
+    if len(result["common"]) > 1:
+        blocks.append(_ranking(result["ranking"], words))
+    if words.has_sizes:
+        blocks += [_sizes(result, words), _costs(result, words)]
+    return blocks
 
 
-def _headline(result: dict) -> str:
+def _headline(result: dict, words: Words) -> str:
     """A row per recipe with its verdict and what the design can see; the best recipe, the nulls,
     the margin."""
     arm, margin, common, null = (result[key] for key in ("loss", "margin", "common", "null"))
-    rows = [
-        {
-            "recipe": recipe,
-            "gap [%]": one[arm],
-            "verdict": one["verdict"],
-            "independent pairs": f"{one[arm].n} of {one['pairs']}",
-            "sizes": one["sizes"],
-            "per decade of N [%]": one["over_sizes"],
-            "per doubling of D [%]": one["over_tokens"],
-            "sees from [%]": one["smallest_seen"],
+    rows = []
+    for recipe, gap in common.items():
+        row = {
+            words.recipe: recipe,
+            "gap [%]": gap[arm],
+            "verdict": gap["verdict"],
+            "independent pairs": f"{gap[arm].n} of {gap['pairs']}",
         }
-        for recipe, one in common.items()
-    ]
+        if words.has_sizes:
+            row |= {
+                "sizes": gap["sizes"],
+                "per decade of N [%]": gap["over_sizes"],
+                "per doubling of D [%]": gap["over_tokens"],
+            }
+        rows.append(row | {"sees from [%]": gap["smallest_seen"]})
+    where = "over all sizes" if words.has_sizes else "over all pairs"
+    changes = (
+        " Per decade of N, per doubling of D at a size: its change." if words.has_sizes else ""
+    )
     text = [
-        f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, over all sizes, ± half a 95 %"
-        " t-interval over independent pairs (branches of one trunk count once). Per decade of N,"
-        " per doubling of D at a size: its change. Seen: with a probability of 80 %."
+        f"{words.arms} minus {words.baseline}, {words.loss}, in per cent of the loss, {where}, ± half"
+        f" a 95 % t-interval over independent pairs ({words.dependent} count once).{changes} Seen:"
+        " with a probability of 80 %."
     ]
-    text += [f"Best: {result['ranking']['reason']}"] * (len(common) > 1)
-    text += [
-        f"Null, {name}: 95 % of the differences of two BF16 runs lie within ±{pooled['band']:.2g} %"
-        f" (SD {pooled['sd_percent']:.3f} %, degrees of freedom: {pooled['dof']})."
-        for name, pooled in (
-            ("other seeds", null["pooled"]),
-            ("same seed", null["same_seed"]["pooled"]),
-        )
-        if pooled
-    ]
+    if len(common) > 1:
+        text.append(f"Best: {result['ranking']['reason']}")
+    pooled_nulls = {
+        f"other {words.seeds}": null["pooled"],
+        "same seed": null["same_seed"]["pooled"],
+    }
+    for name, pooled in pooled_nulls.items():
+        if pooled:
+            text.append(
+                f"Null, {name}: 95 % of the differences of two {words.baseline} runs lie within"
+                f" ±{pooled['band']:.2g} % (SD {pooled['sd_percent']:.3f} %, degrees of freedom:"
+                f" {pooled['dof']})."
+            )
     text.append(
         f"Margin ±{margin.percent:g} %: {margin.source}."
         if margin
@@ -290,105 +278,88 @@ def _part_words(part: Part) -> str:
     return f"{size} ({gap}{borrowed}, p={part.p:.2g})"
 
 
-def _ranking(ranking: dict) -> str:
-    rows = [
-        {
-            "recipe, lowest gap first": row["recipe"],
-            "gap [%]": row["gap"],
-            "above the first [%]": row["difference"],
-            "ties with it": "yes" if row["ties"] else "no",
-            "tok/s FP8/BF16": row["throughput"]["ratio"],
+def _ranking(ranking: dict, words: Words) -> str:
+    rows = []
+    for ranked in ranking["recipes"]:
+        row = {
+            f"{words.recipe}, lowest gap first": ranked["recipe"],
+            "gap [%]": ranked["gap"],
+            "above the first [%]": ranked["difference"],
+            "ties with it": "yes" if ranked["ties"] else "no",
         }
-        for row in ranking["recipes"]
-    ]
-    left_out = [f"Not ranked: {one['recipe']} ({one['reason']})." for one in ranking["left_out"]]
-    return "\n".join(
-        [
-            table(rows),
-            "",
-            (
-                "Pairs at the largest common budget of each size, the same sizes and seeds for all;"
-                " a tie: the interval of the difference holds 0, or there is none."
-            ),
-            *left_out,
-        ]
-    )
+        if words.has_speed:
+            row["tok/s FP8/BF16"] = ranked["throughput"]["ratio"]
+        rows.append(row)
+    compared = "The same pairs for all;"
+    if words.has_sizes:
+        compared = (
+            "Pairs at the largest common budget of each size, the same sizes and"
+            f" {words.seeds} for all;"
+        )
+    left_out = [f"Not ranked: {row['recipe']} ({row['reason']})." for row in ranking["left_out"]]
+    tie = "a tie: the interval of the difference holds 0, or there is none."
+    return "\n".join([table(rows), "", f"{compared} {tie}", *left_out])
 
 
-def _sizes(result: dict) -> str:
+def _sizes(result: dict, words: Words) -> str:
     """A row per size, tokens and recipe with its verdict, below both nulls of that size."""
     other, same = result["null"]["sizes"], result["null"]["same_seed"]
-    rows = [
-        (
-            row,
-            "bf16, two seeds",
-            f"{row['runs']} runs",
-            *[f"SD {row['sd_percent']:.3f}"] * 2,
-            "null",
-        )
-        for row in other
-    ]
-    rows += [
-        (
-            row,
-            "bf16, same seed",
-            row["pairs"],
-            row["bf16"],
-            row["as_trained"],
-            "null: rounded otherwise",
-        )
-        for row in same["sizes"]
-    ]
-    rows += [
-        (row, row["recipe"], row["bf16"].n, row["bf16"], row["as_trained"], row["verdict"])
-        for row in result["sizes"]
-    ]
-    lines = [["N", "tokens", "recipe", "pairs", "gap in BF16 [%]", "gap as trained [%]", "verdict"]]
-    lines += [
-        [f"{at['N']:,}", f"{at['tokens']:,}", *map(str, cells)]
-        for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))
-    ]
+    columns = words.gap_columns
+    rows = []
+    for row in other:
+        spread = f"SD {row['sd_percent']:.3f}"
+        rows.append((row, words.two_seeds, f"{row['runs']} runs", *[spread] * len(columns), "null"))
+    for row in same["sizes"]:
+        gaps = [row[arm] for arm in columns]
+        rows.append((row, "bf16, same seed", row["pairs"], *gaps, "null: rounded otherwise"))
+    for row in result["sizes"]:
+        gaps = [row[arm] for arm in columns]
+        rows.append((row, row["recipe"], gaps[0].n, *gaps, row["verdict"]))
+    lines = [[words.N, words.tokens, words.recipe, "pairs", *columns.values(), "verdict"]]
+    for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"])):
+        lines.append([f"{at['N']:,}", f"{at['tokens']:,}", *map(str, cells)])
     text = [
-        f"N: {result['conventions']['N']}. Null: SD of the difference of two BF16 runs, of other"
-        " seeds or of one seed rounded otherwise."
+        f"N: {result['conventions']['N']}. Null: SD of the difference of two {words.baseline} runs,"
+        f" {words.null}."
     ]
-    text += [f"Repeats equal to the last bit, no null: {same['equal']}."] * bool(same["equal"])
+    if same["equal"]:
+        text.append(f"Repeats equal to the last bit, no null: {same['equal']}.")
     return "\n".join([grid(lines), "", *text])
 
 
-def _costs(result: dict) -> str:
+def _costs(result: dict, words: Words) -> str:
     """A row per size, tokens, recipe and law: what the gap costs in compute and size."""
-    costs, lines = [(size, cost) for size in result["sizes"] for cost in size["costs"]], []
+    costs = [(size, cost) for size in result["sizes"] for cost in size["costs"]]
+    lines = []
     for row, cost in costs:
         extra, share, speed = (
             [cost[key], *cost[f"{key}_ci95"]]
             for key in ("extra_tokens", "effective_parameters", "speedup")
         )
-        lines.append(
-            {
-                "N": si(row["N"]),
-                "tokens": si(row["tokens"]),
-                "recipe": row["recipe"],
-                "law": cost["law"],
-                "extra compute [%]": _ends([r and 100 * (r - 1) for r in extra], "+.2f"),
-                "N_eff/N": _ends(share, ".3f"),
-                "speed-up": _ends(speed, ".3f"),
-            }
-        )
+        line = {
+            words.N: si(row["N"]),
+            words.tokens: si(row["tokens"]),
+            words.recipe: row["recipe"],
+            "law": cost["law"],
+            "extra compute [%]": _ends([r and 100 * (r - 1) for r in extra], "+.2f"),
+            "N_eff/N": _ends(share, ".3f"),
+        }
+        if words.has_speed:
+            line["speed-up"] = _ends(speed, ".3f")
+        lines.append(line)
+    speed_up = " Speed-up: throughput ratio net of them." if words.has_speed else ""
+    laws = "; ".join(f"{name}: {source}" for name, source in result["laws"].items())
     text = [
-        (
-            "Extra compute: by more tokens at this N. Speed-up: throughput ratio net of them. In"
-            " brackets: 95 % interval."
-        ),
-        "; ".join(f"{name}: {source}" for name, source in result["laws"].items())
-        + f". Below {si(pairs.SMALLEST)} "
-        "parameters a published law can be wrong by a factor of ten and more.",
+        f"Extra compute: by more tokens at this N.{speed_up} In brackets: 95 % interval.",
+        f"{laws}. Below {si(pairs.SMALLEST)} parameters a published law can be wrong by a factor of"
+        " ten and more.",
     ]
-    text += [f"No law of our own: {result['no_own_law']}."] if result["no_own_law"] else []
-    text += [
-        f"No number: {reason}."
-        for reason in dict.fromkeys(cost["reason"] for _, cost in costs if cost["reason"])
-    ]
+    if result["no_own_law"]:
+        text.append(f"{words.no_own_law}: {result['no_own_law']}.")
+    reasons = dict.fromkeys(cost["reason"] for _, cost in costs if cost["reason"])
+    if not words.has_speed:
+        reasons.pop(pairs.NO_SPEED, None)
+    text += [f"No number: {reason}." for reason in reasons]
     return "\n".join([table(lines), "", *text])
 
 
@@ -402,130 +373,6 @@ def _ends(values, form: str) -> str:
         if ends == ["?", "?"]
         else f"{value} [{ends[0]} to {ends[1]}]"
     )
-
-
-@styled
-def draw_precision(result: dict):
-    """The figure of analyse's result. Left: each gap in per cent at its size; rows that share a
-    size stand side by side, more tokens further right. Right: each gap above 0 in nats at its total
-    parameters, as the published laws beside them count."""
-    arm, sizes, common, margin = result["loss"], result["sizes"], result["common"], result["margin"]
-    looks = {
-        recipe: {
-            "color": style["color"],
-            "marker": style["marker"],
-            "markersize": 4.5,
-            "linestyle": "none",
-        }
-        for recipe, style in zip(common, styles(["bf16", *common])[1:], strict=True)
-    }
-    ratio = float(np.exp(np.mean([math.log(row["tokens"] / row["params_total"]) for row in sizes])))
-    n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
-    nulls = [
-        (pooled["band"], f"null, {name} seed, ±{pooled['band']:.2g} %", color)
-        for pooled, name, color in (
-            (result["null"]["pooled"], "other", "#DDDDDD"),
-            (result["null"]["same_seed"]["pooled"], "same", "#B0B0B0"),
-        )
-        if pooled
-    ]
-    handles = [Patch(color=color, linewidth=0, label=name) for _, name, color in nulls]
-    if margin:
-        handles.append(
-            Line2D(
-                [],
-                [],
-                **MARGIN_LINE,
-                label=f"margin, ±{margin.percent:g} %"
-                + ", after the fact" * (not margin.is_declared),
-            )
-        )
-    handles += [Line2D([], [], **look, label=recipe) for recipe, look in looks.items()]
-    title = f"Loss minus that of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
-    caption = (
-        "Bars: 95 % t-interval over independent pairs. Left, at each size further right: more"
-        f" tokens. Right: gaps above 0 and published laws at {ratio:.3g} tokens per parameter,"
-        " dotted beyond the sizes they were fitted to."
-    )
-    figure, ((left, right),) = sheet((7.4, 3.8), 1, 2, title, caption, handles, 4)
-
-    levels, place, ticks = sorted({row["N"] for row in sizes}), [], []
-    room = min([0.9, *(0.6 * np.diff(np.log(levels)))])
-    for N, n in Counter(row["N"] for row in sizes).items():
-        place += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
-        if not ticks or math.log(N / ticks[-1]) > 0.08 * math.log(2.25 * levels[-1] / levels[0]):
-            ticks.append(N)  # labels at the sizes, where they have room
-    for band, _, color in sorted(nulls, reverse=True):  # the narrower on top
-        left.axhspan(-band, band, color=color, linewidth=0, zorder=0)
-    for sign in (-1, 1) if margin else ():
-        left.axhline(sign * margin.percent, **MARGIN_LINE, zorder=1)
-    left.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
-    for recipe, look in looks.items():
-        x, y, bars = zip(
-            *(
-                (x, row[arm].mean, row[arm].half or 0)
-                for x, row in zip(place, sizes, strict=True)
-                if row["recipe"] == recipe
-            ),
-            strict=True,
-        )
-        left.errorbar(x, y, bars, **look, capsize=2.5, elinewidth=1.1, zorder=3)
-    ends = [abs(row[arm].mean) + (row[arm].half or 0) * (row[arm].n > 2) for row in sizes]
-    # two pairs' bar may leave it
-    limit = 1.2 * max([1e-3, *ends, *([margin.percent] if margin else [])])
-    left.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
-    left.set(
-        ylabel="gap [%]",
-        xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N",
-    )
-    counts_axis(left.xaxis)
-    left.set_xticks(ticks)
-    left.set_xticks([], minor=True)
-
-    totals, values = [row["params_total"] for row in sizes], []
-    N = np.geomspace(min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST), 200)
-    for name, law, fitted, color, dash in LAWS:
-        nats, inside = law(N, ratio * N), (fitted[0] <= N) & (fitted[1] >= N)
-        right.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
-        right.plot(
-            N[inside],
-            nats[inside],
-            color=color,
-            linestyle=dash,
-            linewidth=1.8,
-            zorder=1,
-            label=name,
-        )
-        values += [nats.min(), nats.max()]
-    for row in sizes:
-        if (found := row["nats"]).mean > 0:
-            right.errorbar(
-                row["params_total"],
-                found.mean,
-                found.half or 0,
-                **looks[row["recipe"]],
-                elinewidth=1.1,
-                zorder=3,
-            )
-            values.append(found.mean)
-    right.set(
-        xscale="log",
-        yscale="log",
-        xlim=(N[0], N[-1]),
-        ylim=(min(values) / 2.5, 12 * max(values)),
-        xlabel="parameters N, all",
-        ylabel="gap [nats/token]",
-    )
-    counts_axis(right.xaxis)
-    right.legend(
-        loc="upper right",
-        frameon=False,
-        fontsize=7,
-        borderaxespad=0,
-        handlelength=2.8,
-        labelspacing=0.25,
-    )
-    return settle(figure)
 
 
 @command(__doc__, Options, "paths")
@@ -570,10 +417,15 @@ def _of_a_table(options: Options, folder: Path) -> str:
         path, options.arm, options.pair, options.loss, options.n, options.d, options.base
     )
     result = analyse(
-        table_pairs.runs, table_pairs.pairs, "bf16", pairs.read_margin([], options.margin)
+        table_pairs.runs,
+        table_pairs.pairs,
+        "bf16",
+        pairs.read_margin([], options.margin),
+        table_pairs.columns.baseline,
     )
+    result |= {"table": table_pairs.columns, "conventions": {"N": f"column {options.n or 'none'}"}}
     notes = list(table_pairs.notes)
-    figure, blocks = None, tables(result)
+    figure = None
     if options.n:
         figure = draw_precision(result)
     else:
@@ -587,7 +439,6 @@ def _of_a_table(options: Options, folder: Path) -> str:
             "laws": {},
             "no_own_law": None,
         }
-        blocks = tables(result)[:-2]
     content = {
         "format_version": 1,
         **result,
@@ -595,7 +446,7 @@ def _of_a_table(options: Options, folder: Path) -> str:
         "inputs": [{"file": path.name, "sha256": table_pairs.sha256}],
     }
     wrote = write_with(folder, "precision", figure, {"precision.json": content})
-    return _page(blocks, notes, wrote, options.all)
+    return _page(tables(result), notes, wrote, options.all)
 
 
 def _page(blocks: list[str], notes: list[str], wrote: str, is_all: bool) -> str:

@@ -72,6 +72,11 @@ class Record:
         """Parameters as the convention counts them: those of laws, ratios and labels."""
         return getattr(self, f"params_{self.convention}")
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it was trained in BF16, which the other recipes stand against."""
+        return self.recipe == "bf16"
+
 
 def read_runs(paths, convention: str | None = None) -> tuple[list[Record], list[str]]:
     """The records of run folders, or of folders whose sub-folders are runs, plus a line for each

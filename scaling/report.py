@@ -27,6 +27,7 @@ from lib.text import listed, si
 from lib.values import FilePath
 from scaling import figures, learning_rate, precision
 from scaling.figures import finite, running_mean
+from scaling.gap_words import ARMS
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
 from scaling.predict import held_out, load
@@ -488,24 +489,13 @@ def _laws(path: Path) -> str:
     law, lines = read_json(path), []
     for recipe, group in law["groups"].items():
         head = group["headline"]["form"]
-        for form in dict.fromkeys((head, "chinchilla")):
-            fit = group["laws"][form]
-            ends = [
-                f"{name} {low:.3g} to {high:.3g}"
-                for name, (low, high) in (fit["ci95"] or {}).items()
-                if name in ("alpha", "beta", "a", "gamma")
-            ]
-            lines.append(
-                {
-                    "recipe": recipe,
-                    "law": form + " (headline)" * (form == head),
-                    "formula": fit["formula"] or "not fitted",
-                    "exponents, 95 %": ", ".join(ends),
-                    "residuals [%]": fit["residual_rms"] and f"{100 * fit['residual_rms']:.3f}",
-                    "runs": fit["n"],
-                    "identified": "yes" if fit["identified"] else f"no: {fit['reason']}",
-                }
-            )
+        lines.append(_law_row(recipe, f"{head} (headline)", group["laws"][head]))
+        frontier = group.get("frontier")  # none in a law.json of older code
+        if frontier:
+            name = f"{frontier['form']} through the minima (frontier)"
+            lines.append(_law_row(recipe, name, frontier))
+        if head != "chinchilla":
+            lines.append(_law_row(recipe, "chinchilla", group["laws"]["chinchilla"]))
     return "\n\n".join(
         [
             table(lines),
@@ -515,10 +505,29 @@ def _laws(path: Path) -> str:
             ),
             (
                 f"N: {law['conventions']['N']}. Losses: evaluated"
-                f" {precision.ARMS[law['conventions']['loss'].removeprefix('loss_')]}."
+                f" {ARMS[law['conventions']['loss'].removeprefix('loss_')]}."
             ),
         ]
     )
+
+
+def _law_row(recipe: str, name: str, fit: dict) -> dict:
+    """A line of the table of laws: one Fit.plain() of law.json."""
+    exponents = ("alpha", "beta", "a", "b", "gamma")
+    ends = [
+        f"{parameter} {low:.3g} to {high:.3g}"
+        for parameter, (low, high) in (fit["ci95"] or {}).items()
+        if parameter in exponents
+    ]
+    return {
+        "recipe": recipe,
+        "law": name,
+        "formula": fit["formula"] or "not fitted",
+        "exponents, 95 %": ", ".join(ends),
+        "residuals [%]": fit["residual_rms"] and f"{100 * fit['residual_rms']:.3f}",
+        "runs": fit["n"],
+        "identified": "yes" if fit["identified"] else f"no: {fit['reason']}",
+    }
 
 
 def _found(folder: Path, name: str, is_wanted: bool, shown) -> str:

@@ -11,13 +11,13 @@ from typing import cast
 
 from lib.errors import UserError
 from lib.text import listed
+from scaling.gap_words import TableColumns
 from scaling.pairs import Gap, Pair
 from scaling.records import Record
 from scaling.tables import Table, read_table
 
 # cells of the arm column, in any case, that name the baseline
 BASELINES = ("bf16", "bfloat16", "baseline")
-ARM_NAME = "bf16"  # what the baseline is called within the analysis
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class TableRun:
 
     run_id: str
     pair_id: str
-    recipe: str
+    recipe: str  # the cell of the arm column
+    is_baseline: bool
     N: int
     tokens: int
     loss_bf16: float  # nats per token; a table has one loss, so both evaluations are that one
@@ -36,7 +37,7 @@ class TableRun:
     seed: str
     convention: str = "total"
     repeat: int = 0
-    device: str = "cpu, unknown"
+    device: str = ""  # unknown, so there is no speed
     continued_from: str | None = None
 
     @property
@@ -54,6 +55,7 @@ class TablePairs:
     pairs: list[Pair]
     notes: list[str]  # what was left out, by line
     sha256: str  # of the table
+    columns: TableColumns
 
 
 def read_table_pairs(
@@ -80,17 +82,15 @@ def read_table_pairs(
         runs[key], lines[key] = run, line
     found, alone = [], []
     for key, run in runs.items():
-        if run.recipe == ARM_NAME:
+        if run.is_baseline:
             continue
-        baseline = runs.get((ARM_NAME, *key[1:]))
+        baseline = runs.get((base, *key[1:]))
         if baseline is None:
             alone.append(lines[key])
         else:
             found.append(_pair(baseline, run))
     paired = {id(pair.bf16) for pair in found}
-    alone += [
-        lines[key] for key, run in runs.items() if run.recipe == ARM_NAME and id(run) not in paired
-    ]
+    alone += [lines[key] for key, run in runs.items() if run.is_baseline and id(run) not in paired]
     if not found:
         raise UserError(
             f"{path} holds no pair: no row of {arm}={base} shares its {pair}, N and D with another"
@@ -99,7 +99,8 @@ def read_table_pairs(
     notes = [*table.notes]
     if alone:
         notes.append(f"unpaired rows of {path.name}: lines {listed(alone)}")
-    return TablePairs(list(runs.values()), found, notes, table.sha256)
+    columns = TableColumns(arm, pair, loss, n, d, base)
+    return TablePairs(list(runs.values()), found, notes, table.sha256, columns)
 
 
 def _baseline(path: Path, table: Table, arm: str) -> str:
@@ -125,7 +126,7 @@ def _run(path, line, row, arm, pair, loss, n, d, base) -> TableRun:
             )
         return value
 
-    recipe = ARM_NAME if row[arm] == base else row[arm]
+    recipe = row[arm]
     if not recipe or not row[pair]:
         raise UserError(f"{path} line {line}: the cell of {arm if not recipe else pair!r} is empty")
     N = round(number(n)) if n else 1
@@ -134,6 +135,7 @@ def _run(path, line, row, arm, pair, loss, n, d, base) -> TableRun:
         run_id=f"{path.name} line {line}",
         pair_id=row[pair],
         recipe=recipe,
+        is_baseline=recipe == base,
         N=N,
         tokens=tokens,
         loss_bf16=number(loss),

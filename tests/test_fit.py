@@ -1,6 +1,7 @@
 """The command as a user meets it: headline first, honest downgrades, a sentence for each mistake;
 tables read as they stand."""
 
+import hashlib
 import itertools
 import math
 import re
@@ -536,6 +537,8 @@ def test_a_chart_exported_from_wandb_gives_the_last_value_of_each_run(tmp_path):
         [2e9, 4e9],
         [3.5, 3.25],
     ]
+    sha256 = hashlib.sha256((tmp_path / "runs.csv").read_bytes()).hexdigest()
+    assert chosen.source["runs"] == {"file": "runs.csv", "sha256": sha256}
     assert (
         points.cluster.tolist() == ["a", "b"]
         and "each of its 2 runs counts with its last val/loss" in chosen.notes[0]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from scaling_runs import edit, errorbars, legend, surface, write_branches, write_ladder, write_run
+from scipy.stats import ttest_1samp
 
 from lib import plots
 from lib.plots import STYLES, styles, write_with
@@ -177,7 +178,7 @@ def test_isoflop_panels_show_each_valley_and_its_minimum():
     assert legend(figure)[-1] == "minimum of a budget" and "valley of each budget" in caption(
         figure
     )
-    for panel, x in zip(figure.axes, (C, D, N), strict=True):
+    for panel, x in zip(figure.axes[:3], (C, D, N), strict=True):
         marks = [line.get_xydata() for line in panel.lines if line.get_marker() == "P"]
         assert len(marks) == 1 and np.allclose(marks[0], np.column_stack([x, lowest]))
     for axis, sizes in (("N", N), ("D", D)):
@@ -188,12 +189,77 @@ def test_isoflop_panels_show_each_valley_and_its_minimum():
             assert line.x[line.loss.argmin()] == pytest.approx(at, rel=0.1)
 
 
+def test_isoflop_panels_show_best_size_tokens_and_their_ratio_over_compute():
+    groups = [fit_points(bent_valleys(), "isoflop.csv", resamples=0)]
+    law = groups[0].laws["isoflop"]
+    C, N, D, _ = minima_of(law)
+    panels = draw(groups, [], "loss").axes[3:]
+    assert [panel.get_ylabel().split(" [")[0] for panel in panels] == ["N*", "D*", "D* / N*"]
+    k_n, a, k_d, b = (law.parameters[name] for name in ("k_n", "a", "k_d", "b"))
+    laws = (lambda c: k_n * c**a, lambda c: k_d * c**b, lambda c: k_d / k_n * c ** (b - a))
+    for panel, minima, formula in zip(panels, (N, D, D / N), laws, strict=True):
+        line, marks = panel.lines
+        assert np.allclose(marks.get_xydata(), np.column_stack([C, minima]))
+        x, y = line.get_xydata().T
+        assert np.allclose(y, formula(x)) and x[-1] == pytest.approx(10 * C.max())
+        assert panel.get_xlabel() == "compute C [FLOPs]"
+    low, high = law.ci95["a"]
+    (words,) = panels[0].get_legend().get_texts()
+    assert words.get_text() == f"N* ~ C^{a:.3f}\n{low:.3f} to {high:.3f}"
+
+
+def test_panels_of_tokens_and_parameters_end_at_their_points(ladder):
+    """Laws are extrapolated over compute alone, so the other panels are not half empty."""
+    compute, *others = draw(*ladder).axes[:3]
+    lowest, highest = (end(ladder[0][0].loss) for end in (np.min, np.max))
+    for panel in others:
+        low, high = panel.get_ylim()
+        share = np.log(highest / lowest) / np.log(high / low)
+        assert low < lowest and share > 0.7
+    assert compute.get_ylim()[0] < others[0].get_ylim()[0]
+    labels = [[text.get_visible() for text in panel.get_yticklabels()] for panel in others]
+    assert any(labels[0]) and not any(labels[1]), "the scale is written where it begins"
+
+
+def test_gaps_of_seeds_are_one_mean_with_their_interval_and_single_pairs_are_hollow(tmp_path):
+    gaps = (0.010, 0.014, 0.006)
+    losses = (2.20, 2.21, 2.18)
+    runs = [
+        {"recipe": recipe, "seed": seed, "loss": losses[seed], "gap": gap * (recipe != "bf16")}
+        for recipe, (seed, gap) in itertools.product(("bf16", "tensorwise"), enumerate(gaps))
+    ]
+    runs += [
+        {"recipe": recipe, "params": 184_320, "gap": 0.004 * (recipe != "bf16")}
+        for recipe in ("bf16", "tensorwise")
+    ]
+    groups, found, loss_key = study(tmp_path, runs)
+    figure = draw(groups, found, loss_key)
+    percent = 100 * np.divide(gaps, losses)
+    interval = ttest_1samp(percent, 0).confidence_interval()
+    mean, single = errorbars(figure.axes[5])
+    assert mean == pytest.approx((38_912, percent.mean(), interval.low, interval.high))
+    pair = next(pair for pair in found if pair.fp8.N == 184_320)
+    half = 1.96 * 100 * pair.gap["bf16"].se / pair.bf16.loss_bf16
+    gap = pair.gap["bf16"].percent
+    assert single == pytest.approx((184_320, gap, gap - half, gap + half))
+    faces = [bar.lines[0].get_markerfacecolor() for bar in figure.axes[5].containers]
+    widths = [bar.lines[2][0].get_linewidth()[0] for bar in figure.axes[5].containers]
+    assert faces == ["#D55E00", "white"] and widths[1] < widths[0]
+    assert legend(figure)[-2:] == ["mean of pairs, 95 % interval", "single pair, evaluation noise"]
+
+
 def test_pairs_laws_and_words_of_a_surface(branches):
     groups, found, _ = branches
     figure = draw(*branches)
     assert figure.axes[0].get_ylabel() == "validation loss\n[nats/token]"
     assert caption(figure).startswith(f"BF16: {groups[0].laws['chinchilla'].formula()}.")
-    assert legend(figure) == ["BF16", "FP8 tensorwise", "training loss", "law, 95 % interval"]
+    assert legend(figure) == [
+        "BF16",
+        "FP8 tensorwise",
+        "training loss",
+        "law, 95 % interval",
+        "single pair, evaluation noise",
+    ]
     wanted = [
         (
             one.fp8.params_total,
@@ -204,7 +270,7 @@ def test_pairs_laws_and_words_of_a_surface(branches):
     ]
     assert np.allclose(
         sorted(errorbars(figure.axes[5])),
-        sorted((N, gap, gap - se, gap + se) for N, gap, se in wanted),
+        sorted((N, gap, gap - 1.96 * se, gap + 1.96 * se) for N, gap, se in wanted),
     )
     for panel, axis, names in zip(
         figure.axes[1:], "DN", ("53M 124M 257M 360M", "5 10 20 40"), strict=False

@@ -10,6 +10,7 @@ from scaling_runs import cells, edit, errorbars, legend, strict, write_branches,
 from scipy.stats import ttest_1samp
 
 from scaling import precision
+from scaling.gap_figure import NULL_COLOURS
 from scaling.pairs import EPOCH, Margin, kumar_gap, pairs, sun_gap
 from scaling.precision import analyse, draw_precision
 from scaling.records import read_runs
@@ -265,16 +266,19 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
     ).confidence_interval()
     first, alone = errorbars(left, "#D55E00")
     assert first[1:] == pytest.approx((np.mean(percent), theirs.low, theirs.high), rel=1e-6)
-    assert alone == pytest.approx((300_000, *[100 * 0.004 / 2.2] * 3), rel=1e-6)  # one pair: no bar
+    se = next(pair.gap["bf16"].se_percent for pair in pairs(records)[0] if pair.fp8.N == 300_000)
+    mean = 100 * 0.004 / 2.2
+    # one pair: the bar is the evaluation's noise, not the seeds'
+    assert alone == pytest.approx((300_000, mean, mean - 1.96 * se, mean + 1.96 * se), rel=1e-4)
     (other,) = errorbars(left, "#009E73")
     # two recipes of one size stand side by side
     assert other[0] < 40_000 < first[0] and other[1] < 0
     bands = [result["null"]["pooled"]["band"], result["null"]["same_seed"]["pooled"]["band"]]
-    assert [patch.get_height() / 2 for patch in left.patches] == pytest.approx(bands) and bands[
-        0
-    ] > bands[1]
-    # a null that is wider than all gaps is the ground of the panel
-    assert 0.25 < left.get_ylim()[1] < 1.2 < bands[0]
+    # the null of other seeds leaves the panel, that of the same seed does not
+    assert 0.25 < left.get_ylim()[1] < 1.2 < bands[0] and bands[1] < left.get_ylim()[1]
+    assert null_ends(left, "v") == [-left.get_ylim()[1]] == [-end for end in null_ends(left, "^")]
+    assert null_ends(left, "_") == pytest.approx([-bands[1], bands[1]])
+    assert [text.get_text() for text in left.texts] == [f"±{band:.2g} %" for band in bands]
     assert {-0.25, 0.25} <= {
         line.get_ydata()[0] for line in left.lines if line.get_linestyle() == "--"
     }
@@ -284,6 +288,8 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
         "margin, ±0.25 %",
         "rowwise",
         "tensorwise",
+        "mean of pairs, 95 % interval",
+        "single pair, evaluation noise",
     ]
     lines = {line.get_label(): line.get_data() for line in right.lines}
     N, nats = lines["Kumar INT8"]
@@ -294,6 +300,8 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
         and N.min() >= 41e6
         and right.get_xlim()[1] > 1.5e9
     )
+    markers = {line.get_xdata()[0]: line.get_markerfacecolor() for line, *_ in right.containers}
+    assert markers == {40_000: "#D55E00", 300_000: "white"}
     assert sorted(nats for _, nats, *_ in errorbars(right)) == pytest.approx(
         [0.004, np.mean([0.010, 0.012, 0.015])], rel=1e-6
     )
@@ -312,6 +320,31 @@ def test_few_and_extreme_pairs_are_drawn(tmp_path, capsys):
         limit = (
             draw_precision(found := precision.load(out / "precision.json")).axes[0].get_ylim()[1]
         )
-        assert limit == pytest.approx(1.2 * abs(found["sizes"][0]["as_trained"].mean)), (
-            "two pairs' bar may leave the panel"
-        )
+        mean = abs(found["sizes"][0]["as_trained"].mean)
+        if len(gaps) == 2:
+            assert limit == pytest.approx(1.2 * mean), "two pairs' bar may leave the panel"
+        else:
+            assert limit > 1.2 * mean, "a single pair's bar may not"
+
+
+def null_ends(panel, marker):
+    """Where brackets of nulls end with this marker."""
+    lines = [line for line in panel.lines if line.get_color() in NULL_COLOURS]
+    return [line.get_ydata()[0] for line in lines if line.get_marker() == marker]
+
+
+@pytest.mark.parametrize("gap", [0.001, 0.3, 1.0, 6.0, 150.0])
+def test_the_margin_can_be_read_whatever_the_gaps_and_nulls_are(tmp_path, gap):
+    """Its lines lie a tenth of the axis away from the edges and from each other."""
+    write_seeds(tmp_path, [gap * loss / 100 for loss in BF16], params=40_000)
+    records, _ = read_runs([tmp_path])
+    result = analyse(records, pairs(records)[0], "bf16", Margin(0.25, "study.json", True))
+    panel = draw_precision(result).axes[0]
+    heights = panel.transAxes.inverted().transform(
+        panel.transData.transform([(40_000, side * 0.25) for side in (-1, 1)])
+    )[:, 1]
+    assert heights[0] > 0.1 and heights[1] < 0.9 and heights[1] - heights[0] > 0.1
+    low, high = panel.get_ylim()
+    ticks = [tick for tick in panel.get_yticks() if low <= tick <= high]
+    assert 0 in ticks and len(ticks) >= 3
+    assert all(low < mean < high for _, mean, *_ in errorbars(panel))

@@ -1,6 +1,7 @@
 """scaling/report.py: every number by an independent count, every refusal a sentence; a study's page
 says what its files say."""
 
+import json
 import re
 import shutil
 import statistics
@@ -16,6 +17,7 @@ from scaling.pairs import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
 from tests.conftest import asked, changed
+from tests.law_trials import bent_valleys
 from tests.test_figures import event, write
 from tests.test_figures import row as step_row
 
@@ -388,6 +390,25 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
             statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"])
         )
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
+
+
+def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path):
+    group = fit.fit_points(bent_valleys(), "isoflop.csv", resamples=0)
+    law = {
+        "conventions": {"N": "params_total", "loss": "loss_bf16"},
+        "groups": {"bf16": group.plain()},
+    }
+    (tmp_path / "law.json").write_text(json.dumps(law))
+    rows = cells(report._laws(tmp_path / "law.json"))[1:]
+    assert [row[1] for row in rows] == [
+        "isoflop (headline)",
+        f"{group.frontier.form} through the minima (frontier)",
+        "chinchilla",
+    ]
+    assert rows[1][2] == group.frontier.formula()
+    low, high = group.frontier.ci95["gamma"]
+    assert f"gamma {low:.3g} to {high:.3g}" in rows[1][3]
+    assert rows[0][3].startswith("a ") and ", b " in rows[0][3]
 
 
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):

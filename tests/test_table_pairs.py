@@ -64,7 +64,7 @@ def test_points_of_one_curve_count_once(tmp_path, capsys):
     result = strict(tmp_path / "out/precision.json")
     assert (result["common"]["fp8"]["bf16"]["n"], result["common"]["fp8"]["pairs"]) == (9, 27)
     assert (
-        "bf16, two seeds" in output
+        "BF16, two of run" in output
         and len(result["sizes"]) == 9
         and (tmp_path / "out/precision.png").exists()
     )
@@ -87,3 +87,77 @@ def test_mistakes_are_a_sentence_and_nothing_is_written(tmp_path, capsys, change
     path.write_text(path.read_text().replace(*change) if change[0] else path.read_text())
     assert sentence in asked(capsys, precision.main, *arguments, *words, code=2)
     assert not (tmp_path / "out").exists()
+
+
+OWN_WORDS = ("FP8", "BF16", "bf16", "CPU", "Linear", "as trained", "tok/s", "speed", "branches")
+
+
+def other_table(path, arms=("int8", "int4"), curve=(1.0,)):
+    """The table under names of its own: baseline "float", a pair called a replica."""
+    lines = ["format,replica,perplexity_nats,size,seen"]
+    for N in SIZES:
+        for replica, gap in GAPS.items():
+            for share in curve:
+                loss = 3.0 + 0.01 * replica + 0.5 * (1 - share)
+                counts = f"{N},{int(20 * N * share)}"
+                lines.append(f"float,{replica},{loss!r},{counts}")
+                for factor, arm in enumerate(arms, 1):
+                    worse = loss * (1 + factor * gap / 100)
+                    lines.append(f"{arm},{replica},{worse!r},{counts}")
+    path.write_text("\n".join(lines) + "\n")
+    columns = "--arm format --pair replica --loss perplexity_nats --n size --d seen --base float"
+    return ["--points", path, *columns.split(), "--out", path.parent / "out", "margin=1", "--all"]
+
+
+@pytest.mark.parametrize("curve", [(1.0,), (0.5, 0.75, 1.0)])
+def test_the_page_speaks_of_the_tables_own_arms_and_columns(tmp_path, capsys, no_figures, curve):
+    output = asked(capsys, precision.main, *other_table(tmp_path / "t.csv", curve=curve))
+    assert not [word for word in OWN_WORDS if word in output]
+    assert "Each format minus float, column perplexity_nats" in output
+    assert "| size" in output and "| seen" in output and "gap in perplexity_nats [%]" in output
+    assert "float, two of replica" in output and "Null, other replica" in output
+    assert "two float runs" in output
+
+
+def test_a_page_without_sizes_speaks_of_pairs(tmp_path, capsys, no_figures):
+    words = other_table(tmp_path / "t.csv")
+    of_one_size = (tmp_path / "t.csv").read_text().splitlines()[:10]
+    (tmp_path / "t.csv").write_text("\n".join(of_one_size))
+    words = [word for word in words if word not in ("--n", "size", "--d", "seen")]
+    output = asked(capsys, precision.main, *words)
+    assert "over all pairs" in output and "The same pairs for all" in output
+    assert "largest common budget" not in output and "decade" not in output
+
+
+def test_the_json_names_the_columns_and_the_arms_as_the_table_does(tmp_path, capsys, no_figures):
+    asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
+    result = strict(tmp_path / "out/precision.json")
+    assert result["table"] == {
+        "arm_column": "format",
+        "pair_column": "replica",
+        "loss_column": "perplexity_nats",
+        "n_column": "size",
+        "d_column": "seen",
+        "baseline": "float",
+    }
+    assert result["conventions"] == {"N": "column size"} and set(result["common"]) == {
+        "int8",
+        "int4",
+    }
+
+
+def test_an_arm_called_bf16_is_not_the_baseline_where_base_names_another(
+    tmp_path, capsys, no_figures
+):
+    asked(capsys, precision.main, *other_table(tmp_path / "t.csv", arms=("bf16",)))
+    common = strict(tmp_path / "out/precision.json")["common"]
+    expected = np.mean([100 * np.log1p(gap / 100) for gap in GAPS.values()])
+    assert common["bf16"]["bf16"]["mean"] == pytest.approx(expected)
+
+
+def test_the_figure_names_the_tables_baseline_and_loss(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("scaling.figures.render", lambda figure, form: drawn.append(figure) or b"")
+    asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
+    title = drawn[0].legends[0].get_title().get_text()
+    assert title.startswith("Loss minus that of float, column perplexity_nats (n = 18 pairs")

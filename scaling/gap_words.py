@@ -1,0 +1,91 @@
+"""What the page and the figure of scaling/precision.py call the arms and the loss: our own words
+for runs, a table's own names for a table."""
+
+from dataclasses import dataclass
+
+# Which of a run's two evaluations -> its words.
+ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Which columns of a table of paired losses were analysed, in precision.json."""
+
+    arm_column: str  # names the precision
+    pair_column: str  # equal text makes a pair
+    loss_column: str
+    n_column: str  # parameters; "" where the table gives none
+    d_column: str  # training tokens; "" where the table gives none
+    baseline: str  # the baseline's text in the column of arms
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of one page."""
+
+    baseline: str  # the arm that the others stand against
+    arms: str  # the others, at the start of a sentence
+    recipe: str  # heading of the arms' names
+    loss: str  # which loss
+    evaluated: str  # which loss, in a title
+    gap_columns: dict[str, str]  # evaluation -> heading of its column in the table of sizes
+    seed: str  # what two BF16 runs of a null differ by
+    seeds: str  # its plural
+    two_seeds: str  # the same in the table of sizes
+    null: str  # which two runs a null compares
+    dependent: str  # what counts once in an interval
+    N: str  # heading of the parameters
+    tokens: str  # heading of the tokens
+    no_own_law: str  # how a sentence begins that says why there is no law of the baseline
+    has_sizes: bool  # whether N and D are known
+    has_speed: bool  # whether throughputs are known
+
+
+def words_of(result: dict) -> Words:
+    """The words for what precision.analyse gave; result["table"]: TableColumns, none for runs."""
+    table = result.get("table")
+    if table is None:
+        return _words_of_runs(result["loss"])
+    return _words_of_table(table, result["loss"])
+
+
+def _words_of_runs(arm: str) -> Words:
+    return Words(
+        baseline="BF16",
+        arms="FP8",
+        recipe="recipe",
+        loss=ARMS[arm],
+        evaluated=f"evaluated {ARMS[arm]}",
+        gap_columns={name: f"gap {words} [%]" for name, words in ARMS.items()},
+        seed="seed",
+        seeds="seeds",
+        two_seeds="bf16, two seeds",
+        null="of other seeds or of one seed rounded otherwise",
+        dependent="branches of one trunk",
+        N="N",
+        tokens="tokens",
+        no_own_law="No law of our own",
+        has_sizes=True,
+        has_speed=True,
+    )
+
+
+def _words_of_table(table: TableColumns, arm: str) -> Words:
+    return Words(
+        baseline=table.baseline,
+        arms=f"Each {table.arm_column}",
+        recipe=table.arm_column,
+        loss=f"column {table.loss_column}",
+        evaluated=f"column {table.loss_column}",
+        gap_columns={arm: f"gap in {table.loss_column} [%]"},
+        seed=table.pair_column,
+        seeds=table.pair_column,
+        two_seeds=f"{table.baseline}, two of {table.pair_column}",
+        null=f"of other {table.pair_column}",
+        dependent="points of one curve",
+        N=table.n_column or "N",
+        tokens=table.d_column or "tokens",
+        no_own_law=f"No law of the {table.baseline} runs",
+        has_sizes=bool(table.n_column),
+        has_speed=False,
+    )
