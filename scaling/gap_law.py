@@ -31,6 +31,7 @@ STEPS = 60  # of the solver
 SETTLED = 1e-9  # relative change of the objective that ends it
 GRID = 41  # values of each exponent at which a profile is evaluated
 REFINED = 3  # times, each time over the range that the last left
+MEANINGLESS = 100.0  # per cent of the loss: no interval that reaches so far is a prediction
 MOST_SHARED = 0.95  # share of the noise that pairs of a trajectory may have in common
 
 
@@ -61,8 +62,9 @@ class Exponent:
     value: float
     low: float  # -LIMIT or LIMIT: the interval has no end within them
     high: float
-    p: float  # of the test that it is zero
-    exponent_dof: float  # degrees of freedom of that test
+    # of two tests that it is zero, by the scatter of trajectories and by the pooled noise, the larger
+    p: float
+    exponent_dof: float  # degrees of freedom of the first, and of the interval
     is_told: bool  # from zero, both exponents tested together at 5 % (Holm)
     # the smallest exponent that this design tells from zero with 80 %; None: no finite one
     could_show: float | None
@@ -196,9 +198,9 @@ def whitened(values: np.ndarray, blocks: list[np.ndarray], noise: Noise) -> np.n
     result = np.empty_like(values, dtype=float)
     for members in blocks:
         mean = values[members].mean(axis=0)
-        own = (values[members] - mean) / math.sqrt(1 - noise.shared)
+        deviation = (values[members] - mean) / math.sqrt(1 - noise.shared)
         common = mean / math.sqrt(1 - noise.shared + noise.shared * len(members))
-        result[members] = (own + common) / noise.pair_sd
+        result[members] = (deviation + common) / noise.pair_sd
     return result
 
 
@@ -252,10 +254,14 @@ def _shared_part(residual, trajectory, of_pair, counts) -> float:
     remaining = 1 - 1 / counts if counts.max() > 1 else np.ones(len(counts))
     for label in range(trajectory.max() + 1):
         members = np.flatnonzero(trajectory == label)
-        own, share = residual[members], np.sqrt(remaining[of_pair[members]])
-        products += float(own.sum() ** 2 - own @ own)
-        expected += float(share.sum() ** 2 - share @ share)
+        products += _products(residual[members])
+        expected += _products(np.sqrt(remaining[of_pair[members]]))
     return products / expected if expected > 0 else 0.0
+
+
+def _products(values: np.ndarray) -> float:
+    """Sum over all ordered pairs of two different values."""
+    return float(values.sum() ** 2 - values @ values)
 
 
 # ------------------------------------------------------------------ uncertainty from trajectories
@@ -316,12 +322,12 @@ def sandwich(cells: Cells, jacobian: np.ndarray, gaps: np.ndarray) -> Sandwich:
     bread = np.linalg.pinv(slopes.T @ slopes)
     scores, pulls, squared_pulls = [], [], []
     for members in cells.blocks:
-        own = slopes[members]
-        values, vectors = np.linalg.eigh(np.eye(len(members)) - own @ bread @ own.T)
+        block = slopes[members]
+        values, vectors = np.linalg.eigh(np.eye(len(members)) - block @ bread @ block.T)
         factors = np.where(values > 1e-9, np.maximum(values, 1e-9) ** -0.5, 0.0)
-        adjusted = (vectors * factors) @ (vectors.T @ own)  # A X
+        adjusted = (vectors * factors) @ (vectors.T @ block)  # A X
         scores.append(adjusted.T @ residual[members])
-        pulls.append(own.T @ adjusted)
+        pulls.append(block.T @ adjusted)
         squared_pulls.append(adjusted.T @ adjusted)
     return Sandwich(bread, np.array(scores), np.array(pulls), np.array(squared_pulls))
 
@@ -438,9 +444,9 @@ def fit_power(cells: Cells, N0: float, ratio0: float, free: tuple[str, ...]) -> 
     profile = profile_of(cells, axes, ends)
     best = int(profile.squares.argmin())
     squares = float(profile.squares[best])
-    near = int(np.sum(profile.squares <= squares * (1 + SAME_OPTIMUM) + SAME_OPTIMUM))
+    at_best = int(np.sum(profile.squares <= squares * (1 + SAME_OPTIMUM) + SAME_OPTIMUM))
     k = float(profile.k[best])
-    return PowerFit(cells, N0, ratio0, free, k, ends[best], squares, len(ends), near)
+    return PowerFit(cells, N0, ratio0, free, k, ends[best], squares, len(ends), at_best)
 
 
 def descend(cells: Cells, axes: np.ndarray, starts: np.ndarray, indices: list[int]) -> np.ndarray:
@@ -554,8 +560,9 @@ class GapFit:
     effective: EffectiveFit | None = None
 
     def forecast(self, N: float, D: float) -> GapForecast:
-        """The gap at N parameters and D tokens. Raises CannotFit where the pairs carry no law or
-        the point differs from them along an axis that they do not vary."""
+        """The gap at N parameters and D tokens. Raises CannotFit where the pairs carry no law,
+        where the point differs from them along an axis that they do not vary, where every form is
+        refuted, and where the interval is too wide to say anything."""
         if self.power is None or self.constant is None:
             raise CannotFit(self.law.reason or "no law was fitted")
         _check_axes(self, N, D)
@@ -568,6 +575,11 @@ class GapFit:
         headline = _headline(self.law, allowed)
         low = min(form.gap_low for form in allowed)
         high = max(form.gap_high for form in allowed)
+        if max(abs(low), abs(high)) > MEANINGLESS:
+            raise CannotFit(
+                f"its 95 % interval there, {low:.3g} to {high:.3g} %, says nothing: train more"
+                " seeds, or sizes nearer to it"
+            )
         noise = self.power.cells.noise
         scatter = float(stats.t.ppf(1 - ALPHA / 2, noise.noise_dof)) * noise.pair_sd
         return GapForecast(
@@ -647,7 +659,8 @@ def fit_gap(points: GapPoints, surface: Surface | None, no_surface: str = "") ->
     if law.reason is not None:
         return GapFit(replace(law, no_effective=law.reason), points)
     effective = None if surface is None else fit_effective(cells, surface)
-    return _fitted(GapFit(law, points, None, constant, effective), cells, no_surface)
+    fit = GapFit(law, points, None, constant, effective)
+    return _fitted(fit, cells, counts.free, no_surface)
 
 
 @dataclass(frozen=True)
@@ -681,39 +694,18 @@ def _too_few(counts: _Counts) -> str | None:
     return None
 
 
-def _fitted(fit: GapFit, cells: Cells, no_surface: str) -> GapFit:
+def _fitted(fit: GapFit, cells: Cells, free: tuple[str, ...], no_surface: str) -> GapFit:
     """The fit with its power law, the exponents that are told, the forms beside it."""
     law, constant = fit.law, fit.constant
     assert constant is not None
-    free = _Counts(
-        law.N0,
-        law.ratio0,
-        law.pair_count,
-        law.trajectory_count,
-        law.size_count,
-        law.ratio_count,
-    ).free
     nested = {name: fit_power(cells, law.N0, law.ratio0, (name,)) for name in free}
     power = nested[free[0]]
     if len(free) > 1:
         power = fit_power(cells, law.N0, law.ratio0, free)
-    zero = float(cells.height @ cells.height)
-    forms = [
-        _nested_form(cells, "zero", 0, zero),
-        _nested_form(cells, "constant", 1, constant.squares),
-        *(_nested_form(cells, name, 2, one.squares) for name, one in nested.items()),
-    ]
-    if len(free) > 1:
-        forms.append(_nested_form(cells, " and ".join(free), 3, power.squares))
-    if fit.effective is not None:
-        forms.append(_nested_form(cells, "effective", 1, fit.effective.squares))
-    without = {name: constant if len(free) == 1 else nested[_other(name)] for name in free}
-    exponents = _judged(
-        [_exponent(power, name, without[name].squares, _is_gap_told(law)) for name in free]
-    )
+    forms = _nested_forms(constant, nested, power, fit.effective)
+    exponents = _judged_exponents(constant, nested, power, _is_gap_told(law))
     by_name = {exponent.name: exponent for exponent in exponents}
     k_low, k_high = power.interval_at(np.zeros(2))
-    singular = np.linalg.svd(_scaled_jacobian(power), compute_uv=False)
     law = replace(
         law,
         k=power.k,
@@ -724,19 +716,58 @@ def _fitted(fit: GapFit, cells: Cells, no_surface: str) -> GapFit:
         forms=forms,
         starts=power.starts,
         starts_at_best=power.starts_at_best,
-        condition=float(singular[0] / max(singular[-1], 1e-12)),
+        condition=_condition(power),
+        better_form=_better_form(power, fit.effective),
     )
-    reason = _no_trend(law, " and ".join(free))
-    told = [exponent.name for exponent in exponents if exponent.is_told]
-    law = replace(
-        law,
-        trend=told if reason is None else None,
-        reason=reason,
-        effective=None if fit.effective is None else _effective(fit.effective, forms[-1]),
-        no_effective=no_surface or None if fit.effective is None else None,
-        better_form=_better_form(forms, power, fit.effective),
-    )
+    law = _with_trend(law, " and ".join(free))
+    if fit.effective is None:
+        law = replace(law, no_effective=no_surface or None)
+    else:
+        law = replace(law, effective=_effective(fit.effective, forms[-1]))
     return replace(fit, law=law, power=power)
+
+
+def _with_trend(law: GapLaw, full_form: str) -> GapLaw:
+    reason = _no_trend(law, full_form)
+    if reason is not None:
+        return replace(law, reason=reason)
+    return replace(law, trend=[exponent.name for exponent in _exponents(law) if exponent.is_told])
+
+
+def _nested_forms(
+    constant: PowerFit,
+    nested: dict[str, PowerFit],
+    power: PowerFit,
+    effective: EffectiveFit | None,
+) -> list[NestedForm]:
+    """From the simplest on; the effective parameters last."""
+    cells = power.cells
+    forms = [
+        _nested_form(cells, "zero", 0, float(cells.height @ cells.height)),
+        _nested_form(cells, "constant", 1, constant.squares),
+    ]
+    forms += [_nested_form(cells, name, 2, fit.squares) for name, fit in nested.items()]
+    if len(power.free) > 1:
+        forms.append(_nested_form(cells, " and ".join(power.free), 3, power.squares))
+    if effective is not None:
+        forms.append(_nested_form(cells, "effective", 1, effective.squares))
+    return forms
+
+
+def _judged_exponents(
+    constant: PowerFit, nested: dict[str, PowerFit], power: PowerFit, is_gap_told: bool
+) -> list[Exponent]:
+    """With is_told by Holm's procedure: at most 5 % of studies without a trend show one."""
+    without = dict.fromkeys(power.free, constant)
+    if len(power.free) > 1:
+        without = {"a": nested["b"], "b": nested["a"]}
+    exponents = [_exponent(power, name, without[name].squares, is_gap_told) for name in power.free]
+    told_names = set()
+    for rank, exponent in enumerate(sorted(exponents, key=lambda exponent: exponent.p)):
+        if exponent.p >= ALPHA / (len(exponents) - rank):
+            break
+        told_names.add(exponent.name)
+    return [replace(exponent, is_told=exponent.name in told_names) for exponent in exponents]
 
 
 def _exponent(power: PowerFit, name: str, squares_without: float, is_gap_told: bool) -> Exponent:
@@ -746,31 +777,28 @@ def _exponent(power: PowerFit, name: str, squares_without: float, is_gap_told: b
     axis = "ab".index(name)
     profile = power.profile(spread.threshold)
     low, high = profile.exponent_interval(axis, power.squares + spread.threshold)
-    alpha = ALPHA / len(power.free)
-    steps = stats.t.ppf(1 - alpha / 2, spread.dof) + stats.t.ppf(POWER, spread.dof)
-    smallest = float(steps) * spread.se
+    # with few trajectories the sandwich alone tells a trend too often, with unequal noise the
+    # pooled noise alone does: both must tell it
+    pooled = Spread(spread.assumed, 1.0, power.cells.noise.noise_dof)
+    rise = squares_without - power.squares
+    smallest = max(_smallest_told(test, len(power.free)) for test in (spread, pooled))
     could_show = smallest if is_gap_told and smallest < LIMIT else None
     return Exponent(
         name=name,
         value=float(power.exponents[axis]),
         low=low,
         high=high,
-        p=spread.p_of_rise(squares_without - power.squares),
+        p=max(spread.p_of_rise(rise), pooled.p_of_rise(rise)),
         exponent_dof=spread.dof,
         is_told=False,
         could_show=could_show,
     )
 
 
-def _judged(exponents: list[Exponent]) -> list[Exponent]:
-    """With is_told by Holm's procedure: at most 5 % of studies without a trend show one."""
-    by_p = sorted(exponents, key=lambda exponent: exponent.p)
-    told = set()
-    for rank, exponent in enumerate(by_p):
-        if exponent.p >= ALPHA / (len(by_p) - rank):
-            break
-        told.add(exponent.name)
-    return [replace(exponent, is_told=exponent.name in told) for exponent in exponents]
+def _smallest_told(test: Spread, exponent_count: int) -> float:
+    """The exponent that this test tells from zero with 80 %, as the first of so many."""
+    critical = stats.t.ppf(1 - ALPHA / exponent_count / 2, test.dof)
+    return float(critical + stats.t.ppf(POWER, test.dof)) * test.se
 
 
 def _no_trend(law: GapLaw, full_form: str) -> str | None:
@@ -781,7 +809,7 @@ def _no_trend(law: GapLaw, full_form: str) -> str | None:
     if misfit is not None:
         return f"no power law fits: {misfit}"
     exponents = _exponents(law)
-    at_limit = [one.name for one in exponents if abs(one.value) > LIMIT * 0.999]
+    at_limit = [exponent.name for exponent in exponents if abs(exponent.value) > 0.999 * LIMIT]
     if at_limit:
         return f"{at_limit[0]} runs to {LIMIT:g}, the largest exponent that is sought"
     if not any(exponent.is_told for exponent in exponents):
@@ -798,10 +826,6 @@ def _is_gap_told(law: GapLaw) -> bool:
 
 def _exponents(law: GapLaw) -> list[Exponent]:
     return [exponent for exponent in (law.a, law.b) if exponent is not None]
-
-
-def _other(name: str) -> str:
-    return "b" if name == "a" else "a"
 
 
 def _nested_form(cells: Cells, form: str, parameter_count: int, squares: float) -> NestedForm:
@@ -828,9 +852,7 @@ def _effective(fit: EffectiveFit, form: NestedForm) -> EffectiveParameters | Non
     return EffectiveParameters(fit.surface.name, f, fit.share(high), fit.share(low), form.p_of_fit)
 
 
-def _better_form(
-    forms: list[NestedForm], power: PowerFit, effective: EffectiveFit | None
-) -> str | None:
+def _better_form(power: PowerFit, effective: EffectiveFit | None) -> str | None:
     """By Akaike's criterion where it says so at 100 to 1."""
     if effective is None:
         return None
@@ -853,10 +875,13 @@ def _headline(law: GapLaw, allowed: list[FormForecast]) -> FormForecast:
     return by_name[min(by_name, key=preferred.index)]
 
 
-def _scaled_jacobian(power: PowerFit) -> np.ndarray:
-    """(cells, p) in units of the noise, columns of length 1."""
+def _condition(power: PowerFit) -> float:
+    """Largest over smallest singular value of the Jacobian in units of the noise, its columns of
+    length 1."""
     jacobian = power.cells.root @ power.derivatives(power.axes)
-    return jacobian / np.maximum(np.linalg.norm(jacobian, axis=0), 1e-12)
+    scaled = jacobian / np.maximum(np.linalg.norm(jacobian, axis=0), 1e-12)
+    singular = np.linalg.svd(scaled, compute_uv=False)
+    return float(singular[0] / max(singular[-1], 1e-12))
 
 
 def _check_axes(fit: GapFit, N: float, D: float) -> None:

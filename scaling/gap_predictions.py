@@ -131,24 +131,26 @@ KINDS = {
 # ---------------------------------------------------------------------------------- laws of a study
 
 
-def fit_gaps(chosen: list[Pair], bf16_law: Surface | None, no_law: str, arm: str):
+def fit_gaps(
+    study_pairs: list[Pair], bf16_law: Surface | None, no_law: str, arm: str
+) -> dict[str, GapFit]:
     """Recipe -> GapFit of its pairs under the evaluation `arm`; recipes that convert no Linear have
     none. bf16_law: L(N, D) of the study, else no_law says why there is none."""
     fits: dict[str, GapFit] = {}
-    for recipe, pairs_of_recipe in pairs.grouped(chosen, lambda pair: pair.fp8.recipe):
+    for recipe, pairs_of_recipe in pairs.grouped(study_pairs, lambda pair: pair.fp8.recipe):
         if not pairs.is_idle(pairs_of_recipe):
             fits[recipe] = fit_gap(points_of(pairs_of_recipe, arm), bf16_law, no_law)
     return fits
 
 
-def points_of(chosen: list[Pair], arm: str) -> GapPoints:
-    trajectory = np.empty(len(chosen), dtype=int)
-    for label, members in enumerate(pairs.trajectories(chosen)):
+def points_of(study_pairs: list[Pair], arm: str) -> GapPoints:
+    trajectory = np.empty(len(study_pairs), dtype=int)
+    for label, members in enumerate(pairs.trajectories(study_pairs)):
         trajectory[members] = label
     return GapPoints(
-        np.array([float(pair.fp8.N) for pair in chosen]),
-        np.array([float(pair.fp8.tokens) for pair in chosen]),
-        np.array([pair.gap[arm].log_percent for pair in chosen]),
+        np.array([float(pair.fp8.N) for pair in study_pairs]),
+        np.array([float(pair.fp8.tokens) for pair in study_pairs]),
+        np.array([pair.gap[arm].log_percent for pair in study_pairs]),
         trajectory,
     )
 
@@ -162,15 +164,15 @@ def own_law(laws: dict[int, list[Surface]]) -> Surface | None:
 
 
 def without_held_out(
-    chosen: list[Pair], predictions: list[GapPrediction]
+    study_pairs: list[Pair], predictions: list[GapPrediction]
 ) -> tuple[list[Pair], list[Pair]]:
     """(pairs that may enter a law of the gap, pairs that are held out by study.json or a frozen
     prediction)."""
     names: set[str] = set()
-    for folder in {pair.fp8.folder.parent for pair in chosen}:
+    for folder in {pair.fp8.folder.parent for pair in study_pairs}:
         names |= set(read_study(folder).get("held_out", []))
     allowed, held = [], []
-    for pair in chosen:
+    for pair in study_pairs:
         run = pair.fp8
         is_predicted = any(
             prediction.target.is_of(run.recipe, run.N, run.tokens) for prediction in predictions
@@ -219,13 +221,13 @@ def target_of_run(name: str, records) -> GapTarget:
 def freeze(
     targets: list[GapTarget],
     fits: dict[str, GapFit],
-    chosen: list[Pair],
+    study_pairs: list[Pair],
     records,
     folder: Path,
     arm: str,
     bf16_law: Surface | None,
 ) -> list[str]:
-    """Write gap_prediction_NAME.json of each target; lines to print. chosen: the pairs behind
+    """Write gap_prediction_NAME.json of each target; lines to print. study_pairs: the pairs behind
     `fits`, records: all finished runs.
 
     Raises UserError where a prediction or a run is there already, or where nothing can be said of
@@ -245,7 +247,7 @@ def freeze(
             lines.append(f"{target.name}: the gap cannot be predicted: {error}")
             continue
         law = fits[target.recipe].law
-        predictions.append(_prediction(target, forecast, law, chosen, arm, bf16_law))
+        predictions.append(_prediction(target, forecast, law, study_pairs, arm, bf16_law))
     if not predictions:
         raise UserError("\n".join(lines))
     for prediction in predictions:
@@ -294,8 +296,15 @@ def distance_words(forecast: GapForecast) -> str:
     return f"{place}, extrapolated {' and '.join(beyond)} of the pairs"
 
 
-def _prediction(target, forecast, law, chosen, arm, bf16_law) -> GapPrediction:
-    own_pairs = [pair for pair in chosen if pair.fp8.recipe == target.recipe]
+def _prediction(
+    target: GapTarget,
+    forecast: GapForecast,
+    law: GapLaw,
+    study_pairs: list[Pair],
+    arm: str,
+    bf16_law: Surface | None,
+) -> GapPrediction:
+    own_pairs = [pair for pair in study_pairs if pair.fp8.recipe == target.recipe]
     first = own_pairs[0].fp8
     plain_law = None if bf16_law is None else replace(bf16_law, covariance=None)
     prediction = GapPrediction(
@@ -396,8 +405,8 @@ def read_prediction(path: Path) -> GapPrediction:
     return replace(typed, bf16_law=None if surface is None else Surface(**surface))
 
 
-def score(folder: Path, chosen: list[Pair]) -> list[str]:
-    """Hold every prediction in `folder` against its pairs among `chosen`; lines to print,
+def score(folder: Path, study_pairs: list[Pair]) -> list[str]:
+    """Hold every prediction in `folder` against its pairs among `study_pairs`; lines to print,
     gap_score_NAME.json written. Raises UserError where nothing was predicted, a file was edited,
     or a run is not what was predicted."""
     predictions = load(folder)
@@ -410,7 +419,9 @@ def score(folder: Path, chosen: list[Pair]) -> list[str]:
     for prediction in predictions:
         target, forecast = prediction.target, prediction.forecast
         arrived = [
-            pair for pair in chosen if target.is_of(pair.fp8.recipe, pair.fp8.N, pair.fp8.tokens)
+            pair
+            for pair in study_pairs
+            if target.is_of(pair.fp8.recipe, pair.fp8.N, pair.fp8.tokens)
         ]
         if not arrived:
             lines.append(
@@ -508,21 +519,18 @@ def law_words(recipe: str, law: GapLaw) -> str:
 
 
 def _trend_words(law: GapLaw) -> str:
-    factors, intervals = [], [f"{law.k_low:.2g} to {law.k_high:.2g} %"]
+    words = f"gap = {law.k:.2g} % [{law.k_low:.2g} to {law.k_high:.2g}] x"
     untold = []
     if law.a is not None:
-        factors.append(f"(N / {si(law.N0)})^{-law.a.value:.2f}")
-        intervals.append(f"{-law.a.high:+.2f} to {-law.a.low:+.2f}")
+        interval = f"[{-law.a.high:+.2f} to {-law.a.low:+.2f}]"
+        words += f" (N / {si(law.N0)})^{-law.a.value:.2f} {interval}"
     if law.b is not None:
-        factors.append(f"(D/N / {law.ratio0:g})^{law.b.value:.2f}")
-        intervals.append(f"{law.b.low:+.2f} to {law.b.high:+.2f}")
+        interval = f"[{law.b.low:+.2f} to {law.b.high:+.2f}]"
+        words += f" (D/N / {law.ratio0:g})^{law.b.value:.2f} {interval}"
     for exponent, axis in ((law.a, "N"), (law.b, "D/N")):
         if exponent is not None and not exponent.is_told:
             untold.append(f"; the exponent of {axis} is not told from 0")
-    return (
-        f"gap = {law.k:.2g} % x {' '.join(factors)}, 95 % intervals"
-        f" {', '.join(intervals)}{''.join(untold)}"
-    )
+    return f"{words}, 95 % intervals in brackets{''.join(untold)}"
 
 
 def _no_trend_words(law: GapLaw) -> str:

@@ -117,16 +117,15 @@ def test_the_sandwich_is_right_on_average_where_the_noise_is_as_assumed():
     assert np.mean(ratios) == pytest.approx(1, abs=0.2)
 
 
-def test_a_trajectory_with_more_noise_than_the_rest_widens_the_interval_it_bears():
+def test_noise_at_an_extreme_size_widens_the_exponent_and_noise_in_the_middle_does_not():
     points = gap_points(2, GapDesign((6, 6, 6), (5, 10, 20), 0.1), GapTruth(0.5, 0, 0))
-    smallest = points.N == points.N.min()
-    centre = points.percent[smallest].mean()
-    loud = np.where(smallest, centre + 4 * (points.percent - centre), points.percent)
-    spreads = [
-        fit_power(cells_of(some), 2e5, 20, ("a", "b")).sandwich.of(np.array([0, 1.0, 0]))
-        for some in (points, replace(points, percent=loud))
-    ]
-    assert spreads[1].ratio > 1.2 * spreads[0].ratio
+    ratios = []
+    for N in np.unique(points.N)[:2]:
+        factor = np.where(points.N == N, 5, 1)
+        loud = replace(points, percent=0.5 + factor * (points.percent - 0.5))
+        fit = fit_power(cells_of(loud), 2e5, 20, ("a", "b"))
+        ratios.append(fit.sandwich.of(np.array([0, 1.0, 0])).ratio)
+    assert ratios[0] > 2 * ratios[1]
 
 
 # -------------------------------------------------------------------------- trends and their power
@@ -246,6 +245,12 @@ def test_a_told_trend_refutes_the_constant():
     assert forecast.headline == "power law"
     assert forecast.forecasts[1].refuted_because
     assert forecast.high < 1.02 * STEEP.at(*GAP_TARGET)
+
+
+def test_an_interval_that_says_nothing_is_no_prediction():
+    fit = fit_gap(gap_points(4, NOISY, GapTruth(0, 0, 0)), None)
+    with pytest.raises(CannotFit, match="says nothing: train more seeds"):
+        fit.forecast(1.5e9, 3e10)
 
 
 def test_an_axis_that_the_pairs_do_not_vary_is_not_extrapolated():
@@ -393,6 +398,26 @@ def test_an_edited_prediction_and_one_younger_than_its_run_are_not_scored(
     path.write_text(original)
     write_pairs(tmp_path, (HELD,), seeds=(1,))
     assert "is not older than its run" in asked(capsys, precision.main, tmp_path, "--score", code=2)
+
+
+def test_a_table_with_sizes_and_tokens_has_a_law_too(tmp_path, capsys, no_figures):
+    points = gap_points(0, NOISY, STEEP)
+    lines = ["precision,seed,loss,N,D"]
+    for N, D, percent, label in zip(
+        points.N, points.D, points.percent, points.trajectory, strict=True
+    ):
+        lines += [f"bf16,{label},2.0,{N:.0f},{D:.0f}"]
+        lines += [f"fp8,{label},{2 * math.exp(percent / 100):.9f},{N:.0f},{D:.0f}"]
+    (tmp_path / "losses.csv").write_text("\n".join(lines))
+    columns = ["arm=precision", "pair=seed", "loss=loss", "n=N", "d=D"]
+    words = [f"points={tmp_path / 'losses.csv'}", *columns]
+    out = f"out={tmp_path / 'report'}"
+    assert "fp8: gap = " in asked(capsys, precision.main, *words, out)
+    typed = precision.load(tmp_path / "report/precision.json")["gap_laws"]["fp8"]
+    expected = fit_gap(points, None).law
+    assert typed.a.value == pytest.approx(expected.a.value, abs=1e-3)
+    output = asked(capsys, precision.main, *words, out, "at=1e9:20", code=2)
+    assert "at: only for runs" in output
 
 
 @pytest.mark.parametrize(
