@@ -757,17 +757,25 @@ def _nested_forms(
 def _judged_exponents(
     constant: PowerFit, nested: dict[str, PowerFit], power: PowerFit, is_gap_told: bool
 ) -> list[Exponent]:
-    """With is_told by Holm's procedure: at most 5 % of studies without a trend show one."""
+    """Each free exponent; at most 5 % of studies without a trend tell one."""
     without = dict.fromkeys(power.free, constant)
     if len(power.free) > 1:
         without = {"a": nested["b"], "b": nested["a"]}
     exponents = [_exponent(power, name, without[name].squares, is_gap_told) for name in power.free]
-    told_names = set()
-    for rank, exponent in enumerate(sorted(exponents, key=lambda exponent: exponent.p)):
-        if exponent.p >= ALPHA / (len(exponents) - rank):
+    is_told = told_together([exponent.p for exponent in exponents])
+    return [
+        replace(exponent, is_told=told) for exponent, told in zip(exponents, is_told, strict=True)
+    ]
+
+
+def told_together(p_values: list[float]) -> list[bool]:
+    """Which of several tests reject by Holm's procedure at 5 % for all of them together."""
+    is_told = [False] * len(p_values)
+    for rank, index in enumerate(np.argsort(p_values)):
+        if p_values[index] >= ALPHA / (len(p_values) - rank):
             break
-        told_names.add(exponent.name)
-    return [replace(exponent, is_told=exponent.name in told_names) for exponent in exponents]
+        is_told[index] = True
+    return is_told
 
 
 def _exponent(power: PowerFit, name: str, squares_without: float, is_gap_told: bool) -> Exponent:

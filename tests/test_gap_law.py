@@ -19,7 +19,7 @@ from law_trials import (
 )
 from scaling_runs import edit, strict, surface, write_run
 from scipy.optimize import minimize
-from scipy.stats import ttest_1samp
+from scipy.stats import t, ttest_1samp
 
 from runtime.cli import UserError
 from scaling import gap_predictions, precision
@@ -29,7 +29,9 @@ from scaling.gap_law import (
     cells_of,
     fit_gap,
     fit_power,
+    told_together,
 )
+from scaling.laws import sizes_of
 from scaling.pairs import EPOCH
 from tests.conftest import asked
 
@@ -143,6 +145,33 @@ def test_intervals_hold_the_truth_about_95_times_in_100(name):
 def test_a_trend_is_told_in_at_most_one_of_twenty_studies_without_one(k):
     share = told_share(NOISY, GapTruth(k, 0, 0), 40)
     assert share * 40 <= 6  # 2 expected; above 6 in 3 of 1,000
+
+
+@pytest.mark.parametrize(
+    "p_values, told",
+    [
+        ([0.03, 0.2], [False, False]),
+        ([0.06, 0.02], [False, True]),
+        ([0.02, 0.04], [True, True]),
+        ([0.04], [True]),
+    ],
+)
+def test_exponents_are_told_together_at_five_per_cent(p_values, told):
+    assert told_together(p_values) == told
+
+
+def test_an_exponent_must_be_told_by_the_pooled_noise_too():
+    """A loud middle size hardly moves a, so the sandwich alone would tell it too easily."""
+    points = gap_points(2, GapDesign((6, 6, 6), (5, 10, 20), 0.1), GapTruth(0.5, 0.1, 0))
+    is_middle = sizes_of(points.N) == 1
+    mean = points.percent[is_middle].mean()
+    louder = mean + 4 * (points.percent - mean)
+    loud = replace(points, percent=np.where(is_middle, louder, points.percent))
+    law = fit_gap(loud, None).law
+    cells = cells_of(loud)
+    without, both = (fit_power(cells, law.N0, law.ratio0, free) for free in (("b",), ("a", "b")))
+    pooled = 2 * t.sf(math.sqrt(without.squares - both.squares), law.noise.noise_dof)
+    assert law.a.p == pytest.approx(pooled, rel=1e-3)
 
 
 def test_a_gap_that_is_noise_has_no_exponent_but_a_constant_with_its_interval():
@@ -381,6 +410,8 @@ def test_what_has_begun_is_not_predicted(tmp_path, capsys, no_figures):
     edit(tmp_path / name / "metrics.jsonl")
     output = asked(capsys, precision.main, tmp_path, f"predict={name}", code=2)
     assert f"{name} has begun or is finished" in output
+    edit(tmp_path / "study.json", runs=[plan_of("twin", recipe="bf16")])
+    assert "has no gap" in asked(capsys, precision.main, tmp_path, "predict=twin", code=2)
     assert not list((tmp_path / "law").glob("gap_*"))
 
 
@@ -398,6 +429,9 @@ def test_an_edited_prediction_and_one_younger_than_its_run_are_not_scored(
     path.write_text(original)
     write_pairs(tmp_path, (HELD,), seeds=(1,))
     assert "is not older than its run" in asked(capsys, precision.main, tmp_path, "--score", code=2)
+    for summary in tmp_path.glob("*/summary.json"):
+        edit(summary, tokenizer_sha256="u" * 64)
+    assert "has another tokenizer" in asked(capsys, precision.main, tmp_path, "--score", code=2)
 
 
 def test_a_table_with_sizes_and_tokens_has_a_law_too(tmp_path, capsys, no_figures):
