@@ -244,6 +244,9 @@ def test_which_form_fits_better_is_told_only_where_the_pairs_tell_it():
     assert fit.law.better_form == "power law"
     refuted = {form.form: form.refuted_because for form in fit.forecast(1e10, 2e11).forecasts}
     assert refuted["effective parameters"] and refuted["power law"] is None
+    single = gap_points(1, GapDesign((1,) * 8, (5, 10, 20, 40), 0.05), GapTruth(0.5, -0.1, 0.5))
+    fit = fit_gap(replace(single, N=1e3 * single.N, D=1e3 * single.D), EPOCH)
+    assert "fits better" in fit.forecast(1e10, 2e11).forecasts[2].refuted_because
 
 
 def test_without_a_law_of_the_losses_the_reason_is_given():
@@ -274,6 +277,9 @@ def test_a_told_trend_refutes_the_constant():
     assert forecast.headline == "power law"
     assert forecast.forecasts[1].refuted_because
     assert forecast.high < 1.02 * STEEP.at(*GAP_TARGET)
+    # also where no cell has a second pair, so that the misfit of its means says nothing
+    single = fit_gap(gap_points(1, GapDesign((1,) * 8, (5, 10, 20, 40), 0.05), STEEP), None)
+    assert "trend in a and b" in single.forecast(*GAP_TARGET).forecasts[1].refuted_because
 
 
 def test_an_interval_that_says_nothing_is_no_prediction():
@@ -377,6 +383,11 @@ def test_a_prediction_is_frozen_once_and_scored_when_its_pairs_have_come(
     assert "of 2 independent pairs" in output and ": inside the interval" in output
     scored = strict(tmp_path / f"law/gap_score_{name}.json")
     assert scored["is_inside"] and scored["prediction_sha256"] == frozen.sha256
+    law_half = frozen.forecast.high - frozen.forecast.gap
+    of_two = t.ppf(0.975, 6) * frozen.law.noise.pair_sd / math.sqrt(2)
+    assert scored["predicted_high"] - scored["predicted"] == pytest.approx(
+        math.hypot(law_half, of_two)
+    )
     shift = scored["measured"] - scored["predicted"]
     end = scored["predicted_high"] if shift > 0 else scored["predicted_low"]
     assert scored["z"] == pytest.approx(1.959964 * shift / abs(end - scored["predicted"]), rel=1e-6)
