@@ -3,6 +3,9 @@
     python scaling/precision.py out/study        # every finished run under it; writes out/study/law/precision.*
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
     python scaling/precision.py out/study --all  # prints every table, else as many as 40 lines hold
+    python scaling/precision.py out/study at=1.5e9:20                  # freezes each recipe's gap at N:RATIO, extrapolated
+    python scaling/precision.py out/study predict=cpu_1m_mxfp8_t5_s1   # freezes the gap of a run before it is started
+    python scaling/precision.py out/study --score                      # compares both once the runs are there
     python scaling/precision.py --points losses.csv --arm precision --pair seed --loss val_loss --n N --d tokens --out report
 
 Prints each recipe's gap over all sizes with its verdict, which recipe is the best (pairs.rank says
@@ -19,7 +22,7 @@ from lib.errors import UserError
 from lib.plots import write_with
 from lib.text import grid, listed, si
 from lib.values import FilePath
-from scaling import pairs
+from scaling import gap_predictions, pairs
 from scaling.equivalence import Equivalence, Part, judge_equivalence
 from scaling.gap_figure import draw_precision
 from scaling.gap_words import TableColumns, Words, words_of
@@ -48,6 +51,10 @@ class Options:
     # table: the baseline's text in the column of arms (default: bf16, bfloat16, baseline)
     base: str = ""
     d: str = ""  # table: column of training tokens
+    predict: str = ""  # runs: an FP8 run to come, whose gap's prediction is frozen in out
+    # runs: N:RATIO such as 1.5e9:20, parameters and tokens for each; freezes each recipe's gap there
+    at: str = ""
+    score: bool = False  # runs: compare the frozen gaps in out with the pairs that have come
     all: bool = False  # print every table
 
     def __post_init__(self):
@@ -58,6 +65,9 @@ class Options:
         if self.points:
             if missing := [name for name in ("arm", "pair", "loss") if not getattr(self, name)]:
                 raise UserError(f"{missing[0]}= is missing: it names a column of the table")
+            for_runs = [name for name in ("predict", "at", "score") if getattr(self, name)]
+            if for_runs:
+                raise UserError(f"{' and '.join(for_runs)}: only for runs, not for a table")
             return
         if strange := [name for name in ("arm", "pair", "base", "d") if getattr(self, name)]:
             raise UserError(f"{' and '.join(strange)}: only for a table of points=FILE")
@@ -69,9 +79,18 @@ class Options:
                 raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
 
-def analyse(records, found, arm: str, margin, baseline: str = "BF16") -> dict:
+def analyse(
+    records,
+    found,
+    arm: str,
+    margin,
+    *,
+    baseline: str = "BF16",
+    held: frozenset = frozenset(),
+) -> dict:
     """What precision.json holds but notes and inputs, gaps in per cent of the BF16 loss; `arm`:
-    which is judged; baseline: what its arm is called."""
+    which is judged; baseline: what its arm is called; held: run_ids of FP8 runs that enter no law
+    of the gap."""
     laws, reason = pairs.surfaces(
         [run for run in records if run.is_baseline and not run.repeat], f"loss_{arm}", baseline
     )
@@ -117,6 +136,12 @@ def analyse(records, found, arm: str, margin, baseline: str = "BF16") -> dict:
             "equivalence": equivalence,
             **pairs.judged(chosen, logs[arm], margin, equivalence.p),
         }
+    gap_fits = gap_predictions.fit_gaps(
+        [pair for pair in found if pair.fp8.run_id not in held],
+        gap_predictions.own_law(laws),
+        reason or "",
+        arm,
+    )
     return {
         "conventions": {"N": f"params_{records[0].convention}"},
         "loss": arm,
@@ -124,6 +149,7 @@ def analyse(records, found, arm: str, margin, baseline: str = "BF16") -> dict:
         "null": pairs.measure(records, nulls, arm),
         "common": common,
         "ranking": pairs.rank(found, arm),
+        "gap_laws": {recipe: fit.law for recipe, fit in gap_fits.items()},
         "sizes": sizes,
         "laws": {law.name: law.source for some in laws.values() for law in some},
         "no_own_law": reason,
@@ -145,7 +171,7 @@ def analyse(records, found, arm: str, margin, baseline: str = "BF16") -> dict:
 
 def load(path: Path) -> dict:
     """A precision.json with its dataclasses, as analyse gave it."""
-    kinds = {
+    kinds = gap_predictions.KINDS | {
         frozenset(kind.__dataclass_fields__): kind
         for kind in (pairs.Estimate, pairs.Margin, pairs.Gap, Equivalence, Part, TableColumns)
     }
@@ -239,6 +265,9 @@ def _headline(result: dict, words: Words) -> str:
     for recipe, row in common.items():
         if equivalence := row.get("equivalence"):  # none in a precision.json of older code
             text.append(f"{recipe}: {_equivalence_words(equivalence, margin)}.")
+    # none in a precision.json of older code
+    for recipe, law in result.get("gap_laws", {}).items():
+        text.append(gap_predictions.law_words(recipe, law))
     return "\n".join([table(rows), "", *text])
 
 
@@ -389,11 +418,28 @@ def main(options: Options) -> None:
     check_comparable(records)
     found, alone = pairs.pairs(records)
     notes += left_out + alone
-    if all(pair.fp8.recipe == "bf16" for pair in found):
+    if all(pair.fp8.is_baseline for pair in found):
         raise UserError(
             "\n".join(["no BF16/FP8 pair among these runs: there is no gap to report", *notes])
         )
-    result = analyse(records, found, arm, pairs.read_margin(records, options.margin))
+    frozen = gap_predictions.load(folder)
+    fp8_pairs = [pair for pair in found if not pair.fp8.is_baseline]
+    allowed, held = gap_predictions.without_held_out(fp8_pairs, frozen)
+    held_runs = [pair.fp8.run_id for pair in held]
+    if held_runs:
+        notes.append(f"held out of the law of the gap: {listed(held_runs)}")
+    gap_lines = []
+    if options.predict or options.at:
+        gap_lines = _freeze(options, records, allowed, folder, arm)
+    if options.score:
+        gap_lines += gap_predictions.score(folder, fp8_pairs)
+    result = analyse(
+        records,
+        found,
+        arm,
+        pairs.read_margin(records, options.margin),
+        held=frozenset(held_runs),
+    )
     inputs = [
         {"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256}
         for r in records
@@ -404,7 +450,22 @@ def main(options: Options) -> None:
         draw_precision(result),
         {"precision.json": {"format_version": 1, **result, "notes": notes, "inputs": inputs}},
     )
-    print(_page(tables(result), notes, wrote, options.all))
+    print(_page(tables(result), notes, "\n".join([*gap_lines, wrote]), options.all))
+
+
+def _freeze(options: Options, records, allowed, folder: Path, arm: str) -> list[str]:
+    """Freeze the gaps that predict= and at= ask for; lines to print."""
+    used = {pair.bf16.run_id for pair in allowed}
+    bf16_runs = [run for run in records if run.run_id in used]
+    laws, no_law = pairs.surfaces(bf16_runs, f"loss_{arm}")
+    bf16_law = gap_predictions.own_law(laws)
+    fits = gap_predictions.fit_gaps(allowed, bf16_law, no_law or "", arm)
+    targets = []
+    if options.predict:
+        targets.append(gap_predictions.target_of_run(options.predict, records))
+    if options.at:
+        targets += gap_predictions.targets_at(options.at, list(fits))
+    return gap_predictions.freeze(targets, fits, allowed, records, folder, arm, bf16_law)
 
 
 def _of_a_table(options: Options, folder: Path) -> str:
@@ -421,7 +482,7 @@ def _of_a_table(options: Options, folder: Path) -> str:
         table_pairs.pairs,
         "bf16",
         pairs.read_margin([], options.margin),
-        table_pairs.columns.baseline,
+        baseline=table_pairs.columns.baseline,
     )
     result |= {"table": table_pairs.columns, "conventions": {"N": f"column {options.n or 'none'}"}}
     notes = list(table_pairs.notes)
@@ -435,6 +496,7 @@ def _of_a_table(options: Options, folder: Path) -> str:
         )
         result |= {
             "null": pairs.measure([], [], "bf16"),
+            "gap_laws": {},
             "sizes": [],
             "laws": {},
             "no_own_law": None,

@@ -384,7 +384,7 @@ def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") ->
         root: read_study(root).get("runs", [])
         for root in sorted({record.folder.parent for record in records})
     }
-    goal = _target(target, {run["run"]: run for runs in studies.values() for run in runs})
+    goal = target_of(target, {run["run"]: run for runs in studies.values() for run in runs})
     group = next((group for group in groups if group.recipe == goal["recipe"]), None)
     if group is None:
         raise UserError(
@@ -393,13 +393,10 @@ def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") ->
             " first"
         )
     there = [record.run_id for record in records if record.run_id == target or is_at(record, goal)]
-    there += [
-        run["run"]
-        for root, runs in studies.items()
-        for run in [{"run": target} | goal, *runs]
-        if all(run.get(key) == goal[key] for key in POINT)
-        and any((root / run["run"] / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-    ]
+    there += begun(
+        {root: [{"run": target} | goal, *runs] for root, runs in studies.items()},
+        lambda run: all(run.get(key) == goal[key] for key in POINT),
+    )
     if there:
         raise UserError(
             f"{there[0]} has begun or is finished: only what nobody has seen can be predicted"
@@ -437,7 +434,18 @@ def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") ->
     return read_prediction(path)
 
 
-def _target(name: str, declared: dict[str, dict]) -> dict:
+def begun(studies: dict[Path, list[dict]], is_wanted) -> list[str]:
+    """The runs that `is_wanted` of each folder's planned runs, of which something is on disk."""
+    names = ("metrics.jsonl", "checkpoints")
+    return [
+        run["run"]
+        for root, runs in studies.items()
+        for run in runs
+        if is_wanted(run) and any((root / run["run"] / name).exists() for name in names)
+    ]
+
+
+def target_of(name: str, declared: dict[str, dict]) -> dict:
     """The counts and recipe of a run that is not there yet. torch loads only where a config must be
     counted."""
     there = [*declared, *(one.stem for one in sorted((ROOT / "configs").glob("*.py")))]

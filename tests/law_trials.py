@@ -5,6 +5,7 @@
     python tests/law_trials.py faults --draws 300    # are faults that runs share noticed, and do intervals hold the truth?
     python tests/law_trials.py isoflop --draws 100   # bias and coverage of N*'s exponent over ten designs and four laws
     python tests/law_trials.py forecasts --draws 20  # do predictions hold surfaces that bend as no law here does?
+    python tests/law_trials.py gap --draws 400       # coverage of the gap's law, and trends told where there is none
 
 Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed,
 without a published table."""
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from scaling.gap_law import CannotFit, GapFit, GapPoints, fit_gap, power_axes
 from scaling.laws import (
     Fit,
     Points,
@@ -352,7 +354,114 @@ def report_forecasts(draws: int) -> None:
             )
 
 
+# ------------------------------------------------------------------------------- the law of the gap
+
+
+@dataclass(frozen=True)
+class GapTruth:
+    """gap = k (N / 2e5)^-a (D/N / 20)^b in per cent of the loss."""
+
+    k: float
+    a: float
+    b: float
+
+    def at(self, N, D):
+        return self.k * (N / 2e5) ** -self.a * (D / N / 20) ** self.b
+
+
+@dataclass(frozen=True)
+class GapDesign:
+    seeds: tuple[int, ...]  # of each size, smallest first; sizes are 30k to 1M parameters
+    ratios: tuple[float, ...]  # tokens per parameter
+    noise: float  # per cent: SD of one pair's gap, half of its variance the trunk's
+    grows: float = 0.0  # the noise grows as N to this power
+
+
+GAP_TARGET = 3e7, 6e8  # N, D to which the law is extrapolated: 30 times the largest size
+STEEP = GapTruth(0.5, 0.2, 0.4)
+GAP_DESIGNS = {
+    "3 sizes, 3 budgets, 3 seeds": GapDesign((3,) * 3, (5, 10, 20), 0.15),
+    "3 sizes, 4 budgets, 5 seeds": GapDesign((5,) * 3, (5, 10, 20, 40), 0.15),
+    "3 sizes, 3 budgets, 10 seeds": GapDesign((10,) * 3, (5, 10, 20), 0.3),
+    "4 sizes, 3 budgets, 3 seeds": GapDesign((3,) * 4, (5, 10, 20), 0.15),
+    "4 sizes, 4 budgets, 5 seeds": GapDesign((5,) * 4, (5, 10, 20, 40), 0.3),
+    "5 sizes, 4 budgets, 3 seeds": GapDesign((3,) * 5, (5, 10, 20, 40), 0.3),
+    "5 sizes, 4 budgets, 10 seeds": GapDesign((10,) * 5, (5, 10, 20, 40), 0.3),
+    "seeds 18/16/6/3 (study_cpu)": GapDesign((18, 16, 6, 3), (5, 10, 20, 40), 0.32),
+    "seeds 10/4/3": GapDesign((10, 4, 3), (5, 10, 20, 40), 0.32),
+    "5 sizes, 5 seeds, noise falls": GapDesign((5,) * 5, (5, 10, 20, 40), 0.2, -0.3),
+    "5 sizes, 5 seeds, noise grows": GapDesign((5,) * 5, (5, 10, 20, 40), 0.2, 0.3),
+}
+
+
+@dataclass(frozen=True)
+class GapTrial:
+    """What one simulated study led to."""
+
+    covers: dict[str, bool]  # k, a, b, law (the power law alone, extrapolated), union (all forms)
+    is_told: bool  # a trend
+
+
+def gap_points(seed: int, design: GapDesign, truth: GapTruth) -> GapPoints:
+    """Pairs of a study: a trunk of each seed with branches, which share half of the variance."""
+    rng = np.random.default_rng(seed)
+    sizes = np.repeat(np.geomspace(3e4, 1e6, len(design.seeds)), design.seeds)
+    N = np.repeat(sizes, len(design.ratios))
+    D = N * np.tile(design.ratios, len(sizes))
+    trunk = np.repeat(np.arange(len(sizes)), len(design.ratios))
+    deviation = np.sqrt(0.5) * (rng.normal(size=len(sizes))[trunk] + rng.normal(size=len(N)))
+    noise = design.noise * (N / 2e5) ** design.grows
+    return GapPoints(N, D, truth.at(N, D) + noise * deviation, trunk)
+
+
+def gap_trial(seed: int, design: GapDesign, truth: GapTruth) -> GapTrial:
+    fit = fit_gap(gap_points(seed, design, truth), None)
+    return GapTrial(_gap_coverage(fit, truth), fit.law.trend is not None)
+
+
+def _gap_coverage(fit: GapFit, truth: GapTruth) -> dict[str, bool]:
+    law, power = fit.law, fit.power
+    at_reference = truth.at(law.N0, law.N0 * law.ratio0)
+    at_target = truth.at(*GAP_TARGET)
+    low, high = power.interval_at(power_axes(*GAP_TARGET, law.N0, law.ratio0))
+    covered = {
+        "k": law.k_low <= at_reference <= law.k_high,
+        "a": law.a.low <= truth.a <= law.a.high,
+        "b": law.b.low <= truth.b <= law.b.high,
+        "law": low <= at_target <= high,
+    }
+    try:
+        forecast_of_gap = fit.forecast(*GAP_TARGET)
+    except CannotFit:  # one table in a hundred refutes its own law
+        return covered
+    return covered | {"union": forecast_of_gap.low <= at_target <= forecast_of_gap.high}
+
+
+def told_share(design: GapDesign, truth: GapTruth, draws: int) -> float:
+    """Share of studies that tell a trend; seeds that no other count uses."""
+    laws = [fit_gap(gap_points(10_000 + seed, design, truth), None).law for seed in range(draws)]
+    return sum(law.trend is not None for law in laws) / draws
+
+
+def report_gap(draws: int) -> None:
+    for name, design in GAP_DESIGNS.items():
+        trials = [gap_trial(seed, design, STEEP) for seed in range(draws)]
+        shares = []
+        for key in ("k", "a", "b", "law", "union"):
+            covered = [trial.covers[key] for trial in trials if key in trial.covers]
+            shares.append(f"{key} {np.mean(covered):.3f}")
+        refused = sum("union" not in trial.covers for trial in trials)
+        print(
+            f"{name:30} truth inside: {', '.join(shares)}; {refused} refused; a trend told in"
+            f" {np.mean([trial.is_told for trial in trials]):.2f}, where the gap is constant in"
+            f" {told_share(design, GapTruth(0.5, 0, 0), draws):.3f}, where it is 0 in"
+            f" {told_share(design, GapTruth(0, 0, 0), draws):.3f}",
+            flush=True,
+        )
+
+
 REPORTS = {
+    "gap": report_gap,
     "outliers": report_outliers,
     "faults": report_faults,
     "isoflop": report_isoflop,

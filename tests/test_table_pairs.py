@@ -157,7 +157,7 @@ def test_an_arm_called_bf16_is_not_the_baseline_where_base_names_another(
 
 def test_the_figure_names_the_tables_baseline_and_loss(tmp_path, capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr("scaling.figures.render", lambda figure, form: drawn.append(figure) or b"")
+    monkeypatch.setattr("lib.plots.render", lambda figure, form: drawn.append(figure) or b"")
     asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
     title = drawn[0].legends[0].get_title().get_text()
     assert title.startswith("Loss minus that of float, column perplexity_nats (n = 18 pairs")
