@@ -25,9 +25,9 @@ def parse(key: str, text: str, hint):
     """The value that `text` spells under the annotation `hint`. Raises UserError naming the
     form."""
     # "none" is a word, too
-    for part in sorted(_parts(hint), key=lambda part: part is not type(None)):
+    for part in sorted(union_members(hint), key=lambda part: part is not type(None)):
         try:
-            value = _read(text, part)
+            value = read_value(text, part)
         except UserError as error:
             raise UserError(f"{key}={error}") from error
         except (ValueError, KeyError):
@@ -37,12 +37,12 @@ def parse(key: str, text: str, hint):
     raise UserError(_mismatch(key, text, hint))
 
 
-def _parts(hint) -> tuple:
+def union_members(hint) -> tuple:
     """The members of a union, such as int and None; of another hint, itself alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _read(text: str, hint):
+def read_value(text: str, hint):
     """What `text` says under a hint that is no union. Raises ValueError or KeyError where it says
     nothing."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -64,7 +64,7 @@ def _read(text: str, hint):
         text = text[1:-1]
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if origin is tuple:
-        return tuple(_read(part, inner[0]) for part in parts)
+        return tuple(read_value(part, inner[0]) for part in parts)
     pairs = [part.rsplit(":", 1) for part in parts]  # fineweb_edu:0.8,python:0.1
     weights = {source.strip(): float(weight) for source, weight in pairs}
     return weights if len(weights) == len(pairs) else text  # a source named twice
@@ -88,7 +88,7 @@ def expand_paths(value) -> None:
     Raises UserError as above."""
     for name, hint in get_type_hints(type(value), include_extras=True).items():
         path = getattr(value, name)
-        if FilePath in _parts(hint) and isinstance(path, str) and path[:1] == "~":
+        if FilePath in union_members(hint) and isinstance(path, str) and path[:1] == "~":
             object.__setattr__(value, name, expand_home(path))
 
 
@@ -114,8 +114,10 @@ def _mismatch(key: str, value, hint) -> str:
     words = value if isinstance(value, tuple) else str(value).split(",")
     wrong = next((str(word) for word in words if word not in choices), "")
     meant = nearest(wrong, choices) if len(choices) > 1 else ""
-    form += " (write true or false)" * (bool in _parts(hint))
-    return f"{key}={value!r} is not {' or '.join(map(_type_name, _parts(hint)))}{form}{meant}"
+    form += " (write true or false)" * (bool in union_members(hint))
+    return (
+        f"{key}={value!r} is not {' or '.join(map(_type_name, union_members(hint)))}{form}{meant}"
+    )
 
 
 def _type_name(hint) -> str:
@@ -132,7 +134,7 @@ def _fits(value, hint) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _fits(value, inner[0])
-    if len(parts := _parts(hint)) > 1:
+    if len(parts := union_members(hint)) > 1:
         return any(_fits(value, part) for part in parts)
     if origin is Literal:
         return isinstance(value, str) and value in inner

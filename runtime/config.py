@@ -458,6 +458,15 @@ class Config:
         }
 
 
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """How two identities differ, a phrase for each key."""
+    return [
+        f"{key} was {before.get(key)}, now {now.get(key)}"
+        for key in now | before
+        if before.get(key) != now.get(key)
+    ]
+
+
 SECTIONS: dict[str, Any] = {"": Config} | {
     name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)
 }

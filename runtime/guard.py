@@ -103,6 +103,11 @@ class Guard:
             is_back=True,
         )
 
+    def note_no_checkpoint(self) -> None:
+        """Add to the reason that a rollback has nowhere to go back to."""
+        before = self.suspect_since or 0
+        self.reason += f", and there is no checkpoint from before step {before} to go back to"
+
     def judge(
         self, step: int, loss: float, grad_norm: float, targets: int | None = None
     ) -> Verdict:

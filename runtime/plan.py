@@ -29,7 +29,7 @@ from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
 from runtime.roofline import highest_ratio, modelled_ratio
-from runtime.run import is_finished
+from runtime.run_folder import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
 # of the BF16 peak, on Hopper: published figures are 0.41 to 0.51 below 2B parameters
