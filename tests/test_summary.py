@@ -54,5 +54,5 @@ def test_summary_json_holds_the_keys_of_the_schema_in_its_order_and_of_its_types
             kinds[key.strip("`")] = kind
     for part in parts.values():
         for key, value in part.items():
-                allowed = [JSON_TYPES[kind] for kind in kinds[key].split(" or ")]
+            allowed = [JSON_TYPES[kind] for kind in kinds[key].split(" or ")]
             assert any(isinstance(value, kind) for kind in allowed), key
