@@ -29,13 +29,8 @@ from lib.errors import MachineError
 from lib.help import help_page
 from lib.machine import check_device
 from runtime import fp8, optim, parallel
-from runtime.config import (
-    CommandLine,
-    Config,
-    help_text,
-    load_config_and_files,
-    read_command_line,
-)
+from runtime.command_line import CommandLine, read_command_line
+from runtime.config import Config, help_text, load_config_and_files
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
 from runtime.parallel import World

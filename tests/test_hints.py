@@ -13,7 +13,8 @@ import torch
 import train
 from lib.errors import UserError
 from runtime import run_folder
-from runtime.config import load_config, read_command_line, read_config
+from runtime.command_line import read_command_line
+from runtime.config import load_config, read_config
 from runtime.data import Data
 from runtime.parallel import World, read_launch
 from runtime.plan import cpu_estimate
