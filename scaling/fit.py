@@ -806,8 +806,7 @@ def read_points(
         there = {_value(row[name]): row[name] or "(empty)" for row in rows.values()}
         if unknown := [value for value in values if _value(value) not in there]:
             raise UserError(
-                f"{path}: no row has {name}={unknown[0]}; values there:"
-                f" {listed([*there.values()])}"
+                f"{path}: no row has {name}={unknown[0]}; values there: {listed([*there.values()])}"
             )
     chosen = [
         line
