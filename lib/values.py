@@ -5,7 +5,7 @@ import math
 import os
 import types
 from dataclasses import fields
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lib.errors import UserError
 from lib.text import nearest
@@ -21,7 +21,7 @@ WORDS: dict = {
 }
 
 
-def parse(key: str, text: str, hint):
+def parse(key: str, text: str, hint: Any) -> Any:
     """The value that `text` spells under the annotation `hint`. Raises UserError naming the
     form."""
     # "none" is a word, too
@@ -37,12 +37,12 @@ def parse(key: str, text: str, hint):
     raise UserError(_mismatch(key, text, hint))
 
 
-def union_members(hint) -> tuple:
+def union_members(hint: Any) -> tuple:
     """The members of a union, such as int and None; of another hint, itself alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def read_value(text: str, hint):
+def read_value(text: str, hint: Any) -> Any:
     """What `text` says under a hint that is no union. Raises ValueError or KeyError where it says
     nothing."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -83,7 +83,7 @@ def expand_home(path: str) -> str:
     return prefix + expanded
 
 
-def expand_paths(value) -> None:
+def expand_paths(value: Any) -> None:
     """Expand ~ in the fields of the dataclass `value`, frozen or not, that name a file or folder.
     Raises UserError as above."""
     for name, hint in get_type_hints(type(value), include_extras=True).items():
@@ -92,7 +92,7 @@ def expand_paths(value) -> None:
             object.__setattr__(value, name, expand_home(path))
 
 
-def type_problems(prefix: str, value) -> list[str]:
+def type_problems(prefix: str, value: Any) -> list[str]:
     """One sentence for each field of the dataclass `value` whose content does not fit its
     annotation."""
     hints = get_type_hints(type(value))
@@ -103,24 +103,32 @@ def type_problems(prefix: str, value) -> list[str]:
     ]
 
 
-def _mismatch(key: str, value, hint) -> str:
-    choices = [
-        str(c)
-        for part in (hint, *get_args(hint))
-        if get_origin(part) is Literal
-        for c in get_args(part)
-    ]
-    form = ", written source:weight,..." * (get_origin(hint) is dict)
+def _mismatch(key: str, value: Any, hint: Any) -> str:
+    members = union_members(hint)
+    form = ""
+    if get_origin(hint) is dict:
+        form = ", written source:weight,..."
+    if bool in members:
+        form = " (write true or false)"
+    names = " or ".join(_type_name(member) for member in members)
+    return f"{key}={value!r} is not {names}{form}{_nearest_choice(value, hint)}"
+
+
+def _nearest_choice(value: Any, hint: Any) -> str:
+    """How the sentence goes on for a word that is none of the choices of a Literal in `hint`; ""
+    where there is no choice."""
+    choices: list[str] = []
+    for part in (hint, *get_args(hint)):
+        if get_origin(part) is Literal:
+            choices += map(str, get_args(part))
+    if len(choices) < 2:
+        return ""
     words = value if isinstance(value, tuple) else str(value).split(",")
-    wrong = next((str(word) for word in words if word not in choices), "")
-    meant = nearest(wrong, choices) if len(choices) > 1 else ""
-    form += " (write true or false)" * (bool in union_members(hint))
-    return (
-        f"{key}={value!r} is not {' or '.join(map(_type_name, union_members(hint)))}{form}{meant}"
-    )
+    wrong_words = [str(word) for word in words if word not in choices]
+    return nearest(wrong_words[0] if wrong_words else "", choices)
 
 
-def _type_name(hint) -> str:
+def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is Annotated:
@@ -128,7 +136,7 @@ def _type_name(hint) -> str:
     return "none" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")
 
 
-def _fits(value, hint) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     """Whether `value` is of the annotated type; a whole number passes as a float, a bool, inf and
     NaN never as a number."""
     origin, inner = get_origin(hint), get_args(hint)

@@ -152,7 +152,7 @@ class Saver:
         that changes `tensors`. `state` is plain JSON. Raises MachineError after ATTEMPTS failed
         saves in a row."""
         self.wait()
-        began = time.perf_counter()
+        asked_s = time.perf_counter()
         if len(self.failures) >= ATTEMPTS:
             raise MachineError(
                 f"{ATTEMPTS} saves in a row have failed, the last: {self.failures[-1]}"
@@ -167,7 +167,7 @@ class Saver:
             "tensors": describe(tensors),
         }
         self._copy(tensors)
-        self._pending = name_of(step), self._thread.submit(self._write, manifest, began)
+        self._pending = name_of(step), self._thread.submit(self._write, manifest, asked_s)
 
     def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
         """Begin to copy this rank's shards to host memory."""
@@ -223,9 +223,9 @@ class Saver:
                 f"{self.failures[-1]}: correct that, then run the same command to resume"
             )
 
-    def _write(self, manifest: dict, began: float) -> None:
+    def _write(self, manifest: dict, asked_s: float) -> None:
         """All of a save but the copies, in a background thread of each rank. Where it fails, it
-        raises the same error on all. `began`: when it was asked for, in seconds of
+        raises the same error on all. `asked_s`: when it was asked for, in seconds of
         time.perf_counter()."""
         is_main = self.world.is_main
         final = self.dir / name_of(manifest["step"])
@@ -238,7 +238,7 @@ class Saver:
         finally:
             if is_main:
                 shutil.rmtree(tmp, ignore_errors=True)  # renamed by now, unless a stage failed
-        self.seconds = time.perf_counter() - began
+        self.seconds = time.perf_counter() - asked_s
         if is_main:
             with suppress(OSError):  # the save itself is good; the next one tries again
                 note_saved(self.dir.parent, manifest["step"])
@@ -461,23 +461,25 @@ def restore(
     tensors: dict[str, torch.Tensor],
     world: World | None,
     say: Callable[[str], None],
-    before: int | None = None,
+    below_step: int | None = None,
 ) -> Restored | None:
-    """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where
+    """Fill `tensors` in place from the newest whole checkpoint (of a step below `below_step`, where
     given), by all ranks together; None where there is none. No save may be under way, whose
     collectives would mix with these. A damaged one is renamed to bad_step_00000400, and `say`, on
     rank 0 alone, gets a line about it. Raises UserError where the newest does not fit."""
-    newest = run_on_rank0(world, lambda: _newest_whole(run_dir, say, before))
+    newest = run_on_rank0(world, lambda: _newest_whole(run_dir, say, below_step))
     if newest is not None:
         load(newest.path, newest.manifest, tensors, world)
     return newest
 
 
-def _newest_whole(run_dir: Path, say: Callable[[str], None], before: int | None) -> Restored | None:
-    """The newest checkpoint of a step below `before` whose files are what was written; damaged ones
+def _newest_whole(
+    run_dir: Path, say: Callable[[str], None], below_step: int | None
+) -> Restored | None:
+    """The newest checkpoint of a step below `below_step` whose files are what was written; damaged ones
     are set aside."""
     for path in reversed(checkpoints(run_dir)):
-        if before is not None and step_of(path) >= before:
+        if below_step is not None and step_of(path) >= below_step:
             continue
         try:
             return Restored(path, read_manifest(path))
@@ -680,12 +682,12 @@ def _refuse_another_model(
 ) -> None:
     """Raises UserError where the weights of `parent` do not fit the model or tokenizer of
     `config`."""
-    before = _sizes(parent)
-    now = _sizes(config)
+    parent_sizes = _sizes(parent)
+    sizes = _sizes(config)
     changes = [
-        f"model.{key} is {before[key]} there, {now[key]} here"
-        for key in now
-        if before[key] != now[key]
+        f"model.{key} is {parent_sizes[key]} there, {sizes[key]} here"
+        for key in sizes
+        if parent_sizes[key] != sizes[key]
     ]
     if origin["tokenizer_sha256"] not in tokenizer_hashes:
         changes.append(

@@ -392,12 +392,12 @@ FIRST_KEYS = frozenset(
 )
 
 
-def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """How two identities differ, a phrase for each key."""
+def changed_keys(stored: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """How the identity that is asked for differs from the stored one, a phrase for each key."""
     return [
-        f"{key} was {before.get(key)}, now {now.get(key)}"
-        for key in now | before
-        if before.get(key) != now.get(key)
+        f"{key} was {stored.get(key)}, now {asked.get(key)}"
+        for key in asked | stored
+        if stored.get(key) != asked.get(key)
     ]
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -29,6 +30,7 @@ from lib.machine import device_name, git
 from lib.text import duration, si
 from runtime.config import Config
 from runtime.metrics_file import metrics_rows
+from runtime.parallel import World
 
 WARM_UP_STEPS = 3  # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}  # kind of a row -> its kind after a rollback
@@ -246,7 +248,8 @@ def numbers(row: dict) -> dict[str, float]:
 def check_mirrors(config: Config) -> None:
     """Raises UserError where the package of a dashboard in log.to is not installed; before anything
     is written."""
-    if missing := [name for name in config.log.to if find_spec(name) is None]:
+    missing = [name for name in config.log.to if find_spec(name) is None]
+    if missing:
         raise UserError(
             f"log.to={missing[0]} needs its package: pip install {missing[0]}, or drop it:"
             " metrics.jsonl has all"
@@ -289,8 +292,10 @@ class Profiler:
     rank, to run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard
     --logdir` with torch-tb-profiler."""
 
-    def __init__(self, config: Config, world, say):
-        self.folder, self.world, self.say = config.run_dir / "profile", world, say
+    def __init__(self, config: Config, world: World, say: Callable[[str], None]):
+        self.folder = config.run_dir / "profile"
+        self.world = world
+        self.say = say
         self.first, self.last = config.profile_steps or (0, -1)
         self._trace: profile | None = None
 
@@ -400,9 +405,10 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> tuple[float, float | None] | None:
     """(BF16, FP8) peak FLOP/s of a GPU by its name; None where PEAK_FLOPS lacks it."""
-    return next(
-        (peaks for name, peaks in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None
-    )
+    for name, peaks in PEAK_FLOPS.items():
+        if name.lower() in device_name.lower():
+            return peaks
+    return None
 
 
 def throughput(
@@ -429,13 +435,14 @@ def throughput(
 def lineage(config: Config, origin: dict | None = None) -> dict:
     """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all
     None from scratch. origin: the model that a branch's parent had gone on with."""
-    run, step = config.parent or (None, None)
+    if config.parent is None:
+        return {"parent_run": None, "parent_step": None, "continued_from": None}
+    run, step = config.parent
+    if step == 0:  # its weights alone
+        return {"parent_run": None, "parent_step": None, "continued_from": run}
     # older checkpoints do not name the run
-    return {
-        "parent_run": run if step else None,
-        "parent_step": step or None,
-        "continued_from": origin and origin.get("run", origin["folder"]) if step else run,
-    }
+    continued_from = origin.get("run", origin["folder"]) if origin else None
+    return {"parent_run": run, "parent_step": step, "continued_from": continued_from}
 
 
 def pair_id(config: Config, origin: dict | None = None) -> str:

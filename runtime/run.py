@@ -78,11 +78,11 @@ class Run:
             ExitStack() as cleanup,
             _explaining_errors(config, world, watchdog),
         ):
-            began = time.perf_counter()
+            started_s = time.perf_counter()
             tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
             fp8.check_hardware(config.fp8, world.device)
             if claim(config, world, cleanup):
-                run = cls(config, world, watchdog, tokenizer, began)
+                run = cls(config, world, watchdog, tokenizer, started_s)
                 run._prepare([shown(file) for file in config_files], cleanup)
                 yield run
                 return
@@ -99,15 +99,15 @@ class Run:
         world: World,
         watchdog: Watchdog,
         tokenizer: Tokenizer,
-        began: float,
+        started_s: float,
     ):
-        """began: the start of this process's share of the run, in seconds of
+        """started_s: the start of this process's share of the run, in seconds of
         time.perf_counter()."""
         self.config = as_begun(config, world)
         self.world = world
         self.watchdog = watchdog
         self.tokenizer = tokenizer
-        self._began = began
+        self._started_s = started_s
         self._is_save_due = False
         self._is_stopping = False
         self._is_frozen = False
@@ -172,7 +172,7 @@ class Run:
         self.start = start
         self.progress = start.progress
         self.guard = Guard(self.config.guard)
-        self._began -= self.progress.seconds
+        self._started_s -= self.progress.seconds
         if start.state is not None:
             optim.set_updates(self.optimizer, self.progress.updates)
             self.guard = Guard(self.config.guard, **start.state["guard"])
@@ -302,7 +302,7 @@ class Run:
         if self._is_stopping:
             self._leave()
             return None
-        self._step_began = time.perf_counter()
+        self._step_started_s = time.perf_counter()
         self._profiler.begin(self.progress.step + 1)
         return self.progress.step
 
@@ -321,7 +321,7 @@ class Run:
         config, progress = self.config, self.progress
         progress.step += 1
         step = progress.step
-        step_s = time.perf_counter() - self._step_began
+        step_s = time.perf_counter() - self._step_started_s
         # to write a trace
         self.watchdog.at(
             "after the step", step, config.parallel.start_timeout if config.profile else None
@@ -335,9 +335,9 @@ class Run:
             return
         self._compare_with_shutdown_timeout(step_s)
         if is_due(step, config.probe.every):
-            began = time.perf_counter()
+            probe_started_s = time.perf_counter()
             self._probe(step, *self._batch, result.step_scale)
-            progress.probe_seconds += time.perf_counter() - began
+            progress.probe_seconds += time.perf_counter() - probe_started_s
         self._save_if_due()  # before the evaluation: a fault there must not cost the steps
         self._is_stopping = result.is_stopping and step < config.total_steps
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
@@ -410,7 +410,7 @@ class Run:
 
     def _save(self) -> None:
         self.at("saving a checkpoint", is_slow=True)
-        self.progress.seconds = time.perf_counter() - self._began
+        self.progress.seconds = time.perf_counter() - self._started_s
         state = asdict(self.progress) | {
             "guard": self.guard.state(),
             "data": self._identity,
@@ -499,7 +499,7 @@ class Run:
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
         self.data.verified()
-        self.progress.seconds = time.perf_counter() - self._began
+        self.progress.seconds = time.perf_counter() - self._started_s
         if self.world.is_main:
             self._write_results(as_trained, in_bf16)
         return True
@@ -565,13 +565,15 @@ class Run:
     def _load_sane_checkpoint(self) -> Restored | None:
         """Fill the tensors from the newest checkpoint of before the suspect steps: the run's own,
         or its trunk's; None where there is none."""
-        before = self.guard.suspect_since or 0
+        first_suspect = self.guard.suspect_since or 0
         tell_damaged = partial(self._log_event, "bad_checkpoint")
-        newest = restore(self.config.run_dir, self._tensors, self.world, tell_damaged, before)
+        newest = restore(
+            self.config.run_dir, self._tensors, self.world, tell_damaged, first_suspect
+        )
         if newest is not None:
             return newest
         parent = self.config.parent
-        if parent is None or not 0 < parent[1] < before:
+        if parent is None or not 0 < parent[1] < first_suspect:
             return None
         with suppress(UserError):  # the trunk may be gone by now
             return branch(self.config, self.tokenizer.hashes, self._tensors, self.world)

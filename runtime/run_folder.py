@@ -148,12 +148,12 @@ def is_finished(config: Config) -> bool:
 
 def refuse_another_run(config: Config, stored: Config) -> None:
     """Raises UserError where the run of `config` would not be that of `stored`, its config.json."""
-    before = stored.identity()
-    now = config.identity()
+    stored_identity = stored.identity()
+    identity = config.identity()
     # prose:2 is prose:1; Run keeps what it was begun with
-    if shares(before["data.mixture"]) == shares(now["data.mixture"]):
-        now["data.mixture"] = before["data.mixture"]
-    if changes := changed_keys(before, now):
+    if shares(stored_identity["data.mixture"]) == shares(identity["data.mixture"]):
+        identity["data.mixture"] = stored_identity["data.mixture"]
+    if changes := changed_keys(stored_identity, identity):
         raise UserError(
             f"{config.run_dir} holds another run: {'; '.join(changes)}; choose another run=, or"
             " give the same settings"
