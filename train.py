@@ -18,31 +18,34 @@ at once. torchrun kills its workers 30 s after SIGTERM: where a step and a save 
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from lib.command import run_command
-from lib.errors import MachineError, UserError
+from lib.command import Failure, Frame, explain_known, run_command
+from lib.errors import MachineError
 from lib.help import help_page
 from lib.machine import check_device
 from runtime import fp8, optim, parallel
-from runtime.config import Config, help_text, load_config_and_files, read_command_line
+from runtime.command_line import CommandLine, read_command_line
+from runtime.config import Config, help_text, load_config_and_files
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
 from runtime.parallel import World
 from runtime.plan import cpu_estimate, plan, resolve_micro_batch
-from runtime.run import Run
+from runtime.run import Run, StepResult
 
 
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
     """Train `config`, made from `config_files`, on the ranks of `world`, from where it stands to
     summary.json. Raises UserError, MachineError."""
     with Run.open(config, world, config_files) as run:
-        if run.is_finished:
+        if run is None:  # finished already
             return
-        model, optimizer, accumulation = run.model, run.optimizer, config.accumulation(world.size)
+        model, optimizer = run.model, run.optimizer
+        accumulation = config.accumulation(world.size)
         # steps done; validates and goes back where that is due
         while (step := run.next_step()) is not None:
             # ---- forward and backward ------------------------------------------------------------
@@ -83,55 +86,101 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
                 fp8.zero_gradients(model)
 
             # log, probe, save, roll back
-            run.end_step(verdict, loss, grad_norm, lr, step_scale, stops > 0, int(n_saturated))
+            run.end_step(
+                StepResult(
+                    verdict=verdict,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    lr=lr,
+                    step_scale=step_scale,
+                    is_stopping=stops > 0,
+                    n_saturated=int(n_saturated),
+                )
+            )
 
 
-def main(argv: list[str]) -> int:
+# ------------------------------------------------------------------------------------- the command
+
+
+def main(words: list[str]) -> int:
     """Returns the exit code: 0 done (or saved on request), 1 the machine failed us, 2 the user's
     mistake."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(help_page(__doc__, help_text()))
-        return 0 if argv else 2
-    world: World | None = None
-    config: Config | None = None
-    said: Exception | str | None = None
-    try:
-        words = read_command_line(argv)
-        config, config_files = load_config_and_files(words.file, words.overrides)
-        if words.plan_for is not None:
-            print("\n".join(plan(config, words.plan_for)))
-            return 0
-        check_mirrors(config)
-        check_device()
-        world = parallel.start(config)
-        if estimate := cpu_estimate(config, world):
+    return FRAME.run(words, train_or_plan)
+
+
+def train_or_plan(line: CommandLine) -> str | None:
+    """Train what the command line asks for, or return its plan. Raises UserError, MachineError."""
+    config, config_files = load_config_and_files(line.file, line.overrides)
+    if line.plan_for is not None:
+        return "\n".join(plan(config, line.plan_for))
+    check_mirrors(config)
+    check_device()
+    with joined_ranks(config) as world:
+        estimate = cpu_estimate(config, world)
+        if estimate is not None:
             print(estimate, flush=True)
         train(resolve_micro_batch(config, world), world, config_files)
-        code = 0
-    except (UserError, MachineError) as error:
-        said, code = error, 2 if isinstance(error, UserError) else 1
+    return None
+
+
+@contextmanager
+def joined_ranks(config: Config) -> Iterator[World]:
+    """This process among all of its job, which ends with the block where there are several: with
+    the exit code of the block, and the sentence of rank 0, or of a rank that has its own story."""
+    world = parallel.start(config)
+    if world.size == 1:
+        with files_named(config.run_dir):
+            yield world
+        return
+    code = 0
+    try:
+        with files_named(config.run_dir):
+            yield world
+    except BaseException as error:
+        failure = explain(error)
+        if failure is None:
+            raise
+        if world.is_main:
+            FRAME.tell(failure)
+        elif hasattr(error, "__notes__"):  # met by this rank, perhaps alone
+            sentence = f"\ntrain.py: rank {world.rank}: {failure.sentence}"
+            print(sentence, file=sys.stderr, flush=True)
+        code = failure.exit_code
+    parallel.finish(world, code)
+
+
+@contextmanager
+def files_named(run_dir: Path) -> Iterator[None]:
+    """Raises MachineError in the place of an OSError: the file, the problem, what to do. A full
+    disk names no file, but `run_dir` is on it."""
+    try:
+        yield
     except BrokenPipeError:
         # `| head` has what it wanted; of a run the log goes on without a reader
         raise
     except OSError as error:
-        # a full disk names no file
-        where = error.filename or (config.run_dir if config else "a file")
-        said, code = (
-            f"{where}: {error.strerror or error}; correct it and run the same command again",
-            1,
+        file = error.filename or run_dir
+        problem = error.strerror or error
+        raise MachineError(
+            f"{file}: {problem}; correct it and run the same command again"
+        ) from error
+
+
+def explain(error: BaseException) -> Failure | None:
+    """What is said of an error; None where it keeps its traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(
+            "interrupted; what was saved stays, and the same command goes on from there", 130
         )
-    except KeyboardInterrupt:
-        said, code = (
-            "interrupted; what was saved stays, and the same command goes on from there",
-            130,
-        )
-    if said is not None and (world is None or world.is_main):
-        print(f"train.py: {said}", file=sys.stderr, flush=True)
-    elif world is not None and hasattr(said, "__notes__"):  # met by this rank, perhaps alone
-        print(f"\ntrain.py: rank {world.rank}: {said}", file=sys.stderr, flush=True)
-    if world is not None and world.size > 1:
-        parallel.finish(world, code)
-    return code
+    return explain_known(error)
+
+
+FRAME = Frame(
+    page=lambda: help_page(__doc__, help_text()),
+    read=read_command_line,
+    explain=explain,
+    prefix="train.py: ",
+)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest(value) -> str:
+def digest(value: object) -> str:
     """SHA-256 of `value` as JSON with sorted keys, in hex."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 

@@ -9,7 +9,7 @@ import tokenize
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from lib.values import _parts
+from lib.values import union_members
 
 # program, arguments
 EXAMPLE = re.compile(r"^ {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)\n?", re.M)
@@ -51,7 +51,9 @@ def field_lines(prefix: str, cls: type) -> dict[str, str]:
 
 def _field_head(prefix: str, field: Field, hint: object) -> str:
     """Such as "  optim.lr: float" or "  fp8.head: bool = False"."""
-    head = f"  {prefix}{field.name}: {' | '.join(_option_type(part) for part in _parts(hint))}"
+    head = (
+        f"  {prefix}{field.name}: {' | '.join(_option_type(part) for part in union_members(hint))}"
+    )
     return head if field.default is MISSING else f"{head} = {field.default!r}"
 
 

@@ -1,6 +1,7 @@
 """Text for people: the nearest name, tables, durations, counts."""
 
 import difflib
+from collections.abc import Sequence
 
 
 def nearest(word: str, choices: list[str]) -> str:
@@ -13,18 +14,17 @@ def nearest(word: str, choices: list[str]) -> str:
         choice: (choice.rpartition(".")[2] if has_sections else choice).lower()
         for choice in (*choices, word)
     }
-    near = difflib.get_close_matches(
-        names[word], [names[choice] for choice in choices], 1, 0.65 if has_sections else 0.5
+    likeness = 0.65 if has_sections else 0.5
+    close_names = difflib.get_close_matches(
+        names[word], [names[choice] for choice in choices], 1, likeness
     )
-    near = difflib.get_close_matches(
-        word, [choice for choice in choices if names[choice] in near], 1, cutoff=0
-    )
-    every = (
-        f"; there are: {', '.join(choices) or 'none'}"
-        if len(choices) <= 20
-        else "; --help lists all"
-    )
-    return f"; did you mean {near[0]!r}?" if near else every
+    candidates = [choice for choice in choices if names[choice] in close_names]
+    closest = difflib.get_close_matches(word, candidates, 1, cutoff=0)
+    if closest:
+        return f"; did you mean {closest[0]!r}?"
+    if len(choices) > 20:
+        return "; --help lists all"
+    return f"; there are: {', '.join(choices) or 'none'}"
 
 
 def grid(lines: list[list[str]]) -> str:
@@ -45,13 +45,11 @@ def duration(seconds: float) -> str:
     """ "45 s", "3 min 20 s", "5 h 07 min"."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes:02d} min"
-        if hours
-        else f"{minutes} min {s:02d} s"
-        if minutes
-        else f"{s} s"
-    )
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    if minutes:
+        return f"{minutes} min {s:02d} s"
+    return f"{s} s"
 
 
 def si(value: float) -> str:
@@ -62,8 +60,9 @@ def si(value: float) -> str:
     return f"{value:.3g}"
 
 
-def listed(items, most: int = 6) -> str:
+def listed(items: Sequence[object], most: int = 6) -> str:
     """Items in a sentence, the first `most` of them and how many more."""
-    return ", ".join(map(str, items[:most])) + (
-        f" and {len(items) - most} more" if len(items) > most else ""
-    )
+    text = ", ".join(map(str, items[:most]))
+    if len(items) <= most:
+        return text
+    return f"{text} and {len(items) - most} more"

@@ -21,13 +21,13 @@ WORDS: dict = {
 }
 
 
-def parse(key: str, text: str, hint):
+def parse(key: str, text: str, hint: Any) -> Any:
     """The value that `text` spells under the annotation `hint`. Raises UserError naming the
     form."""
     # "none" is a word, too
-    for part in sorted(_parts(hint), key=lambda part: part is not type(None)):
+    for part in sorted(union_members(hint), key=lambda part: part is not type(None)):
         try:
-            value = _read(text, part)
+            value = read_value(text, part)
         except UserError as error:
             raise UserError(f"{key}={error}") from error
         except (ValueError, KeyError):
@@ -37,12 +37,12 @@ def parse(key: str, text: str, hint):
     raise UserError(_mismatch(key, text, hint))
 
 
-def _parts(hint) -> tuple:
+def union_members(hint: Any) -> tuple:
     """The members of a union, such as int and None; of another hint, itself alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _read(text: str, hint):
+def read_value(text: str, hint: Any) -> Any:
     """What `text` says under a hint that is no union. Raises ValueError or KeyError where it says
     nothing."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -64,7 +64,7 @@ def _read(text: str, hint):
         text = text[1:-1]
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if origin is tuple:
-        return tuple(_read(part, inner[0]) for part in parts)
+        return tuple(read_value(part, inner[0]) for part in parts)
     pairs = [part.rsplit(":", 1) for part in parts]  # fineweb_edu:0.8,python:0.1
     weights = {source.strip(): float(weight) for source, weight in pairs}
     return weights if len(weights) == len(pairs) else text  # a source named twice
@@ -83,12 +83,12 @@ def expand_home(path: str) -> str:
     return prefix + expanded
 
 
-def expand_paths(value) -> None:
+def expand_paths(value: Any) -> None:
     """Expand ~ in the fields of the dataclass `value`, frozen or not, that name a file or folder.
     Raises UserError as above."""
     for name, hint in _type_hints(type(value), include_extras=True).items():
         path = getattr(value, name)
-        if FilePath in _parts(hint) and isinstance(path, str) and path[:1] == "~":
+        if FilePath in union_members(hint) and isinstance(path, str) and path[:1] == "~":
             object.__setattr__(value, name, expand_home(path))
 
 
@@ -103,7 +103,7 @@ def _type_hints(cls: Any, include_extras: bool = False) -> dict[str, Any]:
 _HINTS: dict[tuple[Any, bool], dict[str, Any]] = {}
 
 
-def type_problems(prefix: str, value) -> list[str]:
+def type_problems(prefix: str, value: Any) -> list[str]:
     """One sentence for each field of the dataclass `value` whose content does not fit its
     annotation."""
     hints = _type_hints(type(value))
@@ -114,22 +114,32 @@ def type_problems(prefix: str, value) -> list[str]:
     ]
 
 
-def _mismatch(key: str, value, hint) -> str:
-    choices = [
-        str(c)
-        for part in (hint, *get_args(hint))
-        if get_origin(part) is Literal
-        for c in get_args(part)
-    ]
-    form = ", written source:weight,..." * (get_origin(hint) is dict)
+def _mismatch(key: str, value: Any, hint: Any) -> str:
+    members = union_members(hint)
+    form = ""
+    if get_origin(hint) is dict:
+        form = ", written source:weight,..."
+    if bool in members:
+        form = " (write true or false)"
+    names = " or ".join(_type_name(member) for member in members)
+    return f"{key}={value!r} is not {names}{form}{_nearest_choice(value, hint)}"
+
+
+def _nearest_choice(value: Any, hint: Any) -> str:
+    """How the sentence goes on for a word that is none of the choices of a Literal in `hint`; ""
+    where there is no choice."""
+    choices: list[str] = []
+    for part in (hint, *get_args(hint)):
+        if get_origin(part) is Literal:
+            choices += map(str, get_args(part))
+    if len(choices) < 2:
+        return ""
     words = value if isinstance(value, tuple) else str(value).split(",")
-    wrong = next((str(word) for word in words if word not in choices), "")
-    meant = nearest(wrong, choices) if len(choices) > 1 else ""
-    form += " (write true or false)" * (bool in _parts(hint))
-    return f"{key}={value!r} is not {' or '.join(map(_type_name, _parts(hint)))}{form}{meant}"
+    wrong_words = [str(word) for word in words if word not in choices]
+    return nearest(wrong_words[0] if wrong_words else "", choices)
 
 
-def _type_name(hint) -> str:
+def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is Annotated:
@@ -137,13 +147,13 @@ def _type_name(hint) -> str:
     return "none" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")
 
 
-def _fits(value, hint) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     """Whether `value` is of the annotated type; a whole number passes as a float, a bool, inf and
     NaN never as a number."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _fits(value, inner[0])
-    if len(parts := _parts(hint)) > 1:
+    if len(parts := union_members(hint)) > 1:
         return any(_fits(value, part) for part in parts)
     if origin is Literal:
         return isinstance(value, str) and value in inner

@@ -33,7 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from lib.machine import GIB
 from model import GPT
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.optim import check_branch, local
+from runtime.parallel import World
 from runtime.tokenizer import tokenizer_of
 
 FORMAT_VERSION = 3  # 2, which names runtime/run.py's Progress otherwise, is read too
@@ -123,14 +124,16 @@ class Saver:
     that have one is kept."""
 
     def __init__(
-        self, run_dir: Path, policy: CheckpointConfig, world, losses: Callable[[], dict[int, float]]
+        self,
+        run_dir: Path,
+        policy: CheckpointConfig,
+        world: World,
+        losses: Callable[[], dict[int, float]],
     ):
-        self.dir, self.policy, self.world, self.losses = (
-            Path(run_dir) / "checkpoints",
-            policy,
-            world,
-            losses,
-        )
+        self.dir = Path(run_dir) / "checkpoints"
+        self.policy = policy
+        self.world = world
+        self.losses = losses
         self.failures: list[str] = []  # a sentence on each save that failed since the last good one
         # that the last good save took, from its call to its end; None before the first
         self.seconds: float | None = None
@@ -149,7 +152,7 @@ class Saver:
         that changes `tensors`. `state` is plain JSON. Raises MachineError after ATTEMPTS failed
         saves in a row."""
         self.wait()
-        began = time.perf_counter()
+        asked_s = time.perf_counter()
         if len(self.failures) >= ATTEMPTS:
             raise MachineError(
                 f"{ATTEMPTS} saves in a row have failed, the last: {self.failures[-1]}"
@@ -163,26 +166,19 @@ class Saver:
             "world_size": self.world.size,
             "tensors": describe(tensors),
         }
+        self._copy(tensors)
+        self._pending = name_of(step), self._thread.submit(self._write, manifest, asked_s)
+
+    def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Begin to copy this rank's shards to host memory."""
         if self._stream:  # copies run on a stream of their own, behind what is queued now
             self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):  # does nothing where there is none
             for name, live in tensors.items():
-                shard = local(live)
-                # pinned for a GPU, or the copy would not be asynchronous
                 if name not in self._copies:
-                    buffer = torch.empty(
-                        shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda"
-                    )
-                    # from_local() would move it to the mesh's device. FSDP2 makes its CPU-offloaded
-                    # parameters in this way.
-                    self._copies[name] = (
-                        DTensor(buffer, live._spec, requires_grad=False)
-                        if isinstance(live, DTensor)
-                        else buffer
-                    )
-                local(self._copies[name]).copy_(shard, non_blocking=True)
+                    self._copies[name] = _host_buffer(live)
+                local(self._copies[name]).copy_(local(live), non_blocking=True)
             self._copied = self._stream.record_event() if self._stream else None
-        self._pending = name_of(step), self._thread.submit(self._write, manifest, began)
 
     def staged(self) -> None:
         """Wait until the tensors may change again. On CUDA the device waits, the host goes on."""
@@ -197,23 +193,26 @@ class Saver:
         ):
             # a branch goes back to its trunk, and on without any of its own
             note_saved(self.dir.parent, None, is_anew=True)
+        run_on_rank0(self.world, lambda: self._remove_after(step))
+
+    def _remove_after(self, step: int) -> None:
         # Newest first: a kill in between leaves the fewest of those that are to go.
-        run_on_rank0(
-            self.world,
-            lambda: [
-                _remove(p) for p in reversed(checkpoints(self.dir.parent)) if step_of(p) > step
-            ],
-        )
+        for path in reversed(checkpoints(self.dir.parent)):
+            if step_of(path) > step:
+                _remove(path)
 
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call
         it too."""
-        (name, pending), self._pending = self._pending, ("", None)
-        if pending and (error := pending.exception()):
+        name, pending = self._pending
+        self._pending = "", None
+        if pending is None:
+            return
+        if error := pending.exception():
             self.failures.append(
                 f"checkpoint {name} could not be written under {self.dir} ({error})"
             )
-        elif pending:
+        else:
             self.failures = []
 
     def finish(self) -> None:
@@ -224,11 +223,12 @@ class Saver:
                 f"{self.failures[-1]}: correct that, then run the same command to resume"
             )
 
-    def _write(self, manifest: dict, began: float) -> None:
+    def _write(self, manifest: dict, asked_s: float) -> None:
         """All of a save but the copies, in a background thread of each rank. Where it fails, it
-        raises the same error on all. `began`: when it was asked for, in seconds of
+        raises the same error on all. `asked_s`: when it was asked for, in seconds of
         time.perf_counter()."""
-        final, is_main = self.dir / name_of(manifest["step"]), self.world.is_main
+        is_main = self.world.is_main
+        final = self.dir / name_of(manifest["step"])
         tmp = final.with_name(f".tmp_{final.name}")
         try:
             if self._together(lambda: self._begin(tmp, final))[0]:
@@ -238,17 +238,22 @@ class Saver:
         finally:
             if is_main:
                 shutil.rmtree(tmp, ignore_errors=True)  # renamed by now, unless a stage failed
-        self.seconds = time.perf_counter() - began
+        self.seconds = time.perf_counter() - asked_s
         if is_main:
             with suppress(OSError):  # the save itself is good; the next one tries again
                 note_saved(self.dir.parent, manifest["step"])
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a
         # rollback deletes this one.
         if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
-            there = {step_of(path): path for path in checkpoints(self.dir.parent)}
-            for step in there.keys() - kept(list(there), self.policy, dict(self.losses())):
-                with suppress(OSError):  # the save itself is good; the next one tries again
-                    _remove(there[step])
+            self._prune()
+
+    def _prune(self) -> None:
+        """Delete the checkpoints that the policy does not keep."""
+        paths = {step_of(path): path for path in checkpoints(self.dir.parent)}
+        keep = steps_to_keep(list(paths), self.policy, dict(self.losses()))
+        for step in paths.keys() - keep:
+            with suppress(OSError):  # the save itself is good; the next one tries again
+                _remove(paths[step])
 
     def _together(self, stage: Callable[[], T]) -> list[T]:
         """The stage's result on each rank. Raises RuntimeError on every rank where it failed on
@@ -273,15 +278,19 @@ class Saver:
         if self._copied:
             torch.cuda.set_device(self.world.device)  # each thread has a current device of its own
             self._copied.synchronize()
-        is_there = (final / "DONE").exists()
-        if self.world.is_main and not is_there:
+        is_complete = (final / "DONE").exists()
+        if self.world.is_main and not is_complete:
             self._sweep()
             tmp.mkdir()
-        return is_there
+        return is_complete
 
     def _commit(self, tmp: Path, final: Path, manifest: dict, files: list[dict]) -> None:
-        manifest["files"] = {name: entry for each in files for name, entry in each.items()}
-        if absent := [name for name in manifest["files"] if not (tmp / name).is_file()]:
+        entries: dict[str, dict] = {}
+        for entries_of_rank in files:
+            entries |= entries_of_rank
+        manifest["files"] = entries
+        absent = [name for name in entries if not (tmp / name).is_file()]
+        if absent:
             raise OSError(
                 f"{absent[0]}, which another rank wrote, is not there on rank 0: all machines must"
                 " share this folder"
@@ -299,23 +308,53 @@ class Saver:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:
-    """Which of the checkpoints of `steps`, in ascending order, stay on disk.
+def _host_buffer(live: torch.Tensor) -> torch.Tensor:
+    """Host memory for this rank's shard of `live`, described as `live` is."""
+    shard = local(live)
+    # pinned for a GPU, or the copy would not be asynchronous
+    buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
+    if not isinstance(live, DTensor):
+        return buffer
+    # from_local() would move it to the mesh's device. FSDP2 makes its CPU-offloaded parameters in
+    # this way.
+    return DTensor(buffer, live._spec, requires_grad=False)
+
+
+def is_due(step: int, *periods: int | None) -> bool:
+    """Whether `step` is a multiple of one of the periods, in steps; None is no period."""
+    return any(step % every == 0 for every in periods if every)
+
+
+def steps_to_keep(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:
+    """Which of the checkpoints of `steps`, in ascending order, stay on disk. losses: the validation
+    losses so far, by step.
 
     The two newest always do: the last update before the newest may have ruined its weights, which
     shows only in the step after it. Those of checkpoint.at stay for good. One that is due to
     rolling alone, or to nothing (saved on a signal, or late because of skipped steps), is a rolling
     one; without checkpoint.rolling it is a regular one."""
-    due = [s for s in steps if policy.every and s % policy.every == 0]
-    others = [s for s in steps if s not in due and s not in policy.at]
-    regular, rolling = (due, others) if policy.rolling else (sorted(due + others), [])
-    stay = {*steps[-2:], *regular[-policy.keep :], *rolling[-1:]}
-    stay |= {s for s in steps if s in policy.at or (policy.forever and s % policy.forever == 0)}
-    judged = [s for s in steps if policy.best and math.isfinite(losses.get(s, math.nan))]
-    return stay.union(sorted(judged, key=lambda s: (losses[s], -s))[:1])
+    pinned = {s for s in steps if s in policy.at or is_due(s, policy.forever)}
+    regular = [s for s in steps if is_due(s, policy.every)]
+    rolling = [s for s in steps if s not in regular and s not in policy.at]
+    if not policy.rolling:
+        regular = sorted(regular + rolling)
+        rolling = []
+    newest = {*steps[-2:], *regular[-policy.keep :], *rolling[-1:]}
+    return newest | pinned | _best_steps(steps, policy, losses)
 
 
-def dump(folder: Path, tensors: dict[str, torch.Tensor], world=None) -> dict[str, dict]:
+def _best_steps(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:
+    """The step of lowest finite validation loss, the last of equals; none unless
+    checkpoint.best."""
+    judged = [s for s in steps if math.isfinite(losses.get(s, math.nan))]
+    if not policy.best or not judged:
+        return set()
+    return {min(judged, key=lambda s: (losses[s], -s))}
+
+
+def dump(
+    folder: Path, tensors: dict[str, torch.Tensor], world: World | None = None
+) -> dict[str, dict]:
     """Write this rank's files; returns size and SHA-256 of each, by name, hashed while they are in
     its own page cache."""
     # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is
@@ -326,8 +365,10 @@ def dump(folder: Path, tensors: dict[str, torch.Tensor], world=None) -> dict[str
         **_process_group(world),
     )
     rank = world.rank if world else 0
-    mine = [folder / ".metadata"] * (rank == 0) + sorted(folder.glob(f"__{rank}_*"))
-    return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in mine}
+    written = sorted(folder.glob(f"__{rank}_*"))
+    if rank == 0:
+        written.insert(0, folder / ".metadata")
+    return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in written}
 
 
 def _remove(path: Path) -> None:
@@ -356,36 +397,20 @@ def read_manifest(path: Path) -> dict:
     Raises DamagedError naming the file that is missing or changed, UserError for another format
     version."""
 
-    def damaged(name: str) -> DamagedError:
-        return DamagedError(
-            f"{path / name} differs from what was written or is missing: move {path} away for an"
-            " older one"
-        )
-
     try:
         text = (path / "manifest.json").read_bytes()
         if (path / "DONE").read_bytes() != hashlib.sha256(text).hexdigest().encode():
-            raise damaged("manifest.json")
+            raise _damaged(path / "manifest.json")
         manifest = json.loads(text)
-        if (version := manifest["format_version"]) not in (2, FORMAT_VERSION):
+        version = manifest["format_version"]
+        if version not in (2, FORMAT_VERSION):
             raise UserError(
                 f"{path} has checkpoint format {version}, this version reads 2 and"
                 f" {FORMAT_VERSION}: use the version that wrote it, or start the run anew"
             )
-        with ThreadPoolExecutor(HASHERS) as pool:
-            hashes = dict(
-                zip(
-                    manifest["files"],
-                    pool.map(lambda name: file_sha256(path / name), manifest["files"]),
-                    strict=True,
-                )
-            )
+        _verify_files(path, manifest["files"])
     except FileNotFoundError as error:  # any other OSError is the machine's
-        raise damaged(Path(error.filename).name) from error
-    if changed := [
-        name for name, entry in manifest["files"].items() if hashes[name] != entry["sha256"]
-    ]:
-        raise damaged(changed[0])
+        raise _damaged(path / Path(error.filename).name) from error
     if version == 2:
         manifest["state"] = {
             FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()
@@ -393,55 +418,100 @@ def read_manifest(path: Path) -> dict:
     return manifest
 
 
+def _verify_files(path: Path, entries: dict[str, dict]) -> None:
+    """Raises DamagedError for the first file that differs from its entry in the manifest."""
+    with ThreadPoolExecutor(HASHERS) as pool:
+        hashes = pool.map(lambda name: file_sha256(path / name), entries)
+        for name, sha256 in list(zip(entries, hashes, strict=True)):
+            if sha256 != entries[name]["sha256"]:
+                raise _damaged(path / name)
+
+
+def _damaged(file: Path) -> DamagedError:
+    return DamagedError(
+        f"{file} differs from what was written or is missing: move {file.parent} away for an"
+        " older one"
+    )
+
+
 def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     """Shape and dtype of each, as the manifest has them."""
     return {name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()}
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that tensors were filled from."""
+
+    path: Path
+    manifest: dict
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    @property
+    def state(self) -> dict:
+        """What the run that wrote it knew besides the tensors: progress, guard, data."""
+        return self.manifest["state"]
+
+
 def restore(
     run_dir: Path,
     tensors: dict[str, torch.Tensor],
-    world,
+    world: World | None,
     say: Callable[[str], None],
-    before: int | None = None,
-) -> tuple[Path, dict] | None:
-    """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where
-    given), by all ranks together; its folder and manifest, or None. No save may be under way, whose
+    below_step: int | None = None,
+) -> Restored | None:
+    """Fill `tensors` in place from the newest whole checkpoint (of a step below `below_step`, where
+    given), by all ranks together; None where there is none. No save may be under way, whose
     collectives would mix with these. A damaged one is renamed to bad_step_00000400, and `say`, on
     rank 0 alone, gets a line about it. Raises UserError where the newest does not fit."""
-
-    def newest_whole() -> tuple[Path, dict] | None:
-        for path in reversed(
-            [p for p in checkpoints(run_dir) if before is None or step_of(p) < before]
-        ):
-            try:
-                return path, read_manifest(path)
-            except DamagedError as error:
-                aside = path.with_name(f"bad_{path.name}")
-                while aside.exists():  # an earlier one of that step stays too
-                    aside = aside.with_name(f"{aside.name}_again")
-                os.rename(path, aside)
-                say(
-                    f"checkpoint {path.name} is damaged, set aside as {aside.name}:"
-                    f" {str(error).partition(': move ')[0]}"
-                )
-        return None
-
-    if found := run_on_rank0(world, newest_whole):
-        load(*found, tensors, world)
-    return found
+    newest = run_on_rank0(world, lambda: _newest_whole(run_dir, say, below_step))
+    if newest is not None:
+        load(newest.path, newest.manifest, tensors, world)
+    return newest
 
 
-def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=None) -> None:
+def _newest_whole(
+    run_dir: Path, say: Callable[[str], None], below_step: int | None
+) -> Restored | None:
+    """The newest checkpoint of a step below `below_step` whose files are what was written; damaged ones
+    are set aside."""
+    for path in reversed(checkpoints(run_dir)):
+        if below_step is not None and step_of(path) >= below_step:
+            continue
+        try:
+            return Restored(path, read_manifest(path))
+        except DamagedError as error:
+            aside = _set_aside(path)
+            problem = str(error).partition(": move ")[0]
+            say(f"checkpoint {path.name} is damaged, set aside as {aside.name}: {problem}")
+    return None
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing reads it again; its new path."""
+    aside = path.with_name(f"bad_{path.name}")
+    while aside.exists():  # an earlier one of that step stays too
+        aside = aside.with_name(f"{aside.name}_again")
+    os.rename(path, aside)
+    return aside
+
+
+def load(
+    path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world: World | None = None
+) -> None:
     """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks
     together.
 
     Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype;
     MachineError, on all ranks, where reading failed on one of them."""
-    for name, want in describe(tensors).items():
-        if (have := manifest["tensors"].get(name)) != want:
+    for name, needed in describe(tensors).items():
+        stored = manifest["tensors"].get(name)
+        if stored != needed:
             raise UserError(
-                f"{path} holds {name} as {have}, the model needs {want}: the configuration does"
+                f"{path} holds {name} as {stored}, the model needs {needed}: the configuration does"
                 " not fit"
             )
 
@@ -473,20 +543,18 @@ def load_model(
 
     Raises UserError where the folder is no run, has no such finished checkpoint, or the checkpoint
     is damaged."""
-    config, there = (
-        read_config(run_dir),
-        {step_of(path): path for path in checkpoints(Path(run_dir))},
-    )
-    if not there:
+    config = read_config(run_dir)
+    paths = {step_of(path): path for path in checkpoints(Path(run_dir))}
+    if not paths:
         raise UserError(
             f"{run_dir} has no finished checkpoint yet: train it first, python train.py"
             f" configs/{config.run}.py"
         )
-    path = there.get(max(there) if step is None else step)
+    path = paths.get(max(paths) if step is None else step)
     if path is None:
         raise UserError(
             f"step={step}: {run_dir} has no such checkpoint, but those of steps"
-            f" {', '.join(map(str, there))}"
+            f" {', '.join(map(str, paths))}"
         )
     manifest = read_manifest(path)
     model = GPT.on_meta(config_from_dict(manifest["config"]).model, compute_dtype)
@@ -518,7 +586,7 @@ class _Unpickler(pickle.Unpickler):
         "pathlib": {"PosixPath"},
     }
 
-    def find_class(self, module: str, name: str):
+    def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # Python 3.13's name of it
         if name in self.ALLOWED.get(module, ()):
             return super().find_class(module, name)
@@ -531,28 +599,45 @@ class _Unpickler(pickle.Unpickler):
 # ------------------------------------------------------------------------------------------ branch
 
 
+@dataclass(frozen=True)
+class BranchPoint(Restored):
+    """The checkpoint that a run starts from, of another run or of an imported model.
+
+    origin: None where the run goes on with its whole state. Where it takes the weights alone,
+    without moments and order of data: the model that they are of, as {"folder", "step",
+    "tokenizer_sha256", "run"}."""
+
+    origin: dict | None = None
+
+
+# Sizes on which no weight depends.
+FREE_SIZES = ("n_ctx", "loss_chunk")
+
+
 def branch(
-    config: Config, tokenizer_hashes: tuple[str, ...], tensors: dict[str, torch.Tensor], world
-) -> tuple[Path, dict]:
-    """Fill `tensors` in place from the checkpoint config.start_from, by all ranks together; its
-    path and manifest. The weights alone, without moments and order of data, where its state says
-    `imported`: a model by eval/export.py, or a finished run. Raises UserError where there is none,
-    it is damaged, or it does not fit this run."""
-    path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_hashes))
-    if "imported" in manifest["state"]:
+    config: Config,
+    tokenizer_hashes: tuple[str, ...],
+    tensors: dict[str, torch.Tensor],
+    world: World | None,
+) -> BranchPoint:
+    """Fill `tensors` in place from the checkpoint config.start_from, by all ranks together; the
+    weights alone where it is a model by eval/export.py, or a finished run. Raises UserError where
+    there is none, it is damaged, or it does not fit this run."""
+    point = run_on_rank0(world, lambda: _find_branch_point(config, tokenizer_hashes))
+    if point.origin is not None:
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
-    load(path, manifest, tensors, world)
-    return path, manifest
+    load(point.path, point.manifest, tensors, world)
+    return point
 
 
-def _branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> tuple[Path, dict]:
-    path = Path(config.start_from or "")
-    is_run = not path.name.startswith("step_")  # the weights alone of its last checkpoint
-    run_dir = path if is_run else path.parent.parent
-    there = checkpoints(run_dir)
-    path = there[-1] if is_run and there else path
-    if path not in there:
-        names = ", ".join(p.name for p in there) or "none"
+def _find_branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> BranchPoint:
+    start_from = Path(config.start_from or "")
+    names_a_step = start_from.name.startswith("step_")  # else a run: its last checkpoint's weights
+    run_dir = start_from.parent.parent if names_a_step else start_from
+    finished = checkpoints(run_dir)
+    path = start_from if names_a_step or not finished else finished[-1]
+    if path not in finished:
+        names = ", ".join(checkpoint.name for checkpoint in finished) or "none"
         raise UserError(
             f"start_from={config.start_from} is no finished checkpoint; {run_dir} has {names}:"
             " train that run first (checkpoint.at=STEP keeps a step), or import one, python -m"
@@ -560,37 +645,51 @@ def _branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> tuple[Pa
         )
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
-    if "imported" not in manifest["state"]:
-        if not is_run:
-            check_branch(config, parent, manifest["step"])
-            return path, manifest
-        if step_of(path) != parent.total_steps:
-            raise UserError(
-                f"start_from={run_dir} has {path.name} as the last of its checkpoints, not that of"
-                f" its last step, {parent.total_steps}: finish that run, or put that checkpoint"
-                " back"
-            )
-        manifest |= {
-            "step": 0,
-            "state": {
-                "imported": {
-                    "folder": run_dir.name,
-                    "step": step_of(path),
-                    "tokenizer_sha256": manifest["state"]["tokenizer_sha256"],
-                }
-            },
-        }
-    theirs, ours = (
-        asdict(replace(c.model, n_kv_head=c.model.kv_heads, head_size=c.model.head_dim))
-        for c in (parent, config)
-    )
+    imported = manifest["state"].get("imported")
+    if imported is None and names_a_step:
+        check_branch(config, parent, manifest["step"])
+        return BranchPoint(path, manifest)
+    if imported is None:
+        imported = _origin_of_a_run(path, parent, manifest)
+    _refuse_another_model(config, parent, run_dir, imported, tokenizer_hashes)
+    # the run's folder too, which an import's own name is not
+    return BranchPoint(path, manifest, {**imported, "run": run_dir.name})
+
+
+def _origin_of_a_run(path: Path, parent: Config, manifest: dict) -> dict:
+    """What the run `parent`, whose weights are taken alone, is called as their origin. Raises
+    UserError where `path` is not the checkpoint of its last step."""
+    run_dir = path.parent.parent
+    if step_of(path) != parent.total_steps:
+        raise UserError(
+            f"start_from={run_dir} has {path.name} as the last of its checkpoints, not that of"
+            f" its last step, {parent.total_steps}: finish that run, or put that checkpoint"
+            " back"
+        )
+    return {
+        "folder": run_dir.name,
+        "step": step_of(path),
+        "tokenizer_sha256": manifest["state"]["tokenizer_sha256"],
+    }
+
+
+def _refuse_another_model(
+    config: Config,
+    parent: Config,
+    run_dir: Path,
+    origin: dict,
+    tokenizer_hashes: tuple[str, ...],
+) -> None:
+    """Raises UserError where the weights of `parent` do not fit the model or tokenizer of
+    `config`."""
+    parent_sizes = _sizes(parent)
+    sizes = _sizes(config)
     changes = [
-        f"model.{key} is {theirs[key]} there, {ours[key]} here"
-        for key in ours
-        # on which no weight depends
-        if key not in ("n_ctx", "loss_chunk") and ours[key] != theirs[key]
+        f"model.{key} is {parent_sizes[key]} there, {sizes[key]} here"
+        for key in sizes
+        if parent_sizes[key] != sizes[key]
     ]
-    if manifest["state"]["imported"]["tokenizer_sha256"] not in tokenizer_hashes:
+    if origin["tokenizer_sha256"] not in tokenizer_hashes:
         changes.append(
             f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there,"
             f" {config.data.tokenizer} here"
@@ -601,37 +700,47 @@ def _branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> tuple[Pa
             " section of its config.json, of which n_ctx and loss_chunk alone are free, and shards"
             " of its tokenizer"
         )
-    manifest["state"]["imported"]["run"] = run_dir.name  # which an import's own name is not
-    return path, manifest
+
+
+def _sizes(config: Config) -> dict[str, object]:
+    """The model section without FREE_SIZES, with what is left to its default spelled out."""
+    m = config.model
+    sizes = asdict(replace(m, n_kv_head=m.kv_heads, head_size=m.head_dim))
+    return {key: value for key, value in sizes.items() if key not in FREE_SIZES}
 
 
 # ------------------------------------------------------------------------------------------- ranks
 
 
-def run_on_rank0(world, work: Callable[[], T]) -> T:
+def run_on_rank0(world: World | None, work: Callable[[], T]) -> T:
     """What work() returns on rank 0, on every rank; what it raises there is raised on every rank.
     None: one process."""
     return together(lambda: work() if world is None or world.is_main else cast(T, None), world)[0]
 
 
-def together(work: Callable[[], T], world) -> list[T]:
+def together(work: Callable[[], T], world: World | None) -> list[T]:
     """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on
     all."""
+    result: T | None = None
+    problem: BaseException | None = None
     try:
-        mine: tuple = work(), None
-    except (Exception, CheckpointException) as problem:
-        mine = None, problem
-    outcomes = gather(mine, world)
-    if raised := [problem for _, problem in outcomes if problem is not None]:
-        raise mine[1] or raised[0]  # its own, where it has one: that knows where it was raised
-    return [result for result, _ in outcomes]
+        result = work()
+    except (Exception, CheckpointException) as error:
+        problem = error
+    outcomes = gather((result, problem), world)
+    problems = [problem_of_rank for _, problem_of_rank in outcomes if problem_of_rank is not None]
+    if problems:
+        # this rank's own, where it has one: that knows where it was raised
+        raise problem or problems[0]
+    return [result_of_rank for result_of_rank, _ in outcomes]
 
 
-def gather(value: object, world) -> list:
+def gather(value: object, world: World | None) -> list:
     """Every rank's `value`, by rank, on every rank."""
-    values = [value] * (world.size if world else 1)
-    if len(values) > 1:
-        dist.all_gather_object(values, value, group=world.checkpoint_group)
+    if world is None or world.size == 1:
+        return [value]
+    values = [value] * world.size
+    dist.all_gather_object(values, value, group=world.checkpoint_group)
     return values
 
 
@@ -642,7 +751,7 @@ def cause(error: BaseException) -> str:
     return f"{type(inner).__name__}: {inner}".splitlines()[0]
 
 
-def _process_group(world) -> dict:
+def _process_group(world: World | None) -> dict[str, Any]:
     """Arguments of dcp.save() and dcp.load()."""
     group = world and world.checkpoint_group
     # one process is no mistake

@@ -2,29 +2,37 @@
 become one frozen Config.
 
 A config file is Python that binds `config = Config(...)`; a derived one, as configs/gpt350m_fp8.py,
-replaces what differs."""
+replaces what differs.
+
+A new key is one field: its bounds, its default, and a comment, which --help prints. Runs from
+before it stay the same runs as long as it is at its default (Config.identity()). A rule between keys
+is a function in VALUE_CHECKS or CROSS_CHECKS; another code base's name for a key, a word in
+aliases.py."""
 
 import difflib
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from lib.bounds import above_zero, any_number, bound_problems, within
 from lib.errors import UserError
 from lib.help import field_lines
 from lib.machine import ROOT
 from lib.text import nearest
 from lib.values import FilePath, expand_home, expand_paths, parse, type_problems
 from model import GPTConfig
+from runtime.aliases import our_name
 from runtime.config_file import OWN_NAMES, run_file
 from runtime.tokenizer import tokenizer_kind
 
 # ---------------------------------------------------------------------------------------- sections
+
+BELOW_ONE = math.nextafter(1, 0)  # the largest number below 1
 
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
@@ -62,31 +70,33 @@ FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {
 class DataConfig:
     dir: FilePath  # folder that holds one sub-folder of token shards per source
     mixture: dict[str, float]  # source -> its share of the training tokens; any positive scale
-    tokens_per_step: int  # training tokens per optimizer step, over all ranks
+    tokens_per_step: int = above_zero()  # training tokens per optimizer step, over all ranks
     # sequences per forward pass and rank; auto = the fastest that fits, by trial
-    micro_batch: int | Literal["auto"]
+    micro_batch: int | Literal["auto"] = above_zero()
     # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     tokenizer: FilePath = "gpt2"
-    max_epochs: float = 1.0  # times that a source may be seen before the run is refused
+    max_epochs: float = above_zero(1.0)  # times that a source may be seen before the run is refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float  # peak learning rate
+    lr: float = above_zero()  # peak learning rate
     # muon: the blocks' matrices by Muon, the rest by AdamW
     kind: Literal["adamw", "muon"] = "adamw"
-    momentum: float = 0.95  # muon only: decay of its moment
+    momentum: float = within(0, BELOW_ONE, 0.95)  # muon only: decay of its moment
     # share of the peak that the rate falls to; a cosine is there after the last step
-    min_lr_ratio: float = 0.1
-    warmup_share: float = 0.02  # share of all steps over which the rate climbs linearly
+    min_lr_ratio: float = within(0, 1, 0.1)
+    warmup_share: float = within(
+        0, 1, 0.02
+    )  # share of all steps over which the rate climbs linearly
     # after warm-up: cosine, or stable and then linear decay
     schedule: Literal["cosine", "wsd"] = "cosine"
-    decay_share: float = 0.2  # wsd only: share of all steps spent decaying
-    weight_decay: float = 0.1  # on matrices only, never on norms
-    beta1: float = 0.9  # decay of the first moment
-    beta2: float = 0.95  # decay of the second moment
-    eps: float = 1e-8  # added to the root of the second moment
-    clip: float = 1.0  # largest global gradient norm
+    decay_share: float = within(0, 1, 0.2)  # wsd only: share of all steps spent decaying
+    weight_decay: float = within(0, 1, 0.1)  # on matrices only, never on norms
+    beta1: float = within(0, BELOW_ONE, 0.9)  # decay of the first moment
+    beta2: float = within(0, BELOW_ONE, 0.95)  # decay of the second moment
+    eps: float = above_zero(1e-8)  # added to the root of the second moment
+    clip: float = above_zero(1.0)  # largest global gradient norm
 
     def warmup_steps(self, steps: int) -> int:
         return round(self.warmup_share * steps)
@@ -108,8 +118,8 @@ class FP8Config:
     # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
     fast_backward: bool = False
     head: bool = False  # convert the head too; the loss is sensitive to it
-    first_bf16: int = 0  # blocks at the input that stay in BF16
-    last_bf16: int = 0  # blocks at the output that stay in BF16
+    first_bf16: int = within(0, math.inf, 0)  # blocks at the input that stay in BF16
+    last_bf16: int = within(0, math.inf, 0)  # blocks at the output that stay in BF16
     # names or patterns of the only Linears to convert; none = all but the head
     include: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()  # names or patterns of Linears to leave in BF16, such as layers.0.*
@@ -162,9 +172,11 @@ class FP8Config:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    replicate: int = 1  # copies of the sharded model, gradients averaged between them (HSDP)
+    replicate: int = above_zero(
+        1
+    )  # copies of the sharded model, gradients averaged between them (HSDP)
     # ranks that share one copy of the weights (FSDP2); none = all that remain
-    shard: int | None = None
+    shard: int | None = above_zero(None)
     # several ranks: drop a block's gathered weights between forward and backward
     reshard: bool = True
     # keep each block's input and attention's output, compute the rest twice
@@ -173,9 +185,10 @@ class ParallelConfig:
     compile: bool | Literal["model", "block", "off"] = "model"
     # one CPU process: BF16 matmuls and attention in fp32, each result rounded once
     cpu_fp32: bool = False
-    timeout: float = 300.0  # seconds that a step may stand still before the job ends and says where
+    # seconds that a step may stand still before the job ends and says where
+    timeout: float = above_zero(300.0)
     # the same until the first step is done (compilation, loading), and for a save
-    start_timeout: float = 1800.0
+    start_timeout: float = above_zero(1800.0)
 
     def __post_init__(self):
         object.__setattr__(
@@ -185,46 +198,50 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: int | None = 1000  # steps between checkpoints; none = only the last
-    keep: int = 3  # newest checkpoints that stay on disk; the last two always do
+    every: int | None = above_zero(1000)  # steps between checkpoints; none = only the last
+    keep: int = above_zero(3)  # newest checkpoints that stay on disk; the last two always do
     best: bool = True  # keep that of lowest validation loss too
     # checkpoints of every so many steps stay for good; none = of no step
-    forever: int | None = None
+    forever: int | None = above_zero(None)
     # steps between more saves of which only the newest stays; none = no more
-    rolling: int | None = None
+    rolling: int | None = above_zero(None)
     # more steps to save at; these checkpoints stay for good, to branch off from
     at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    every: int | None = 250  # steps between validations; none = only the last
+    every: int | None = above_zero(250)  # steps between validations; none = only the last
     # validation tokens per source, always the same ones; all there are if fewer
-    tokens: int = 1_048_576
+    tokens: int = above_zero(1_048_576)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     # mirrors of metrics.jsonl, which is always written
     to: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    every: int = 10  # steps between console lines
+    every: int = above_zero(10)  # steps between console lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    every: int | None = None  # steps between looks at what FP8 does to each tensor; none = never
+    # steps between looks at what FP8 does to each tensor; none = never
+    every: int | None = above_zero(None)
     # tokens that a look passes through the model, at most; at least one sequence
-    tokens: int = 4096
+    tokens: int = above_zero(4096)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     # of spikes: ignored, noted, skipped; what is not finite always is
     mode: Literal["off", "log", "act"] = "act"
-    window: int = 128  # accepted steps that a step is compared with
-    threshold: float = 10.0  # a spike lies so many robust standard deviations above their median
-    skips: int = 10  # skipped steps in a row before the run goes back to a checkpoint
-    rollbacks: int = 3  # times that a run may go back before it stops
+    # accepted steps that a step is compared with; the spread of fewer than 8 is not known
+    window: int = within(8, math.inf, 128)
+    # a spike lies so many robust standard deviations above their median; 2 or more, or ordinary
+    # steps would be spikes
+    threshold: float = within(2, math.inf, 10.0)
+    skips: int = above_zero(10)  # skipped steps in a row before the run goes back to a checkpoint
+    rollbacks: int = within(0, math.inf, 3)  # times that a run may go back before it stops
 
 
 # ------------------------------------------------------------------------------------------ config
@@ -243,133 +260,33 @@ class Config:
     log: LogConfig = LogConfig()
     probe: ProbeConfig = ProbeConfig()
     guard: GuardConfig = GuardConfig()
-    steps: int | None = None  # optimizer steps; give this or tokens_per_param
+    steps: int | None = above_zero(None)  # optimizer steps; give this or tokens_per_param
     # training tokens per parameter (all parameters); give this or steps
-    tokens_per_param: float | None = None
-    seed: int = 1337  # of initialisation and token order; a BF16/FP8 pair shares it
-    repeat: int = 0  # 1 = a null run: the same training once more, to see what rounding alone does
+    tokens_per_param: float | None = above_zero(None)
+    seed: int = any_number(1337)  # of initialisation and token order; a BF16/FP8 pair shares it
+    # 1 = a null run: the same training once more, to see what rounding alone does
+    repeat: int = within(0, 1, 0)
     out: FilePath = "out"  # folder of all runs
     deterministic: bool = False  # the same bits from every run of a GPU too, at some cost in speed
     profile: str | None = None  # steps to trace, first:last such as 10:15; none = no trace
     # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
     start_from: FilePath | None = None
 
-    def __post_init__(self):
-        for name in SECTIONS:
-            expand_paths(getattr(self, name, self))
-        types = [
-            p
-            for name in SECTIONS
-            for p in type_problems(f"{name}.".lstrip("."), getattr(self, name, self))
-        ]
-        # each relies on those before it
-        if problems := types or [*self._value_problems()] or [*self._cross_problems()]:
-            raise UserError("\n".join(problems))
+    def __post_init__(self) -> None:
+        sections = [("", self), *((f"{name}.", getattr(self, name)) for name in SECTIONS if name)]
+        for _, section in sections:
+            expand_paths(section)
+        type_mistakes: list[str] = []
+        bound_mistakes: list[str] = []
+        for prefix, section in sections:
+            type_mistakes += type_problems(prefix, section)
+        # each kind of rule relies on those before it
+        refuse(type_mistakes)
+        for prefix, section in sections:
+            bound_mistakes += bound_problems(prefix, section)
+        refuse([*bound_mistakes, *_problems(self, VALUE_CHECKS)])
+        refuse(_problems(self, CROSS_CHECKS))
         self.accumulation(1)
-
-    def _value_problems(self):
-        d, o, c = self.data, self.optim, self.checkpoint
-        yield from (
-            *positive(self, *POSITIVE.split()),
-            *self.model.problems(),
-            *self.fp8.problems(),
-        )
-        for (low, high), keys in BOUNDS.items():
-            for key in keys.split():
-                if not low <= attrgetter(key)(self) <= high:
-                    yield f"{key}={attrgetter(key)(self)} must lie between {low} and {high}"
-        for key, name in (
-            ("run", self.run),
-            *(("data.mixture: the name", name) for name in d.mixture),
-        ):
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-                yield (
-                    f"{key}={name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
-                )
-        # the order's resolution: data.WEIGHT_STEPS
-        if min(d.mixture.values(), default=0) <= 1e-6 * sum(d.mixture.values()):
-            yield (
-                f"data.mixture={d.mixture} must name a source or more, each with a positive weight,"
-                " such as fineweb_edu:1"
-            )
-        if d.micro_batch == "auto" and self.deterministic:
-            yield (
-                "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have:"
-                " give a number"
-            )
-        if o.kind == "muon" and self.fp8.all_gather:
-            yield "fp8.all_gather=true is not tried with optim.kind=muon: set it to false"
-        if o.schedule == "wsd" and o.warmup_share + o.decay_share > 1:
-            yield (
-                f"optim.warmup_share={o.warmup_share} plus optim.decay_share={o.decay_share} is"
-                " more than the whole run"
-            )
-        if c.forever and (not c.every or c.forever % c.every):
-            yield (
-                f"checkpoint.forever={c.forever} must be a multiple of checkpoint.every={c.every};"
-                " only saved ones are kept"
-            )
-        if self.start_from is not None and not self.parent:
-            yield (
-                f"start_from={self.start_from!r} is no checkpoint's folder: write it like "
-                "out/<run>/checkpoints/step_00000400, or out/<run> for that run's weights alone"
-            )
-        if (self.steps is None) == (self.tokens_per_param is None):
-            yield (
-                f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one"
-                " of the two"
-            )
-
-    def _cross_problems(self):
-        m, d, recipe, end = self.model, self.data, self.fp8.recipe, self.total_steps
-        if self.parent and self.parent[1] >= end:
-            yield (
-                f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at"
-                f" step {end}: take an earlier checkpoint, give more steps, or train on its weights"
-                f" alone by start_from=out/{self.parent[0]}"
-            )
-        first, last = self.profile_steps or (0, 0)
-        if self.profile is not None and not 1 <= first <= min(last, end):
-            yield (
-                f"profile={self.profile!r} must be the first and the last step to trace, such as"
-                f" 10:15, of steps 1 to {end}"
-            )
-        if wrong := [step for step in self.checkpoint.at if not 1 <= step <= end]:
-            yield f"checkpoint.at asks for step {wrong[0]}, but this run has steps 1 to {end}"
-        multiple, chunk = FP8_MULTIPLES[recipe], m.loss_chunk if self.fp8.head else None
-        tokens = 0 if d.micro_batch == "auto" else d.micro_batch * m.n_ctx
-        # Both are summed over by a weight gradient; fp8.select() checks the rest.
-        for key, size in (
-            ("model.loss_chunk", chunk or 0),
-            (
-                "data.micro_batch x model.n_ctx",
-                tokens,
-            ),
-        ):
-            if recipe != "off" and size % multiple:
-                yield (
-                    f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs:"
-                    " change it, or fp8.recipe=off"
-                )
-        if chunk and recipe in ("nvfp4", "nvfp4_hadamard"):
-            yield (
-                f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the"
-                " head: set fp8.head=false"
-            )
-        # Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by
-        # test), without a word.
-        if (
-            chunk
-            and self.fp8.kernels
-            and self.parallel.compile
-            and m.n_ctx % chunk
-            and chunk % m.n_ctx
-        ):
-            yield (
-                f"model.loss_chunk={chunk} must divide model.n_ctx={m.n_ctx} or be a multiple of it"
-                " (torch.compile on a CPU, fp8.head, fp8.kernels): take"
-                f" {math.lcm(m.n_ctx, multiple)}, or none, or parallel.compile=false"
-            )
 
     @property
     def total_steps(self) -> int:
@@ -426,244 +343,332 @@ class Config:
     def identity(self) -> dict:
         """What makes two configs the same training run, as flat key -> value: all that the weights
         depend on."""
-        keys = {
-            f"{s}.{k}": v
-            for s in ("model", "data", "fp8", "optim")
-            for k, v in asdict(getattr(self, s)).items()
-        }
+        keys: dict[str, Any] = {}
+        for section in ("model", "data", "fp8", "optim"):
+            for name, value in asdict(getattr(self, section)).items():
+                keys[f"{section}.{name}"] = value
         # of a folder the shards know which; it may be moved
         keys["data.tokenizer"] = tokenizer_kind(self.data.tokenizer)
-        # A resume may need less memory, find one process, where nothing can be gathered, or do
-        # without our kernels.
-        free = {
-            "data.dir",
-            "data.micro_batch",
-            "data.max_epochs",
-            "model.loss_chunk",
-            "fp8.all_gather",
-            "fp8.kernels",
-        }
-        if self.optim.kind == "adamw":
-            free.add("optim.momentum")
-        # not in older runs
-        later = [("optim.kind", "adamw"), ("fp8.fast_backward", False), ("fp8.scaling", "current")]
-        # said or left to the default: one model
-        if self.model.head_dim * self.model.n_head == self.model.n_embd:
-            free.add("model.head_size")
-        return {k: v for k, v in keys.items() if k not in free and (k, v) not in later} | {
-            "seed": self.seed,
-            "steps": self.total_steps,
-            # wherever its folder lies
-            "start_from": self.parent and "{} at step {}".format(*self.parent),
-        }
+        named = {key: value for key, value in keys.items() if self._is_in_identity(key, value)}
+        parent = self.parent
+        # wherever its folder lies
+        start_from = f"{parent[0]} at step {parent[1]}" if parent else None
+        return named | {"seed": self.seed, "steps": self.total_steps, "start_from": start_from}
+
+    def _is_in_identity(self, key: str, value: object) -> bool:
+        if key in FREE_KEYS:
+            return False
+        if key == "optim.momentum" and self.optim.kind == "adamw":
+            return False
+        is_equal_share = self.model.head_dim * self.model.n_head == self.model.n_embd
+        if key == "model.head_size" and is_equal_share:  # given or left to the default: one model
+            return False
+        return key in FIRST_KEYS or value != DEFAULTS[key]
+
+
+# Keys that two starts of one run may differ in: a resume may need less memory, find one process,
+# where nothing can be gathered, or do without our kernels.
+FREE_KEYS = {
+    "data.dir",
+    "data.micro_batch",
+    "data.max_epochs",
+    "model.loss_chunk",
+    "fp8.all_gather",
+    "fp8.kernels",
+}
+# Keys that the identity of every run holds: those of the first version. Never add one: a key that
+# came later is in the identity where it is not at its default, or runs from before it would not
+# match.
+FIRST_KEYS = frozenset(
+    f"{section}.{name}"
+    for section, names in {
+        "model": (
+            "n_layer n_head n_embd n_ffn n_kv_head n_ctx vocab_size vocab_multiple tied qk_norm"
+            " norm_eps rope_theta rope_factor rope_low_freq rope_high_freq rope_original_ctx"
+        ),
+        "data": "mixture tokens_per_step tokenizer",
+        "fp8": "recipe head first_bf16 last_bf16 include skip",
+        "optim": (
+            "lr momentum min_lr_ratio warmup_share schedule decay_share weight_decay beta1 beta2"
+            " eps clip"
+        ),
+    }.items()
+    for name in names.split()
+)
+
+
+def changed_keys(stored: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """How the identity that is asked for differs from the stored one, a phrase for each key."""
+    return [
+        f"{key} was {stored.get(key)}, now {asked.get(key)}"
+        for key in asked | stored
+        if stored.get(key) != asked.get(key)
+    ]
 
 
 SECTIONS: dict[str, Any] = {"": Config} | {
     name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)
 }
-KEYS = [
-    f"{section}.{f.name}".lstrip(".")
-    for section, cls in SECTIONS.items()
-    for f in fields(cls)
-    if f.name not in SECTIONS
-]
+# Every key of a command line, such as "steps" or "optim.lr" -> its default, MISSING without one.
+DEFAULTS: dict[str, Any] = {}
+for _section, _cls in SECTIONS.items():
+    for _field in fields(_cls):
+        if _field.name not in SECTIONS:
+            DEFAULTS[f"{_section}.{_field.name}".lstrip(".")] = _field.default
+KEYS = list(DEFAULTS)
 PARENT = re.compile(
     r"(?:^|/)(?!checkpoints|step_)([A-Za-z0-9][A-Za-z0-9_.-]*)(?:/checkpoints/step_(\d{8}))?/?$"
 )
-POSITIVE = (
-    "steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr"
-    " optim.eps optim.clip parallel.replicate parallel.shard parallel.timeout"
-    " parallel.start_timeout checkpoint.every checkpoint.keep checkpoint.forever checkpoint.rolling"
-    " eval.every eval.tokens log.every probe.every probe.tokens guard.skips"
-)
-BOUNDS = {  # smallest and largest value of other numbers
-    (0, 1): "repeat optim.min_lr_ratio optim.warmup_share optim.decay_share optim.weight_decay",
-    (0, math.nextafter(1, 0)): "optim.beta1 optim.beta2 optim.momentum",
-    (0, math.inf): "fp8.first_bf16 fp8.last_bf16 guard.rollbacks",
-    (8, math.inf): "guard.window",  # steps: the spread of fewer is not known
-    (2, math.inf): "guard.threshold",  # below it ordinary steps would count as spikes
-}
 
 
-def positive(section, *names: str) -> list[str]:
+def positive(section: object, *names: str) -> list[str]:
     """A sentence for each of the named numbers that is not above zero."""
-    return [
-        f"{name}={value} must be a positive, finite number"
-        for name in names
-        if isinstance(value := attrgetter(name)(section), int | float) and not 0 < value < math.inf
-    ]
+    problems = []
+    for name in names:
+        value = getattr(section, name)
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            problems.append(f"{name}={value} must be a positive, finite number")
+    return problems
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises UserError with a line for each problem, where there is one."""
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+# ------------------------------------------------------------------------------ rules across fields
+
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def check_model(config: Config) -> Iterator[str]:
+    yield from config.model.problems()
+
+
+def check_fp8(config: Config) -> Iterator[str]:
+    yield from config.fp8.problems()
+
+
+def check_names(config: Config) -> Iterator[str]:
+    """A run's and a source's name are a folder's."""
+    names = [("run", config.run)]
+    names += [("data.mixture: the name", source) for source in config.data.mixture]
+    for key, name in names:
+        if not FOLDER_NAME.fullmatch(name):
+            yield f"{key}={name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
+
+
+def check_mixture(config: Config) -> Iterator[str]:
+    """Each weight is above the order's resolution, data.WEIGHT_STEPS."""
+    weights = config.data.mixture.values()
+    if min(weights, default=0) <= 1e-6 * sum(weights):
+        yield (
+            f"data.mixture={config.data.mixture} must name a source or more, each with a positive"
+            " weight, such as fineweb_edu:1"
+        )
+
+
+def check_deterministic(config: Config) -> Iterator[str]:
+    if config.data.micro_batch == "auto" and config.deterministic:
+        yield (
+            "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have:"
+            " give a number"
+        )
+
+
+def check_muon(config: Config) -> Iterator[str]:
+    if config.optim.kind == "muon" and config.fp8.all_gather:
+        yield "fp8.all_gather=true is not tried with optim.kind=muon: set it to false"
+
+
+def check_schedule(config: Config) -> Iterator[str]:
+    o = config.optim
+    if o.schedule == "wsd" and o.warmup_share + o.decay_share > 1:
+        yield (
+            f"optim.warmup_share={o.warmup_share} plus optim.decay_share={o.decay_share} is"
+            " more than the whole run"
+        )
+
+
+def check_forever(config: Config) -> Iterator[str]:
+    c = config.checkpoint
+    if c.forever and (not c.every or c.forever % c.every):
+        yield (
+            f"checkpoint.forever={c.forever} must be a multiple of checkpoint.every={c.every};"
+            " only saved ones are kept"
+        )
+
+
+def check_start_from(config: Config) -> Iterator[str]:
+    if config.start_from is not None and not config.parent:
+        yield (
+            f"start_from={config.start_from!r} is no checkpoint's folder: write it like "
+            "out/<run>/checkpoints/step_00000400, or out/<run> for that run's weights alone"
+        )
+
+
+def check_budget(config: Config) -> Iterator[str]:
+    if (config.steps is None) == (config.tokens_per_param is None):
+        yield (
+            f"steps={config.steps} and tokens_per_param={config.tokens_per_param}: give exactly"
+            " one of the two"
+        )
+
+
+def check_parent(config: Config) -> Iterator[str]:
+    end = config.total_steps
+    if config.parent and config.parent[1] >= end:
+        yield (
+            f"start_from={config.start_from} lies at step {config.parent[1]}, but this run ends at"
+            f" step {end}: take an earlier checkpoint, give more steps, or train on its weights"
+            f" alone by start_from=out/{config.parent[0]}"
+        )
+
+
+def check_profile(config: Config) -> Iterator[str]:
+    end = config.total_steps
+    first, last = config.profile_steps or (0, 0)
+    if config.profile is not None and not 1 <= first <= min(last, end):
+        yield (
+            f"profile={config.profile!r} must be the first and the last step to trace, such as"
+            f" 10:15, of steps 1 to {end}"
+        )
+
+
+def check_saved_steps(config: Config) -> Iterator[str]:
+    end = config.total_steps
+    outside = [step for step in config.checkpoint.at if not 1 <= step <= end]
+    if outside:
+        yield f"checkpoint.at asks for step {outside[0]}, but this run has steps 1 to {end}"
+
+
+def check_fp8_tiles(config: Config) -> Iterator[str]:
+    """A weight gradient sums over tokens, by whole tiles; fp8.select() checks the weights."""
+    recipe = config.fp8.recipe
+    if recipe == "off":
+        return
+    sums = {}
+    if config.fp8.head and config.model.loss_chunk is not None:
+        sums["model.loss_chunk"] = config.model.loss_chunk
+    if config.data.micro_batch != "auto":
+        sums["data.micro_batch x model.n_ctx"] = config.micro_batch * config.model.n_ctx
+    multiple = FP8_MULTIPLES[recipe]
+    for key, size in sums.items():
+        if size % multiple:
+            yield (
+                f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs:"
+                " change it, or fp8.recipe=off"
+            )
+
+
+def check_fp8_noise(config: Config) -> Iterator[str]:
+    recipe = config.fp8.recipe
+    is_chunked = config.fp8.head and config.model.loss_chunk is not None
+    if is_chunked and recipe in ("nvfp4", "nvfp4_hadamard"):
+        yield (
+            f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the"
+            " head: set fp8.head=false"
+        )
+
+
+def check_compiled_chunks(config: Config) -> Iterator[str]:
+    """Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test),
+    without a word."""
+    n_ctx = config.model.n_ctx
+    chunk = config.model.loss_chunk
+    if chunk is None or not (config.fp8.head and config.fp8.kernels and config.parallel.compile):
+        return
+    if n_ctx % chunk and chunk % n_ctx:
+        allowed = math.lcm(n_ctx, FP8_MULTIPLES[config.fp8.recipe])
+        yield (
+            f"model.loss_chunk={chunk} must divide model.n_ctx={n_ctx} or be a multiple of it"
+            f" (torch.compile on a CPU, fp8.head, fp8.kernels): take {allowed}, or none, or"
+            " parallel.compile=false"
+        )
+
+
+Check = Callable[[Config], Iterator[str]]
+
+# Rules over values that are of the right type. A new rule: a function above and its name here.
+VALUE_CHECKS: list[Check] = [
+    check_model,
+    check_fp8,
+    check_names,
+    check_mixture,
+    check_deterministic,
+    check_muon,
+    check_schedule,
+    check_forever,
+    check_start_from,
+    check_budget,
+]
+# Rules over values that are sound by themselves.
+CROSS_CHECKS: list[Check] = [
+    check_parent,
+    check_profile,
+    check_saved_steps,
+    check_fp8_tiles,
+    check_fp8_noise,
+    check_compiled_chunks,
+]
+
+
+def _problems(config: Config, checks: Sequence[Check]) -> list[str]:
+    """What the checks say of a config, in their order."""
+    sentences: list[str] = []
+    for check in checks:
+        sentences += check(config)
+    return sentences
 
 
 # ----------------------------------------------------------------------------------------- reading
 
-# Our key (and how its unit differs): names of the same in nanoGPT, nanochat, torchtitan, LitGPT and
-# transformers.
-FOREIGN = {
-    "run, whose command resumes it when it is given again": (
-        "resume resume_from_checkpoint load_checkpoint auto_resume"
-    ),
-    "out": "out_dir output_dir dump_folder",
-    "start_from, a run's or a checkpoint's folder": (
-        "init_from initial_load_path initial_checkpoint_dir"
-    ),
-    "steps, of the optimizer, not epochs": (
-        "max_iters max_steps num_iterations training_steps train_steps total_steps num_steps epochs"
-        " num_epochs num_train_epochs"
-    ),
-    "tokens_per_param, training tokens over parameters": (
-        "tokens max_tokens train_tokens target_param_data_ratio"
-    ),
-    "model.n_layer": "num_layers num_hidden_layers depth",
-    "model.n_embd": "hidden_size d_model dim model_dim",
-    "model.n_head": "num_heads num_attention_heads",
-    "model.n_kv_head": "num_kv_heads num_key_value_heads n_query_groups",
-    "model.head_size": "head_dim d_head kv_channels",
-    "model.n_ffn": "intermediate_size ffn_dim hidden_dim ffn_hidden_size",
-    "model.n_ctx": (
-        "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length"
-        " n_positions"
-    ),
-    "model.tied": "tie_word_embeddings weight_tying",
-    "data.micro_batch, sequences per forward pass and rank": (
-        "batch_size device_batch_size micro_batch_size local_batch_size"
-    ),
-    "data.tokens_per_step, which counts tokens and sets accumulation": (
-        "global_batch_size total_batch_size grad_accum_steps gradient_accumulation_steps"
-    ),
-    "data.mixture, written source:weight,source:weight": "dataset dataset_name",
-    "data.dir": "data_dir data_path dataset_path",
-    "optim.lr": "learning_rate max_lr peak_lr",
-    "optim.min_lr_ratio, a share of optim.lr": "min_lr min_lr_factor final_lr_frac",
-    "optim.warmup_share, a share of all steps": (
-        "warmup_iters warmup_steps lr_warmup_steps warmup_ratio"
-    ),
-    "optim.decay_share, a share of all steps": "decay_ratio warmdown_ratio",
-    "optim.schedule": "decay_type lr_scheduler_type",
-    "optim.eps": "adam_eps adam_epsilon",
-    "optim.clip": "grad_clip clip_grad_norm max_norm max_grad_norm gradient_clip_val",
-    "fp8.recipe, off for BF16": (
-        "dtype bf16 precision mixed_precision mixed_precision_param fp8 float8 recipe_name"
-    ),
-    "parallel.shard": "data_parallel_shard_degree fsdp",
-    "parallel.recompute": "gradient_checkpointing activation_checkpoint activation_checkpointing",
-    "checkpoint.every": "save_interval save_steps save_every interval",
-    "checkpoint.keep": "save_total_limit keep_latest_k",
-    "eval.every": "eval_interval eval_every eval_steps val_interval",
-    "eval.tokens, of each source": "eval_iters max_eval_iters eval_tokens",
-    "log.every": "log_interval log_freq logging_steps",
-    "log.to, wandb or tensorboard": (
-        "wandb_log report_to enable_wandb enable_tensorboard wandb_project"
-    ),
-}
 
-
-@dataclass(frozen=True)
-class CommandLine:
-    """What the words of train.py's command line say."""
-
-    file: str  # the config file
-    overrides: list[str]  # section.key=value, each key once
-    plan_for: str | None  # --plan: the name of a GPU, "" where none is named; none = train
-
-
-def read_command_line(words: Sequence[str]) -> CommandLine:
-    """What the words say: the config file, in any place, `section.key=value`,
-    `--section.key=value`, `--section.key value`, `--section.key` of a bool, and --plan. Raises
-    UserError for any other word, and for a key that is given twice."""
-    bare: list[str] = []
-    given: dict[str, str] = {}
-    plan_for: str | None = None
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if name == "plan" and word.startswith("--"):
-            if plan_for is not None:
-                raise UserError("--plan is given twice")
-            if not equals and rest and _may_name_a_gpu(rest[0]):
-                value = rest.pop(0)
-            plan_for = value
-            continue
-        is_bare = not word.startswith("--") and not (name and equals)
-        if is_bare or (name not in KEYS and os.path.isfile(word)):
-            bare.append(word)
-            continue
-        if name.rpartition(".")[2].replace("-", "_") in ("config", "config_file", "cfg"):
-            raise UserError(
-                f"{word!r}: train.py takes the config file as a word of its own: python train.py "
-                f"{value or next(iter(rest), 'FILE')} [section.key=value ...]"
-            )
-        if name not in KEYS:
-            raise UserError(f"there is no key {name!r}{_meant(name)}")
-        if not equals:
-            value = _value_of_a_flag(name, rest)
-        if name in given:
-            raise UserError(
-                f"{name} is given twice, as {given[name]!r} and as {value!r}: give it once"
-            )
-        given[name] = value
-    files = [word for word in bare if word.endswith(".py") or os.path.isfile(word)]
-    files = files or [word for word in bare if word not in KEYS][:1]
-    if stray := [word for word in bare if word not in files[:1]] or files[1:]:
-        raise UserError(
-            f"{stray[0]!r} is no override: write section.key=value, such as optim.lr=3e-4, after"
-            " one config file"
-        )
-    if not files:
-        raise UserError(
-            "no config file is named: python train.py FILE [section.key=value ...], such as"
-            " configs/demo_s_bf16.py"
-        )
-    return CommandLine(files[0], [f"{name}={value}" for name, value in given.items()], plan_for)
-
-
-def _value_of_a_flag(key: str, rest: list[str]) -> str:
-    """The value of `--key`, which is taken from the words that follow; that of a bool may be left
-    out."""
-    if _hint(key) is bool and rest[:1] not in (["true"], ["false"]):
-        return "true"
-    if not rest or rest[0].startswith("--"):
-        raise UserError(f"--{key} needs a value: write {key}=VALUE")
-    return rest.pop(0)
-
-
-def _may_name_a_gpu(word: str) -> bool:
-    return not word.startswith("--") and not word.endswith(".py") and not {"=", "/"} & set(word)
-
-
-def _hint(key: str):
-    """The annotation of a key."""
+def annotation(key: str) -> Any:
+    """The annotation of a key, such as float for optim.lr."""
     section, _, name = key.rpartition(".")
     return get_type_hints(SECTIONS[section], include_extras=True)[name]
+
+
+def describe_unknown(key: str) -> str:
+    """How the sentence about an unknown key goes on: what another code base's name is here, or else
+    the nearest key."""
+    ours = our_name(key)
+    if ours is not None:
+        return f"; did you mean {ours}?"
+    return nearest(key, KEYS)
 
 
 def _no_config_file(path: Path) -> str:
     """The sentence for a path that is no file, with the path that was probably meant."""
     if path.is_dir():
         return f"{path} is a folder: name a config file, such as configs/gpt350m_fp8.py"
-    shipped = [
-        file
-        for file in (ROOT / "configs").glob("*.py")
-        if not re.match("study_|mixture|sources", file.stem)
-    ]
     beside = [file for file in path.parent.glob("*.py") if file.stem not in OWN_NAMES]
-    near: list[Path] = []
-    for files in (beside, shipped):
-        stems = [file.stem for file in files]
-        near += [
-            file
-            for stem in difflib.get_close_matches(path.stem, stems, 1, 0.5)
-            for file in files
-            if file.stem == stem
-        ]
-    if not near:
+    shipped = [file for file in (ROOT / "configs").glob("*.py") if not NO_RUN.match(file.stem)]
+    candidates = [*_nearest_files(path, beside), *_nearest_files(path, shipped)]
+    if not candidates:
         return (
             f"there is no config file {path}; the repository's own are configs/*.py, such as"
             " configs/gpt350m_fp8.py"
         )
-    meant = max(near, key=lambda file: difflib.SequenceMatcher(None, path.stem, file.stem).ratio())
-    meant = meant.relative_to(Path.cwd()) if meant.is_relative_to(Path.cwd()) else meant
-    return f"there is no config file {path}; did you mean {meant}?"
+    nearest_file = max(candidates, key=lambda file: _similarity(path, file))
+    if nearest_file.is_relative_to(Path.cwd()):
+        nearest_file = nearest_file.relative_to(Path.cwd())
+    return f"there is no config file {path}; did you mean {nearest_file}?"
+
+
+NO_RUN = re.compile("study_|mixture|sources")  # files of configs/ that are no run's
+
+
+def _nearest_files(path: Path, files: list[Path]) -> list[Path]:
+    """Those of `files` whose name is nearest to that of `path`; none where all are far from it."""
+    stems = difflib.get_close_matches(path.stem, [file.stem for file in files], 1, 0.5)
+    return [file for file in files if file.stem in stems]
+
+
+def _similarity(path: Path, file: Path) -> float:
+    return difflib.SequenceMatcher(None, path.stem, file.stem).ratio()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -685,11 +690,7 @@ def load_config_and_files(
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        told = f"{type(error).__name__}: {error}" + (_meant(unknown[1]) if unknown else "")
-        if isinstance(error, ImportError) and "relative import" in str(error):
-            told += "; a config is no package: import the file beside it by its name, without a dot"
-        raise UserError(f"{path} could not be run: {told}") from error
+        raise UserError(f"{path} could not be run: {_describe_fault(error)}") from error
     if not isinstance(config, Config):
         raise UserError(
             f"{path} must bind config = Config(...), but config is {type(config).__name__}"
@@ -697,31 +698,45 @@ def load_config_and_files(
     return apply_overrides(config, overrides), files
 
 
+def _describe_fault(error: BaseException) -> str:
+    """What a config file raised, and what to do about it where that is known."""
+    fault = f"{type(error).__name__}: {error}"
+    unknown_key = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown_key:
+        return fault + describe_unknown(unknown_key[1])
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return (
+            f"{fault}; a config is no package: import the file beside it by its name, without a dot"
+        )
+    return fault
+
+
 def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """A new Config with each `section.key=value` (a leading -- is accepted) parsed by its field's
     annotation."""
-    changes: dict[str, dict] = {}
+    changes: dict[str, dict[str, Any]] = {}  # section -> field -> value
     for text in overrides:
-        key, equals, value = text.removeprefix("--").partition("=")
-        if not equals:
-            raise UserError(
-                f"{text!r} is no override: write section.key=value, such as optim.lr=3e-4"
-            )
-        if key not in KEYS:
-            raise UserError(f"there is no key {key!r}{_meant(key)}")
-        if not value and get_origin(_hint(key)) is not tuple:
-            raise UserError(f"{key} needs a value: write {key}=VALUE")
+        key, value = _read_override(text)
         section, _, name = key.rpartition(".")
-        changes.setdefault(section, {})[name] = parse(key, value, _hint(key))
-    top = changes.pop("", {})
+        changes.setdefault(section, {})[name] = value
+    top_level = changes.pop("", {})
     # the command line's budget replaces the file's
-    if len(top.keys() & {"steps", "tokens_per_param"}) == 1:
-        top = {"steps": None, "tokens_per_param": None} | top
-    return replace(
-        config,
-        **top,
-        **{section: replace(getattr(config, section), **new) for section, new in changes.items()},
-    )
+    if len(top_level.keys() & {"steps", "tokens_per_param"}) == 1:
+        top_level = {"steps": None, "tokens_per_param": None} | top_level
+    sections = {name: replace(getattr(config, name), **new) for name, new in changes.items()}
+    return replace(config, **top_level, **sections)
+
+
+def _read_override(text: str) -> tuple[str, Any]:
+    """Key and value of `section.key=value`. Raises UserError."""
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals:
+        raise UserError(f"{text!r} is no override: write section.key=value, such as optim.lr=3e-4")
+    if key not in KEYS:
+        raise UserError(f"there is no key {key!r}{describe_unknown(key)}")
+    if not value and get_origin(annotation(key)) is not tuple:
+        raise UserError(f"{key} needs a value: write {key}=VALUE")
+    return key, parse(key, value, annotation(key))
 
 
 def fp8_overrides(label: str) -> list[str]:
@@ -734,42 +749,37 @@ def fp8_overrides(label: str) -> list[str]:
     return [f"fp8.{word}" for word in (f"recipe={recipe}", *words)] if label != "bf16" else []
 
 
-def _meant(key: str) -> str:
-    """How the sentence about an unknown key goes on: what another code base's name is here, or else
-    the nearest key."""
-    name = key.lower().replace("-", "_").rpartition(".")[2]
-    ours = next((ours for ours, theirs in FOREIGN.items() if name in theirs.split()), None)
-    return f"; did you mean {ours}?" if ours else nearest(key, KEYS)
-
-
-def config_from_dict(data: dict) -> Config:
+def config_from_dict(data: dict[str, Any]) -> Config:
     """The Config that config.json holds. Raises UserError where its keys are not ours (another
     version's file)."""
     try:
-        parts = {
-            k: (
-                SECTIONS[k](**{n: tuple(v) if isinstance(v, list) else v for n, v in value.items()})
-                if k in SECTIONS
-                else value
-            )
-            for k, value in data.items()
-        }
-        return Config(**parts)
+        values = {key: _section_from_json(key, value) for key, value in data.items()}
+        return Config(**values)
     except (TypeError, AttributeError) as error:
         raise UserError(f"the stored configuration does not fit this version: {error}") from error
+
+
+def _section_from_json(key: str, value: Any) -> Any:
+    """A value of config.json as Config takes it: JSON has lists for tuples, objects for
+    sections."""
+    if key not in SECTIONS:
+        return value
+    members = {
+        name: tuple(member) if isinstance(member, list) else member
+        for name, member in value.items()
+    }
+    return SECTIONS[key](**members)
 
 
 def read_config(run_dir: str | Path) -> Config:
     """The Config of a run on disk. Raises UserError where the folder holds none."""
     path = Path(run_dir) / "config.json"
     if not path.exists():
-        named = Path("out") / run_dir  # a run's name in the place of its folder
-        meant = (
-            f"did you mean {named}?"
-            if (named / "config.json").exists()
-            else "give a folder such as out/gpt350m_fp8"
-        )
-        raise UserError(f"{run_dir} is no run: it has no config.json; {meant}")
+        named_run = Path("out") / run_dir  # a run's name in the place of its folder
+        advice = "give a folder such as out/gpt350m_fp8"
+        if (named_run / "config.json").exists():
+            advice = f"did you mean {named_run}?"
+        raise UserError(f"{run_dir} is no run: it has no config.json; {advice}")
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
@@ -791,7 +801,8 @@ def read_config(run_dir: str | Path) -> Config:
 
 def help_text() -> str:
     """Every key with its type, default and meaning by section, as `--help` prints it."""
-    return "\n\n".join(
-        "\n".join(field_lines(f"{name}.".lstrip("."), cls).values())
-        for name, cls in SECTIONS.items()
-    )
+    paragraphs = []
+    for name, cls in SECTIONS.items():
+        prefix = f"{name}." if name else ""
+        paragraphs.append("\n".join(field_lines(prefix, cls).values()))
+    return "\n\n".join(paragraphs)

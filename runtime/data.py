@@ -27,7 +27,7 @@ from lib.errors import UserError
 from lib.files import digest
 from runtime.config import Config
 from runtime.guard import FEW_TARGETS
-from runtime.shards import LOSS_MASK_BIT, Index, missing_source, read_index, shard_damage
+from runtime.shards import LOSS_MASK_BIT, Index, Shard, missing_source, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 
 NO_TARGET = -100  # F.cross_entropy's ignore_index
@@ -46,21 +46,28 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
 
     Exact for weights that are fractions with a denominator up to 1000 (0.07, 1/3, 80); others are
     rounded to shares of 2**20 by largest remainder."""
-    near = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
-    scale = math.lcm(*(fraction.denominator for fraction in near.values()))
-    counts = {name: int(fraction * scale) for name, fraction in near.items()}
+    fractions = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
+    scale = math.lcm(*(fraction.denominator for fraction in fractions.values()))
+    counts = {name: int(fraction * scale) for name, fraction in fractions.items()}
     is_exact = all(
-        abs(near[name] / Fraction(weight) - 1) < 1e-12 for name, weight in mixture.items()
+        abs(fractions[name] / Fraction(weight) - 1) < 1e-12 for name, weight in mixture.items()
     )
     if not is_exact or sum(counts.values()) > WEIGHT_STEPS * math.gcd(*counts.values()):
-        total = sum(map(Fraction, mixture.values()))
-        quotas = {name: Fraction(weight) * WEIGHT_STEPS / total for name, weight in mixture.items()}
-        counts = {name: int(quota) for name, quota in quotas.items()}
-        by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
-        for name in by_remainder[: WEIGHT_STEPS - sum(counts.values())]:
-            counts[name] += 1
+        counts = _rounded_shares(mixture)
     common = math.gcd(*counts.values())
     return {name: count // common for name, count in counts.items()}
+
+
+def _rounded_shares(mixture: dict[str, float]) -> dict[str, int]:
+    """Whole numbers about in the ratio of the weights, whose sum is WEIGHT_STEPS: what is left by
+    rounding down goes to the largest remainders."""
+    total = sum(map(Fraction, mixture.values()))
+    quotas = {name: Fraction(weight) * WEIGHT_STEPS / total for name, weight in mixture.items()}
+    counts = {name: int(quota) for name, quota in quotas.items()}
+    by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
+    for name in by_remainder[: WEIGHT_STEPS - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
 def schedule(counts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,8 +79,11 @@ def schedule(counts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
     share a of P, the x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2),
     where K counts from 1; of those that may, the one is taken whose deviation would reach 1 - 1 /
     (2n - 2) first. No prefix deviates by more than that."""
-    n, period, c = len(counts), sum(counts), max(1, 2 * len(counts) - 2)
-    table, ordinal = np.empty(length, np.uint16), np.empty(length, np.int64)
+    n = len(counts)
+    period = sum(counts)
+    c = max(1, 2 * n - 2)
+    table = np.empty(length, np.uint16)
+    ordinal = np.empty(length, np.int64)
     common = math.lcm(*counts)
     # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots
     # times c common / P.
@@ -82,7 +92,8 @@ def schedule(counts: list[int], length: int) -> tuple[np.ndarray, np.ndarray]:
     drawn = [0] * n
     for k in range(length):
         s = min((s for s in range(n) if release[s] <= k + 1), key=deadline.__getitem__)
-        table[k], ordinal[k] = s, drawn[s]
+        table[k] = s
+        ordinal[k] = drawn[s]
         drawn[s] += 1
         release[s] = -(-period * (1 + c * drawn[s]) // (c * counts[s]))
         deadline[s] += c * (common // counts[s])
@@ -96,19 +107,21 @@ def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     (Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    round_keys = np.frombuffer(blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest(), "<u8").astype(
-        np.uint64
-    )
-    value, outside = position.astype(np.uint64), np.ones(len(position), bool)
+    key_bytes = blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest()
+    round_keys = np.frombuffer(key_bytes, "<u8").astype(np.uint64)
+    value = position.astype(np.uint64)
+    outside = np.ones(len(position), bool)
     while outside.any():
-        left, right = value[outside] >> half, value[outside] & mask
+        high = value[outside] >> half
+        low = value[outside] & mask
         for round_key in round_keys:
             # by SplitMix64's finaliser (Steele et al. 2014): each bit depends on every bit
-            mixed = right ^ round_key
+            mixed = low ^ round_key
             mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
-        value[outside] = left << half | right
+            mixed = (mixed ^ (mixed >> np.uint64(31))) & mask
+            high, low = low, high ^ mixed
+        value[outside] = high << half | low
         outside = value >= n
     return value.astype(np.int64)
 
@@ -120,7 +133,9 @@ class Windows:
     """The windows of one split of one source, numbered through its shards."""
 
     def __init__(self, index: Index, split: str, n_ctx: int):
-        self.n_ctx, self.vocab_size, self.is_masked = n_ctx, index.vocab_size, index.is_masked
+        self.n_ctx = n_ctx
+        self.vocab_size = index.vocab_size
+        self.is_masked = index.is_masked
         # an empty file cannot be mapped
         self.shards = [shard for shard in index.splits[split].shards if shard.tokens]
         # the last token is only a target
@@ -137,7 +152,9 @@ class Windows:
         shard = int(np.searchsorted(self.ends, window, "right")) - 1
         start = (window - int(self.ends[shard])) * self.n_ctx
         row = self.tokens[shard][start : start + self.n_ctx + 1]
-        if (largest := (row & ~LOSS_MASK_BIT if self.is_masked else row).max()) >= self.vocab_size:
+        ids = row & ~LOSS_MASK_BIT if self.is_masked else row
+        largest = ids.max()
+        if largest >= self.vocab_size:
             folder = self.shards[0].path.parent
             raise _on_this_rank(
                 f"{folder} holds the id {largest}, its tokenizer {self.vocab_size} ids: a shard is"
@@ -146,11 +163,10 @@ class Windows:
         return row
 
     def targets(self, window: int) -> int:
-        return (
-            int(np.count_nonzero(self.read(window)[1:] < LOSS_MASK_BIT))
-            if self.is_masked
-            else self.n_ctx
-        )
+        """How many of a window's tokens are to be learned."""
+        if not self.is_masked:
+            return self.n_ctx
+        return int(np.count_nonzero(self.read(window)[1:] < LOSS_MASK_BIT))
 
     def has_targets(self) -> bool:
         return any(self.targets(window) for window in range(len(self)))
@@ -172,19 +188,21 @@ class Validation:
     summed nats / ln 2 / text_bytes includes predicting where a document ends."""
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
-        windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx
+        windows = Windows(index, "val", n_ctx)
+        split = index.splits["val"]
+        self.n_ctx = n_ctx
         self.n_windows = len(windows)  # of which `selection` are read
         count = min(len(windows), -(-tokens_at_most // n_ctx))
         self.selection = np.arange(count) * len(windows) // max(1, count)  # evenly strided
         self._rows = [(windows, w) for w in self.selection.tolist()]
         self.targets = np.array([windows.targets(w) for _, w in self._rows], np.int64)
         self.tokens = int(self.targets.sum())
-        of_split = (
-            sum(np.count_nonzero(t < LOSS_MASK_BIT) for t in windows.tokens)
-            if index.is_masked
-            else split.tokens
-        )
-        self.text_bytes = round(self.tokens * split.text_bytes / max(1, of_split))
+        targets_of_split = split.tokens
+        if index.is_masked:
+            targets_of_split = sum(
+                int(np.count_nonzero(tokens < LOSS_MASK_BIT)) for tokens in windows.tokens
+            )
+        self.text_bytes = round(self.tokens * split.text_bytes / max(1, targets_of_split))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -201,12 +219,47 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
     tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
         row[:] = windows.read(window)
-    x, y = (tokens[:, :-1] & ~LOSS_MASK_BIT).astype(np.int64), tokens[:, 1:].astype(np.int64)
+    x = (tokens[:, :-1] & ~LOSS_MASK_BIT).astype(np.int64)
+    y = tokens[:, 1:].astype(np.int64)
     y[y >= int(LOSS_MASK_BIT)] = NO_TARGET
     return torch.from_numpy(x), torch.from_numpy(y)
 
 
 # -------------------------------------------------------------------------------------------- data
+
+
+class Mixture:
+    """Which source each sequence of a run belongs to.
+
+    Attributes: counts, each source's share of a period, (sources,) int64; period, their sum, in
+    sequences; planned, each source's sequences in the run, (sources,) int64."""
+
+    def __init__(self, weights: dict[str, float], n_sequences: int):
+        """n_sequences: of the whole run."""
+        counts = shares(weights)
+        self.counts = np.array(list(counts.values()))
+        self.period = sum(counts.values())
+        self.n_sequences = n_sequences
+        self._schedule = lru_cache(maxsize=2)(self._make_schedule)
+        whole_periods, remainder = divmod(n_sequences, self.period)
+        sources_of_remainder = self._schedule(n_sequences)[0][:remainder]
+        self.planned = whole_periods * self.counts + np.bincount(
+            sources_of_remainder, minlength=len(counts)
+        )
+
+    def _make_schedule(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        return schedule(self.counts.tolist(), min(self.period, length))
+
+    def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source number of the run's sequences of these numbers (from 0), and which of its source's
+        each is, int64 both. A run that left steps out reads on past its plan."""
+        period, position = np.divmod(sequences, self.period)
+        length = self.n_sequences
+        while length <= position.max():
+            length *= 2
+        table, ordinal = self._schedule(length)
+        source = table[position].astype(np.int64)
+        return source, period * self.counts[source] + ordinal[position]
 
 
 class Data:
@@ -222,111 +275,95 @@ class Data:
 
     def __init__(self, config: Config, *tokenizer_sha256: str):
         """tokenizer_sha256: the hashes that the run's tokenizer goes by, today's first."""
-        self.config, self.sources, kind = (
-            config,
-            sorted(config.data.mixture),
-            tokenizer_kind(config.data.tokenizer),
-        )
-        self._indexes = _read_indexes([Path(config.data.dir) / name for name in self.sources])
-        for name, index in self._indexes.items():
-            folder = Path(config.data.dir) / name
-            if index.tokenizer != kind or index.tokenizer_sha256 not in tokenizer_sha256:
-                raise UserError(
-                    f"{folder} was made with"
-                    f" tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but"
-                    f" data.tokenizer={config.data.tokenizer} is another tokenizer"
-                    f" ({tokenizer_sha256[0][:9]}...): set data.tokenizer to the first and"
-                    f" model.vocab_size={index.vocab_size}, or prepare the text with the second"
-                    " elsewhere"
-                )
-            # An imported model's embedding may have rows that its tokenizer does not use.
-            if index.vocab_size > config.model.vocab_size or (
-                kind != "folder" and index.vocab_size < config.model.vocab_size
-            ):
-                raise UserError(
-                    f"{folder} holds ids below {index.vocab_size}, but"
-                    f" model.vocab_size={config.model.vocab_size}: set"
-                    f" model.vocab_size={index.vocab_size}"
-                )
-        # As the shards have it, so that runs on the same shards agree, whichever hash was in use
-        # when they began.
-        shards_sha256 = {index.tokenizer_sha256 for index in self._indexes.values()}
-        self.tokenizer_sha256 = next(
-            digest for digest in tokenizer_sha256 if digest in shards_sha256
-        )
-        self.n_ctx, self.sequences_per_step = (
-            config.model.n_ctx,
-            config.data.tokens_per_step // config.model.n_ctx,
-        )
+        self.config = config
+        self.sources = sorted(config.data.mixture)
+        self.n_ctx = config.model.n_ctx
+        self.sequences_per_step = config.data.tokens_per_step // self.n_ctx
         self.n_sequences = config.total_steps * self.sequences_per_step  # of the whole run
-        counts = shares({name: config.data.mixture[name] for name in self.sources})
-        self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
+        self._indexes = _read_indexes([Path(config.data.dir) / name for name in self.sources])
+        _refuse_another_tokenizer(config, self._indexes, tokenizer_sha256)
+        self.tokenizer_sha256 = _hash_in_shards(self._indexes, tokenizer_sha256)
+        weights = {name: config.data.mixture[name] for name in self.sources}
+        self._mixture = Mixture(weights, self.n_sequences)
+        self.planned = self._mixture.planned
+        self._open_windows()
         # a step at a time: one call costs as much as hundreds
         self._rows = lru_cache(maxsize=2)(self._locate_step)
-        self._order = lru_cache(maxsize=2)(
-            lambda length: schedule(list(counts.values()), min(self._period, length))
-        )
-        whole, rest = divmod(self.n_sequences, self._period)
-        first = self._order(self.n_sequences)[0][:rest]
-        self.planned = whole * self._counts + np.bincount(first, minlength=len(self.sources))
+        problems: list[str] = []
+        for s in range(len(self.sources)):
+            problems += self._problems(s)
+        if problems:
+            raise UserError("\n".join(problems))
+        self._identify()
+        self._hashed: Future = Future()  # verify() ends it
+
+    def _open_windows(self) -> None:
         self._train = [Windows(index, "train", self.n_ctx) for index in self._indexes.values()]
-        self._there = np.array([len(windows) for windows in self._train])
+        # training windows of each source, (sources,)
+        self._n_windows = np.array([len(windows) for windows in self._train])
         self.val = {
-            name: Validation(index, self.n_ctx, config.eval.tokens)
+            name: Validation(index, self.n_ctx, self.config.eval.tokens)
             for name, index in self._indexes.items()
         }
-        if problems := [problem for s in range(len(self.sources)) for problem in self._problems(s)]:
-            raise UserError("\n".join(problems))
-        self.weights = {name: count / self._period for name, count in counts.items()}
-        self.epochs = dict(zip(self.sources, (self.planned / self._there).tolist(), strict=True))
+
+    def _identify(self) -> None:
+        """What summaries and resumes need: shares, epochs, identities."""
+        share = self._mixture.counts / self._mixture.period
+        epochs = self.planned / self._n_windows
+        self.weights = dict(zip(self.sources, share.tolist(), strict=True))
+        self.epochs = dict(zip(self.sources, epochs.tolist(), strict=True))
         self.train_sha256 = self._identity("train")
         self.val_sha256 = self._identity(
             "val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self.val.items()]
         )
-        self._hashed: Future = Future()  # verify() ends it
 
     def _problems(self, s: int) -> Iterator[str]:
-        name, there, planned, limit = (
-            self.sources[s],
-            int(self._there[s]),
-            int(self.planned[s]),
-            self.config.data.max_epochs,
-        )
+        """A sentence for each reason why the run cannot be trained on source number s."""
+        name = self.sources[s]
         folder = Path(self.config.data.dir) / name
-        n_windows = {"train": there, "val": self.val[name].n_windows}
-        for split, n in n_windows.items():
-            if not n:
-                more = (
-                    "prepare more text, or raise val_share="
-                    if split == "val"
-                    else "prepare more text"
-                )
-                yield (
-                    f"{folder} has {self._indexes[name].splits[split].tokens} {split} tokens, too"
-                    f" few for one window of model.n_ctx={self.n_ctx} tokens and a target: {more}"
-                )
-        if there and not self._train[s].has_targets():
+        splits = self._indexes[name].splits
+        n_train = int(self._n_windows[s])
+        n_val = self.val[name].n_windows
+        if not n_train:
+            yield self._problem_of_few_tokens("train", folder, splits["train"].tokens)
+        if not n_val:
+            yield self._problem_of_few_tokens("val", folder, splits["val"].tokens)
+        if n_train and not self._train[s].has_targets():
             yield (
                 f"{folder} has no target in its"
-                f" {self._indexes[name].splits['train'].tokens} training tokens: they are prompts"
+                f" {splits['train'].tokens} training tokens: they are prompts"
                 " alone, from which nothing can be learned; prepare rows that have a response"
             )
-        if n_windows["val"] and not self.val[name].tokens:
+        if n_val and not self.val[name].tokens:
             yield self._problem_without_targets(name)
-        if there and planned > limit * there:
+        planned = int(self.planned[s])
+        limit = self.config.data.max_epochs
+        if n_train and planned > limit * n_train:
+            needed = math.ceil(100 * planned / n_train) / 100
             yield (
                 f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has"
-                f" {there * self.n_ctx:,} and data.max_epochs={limit:g}; set it to"
-                f" {math.ceil(100 * planned / there) / 100:g}, or give fewer steps, or {name} less"
+                f" {n_train * self.n_ctx:,} and data.max_epochs={limit:g}; set it to"
+                f" {needed:g}, or give fewer steps, or {name} less"
                 " of data.mixture, or prepare more text"
             )
+
+    def _problem_of_few_tokens(self, split: str, folder: Path, tokens: int) -> str:
+        remedy = "prepare more text"
+        if split == "val":
+            remedy += ", or raise val_share="
+        return (
+            f"{folder} has {tokens} {split} tokens, too"
+            f" few for one window of model.n_ctx={self.n_ctx} tokens and a target: {remedy}"
+        )
 
     def _problem_without_targets(self, name: str) -> str:
         """The sentence for a masked source none of whose selected validation windows holds a
         target."""
-        index, selected, tokens = self._indexes[name], len(self.val[name]), self.config.eval.tokens
+        index = self._indexes[name]
         folder = Path(self.config.data.dir) / name
+        tokens = self.config.eval.tokens
         n_windows = self.val[name].n_windows
+        selected = len(self.val[name])
         while selected < n_windows:
             selected = min(2 * selected, n_windows)
             if Validation(index, self.n_ctx, selected * self.n_ctx).tokens:
@@ -340,17 +377,14 @@ class Data:
             " raise val_share=, or prepare data with responses"
         )
 
-    def _identity(self, split: str, *more) -> str:
-        files = [
-            [
-                name,
-                [
-                    [shard.path.name, shard.tokens, shard.sha256]
-                    for shard in index.splits[split].shards
-                ],
-            ]
-            for name, index in self._indexes.items()
-        ]
+    def _identity(self, split: str, *more: object) -> str:
+        """A hash of the shards of a split of every source, and of `more`."""
+        files = []
+        for name, index in self._indexes.items():
+            shards = index.splits[split].shards
+            files.append(
+                [name, [[shard.path.name, shard.tokens, shard.sha256] for shard in shards]]
+            )
         return digest([files, *more])
 
     def describe(self) -> list[str]:
@@ -359,42 +393,46 @@ class Data:
         return [*self._describe_sources(), *self._describe_targets()]
 
     def _describe_sources(self) -> list[str]:
-        return [
-            f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self._period}) "
-            f" {self._there[s] * self.n_ctx:,} tokens there,"
-            f" {self.planned[s] * self.n_ctx:,} planned = {self.epochs[name]:.2f} epochs;"
-            f" {self.val[name].tokens:,} to validate on"
-            for s, name in enumerate(self.sources)
-        ]
+        lines = []
+        counts, period = self._mixture.counts, self._mixture.period
+        for s, name in enumerate(self.sources):
+            lines.append(
+                f"data: {name:12} share {self.weights[name]:.4f} ({counts[s]}/{period}) "
+                f" {self._n_windows[s] * self.n_ctx:,} tokens there,"
+                f" {self.planned[s] * self.n_ctx:,} planned = {self.epochs[name]:.2f} epochs;"
+                f" {self.val[name].tokens:,} to validate on"
+            )
+        return lines
 
     def _describe_targets(self) -> list[str]:
-        masked = {
-            name: windows
-            for name, windows in zip(self.sources, self._train, strict=True)
-            if windows.is_masked
-        }
-        lines = [
-            f"data: {name:12} {windows.target_share():.2%} of its tokens are targets (responses),"
-            " the rest is context"
-            for name, windows in masked.items()
-        ]
-        if not masked:
-            return lines
+        lines = []
+        for name, windows in zip(self.sources, self._train, strict=True):
+            if windows.is_masked:
+                lines.append(
+                    f"data: {name:12} {windows.target_share():.2%} of its tokens are targets"
+                    " (responses), the rest is context"
+                )
+        if lines:
+            lines += self._describe_steps_with_few_targets()
+        return lines
+
+    def _describe_steps_with_few_targets(self) -> list[str]:
+        """Lines on steps that can teach little, counted among the first; none where there are
+        none."""
         steps = min(self.config.total_steps, max(1, SAMPLED_SEQUENCES // self.sequences_per_step))
         targets = np.array([self.targets(step) for step in range(steps)])
-        without, few = (
-            int((targets == 0).sum()),
-            int(((targets > 0) & (targets < FEW_TARGETS)).sum()),
-        )
+        n_without = int((targets == 0).sum())
+        n_few = int(((targets > 0) & (targets < FEW_TARGETS)).sum())
+        lines = []
         start = f"of the first {steps} steps have"
-        if without:
-            lines.append(f"data: {without} {start} no target: they are read and change no weight")
-        if few:
+        if n_without:
+            lines.append(f"data: {n_without} {start} no target: they are read and change no weight")
+        if n_few:
             lines.append(
-                f"data: {few} {start} fewer than {FEW_TARGETS} targets: too few for the guard to"
+                f"data: {n_few} {start} fewer than {FEW_TARGETS} targets: too few for the guard to"
                 " tell a spike"
             )
-        if without or few:
+        if lines:
             tokens = self.config.data.tokens_per_step
             lines.append(
                 f"data: a larger data.tokens_per_step (now {tokens:,}) gives each step more targets"
@@ -407,23 +445,13 @@ class Data:
 
         A run that left steps out reads on past its plan: mixture and epochs go on as in a longer
         run."""
-        period, position = np.divmod(sequences, self._period)
-        length = self.n_sequences
-        while length <= position.max():
-            length *= 2
-        table, ordinal = self._order(length)
-        source = table[position].astype(np.int64)
-        epoch, place = np.divmod(
-            period * self._counts[source] + ordinal[position], self._there[source]
-        )
+        source, ordinal = self._mixture.locate(sequences)
+        epoch, place = np.divmod(ordinal, self._n_windows[source])
         window = np.empty(len(sequences), np.int64)
         for s, e in sorted(set(zip(source.tolist(), epoch.tolist(), strict=True))):
-            chosen = (source == s) & (epoch == e)
-            window[chosen] = permute(
-                place[chosen],
-                int(self._there[s]),
-                f"{self.config.seed}/{self.sources[s]}/{e}".encode(),
-            )
+            is_here = (source == s) & (epoch == e)
+            key = f"{self.config.seed}/{self.sources[s]}/{e}"
+            window[is_here] = permute(place[is_here], int(self._n_windows[s]), key.encode())
         return source, window
 
     def _locate_step(self, step: int) -> list[tuple[Windows, int]]:
@@ -461,10 +489,9 @@ class Data:
         damage that verify() found at the next batch. Closing the generator ends the thread."""
         is_cuda = torch.device(device).type == "cuda"
 
-        def prepare(step: int, micro: int):
-            return [
-                t.pin_memory() if is_cuda else t for t in self.batch(step, micro, rank, world_size)
-            ]
+        def prepare(step: int, micro: int) -> list[torch.Tensor]:
+            batch = self.batch(step, micro, rank, world_size)
+            return [tensor.pin_memory() if is_cuda else tensor for tensor in batch]
 
         order = product(range(start_step, stop_step), range(self.config.accumulation(world_size)))
         with ThreadPoolExecutor(1, "data") as thread:
@@ -480,16 +507,21 @@ class Data:
         """Begin to hash this rank's share of all shards, training and validation, in the
         background: `rank` of the `size` ranks that read the same disk. Only the hash shows a
         flipped bit; most ids in such a file are still valid."""
-        every = [shard for index in self._indexes.values() for shard in index.shards]
-        mine = sorted(every, key=lambda shard: -shard.tokens)[rank::size]
+        shards: list[Shard] = []
+        for index in self._indexes.values():
+            shards += index.shards
+        by_size = sorted(shards, key=lambda shard: -shard.tokens)
+        share_of_rank = by_size[rank::size]
 
-        def hash_mine():
+        def hash_share() -> None:
             try:
-                for problem in filter(None, map(shard_damage, mine)):
-                    raise _on_this_rank(
-                        f"{problem}; then run the same command again: it goes on from the last"
-                        " checkpoint"
-                    )
+                for shard in share_of_rank:
+                    problem = shard_damage(shard)
+                    if problem is not None:
+                        raise _on_this_rank(
+                            f"{problem}; then run the same command again: it goes on from the last"
+                            " checkpoint"
+                        )
                 self._hashed.set_result(None)
             except BaseException as error:
                 # also MemoryError, say: a shard that was not hashed must not pass as sound
@@ -497,7 +529,7 @@ class Data:
 
         # Not a pool's thread: a daemon does not keep an interrupted run from exiting. hashlib
         # releases the interpreter's lock.
-        threading.Thread(target=hash_mine, name="verify", daemon=True).start()
+        threading.Thread(target=hash_share, name="verify", daemon=True).start()
 
     def verified(self) -> None:
         """Wait until verify() is done. Raises UserError naming a damaged shard, OSError for one
@@ -511,6 +543,40 @@ def _read_indexes(folders: list[Path]) -> dict[str, Index]:
     if missing := [folder for folder in folders if not (folder / "index.json").exists()]:
         raise UserError(missing_source(missing))
     return {folder.name: read_index(folder) for folder in folders}
+
+
+def _refuse_another_tokenizer(
+    config: Config, indexes: dict[str, Index], tokenizer_sha256: tuple[str, ...]
+) -> None:
+    """Raises UserError where the shards of a source were not made with the run's tokenizer, or hold
+    other ids than its model has."""
+    kind = tokenizer_kind(config.data.tokenizer)
+    for name, index in indexes.items():
+        folder = Path(config.data.dir) / name
+        if index.tokenizer != kind or index.tokenizer_sha256 not in tokenizer_sha256:
+            raise UserError(
+                f"{folder} was made with"
+                f" tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but"
+                f" data.tokenizer={config.data.tokenizer} is another tokenizer"
+                f" ({tokenizer_sha256[0][:9]}...): set data.tokenizer to the first and"
+                f" model.vocab_size={index.vocab_size}, or prepare the text with the second"
+                " elsewhere"
+            )
+        # An imported model's embedding may have rows that its tokenizer does not use.
+        has_spare_rows = index.vocab_size < config.model.vocab_size and kind != "folder"
+        if index.vocab_size > config.model.vocab_size or has_spare_rows:
+            raise UserError(
+                f"{folder} holds ids below {index.vocab_size}, but"
+                f" model.vocab_size={config.model.vocab_size}: set"
+                f" model.vocab_size={index.vocab_size}"
+            )
+
+
+def _hash_in_shards(indexes: dict[str, Index], tokenizer_sha256: tuple[str, ...]) -> str:
+    """The tokenizer's hash as the shards have it, so that runs on the same shards agree, whichever
+    hash was in use when they began."""
+    stored = {index.tokenizer_sha256 for index in indexes.values()}
+    return [sha256 for sha256 in tokenizer_sha256 if sha256 in stored][0]
 
 
 def _on_this_rank(message: str) -> UserError:

@@ -103,6 +103,11 @@ class Guard:
             is_back=True,
         )
 
+    def note_no_checkpoint(self) -> None:
+        """Add to the reason that a rollback has nowhere to go back to."""
+        step = self.suspect_since or 0
+        self.reason += f", and there is no checkpoint from before step {step} to go back to"
+
     def judge(
         self, step: int, loss: float, grad_norm: float, targets: int | None = None
     ) -> Verdict:
@@ -175,20 +180,18 @@ class Guard:
         yet half full."""
         if 2 * len(self.accepted) < self.settings.window:
             return None
-        said = []
+        spikes = []
         for name, value, middle, sd in zip(
             ("loss", "gradient norm"), (loss, grad_norm), *self._usual(), strict=True
         ):
             if (height := (math.log(max(value, TINY)) - middle) / sd) > self.settings.threshold:
-                said.append(
+                spikes.append(
                     f"{name} {value:.6g} is {value / math.exp(middle):.3g} x its median"
                     f" {math.exp(middle):.6g} ({height:.1f} robust standard deviations)"
                 )
-        return (
-            f"{' and '.join(said)} of the last {len(self.accepted)} accepted steps"
-            if said
-            else None
-        )
+        if not spikes:
+            return None
+        return f"{' and '.join(spikes)} of the last {len(self.accepted)} accepted steps"
 
     def _usual(self) -> tuple[np.ndarray, tuple[float, float]]:
         """Of the window's losses and of its gradient norms: median and robust standard deviation of
@@ -224,7 +227,8 @@ def diagnose(
     diagnosis.json is what kept it from being complete. Gradients are those after clipping, which
     spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""
     counts: dict[str, dict[str, dict[str, int]]] = {}
-    path, problem, said = run_dir / "diagnosis.json", "", []
+    path = run_dir / "diagnosis.json"
+    problem = ""
     try:
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
             counts[kind] = {
@@ -241,19 +245,20 @@ def diagnose(
     with suppress(OSError):
         if is_main:
             write_json(path, {"step": step, "reason": reason, **counts, "problem": problem})
+    findings = []
     for kind, named in counts.items():
         bad = [
             f"{name}: {c['not_finite']:,} of {c['values']:,} values"
             for name, c in named.items()
             if c["not_finite"]
         ]
-        said.append(
-            f"{len(bad)} of {len(named)} {kind} are not finite"
-            + f" ({'; '.join(bad[:3])})" * bool(bad)
-        )
+        finding = f"{len(bad)} of {len(named)} {kind} are not finite"
+        if bad:
+            finding += f" ({'; '.join(bad[:3])})"
+        findings.append(finding)
     return (
         f"{reason}: lower optim.lr, or go on from an older"
-        f" checkpoint\n{', '.join(said)} {problem}\nmore in {path}"
+        f" checkpoint\n{', '.join(findings)} {problem}\nmore in {path}"
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -29,6 +30,7 @@ from lib.machine import device_name, git
 from lib.text import duration, si
 from runtime.config import Config
 from runtime.metrics_file import metrics_rows
+from runtime.parallel import World
 
 WARM_UP_STEPS = 3  # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}  # kind of a row -> its kind after a rollback
@@ -41,12 +43,16 @@ class Log:
     On a full disk rows wait in memory and training goes on; a dashboard that raises is dropped.
     Raises OSError where a start or a rollback, which write the file anew, find no room."""
 
-    def __init__(self, config: Config, resume_step: int):
-        self.config, self.path = config, config.run_dir / "metrics.jsonl"
+    def __init__(self, config: Config, resume_step: int, meter: "Meter | None" = None):
+        """meter: samples of the GPU for each step's row."""
+        self.config = config
+        self.path = config.run_dir / "metrics.jsonl"
+        self._meter = meter
         self._steps = 0  # since this start
         self._seconds: deque[float] = deque(maxlen=50)  # of the latest steps after the warm-up
-        self._is_waiting, self._file = False, open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
-        self._rewrite(kept(metrics_rows(read_rows(self.path)), resume_step))
+        self._is_waiting = False
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
+        self._rewrite(rows_up_to(metrics_rows(read_rows(self.path)), resume_step))
         self._dashboards: dict = {
             name: {"wandb": Wandb, "tensorboard": TensorBoard}[name]() for name in config.log.to
         }
@@ -55,23 +61,29 @@ class Log:
     def step(self, row: dict) -> None:
         """A training step: its row, and every log.every steps a line on the console."""
         self._steps += 1
-        self._append({"kind": "train", **row, "since_start": self._steps})
+        sample = self._meter.latest if self._meter else {}
+        self._append({"kind": "train", **row, **sample, "since_start": self._steps})
         if self._steps > WARM_UP_STEPS:
             self._seconds.append(row["step_s"])
-        step, total, seconds = (
-            row["step"],
-            self.config.total_steps,
-            self._seconds or [row["step_s"]],
+        step = row["step"]
+        is_last = step == self.config.total_steps
+        if is_last or step % self.config.log.every == 0 or self._steps == 1:
+            self.say(self._describe_step(row))
+
+    def _describe_step(self, row: dict) -> str:
+        """The console's line: how far, loss, speed and time left by the latest steps."""
+        step, total = row["step"], self.config.total_steps
+        seconds = self._seconds or [row["step_s"]]
+        step_s = sum(seconds) / len(seconds)
+        loss = "none" if row["verdict"] == "NO_TARGET" else f"{row['loss']:.4f}"
+        line = (
+            f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {loss} "
+            f" {si(self.config.data.tokens_per_step / step_s)} tok/s "
+            f" {duration((total - step) * step_s)} left"
         )
-        if step == total or step % self.config.log.every == 0 or self._steps == 1:
-            step_s = sum(seconds) / len(seconds)
-            loss = "none" if row["verdict"] == "NO_TARGET" else f"{row['loss']:.4f}"
-            self.say(
-                f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {loss} "
-                f" {si(self.config.data.tokens_per_step / step_s)} tok/s "
-                f" {duration((total - step) * step_s)} left"
-                + ("" if row["verdict"] == "OK" else f"  {row['verdict']}")
-            )
+        if row["verdict"] != "OK":
+            line += f"  {row['verdict']}"
+        return line
 
     def validation(self, row: dict) -> None:
         """A validation. A step keeps its first row: the last step is validated again where a kill
@@ -123,10 +135,11 @@ class Log:
         self._file.close()
         # Stays open: on NFS each close sends the row to the server while the GPUs wait.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
-        self._unwritten, self.validated = (
-            b"",
-            {row["step"]: float(row["loss"] or "nan") for row in rows if row["kind"] == "val"},
-        )
+        self._unwritten = b""
+        # validation losses by step
+        self.validated = {
+            row["step"]: float(row["loss"] or "nan") for row in rows if row["kind"] == "val"
+        }
 
     def _flush(self) -> None:
         try:
@@ -150,13 +163,34 @@ class Log:
                 )
 
 
-def kept(rows: list[dict], step: int) -> list[dict]:
-    """The rows that a run resumed from `step` keeps: in file order up to the train row of that
-    step, with what follows at once. The steps of train rows ascend, as a rollback relabels."""
-    end = max(
-        (i for i, row in enumerate(rows, 1) if row["kind"] == "train" and row["step"] <= step),
-        default=0,
-    )
+class SilentLog:
+    """The log of every rank but 0: it writes and says nothing."""
+
+    validated: dict[int, float] = {}
+
+    def step(self, row: dict) -> None:
+        pass
+
+    def validation(self, row: dict) -> None:
+        pass
+
+    def event(self, row: dict) -> None:
+        pass
+
+    def roll_back(self, to_step: int, event: dict) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+def rows_up_to(rows: list[dict], step: int) -> list[dict]:
+    """The rows that stay where a run is resumed from `step`: in file order up to the train row of
+    that step, with what follows at once. The steps of train rows ascend, as a rollback relabels."""
+    end = 0
+    for i, row in enumerate(rows, 1):
+        if row["kind"] == "train" and row["step"] <= step:
+            end = i
     while end < len(rows) and rows[end]["kind"] in ("val", "event") and rows[end]["step"] == step:
         end += 1
     return rows[:end]
@@ -214,7 +248,8 @@ def numbers(row: dict) -> dict[str, float]:
 def check_mirrors(config: Config) -> None:
     """Raises UserError where the package of a dashboard in log.to is not installed; before anything
     is written."""
-    if missing := [name for name in config.log.to if find_spec(name) is None]:
+    missing = [name for name in config.log.to if find_spec(name) is None]
+    if missing:
         raise UserError(
             f"log.to={missing[0]} needs its package: pip install {missing[0]}, or drop it:"
             " metrics.jsonl has all"
@@ -257,8 +292,10 @@ class Profiler:
     rank, to run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard
     --logdir` with torch-tb-profiler."""
 
-    def __init__(self, config: Config, world, say):
-        self.folder, self.world, self.say = config.run_dir / "profile", world, say
+    def __init__(self, config: Config, world: World, say: Callable[[str], None]):
+        self.folder = config.run_dir / "profile"
+        self.world = world
+        self.say = say
         self.first, self.last = config.profile_steps or (0, -1)
         self._trace: profile | None = None
 
@@ -368,9 +405,10 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> tuple[float, float | None] | None:
     """(BF16, FP8) peak FLOP/s of a GPU by its name; None where PEAK_FLOPS lacks it."""
-    return next(
-        (peaks for name, peaks in PEAK_FLOPS.items() if name.lower() in device_name.lower()), None
-    )
+    for name, peaks in PEAK_FLOPS.items():
+        if name.lower() in device_name.lower():
+            return peaks
+    return None
 
 
 def throughput(
@@ -397,13 +435,14 @@ def throughput(
 def lineage(config: Config, origin: dict | None = None) -> dict:
     """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all
     None from scratch. origin: the model that a branch's parent had gone on with."""
-    run, step = config.parent or (None, None)
+    if config.parent is None:
+        return {"parent_run": None, "parent_step": None, "continued_from": None}
+    run, step = config.parent
+    if step == 0:  # its weights alone
+        return {"parent_run": None, "parent_step": None, "continued_from": run}
     # older checkpoints do not name the run
-    return {
-        "parent_run": run if step else None,
-        "parent_step": step or None,
-        "continued_from": origin and origin.get("run", origin["folder"]) if step else run,
-    }
+    continued_from = origin.get("run", origin["folder"]) if origin else None
+    return {"parent_run": run, "parent_step": step, "continued_from": continued_from}
 
 
 def pair_id(config: Config, origin: dict | None = None) -> str:

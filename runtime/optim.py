@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lib.errors import UserError
 from model import GPT
-from runtime.config import Config, OptimConfig
+from runtime.config import Config, OptimConfig, changed_keys
 
 # Keys in which a branch may differ from its parent, provided that their learning rates agree up to
 # the branch point.
@@ -238,19 +238,15 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     where = f"start_from={config.start_from}"
     if config.parent is None or step != config.parent[1]:
         raise UserError(f"{where} holds step {step}: give the folder the name it was written under")
-    before, now = parent.identity(), config.identity()
-    if changes := [
-        f"{key} was {before.get(key)}, now {now.get(key)}"
-        for key in now | before
-        if key not in BRANCH_FREE and not key.startswith("fp8.") and before.get(key) != now.get(key)
-    ]:
+    if changes := changed_keys(_fixed_for_branches(parent), _fixed_for_branches(config)):
         raise UserError(
             f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in"
             f" run, out, precision, budget and decay alone; start_from=out/{parent.run} takes its"
             " weights"
         )
     for k in range(step):
-        old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
+        old = learning_rate(k, parent.total_steps, parent.optim)
+        new = learning_rate(k, config.total_steps, config.optim)
         if old != new:
             share = parent.optim.warmup_steps(parent.total_steps) / config.total_steps
             raise UserError(
@@ -258,6 +254,15 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
                 f" {new:g}: branches need optim.schedule=wsd in both runs,"
                 f" optim.warmup_share={share!r} and a checkpoint before the decay"
             )
+
+
+def _fixed_for_branches(config: Config) -> dict[str, object]:
+    """The part of a config's identity that a branch shares with its parent."""
+    return {
+        key: value
+        for key, value in config.identity().items()
+        if key not in BRANCH_FREE and not key.startswith("fp8.")
+    }
 
 
 def set_learning_rate(

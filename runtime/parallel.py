@@ -70,7 +70,21 @@ def start(config: Config) -> World:
     ranks do not fit, MachineError where torchrun has ended."""
     size, rank, local_rank = read_launch(os.environ)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    p, shard = config.parallel, config.parallel.shard or size // config.parallel.replicate
+    check_world(config, size, device)
+    check_machine(config, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if size == 1:
+        return World(0, 0, 1, device, launcher=launcher)
+    return _join(config, device, size, rank, local_rank, launcher)
+
+
+def check_world(config: Config, size: int, device: torch.device) -> None:
+    """Raises UserError where `size` processes, on devices such as this one, cannot train
+    `config`."""
+    p = config.parallel
+    shard = p.shard or size // p.replicate
     if p.replicate * shard != size:
         raise UserError(
             f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make"
@@ -93,36 +107,46 @@ def start(config: Config) -> World:
             f"parallel.cpu_fp32=true is for one process on a CPU, not for {size} on {device.type}:"
             " drop it"
         )
-    if (
-        p.compile
-        and not torch.cuda.is_available()
-        and shutil.which(os.environ.get("CXX", "g++")) is None
-    ):
+
+
+def check_machine(config: Config, device: torch.device) -> None:
+    """Raises UserError where this machine, or the way in which torchrun was started, cannot do what
+    is asked for."""
+    has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+    if config.parallel.compile and not torch.cuda.is_available() and not has_compiler:
         raise UserError(
             "parallel.compile needs a C++ compiler on a CPU: install g++, or set"
             " parallel.compile=off"
         )
     # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store
     # (pytorch#135712): a hang.
-    nodes, restarts = (
-        int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
-    )
-    if nodes > 1 and restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 0))
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    is_store_lasting = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if nodes > 1 and restarts > 0 and is_store_lasting:
         raise UserError(
             "torchrun --max-restarts over several nodes comes up again only with a fresh store for"
             " each attempt: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before"
             " torchrun, or drop --max-restarts"
         )
-    if device.type == "cuda":
-        if local_rank >= (count := torch.cuda.device_count()):
-            raise UserError(
-                f"torchrun started process {local_rank} on this machine, which has {count} GPUs:"
-                f" give --nproc_per_node={count}"
-            )
-        torch.cuda.set_device(device)
-    launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    if size == 1:
-        return World(0, 0, 1, device, launcher=launcher)
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise UserError(
+            f"torchrun started process {device.index} on this machine, which has {count} GPUs:"
+            f" give --nproc_per_node={count}"
+        )
+
+
+def _join(
+    config: Config,
+    device: torch.device,
+    size: int,
+    rank: int,
+    local_rank: int,
+    launcher: "Launcher | None",
+) -> World:
+    """Meet the other processes: groups for the step and for checkpoints, the mesh of devices."""
+    p = config.parallel
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name
     # the cause.
     patience = timedelta(seconds=2 * p.start_timeout)
@@ -135,16 +159,21 @@ def start(config: Config) -> World:
         timeout=patience,
         device_id=device if device.type == "cuda" else None,
     )
-    mesh = init_device_mesh(
-        device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard")
-    )
+    shape = p.replicate, size // p.replicate
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():  # made with torch's default: 10 minutes for NCCL
         transport = group._get_backend(device)
         if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
             transport._set_default_timeout(patience)
-    checkpoint_group = dist.new_group(backend="gloo", timeout=patience)
     return World(
-        rank, local_rank, size, device, mesh, _local_size(size), checkpoint_group, launcher
+        rank=rank,
+        local_rank=local_rank,
+        size=size,
+        device=device,
+        mesh=mesh,
+        local_size=_local_size(size),
+        checkpoint_group=dist.new_group(backend="gloo", timeout=patience),
+        launcher=launcher,
     )
 
 
@@ -179,9 +208,9 @@ def read_launch(variables: Mapping[str, str]) -> tuple[int, int, int]:
     size, rank, local_rank = numbers.values()
     if size == 1:
         return size, rank, local_rank
-    if missing := [
-        name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name)
-    ]:
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not variables.get(name)]
+    if missing:
         raise UserError(
             f"the environment variable WORLD_SIZE={size} asks for {size} processes, but"
             f" {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: start them with"
@@ -262,39 +291,33 @@ def shutdown_timeout(world: World) -> float | None:
     this process. By its command line, else its variables, else its default."""
     if world.launcher is None:
         return None
-    words: list[str] = []
+    settings = _launcher_options(world.launcher.pid, "--shutdown-timeout", "--shutdown_timeout")
+    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        settings.append(os.environ.get(name, ""))
+    for setting in settings:
+        if setting:
+            return float(setting) if setting.isdigit() else SHUTDOWN_TIMEOUT_S
+    return SHUTDOWN_TIMEOUT_S
+
+
+def _launcher_options(pid: int, *names: str) -> list[str]:
+    """The values of the options of these names on the command line of process `pid`."""
+    text = ""
     with contextlib.suppress(OSError):
-        words = (
-            Path(f"/proc/{world.launcher.pid}/cmdline")
-            .read_text(errors="replace")
-            .replace("=", "\0")
-            .split("\0")
-        )
-    options = [
-        value
-        for word, value in pairwise(words)
-        if word in ("--shutdown-timeout", "--shutdown_timeout")
-    ]
-    variables = [
-        os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    ]
-    given = next(filter(None, [*options, *variables]), "")
-    return float(given) if given.isdigit() else SHUTDOWN_TIMEOUT_S
+        text = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    words = text.replace("=", "\0").split("\0")
+    return [value for word, value in pairwise(words) if word in names]
 
 
 def own_store() -> dist.Store:
     """Torchrun's store, with keys of this attempt's own. The agent's store outlives the workers,
     and gloo would otherwise read the addresses of dead ones; a store that rank 0 hosts itself is
     new at each attempt, and nodes may count otherwise."""
-    store, attempt = (
-        next(dist.rendezvous("env://"))[0],
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
-    return (
-        dist.PrefixStore(f"attempt{attempt}", store)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        else store
-    )
+    store, _, _ = next(dist.rendezvous("env://"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt{attempt}", store)
 
 
 def finish(world: World, code: int) -> None:
@@ -405,15 +428,13 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
         # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size.
         # Read at its first call.
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        flags.append(
+        flag = (
             f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic,"
             " inductor.deterministic"
-            + (
-                ", attention by FlashAttention 2 instead of cuDNN"
-                if world.device.type == "cuda"
-                else ""
-            )
         )
+        if world.device.type == "cuda":
+            flag += ", attention by FlashAttention 2 instead of cuDNN"
+        flags.append(flag)
     if world.device.type == "cuda":
         # These multiply dequantised values in fp32, which TF32 would round.
         is_emulated = any(

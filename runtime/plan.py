@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
 from runtime.log import peak_flops
 from runtime.roofline import highest_ratio, modelled_ratio
-from runtime.run import is_finished
+from runtime.run_folder import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
 # of the BF16 peak, on Hopper: published figures are 0.41 to 0.51 below 2B parameters
@@ -48,6 +49,61 @@ MEASURED_S = 0.5  # least duration of what is timed, of which the best of three 
 # -------------------------------------------------------------------------------------------- plan
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What a run needs, counted from its configuration; nothing is measured."""
+
+    counts: dict[str, int]  # as GPT.counts() returns them
+    layers: list[fp8.Layer]  # the choice of recipe for every Linear
+    n_gpus: int  # replicate x shard
+    steps: int  # training steps of this run; of a branch, those after its branch point
+    tokens: int  # training tokens of these steps
+    params_fp8: int  # of the Linears in FP8
+    params_muon: int  # that Muon updates, which keeps one moment of each, AdamW two
+    update_flops: int  # of an update by Muon, beside forward and backward; 0 with AdamW
+    checkpoint_bytes: int  # fp32 weights and moments
+    n_checkpoints: int  # that stay on disk, at most
+
+
+def count_costs(config: Config, gpu: str) -> Costs:
+    """The costs of a run on GPUs of this name ("" where none is named). Raises UserError as
+    fp8.select() does."""
+    model = GPT.on_meta(config.model)
+    layers = fp8.select(model, config.fp8, gpu.upper() or None)
+    counts = model.counts()
+    parent_step = config.parent[1] if config.parent else 0
+    steps = config.total_steps - parent_step
+    params_muon = update_flops = 0
+    if config.optim.kind == "muon":
+        params_muon = counts["params_matmul"] - counts["params_head"]
+        for p, rows in optim.muon_parts(model).items():
+            update_flops += optim.newton_schulz_flops(p.shape[1], rows)
+    return Costs(
+        counts=counts,
+        layers=layers,
+        n_gpus=config.parallel.replicate * (config.parallel.shard or 1),
+        steps=steps,
+        tokens=steps * config.data.tokens_per_step,
+        params_fp8=sum(layer.params for layer in layers if layer.recipe),
+        params_muon=params_muon,
+        update_flops=update_flops,
+        checkpoint_bytes=12 * counts["params_total"] - 4 * params_muon,
+        n_checkpoints=_count_checkpoints(config),
+    )
+
+
+def _count_checkpoints(config: Config) -> int:
+    policy = config.checkpoint
+    n_checkpoints = max(2, policy.keep) + len(policy.at)
+    if policy.best:
+        n_checkpoints += 1
+    if policy.forever is not None:
+        n_checkpoints += config.total_steps // policy.forever
+    if policy.rolling is not None:
+        n_checkpoints += 1
+    return n_checkpoints
+
+
 def plan(config: Config, gpu: str) -> list[str]:
     """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError
     for an unknown GPU."""
@@ -56,96 +112,95 @@ def plan(config: Config, gpu: str) -> list[str]:
             f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or"
             " a100"
         )
-    model = GPT.on_meta(config.model)
-    layers = fp8.select(model, config.fp8, gpu.upper() or None)
-    c, tokens, steps, policy = (
-        model.counts(),
-        config.total_tokens,
-        config.total_steps,
-        config.checkpoint,
-    )
-    total, nonembed = c["params_total"], c["params_nonembed"]
-    # of a branch, those after its branch point
-    own = steps - (config.parent[1] if config.parent else 0)
-    own_tokens = own * config.data.tokens_per_step
-    in_fp8 = sum(layer.params for layer in layers if layer.recipe)
-    gpus = config.parallel.replicate * (config.parallel.shard or 1)
-    by_muon = c["params_matmul"] - c["params_head"] if config.optim.kind == "muon" else 0
-    kept = (
-        max(2, policy.keep)
-        + policy.best
-        + len(policy.at)
-        + (steps // policy.forever if policy.forever else 0)
-        + (policy.rolling is not None)
-    )
-    size = 12 * total - 4 * by_muon
-    page = [
-        f"plan of {config.run}: nothing is trained",
-        "",
+    costs = count_costs(config, gpu)
+    lines = [f"plan of {config.run}: nothing is trained"]
+    for section in (
+        _describe_parameters(config, costs),
+        _describe_budget(config, costs),
+        _describe_flops(config, costs),
+        _describe_memory(config, costs),
+        fp8.table(costs.layers, config.fp8.recipe, "cuda"),
+        _hours(config, costs, gpu),
+        _describe_disk(config, costs),
+    ):
+        lines += ["", *section]
+    return lines
+
+
+def _describe_parameters(config: Config, costs: Costs) -> list[str]:
+    counts = costs.counts
+    tied = ", one tied matrix" if config.model.tied else ""
+    return [
         "parameters",
-        _row("total", total, "with embedding and head" + ", one tied matrix" * config.model.tied),
-        _row("non-embedding", nonembed, "without embedding and head (Kaplan)"),
-        _row("matmul", c["params_matmul"], "every Linear, the head once"),
-        _row("in FP8", in_fp8, f"fp8.recipe={config.fp8.recipe}"),
-        "",
+        _row("total", counts["params_total"], f"with embedding and head{tied}"),
+        _row("non-embedding", counts["params_nonembed"], "without embedding and head (Kaplan)"),
+        _row("matmul", counts["params_matmul"], "every Linear, the head once"),
+        _row("in FP8", costs.params_fp8, f"fp8.recipe={config.fp8.recipe}"),
+    ]
+
+
+def _describe_budget(config: Config, costs: Costs) -> list[str]:
+    tokens = config.total_tokens
+    per_parameter = tokens / costs.counts["params_total"]
+    per_nonembed = tokens / costs.counts["params_nonembed"]
+    lines = [
         "budget",
         _row(
             "tokens",
             tokens,
-            f"{tokens / total:.2f} per parameter, {tokens / nonembed:.2f} per non-embedding"
-            " parameter",
+            f"{per_parameter:.2f} per parameter, {per_nonembed:.2f} per non-embedding parameter",
         ),
         _row(
             "steps",
-            steps,
+            config.total_steps,
             f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}",
         ),
     ]
-    if own < steps:
-        page.append(
-            _row("of this branch", own, f"after step {steps - own}: FLOPs and hours are of these")
+    if costs.steps < config.total_steps:
+        branch_point = config.total_steps - costs.steps
+        remark = f"after step {branch_point}: FLOPs and hours are of these"
+        lines.append(_row("of this branch", costs.steps, remark))
+    return lines
+
+
+# Conventions of counting FLOPs -> key of GPT.counts().
+FLOPS = {
+    "6N total": "flops_per_token_6n_total",
+    "6N non-embedding": "flops_per_token_6n_nonembed",
+    "6N matmul": "flops_per_token_6n_matmul",
+    "+ attention": "flops_per_token",
+    "+ causal attention": "flops_per_token_causal",
+}
+
+
+def _describe_flops(config: Config, costs: Costs) -> list[str]:
+    lines = ["FLOPs of training"]
+    for name, key in FLOPS.items():
+        per_token = costs.counts[key]
+        lines.append(f"  {name:22} {per_token * costs.tokens:.4e}   {per_token:,} per token")
+    if costs.update_flops:
+        of_step = costs.counts["flops_per_token"] * config.data.tokens_per_step
+        share = costs.update_flops / of_step
+        lines.append(
+            f"  {'Muon':22} {costs.update_flops * costs.steps:.4e}   {costs.update_flops:.4e} an"
+            f" update, {share:.1%} of the step's, shared by {costs.n_gpus} GPU(s); not in the hours"
+            " below"
         )
-    page += ["", "FLOPs of training"]
-    for name, key in (
-        ("6N total", "flops_per_token_6n_total"),
-        ("6N non-embedding", "flops_per_token_6n_nonembed"),
-        ("6N matmul", "flops_per_token_6n_matmul"),
-        ("+ attention", "flops_per_token"),
-        ("+ causal attention", "flops_per_token_causal"),
-    ):
-        page.append(f"  {name:22} {c[key] * own_tokens:.4e}   {c[key]:,} per token")
-    if by_muon:
-        update = sum(
-            optim.newton_schulz_flops(p.shape[1], rows)
-            for p, rows in optim.muon_parts(model).items()
-        )
-        share = update / (c["flops_per_token"] * config.data.tokens_per_step)
-        page.append(
-            f"  {'Muon':22} {update * own:.4e}   {update:.4e} an update, {share:.1%} of the step's,"
-            f" shared by {gpus} GPU(s); not in the hours below"
-        )
-    copied = 0 if gpus > 1 else c["params_matmul"] - (0 if config.fp8.kernels else in_fp8)
+    return lines
+
+
+def _describe_disk(config: Config, costs: Costs) -> list[str]:
+    token_bytes = 2 if config.model.vocab_size <= 2**16 else 4
+    kept_gib = costs.checkpoint_bytes * costs.n_checkpoints / GIB
     return [
-        *page,
-        "",
-        *_memory(config, c, by_muon, copied, in_fp8, gpus),
-        "",
-        *fp8.table(layers, config.fp8.recipe, "cuda"),
-        "",
-        *_hours(config, c["flops_per_token"], own_tokens, in_fp8, gpus, gpu),
-        "",
         "disk",
         _gib(
             "checkpoint",
-            size,
-            f"fp32 weights and moments; {kept} kept = {size * kept / GIB:.1f} GiB, one more while"
-            " saving; host memory for one or two",
+            costs.checkpoint_bytes,
+            f"fp32 weights and moments; {costs.n_checkpoints} kept = {kept_gib:.1f} GiB, one more"
+            " while saving; host memory for one or two",
         ),
-        _gib(
-            "training tokens",
-            (2 if config.model.vocab_size <= 2**16 else 4) * tokens,
-            "if each is seen once",
-        ),
+        _gib("training tokens", token_bytes * config.total_tokens, "if each is seen once"),
     ]
 
 
@@ -157,107 +212,176 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-def _memory(
-    config: Config, counts: dict[str, int], by_muon: int, copied: int, in_fp8: int, gpus: int
-) -> list[str]:
-    """Per GPU; `by_muon` parameters have one moment, of `copied` ones there is a copy, cast once a
-    step. Within 4 % of what the runs on one GPU of bench/results took."""
-    n, nonembed = counts["params_total"], counts["params_nonembed"]
-    m, p, f, shard = config.model, config.parallel, config.fp8, config.parallel.shard or 1
-    micro_batch = 1 if config.data.micro_batch == "auto" else config.data.micro_batch
-    tokens = micro_batch * m.n_ctx
-    accumulating = shard > 1 and config.accumulation(gpus) > 1
-    # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output,
-    # qkv, of which v is a part, the rotated q and k, gate+up, product
+# ------------------------------------------------------------------------------------------ memory
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one use of a GPU's memory takes."""
+
+    name: str
+    size: float  # in bytes
+    note: str
+
+
+def _describe_memory(config: Config, costs: Costs) -> list[str]:
+    micro_batch = _planned_micro_batch(config)
+    auto = ""
+    if config.data.micro_batch == "auto":
+        auto = " (auto: the start tries larger ones)"
+    shard = config.parallel.shard or 1
+    lines = [
+        f"memory per GPU of {costs.n_gpus}, parallel.shard={shard}, micro-batch {micro_batch}{auto}"
+    ]
+    for share in memory_shares(config, costs):
+        if share.size:
+            lines.append(_gib(share.name, share.size, share.note))
+    return lines
+
+
+def _planned_micro_batch(config: Config) -> int:
+    """Sequences of a forward pass; one where the start is to find out."""
+    return 1 if config.data.micro_batch == "auto" else config.data.micro_batch
+
+
+def memory_shares(config: Config, costs: Costs) -> list[Share]:
+    """What fills a GPU's memory, and last its sum. Within 4 % of what the runs on one GPU of
+    bench/results took."""
+    shares = [
+        _weights(config, costs),
+        _copies(config, costs),
+        _gathered(config, costs),
+        _gradients(config, costs),
+        _moments(config, costs),
+        _activations(config, costs),
+        _logits(config),
+    ]
+    total = sum(share.size for share in shares)
+    note = "estimated; the allocator and the compiler's buffers come on top"
+    return [*shares, Share("sum", total, note)]
+
+
+def _weights(config: Config, costs: Costs) -> Share:
+    size = 4 * costs.counts["params_total"] / (config.parallel.shard or 1)
+    return Share("weights", size, "fp32")
+
+
+def _copies(config: Config, costs: Costs) -> Share:
+    """FSDP2 casts what it gathers; torchao's Linears cast anew in each pass."""
+    n_copied = 0
+    if costs.n_gpus == 1:
+        n_copied = costs.counts["params_matmul"]
+        if not config.fp8.kernels:
+            n_copied -= costs.params_fp8
+    return Share(
+        "copies",
+        2 * n_copied,
+        "of the Linears' weights, cast once a step: BF16, or FP8 in two layouts",
+    )
+
+
+def _gathered(config: Config, costs: Costs) -> Share:
+    """FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm
+    in fp32 (the root's)."""
+    size = 0.0
+    if (config.parallel.shard or 1) > 1:
+        nonembed = costs.counts["params_nonembed"]
+        share_of_blocks = min(1, 2 / config.model.n_layer) if config.parallel.reshard else 1
+        size = 2 * nonembed * share_of_blocks + 4 * (costs.counts["params_total"] - nonembed)
+    return Share("gathered", size, "estimated: blocks in BF16, embedding and head in fp32")
+
+
+def _gradients(config: Config, costs: Costs) -> Share:
+    shard = config.parallel.shard or 1
+    size = 4 * costs.counts["params_total"]
+    if shard > 1 and config.accumulation(costs.n_gpus) > 1:
+        return Share("gradients", size, "fp32, unsharded while they accumulate")
+    return Share("gradients", size * (1 / shard), "fp32")
+
+
+def _moments(config: Config, costs: Costs) -> Share:
+    shard = config.parallel.shard or 1
+    size = (8 * costs.counts["params_total"] - 4 * costs.params_muon) / shard
+    note = "fp32 moments"
+    if costs.params_muon and costs.n_gpus > 1:
+        exchange_gib = 10 * costs.params_muon / shard / GIB
+        note += f"; Muon's exchange takes {exchange_gib:.2f} GiB where the activations were"
+    return Share("optimizer", size, note)
+
+
+def _activations(config: Config, costs: Costs) -> Share:
+    """With parallel.recompute each block's input and attention's output, and one block at a time
+    whole."""
+    m = config.model
+    tokens = _planned_micro_batch(config) * m.n_ctx
+    block = _block_bytes(config, costs)
+    if not config.parallel.recompute:
+        size = tokens * m.n_layer * block
+        return Share("activations", size, "estimated: what the backward pass needs, BF16")
+    stored = m.n_layer * 2 * (m.n_embd + m.n_head * m.head_dim)
+    return Share(
+        "activations",
+        tokens * (stored + block),
+        "estimated: what the backward pass needs, BF16, blocks recomputed",
+    )
+
+
+def _block_bytes(config: Config, costs: Costs) -> int:
+    """Bytes that a block keeps per token for its backward pass.
+
+    In BF16: its two inputs, two norms' outputs, attention's output, qkv, of which v is a part, the
+    rotated q and k, gate+up, product."""
+    m, f = config.model, config.fp8
     q_width = m.n_head * m.head_dim  # channels of q, and of attention's output
     block = 2 * (4 * m.n_embd + 3 * q_width + 3 * m.kv_heads * m.head_dim + 3 * m.n_ffn)
-    if (
-        f.recipe in ("tensorwise", "amax")
-        and in_fp8 >= counts["params_matmul"] - counts["params_head"]
-    ):
-        # norms' outputs and product as FP8 alone, attention's output as both
-        if f.kernels and f.scaling != "delayed":
-            block -= 2 * m.n_embd - q_width + m.n_ffn
-        else:  # Inductor makes norms' outputs and product anew
-            block -= 4 * m.n_embd + 2 * m.n_ffn
-    # With parallel.recompute each block's input and attention's output, and one block at a time
-    # whole.
-    activations = tokens * (
-        m.n_layer * 2 * (m.n_embd + q_width) + block if p.recompute else m.n_layer * block
+    are_blocks_in_fp8 = (
+        costs.params_fp8 >= costs.counts["params_matmul"] - costs.counts["params_head"]
     )
-    # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm
-    # in fp32 (the root's).
-    gathered = (
-        2 * nonembed * (min(1, 2 / m.n_layer) if p.reshard else 1) + 4 * (n - nonembed)
-        if shard > 1
-        else 0
-    )
-    # BF16, overwritten by their gradient, in FP8 beside it; without the compiler also the fp32
-    # copy, its softmax, their gradient
-    logits = (
-        min(tokens, m.loss_chunk or tokens)
-        * m.vocab_padded
-        * ((4 if f.head else 2) if p.compile else 12)
-    )
-    exchange = 10 * by_muon / shard / GIB if gpus > 1 else 0
-    rows = [
-        ("weights", 4 * n / shard, "fp32"),
-        (
-            "copies",
-            2 * copied,
-            "of the Linears' weights, cast once a step: BF16, or FP8 in two layouts",
-        ),
-        ("gathered", gathered, "estimated: blocks in BF16, embedding and head in fp32"),
-        (
-            "gradients",
-            4 * n * (1 if accumulating else 1 / shard),
-            "fp32" + ", unsharded while they accumulate" * accumulating,
-        ),
-        (
-            "optimizer",
-            (8 * n - 4 * by_muon) / shard,
-            "fp32 moments"
-            + f"; Muon's exchange takes {exchange:.2f} GiB where the activations were"
-            * bool(exchange),
-        ),
-        (
-            "activations",
-            activations,
-            "estimated: what the backward pass needs, BF16" + ", blocks recomputed" * p.recompute,
-        ),
-        ("logits", logits, "estimated: BF16 and their gradient"),
-    ]
-    rows += [
-        (
-            "sum",
-            sum(size for _, size, _ in rows),
-            "estimated; the allocator and the compiler's buffers come on top",
-        )
-    ]
-    told = " (auto: the start tries larger ones)" * (config.data.micro_batch == "auto")
-    return [
-        f"memory per GPU of {gpus}, parallel.shard={shard}, micro-batch {micro_batch}{told}",
-        *(_gib(*row) for row in rows if row[1]),
-    ]
+    if f.recipe not in ("tensorwise", "amax") or not are_blocks_in_fp8:
+        return block
+    # norms' outputs and product as FP8 alone, attention's output as both
+    if f.kernels and f.scaling != "delayed":
+        return block - (2 * m.n_embd - q_width + m.n_ffn)
+    # Inductor makes norms' outputs and product anew
+    return block - (4 * m.n_embd + 2 * m.n_ffn)
 
 
-def _hours(
-    config: Config, flops_per_token: int, own_tokens: int, in_fp8: int, gpus: int, gpu: str
-) -> list[str]:
-    """Hours in BF16 and FP8, estimated; `in_fp8` counts the parameters that are converted."""
-    recipe, peaks = config.fp8.recipe, peak_flops(gpu)
+def _logits(config: Config) -> Share:
+    """BF16, overwritten by their gradient, in FP8 beside it; without the compiler also the fp32
+    copy, its softmax, their gradient."""
+    m = config.model
+    tokens = _planned_micro_batch(config) * m.n_ctx
+    if m.loss_chunk is not None:
+        tokens = min(tokens, m.loss_chunk)
+    bytes_per_logit = 12
+    if config.parallel.compile:
+        bytes_per_logit = 4 if config.fp8.head else 2
+    size = tokens * m.vocab_padded * bytes_per_logit
+    return Share("logits", size, "estimated: BF16 and their gradient")
+
+
+# ------------------------------------------------------------------------------------------- hours
+
+
+def _hours(config: Config, costs: Costs, gpu: str) -> list[str]:
+    """Hours in BF16 and FP8, estimated."""
+    peaks = peak_flops(gpu)
     if peaks is None:
         return ["hours: name a GPU, as in --plan h100"]
     bf16_peak, fp8_peak = peaks
-    again = 4 / 3 if config.parallel.recompute else 1  # the forward pass, a third, runs twice
-    hours = flops_per_token * own_tokens * again / (bf16_peak * ASSUMED_MFU * gpus) / 3600
+    flops_per_token = costs.counts["flops_per_token"]
+    flops = flops_per_token * costs.tokens
+    # with recompute the forward pass, a third, runs twice
+    forward_again = 4 / 3 if config.parallel.recompute else 1
+    hours = flops * forward_again / (bf16_peak * ASSUMED_MFU * costs.n_gpus) / 3600
     lines = [
         (
-            f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of"
-            f" {bf16_peak / 1e12:.1f} TFLOP/s"
+            f"hours on {costs.n_gpus} x {gpu}: estimated, at an assumed mfu_bf16 of"
+            f" {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
         ),
         f"  {'BF16':22} {hours:10.1f} h",
     ]
+    recipe = config.fp8.recipe
     # the emulated are slower by far, as the lines above say
     if recipe == "off" or recipe in fp8.EMULATED:
         return lines
@@ -266,7 +390,8 @@ def _hours(
             *lines,
             f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there",
         ]
-    if ratio := modelled_ratio(config, gpu, gpus):
+    ratio = modelled_ratio(config, gpu, costs.n_gpus)
+    if ratio:
         return [
             *lines,
             (
@@ -274,13 +399,13 @@ def _hours(
                 f" {ratio:.2f}x of BF16's speed (python -m runtime.roofline); not measured"
             ),
         ]
-    most = highest_ratio(config, in_fp8, flops_per_token, (bf16_peak, fp8_peak))
+    upper_ratio = highest_ratio(config, costs.params_fp8, flops_per_token, (bf16_peak, fp8_peak))
     return [
         *lines,
         (
-            f"  {'FP8, at the very best':22} {hours / most:10.1f} h   {most:.2f}x of BF16's speed:"
-            " an upper bound, matmuls at the ratio of the peaks, casts free; small layers can be"
-            " slower than BF16"
+            f"  {'FP8, at the very best':22} {hours / upper_ratio:10.1f} h   {upper_ratio:.2f}x of"
+            " BF16's speed: an upper bound, matmuls at the ratio of the peaks, casts free; small"
+            " layers can be slower than BF16"
         ),
     ]
 
@@ -291,10 +416,7 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     Raises UserError as fp8.select() does."""
     if world.device.type != "cpu" or not world.is_main:
         return None
-    saved = latest(config.run_dir)
-    steps = config.total_steps - (
-        step_of(saved) if saved else config.parent[1] if config.parent else 0
-    )
+    steps = config.total_steps - _first_step(config)
     model = GPT.on_meta(config.model)
     flops_per_step = model.counts()["flops_per_token"] * config.data.tokens_per_step
     if flops_per_step * steps < LONG_FLOPS:
@@ -316,18 +438,27 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     )
 
 
+def _first_step(config: Config) -> int:
+    """The steps that a run has behind it when it is started now."""
+    newest_checkpoint = latest(config.run_dir)
+    if newest_checkpoint is not None:
+        return step_of(newest_checkpoint)
+    return config.parent[1] if config.parent else 0
+
+
 def cpu_matmul_speed(dtype: torch.dtype) -> float:
     """FLOP/s of this process's threads in the three matmuls of a Linear, forward, for its input and
     for its weight, of which one layout can be ten times slower than another."""
     n = 256
     x, weight = torch.ones(2, n, n, dtype=dtype)  # no random numbers: the run's own are drawn later
-    turns, began = 0, time.perf_counter()
-    while turns == 0 or time.perf_counter() - began < CPU_TIMED_S:
+    turns = 0
+    started_s = time.perf_counter()
+    while turns == 0 or time.perf_counter() - started_s < CPU_TIMED_S:
         y = x @ weight.t()
         y @ weight
         y.t() @ x
         turns += 1
-    return turns * 3 * 2 * n**3 / (time.perf_counter() - began)
+    return turns * 3 * 2 * n**3 / (time.perf_counter() - started_s)
 
 
 def _long_duration(seconds: float) -> str:
@@ -343,47 +474,68 @@ def resolve_micro_batch(config: Config, world: parallel.World) -> Config:
     anyway, MachineError where a trial fails otherwise."""
     if config.data.micro_batch != "auto":
         return config
-    return apply_overrides(
-        config, [f"data.micro_batch={run_on_rank0(world, lambda: _decide(config, world))}"]
-    )
+    micro_batch = run_on_rank0(world, lambda: _decide(config, world))
+    return apply_overrides(config, [f"data.micro_batch={micro_batch}"])
 
 
 def _decide(config: Config, world: parallel.World) -> int:
-    # refuses the folder of another run before trials
-    finished, numbers = is_finished(config), candidates(config, world.size)
-    if (config.run_dir / "config.json").exists():
-        n = read_config(config.run_dir).micro_batch
-        if finished or n in numbers:
-            print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
-            return n
+    """The micro-batch that the run was begun with, else the fastest by trial."""
+    numbers = candidates(config, world.size)
+    begun_with = _micro_batch_of_begun_run(config, numbers)
+    if begun_with is not None:
+        print(
+            f"data.micro_batch=auto: {begun_with}, which {config.run_dir} was begun with",
+            flush=True,
+        )
+        return begun_with
+    # refuses data that the run would refuse, before trials
     Data(config, *load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).hashes)
-    first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
     # the same computation in one process
-    alone = "parallel.replicate=1", "parallel.shard=none", "fp8.all_gather=false"
-    found = search(
+    one_process = ["parallel.replicate=1", "parallel.shard=none", "fp8.all_gather=false"]
+    fastest = search(
         numbers,
-        first,
-        lambda n: try_one(apply_overrides(config, [*alone, f"data.micro_batch={n}"]), world.device),
+        _first_to_try(numbers, config.model.n_ctx),
+        lambda n: try_one(
+            apply_overrides(config, [*one_process, f"data.micro_batch={n}"]), world.device
+        ),
     )
-    if found is None:
+    if fastest is None:
         raise UserError(
             f"data.micro_batch=auto found none of {numbers} that fits with the whole model on"
             f" {world.device}: give parallel.recompute=true or model.loss_chunk=1024, or, where"
             " ranks share it, data.micro_batch=1"
         )
     print(
-        f"data.micro_batch=auto: {found} it is; give the other run of a BF16/FP8 pair"
-        f" data.micro_batch={found}",
+        f"data.micro_batch=auto: {fastest} it is; give the other run of a BF16/FP8 pair"
+        f" data.micro_batch={fastest}",
         flush=True,
     )
-    return found
+    return fastest
+
+
+def _micro_batch_of_begun_run(config: Config, numbers: list[int]) -> int | None:
+    """That of the run in the folder, where it is finished or it is still among `numbers`; None
+    where there is none. Raises UserError where the folder is another run's."""
+    is_over = is_finished(config)
+    if not (config.run_dir / "config.json").exists():
+        return None
+    micro_batch = read_config(config.run_dir).micro_batch
+    return micro_batch if is_over or micro_batch in numbers else None
+
+
+def _first_to_try(numbers: list[int], n_ctx: int) -> int:
+    """The place in `numbers` of the first that has FIRST_TOKENS tokens; 0 where none has."""
+    for place, n in enumerate(numbers):
+        if n * n_ctx >= FIRST_TOKENS:
+            return place
+    return 0
 
 
 def candidates(config: Config, size: int) -> list[int]:
     """Powers of two and three times them by which `size` ranks can share a step, ascending."""
-    # up to all sequences of a rank
-    numbers, exponents = [], range(config.accumulation(size).bit_length())
-    for n in sorted(odd * 2**k for odd in (1, 3) for k in exponents):
+    numbers = []
+    powers = [2**k for k in range(config.accumulation(size).bit_length())]  # to a rank's sequences
+    for n in sorted([*powers, *(3 * power for power in powers)]):
         with suppress(UserError):  # it does not divide a step, or FP8 has no tiles for it
             apply_overrides(config, [f"data.micro_batch={n}"]).accumulation(size)
             numbers.append(n)
@@ -404,14 +556,14 @@ def search(
     def fits(n: int) -> bool:
         try:
             speeds[n], gib = attempt(n)
-            told = f"{speeds[n]:,.0f} tokens/s, {gib:.2f} GiB"
+            outcome = f"{speeds[n]:,.0f} tokens/s, {gib:.2f} GiB"
         except MemoryError:
-            told = "does not fit"
+            outcome = "does not fit"
         except MachineError as error:
             if not speeds:
                 raise
-            told = str(error)
-        print(f"data.micro_batch=auto: {n:4d} sequences: {told}", flush=True)
+            outcome = str(error)
+        print(f"data.micro_batch=auto: {n:4d} sequences: {outcome}", flush=True)
         return n in speeds
 
     in_vain = 0
@@ -422,9 +574,8 @@ def search(
         in_vain = in_vain + 1 if speeds[n] < best * GAIN else 0
     if not speeds:
         any(fits(n) for n in reversed(numbers[:first]))
-    return min(
-        (n for n, speed in speeds.items() if speed * GAIN > max(speeds.values())), default=None
-    )
+    fastest = max(speeds.values(), default=0.0)
+    return min((n for n, speed in speeds.items() if speed * GAIN > fastest), default=None)
 
 
 def try_one(config: Config, device: torch.device) -> tuple[float, float]:
@@ -447,14 +598,10 @@ def _try(config: Config, device: torch.device) -> tuple[float, float]:
     except UserError:  # no micro-batch mends it
         raise
     except Exception as error:  # may be of a class that does not travel between processes
-        raise (
-            MemoryError()
-            if memory_error(error)
-            else MachineError(
-                f"the trial ended with {type(error).__name__}: {error}"[:300]
-                + "; give data.micro_batch a number"
-            )
-        ) from None
+        if memory_error(error):
+            raise MemoryError from None
+        cause = f"the trial ended with {type(error).__name__}: {error}"[:300]
+        raise MachineError(f"{cause}; give data.micro_batch a number") from None
 
 
 def measure(config: Config, device: torch.device) -> tuple[float, float]:

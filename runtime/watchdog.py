@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.parallel import World
+
 BEAT = 0.5  # seconds between two heartbeats
 LISTEN = 6  # heartbeats in which a rank must be heard of, or it counts as stopped or dead
 STORE_TIMEOUT = 10  # seconds that the store has for an answer: if its host is stopped there is none
@@ -37,7 +39,7 @@ class Watchdog(contextlib.AbstractContextManager):
     """Watches the ranks of `world`. One place may last `patience` seconds, which the loop lowers
     after its first step."""
 
-    def __init__(self, world, run_dir: Path, patience: float):
+    def __init__(self, world: World, run_dir: Path, patience: float):
         self.world, self.run_dir, self.patience = world, Path(run_dir), patience
         self._name = (
             f"rank {world.rank} of {world.size} (host {socket.gethostname()}, pid {os.getpid()})"

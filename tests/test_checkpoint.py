@@ -20,12 +20,12 @@ from runtime.checkpoint import (
     DamagedError,
     Saver,
     checkpoints,
-    kept,
     latest,
     load,
     read_manifest,
     restore,
     seal,
+    steps_to_keep,
 )
 from runtime.config import CheckpointConfig
 from tests.conftest import ALONE
@@ -66,9 +66,9 @@ def fill(config, say=pytest.fail, wanted=None):
     """The step of the checkpoint that restore() takes, whose tensors it must hold where all are
     wanted."""
     filled = wanted or tensors()
-    _, manifest = restore(config.run_dir, filled, ALONE, say)
-    assert wanted or same(filled, manifest["step"])
-    return manifest["step"]
+    restored = restore(config.run_dir, filled, ALONE, say)
+    assert wanted or same(filled, restored.step)
+    return restored.step
 
 
 def same(filled, step):
@@ -288,7 +288,7 @@ def test_the_keep_policy_by_hand(policy, steps, losses, there):
     """`steps` saved one after the other, each followed by its validation."""
     now = []
     for step in steps:
-        stay = kept(
+        stay = steps_to_keep(
             [*now, step],
             CheckpointConfig(**policy),
             {s: loss for s, loss in losses.items() if s < step},

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields
 from typing import Literal, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 
-from lib.command import read_options
-from lib.errors import UserError
+import train
+from lib.command import Frame, explain_known, read_options
+from lib.errors import MachineError, UserError
 from lib.help import field_lines, field_meanings
 from lib.values import FilePath, parse
 from runtime.config import KEYS, SECTIONS, apply_overrides, load_config
@@ -233,3 +235,63 @@ def test_help_takes_the_comment_behind_a_field_or_the_lines_above_it():
 def test_help_has_at_most_100_columns():
     lines = "\n".join(field_lines("section.", Documented).values()).splitlines()
     assert len(lines) > 3 and max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    "words", [["train.py", "--help"], ["train.py", "configs/demo_s_fp8.py", "--plan", "h100"]]
+)
+def test_an_output_that_is_full_gets_a_sentence(words):
+    """It was a traceback, or blamed the run's folder."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    sentence = "the output could not be written: No space left on device"
+    assert done.returncode == 1 and done.stderr.strip().removeprefix("train.py: ") == sentence
+
+
+def test_a_closed_output_is_no_traceback():
+    done = subprocess.run(
+        f"{sys.executable} -m runtime.roofline --help >&-",
+        cwd=ROOT,
+        shell=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def frame_of(explain=explain_known) -> Frame:
+    return Frame(page=lambda: "usage", read=list, explain=explain, prefix="me: ")
+
+
+@pytest.mark.parametrize(
+    "error, code, told",
+    [
+        (UserError("give less"), 2, "me: give less\n"),
+        (MachineError("it broke"), 1, "me: it broke\n"),
+        (OSError(28, "No space left", "x.json"), 1, "me: x.json: No space left; correct it and"),
+        (OSError("words alone"), 1, "me: OSError: words alone\n"),
+    ],
+)
+def test_a_failure_ends_a_command_with_its_code_and_sentence(capsys, error, code, told):
+    assert frame_of().run(["word"], Mock(side_effect=error)) == code
+    assert capsys.readouterr().err.startswith(told)
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), BrokenPipeError(), KeyboardInterrupt()])
+def test_a_bug_a_closed_pipe_and_an_interrupt_are_not_told_by_the_frame(error):
+    with pytest.raises(type(error)):
+        frame_of().run(["word"], Mock(side_effect=error))
+
+
+@pytest.mark.parametrize("words, code", [(["--help"], 0), (["x", "-h"], 0), ([], 2)])
+def test_help_is_printed_where_it_is_asked_for_or_nothing_is_said(capsys, words, code):
+    assert frame_of().run(words, Mock(side_effect=AssertionError)) == code
+    assert capsys.readouterr().out == "usage\n"
+
+
+def test_an_interrupted_training_says_how_to_go_on(monkeypatch, capsys, tiny, tmp_path):
+    monkeypatch.setattr(train, "check_device", Mock(side_effect=KeyboardInterrupt))
+    assert train.main([str(write_config(tiny, tmp_path / "mine.py"))]) == 130
+    assert "train.py: interrupted; what was saved stays" in capsys.readouterr().err

@@ -6,19 +6,25 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, get_type_hints
 from unittest import mock
 
 import pytest
 import torch
 
 import train
+from lib.bounds import above_zero, any_number, within
 from lib.command import command, read_options
 from lib.errors import UserError
 from lib.help import field_meanings
+from lib.values import union_members
 from runtime.config import (
+    DEFAULTS,
+    FIRST_KEYS,
+    FREE_KEYS,
     KEYS,
     SECTIONS,
+    OptimConfig,
     apply_overrides,
     config_from_dict,
     help_text,
@@ -465,3 +471,70 @@ def test_no_command_line_and_no_value_of_any_key_is_a_traceback_and_no_number_bu
                 json.dumps(asdict(apply_overrides(tiny, [f"{key}={value}"])), allow_nan=False)
                 accepted[value].append(key)
     assert accepted["-1"] == ["seed", "out", "data.dir", "data.tokenizer"]
+
+
+def numeric_fields(cls: type) -> list:
+    """Fields of a dataclass that may hold a number."""
+    hints = get_type_hints(cls)
+    return [f for f in fields(cls) if {int, float} & set(union_members(hints[f.name]))]
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "model"])
+def test_every_number_has_bounds_beside_its_field(section):
+    """any_number() where it has none by choice."""
+    unbounded = [f.name for f in numeric_fields(SECTIONS[section]) if "bounds" not in f.metadata]
+    assert not unbounded
+
+
+@pytest.mark.parametrize("field", numeric_fields(SECTIONS["model"]), ids=lambda f: f.name)
+def test_every_number_of_a_model_is_positive(tiny, field):
+    """model.py imports nothing but torch: one rule there stands for all bounds."""
+    model = replace(tiny.model, **{field.name: 0})
+    assert f"model.{field.name}=0 must be a positive" in refused(lambda: replace(tiny, model=model))
+
+
+@pytest.mark.parametrize(
+    "bounds, inside, outside",
+    [
+        (above_zero, [1e-300, 1e300], [0, -1]),
+        (lambda: within(0, 1), [0, 0.5, 1], [-1e-9, 1 + 1e-9]),
+        (any_number, [-1e300, 0, 1e300], []),
+    ],
+)
+def test_bounds_by_hand(bounds, inside, outside):
+    number = bounds().metadata["bounds"]
+    assert [number.problem("x", value) for value in inside] == [None] * len(inside)
+    assert all(number.problem("x", value) for value in outside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterOptim(OptimConfig):
+    """The section as a later version has it, with a key more."""
+
+    z_loss: float = within(0, 1, 0.0)
+
+
+@pytest.mark.parametrize("z_loss, added", [(0.0, {}), (0.1, {"optim.z_loss": 0.1})])
+def test_a_key_that_comes_later_leaves_the_identity_of_older_runs_alone(
+    tiny, monkeypatch, z_loss, added
+):
+    monkeypatch.setitem(DEFAULTS, "optim.z_loss", 0.0)
+    later = replace(tiny, optim=LaterOptim(**asdict(tiny.optim), z_loss=z_loss))
+    assert later.identity() == tiny.identity() | added
+
+
+def test_a_config_json_of_the_first_version_is_the_run_of_today(tiny):
+    """It lacks each key that came later; its run is resumed by the same command."""
+    older = asdict(tiny)
+    for key in DEFAULTS.keys() - FIRST_KEYS:
+        section, _, name = key.rpartition(".")
+        if section in ("model", "data", "fp8", "optim") and key not in FREE_KEYS:
+            del older[section][name]
+    del older["optim"]["momentum"]
+    assert config_from_dict(older).identity() == tiny.identity()
+    assert not {"kind", "momentum"} & older["optim"].keys(), "as it was"
+
+
+def test_the_keys_of_the_first_version_are_history():
+    """A key more here, and no older run would match."""
+    assert digest(sorted(FIRST_KEYS))[:8] == "1a7c73ff"

@@ -12,8 +12,9 @@ import torch
 
 import train
 from lib.errors import UserError
-from runtime import run as room
-from runtime.config import load_config, read_command_line, read_config
+from runtime import run_folder
+from runtime.command_line import read_command_line
+from runtime.config import load_config, read_config
 from runtime.data import Data
 from runtime.parallel import World, read_launch
 from runtime.plan import cpu_estimate
@@ -214,7 +215,7 @@ def test_a_damaged_env_json_gets_a_sentence(tiny, content):
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / "env.json").write_bytes(content)
     with pytest.raises(UserError, match="env.json is damaged .*; restore it, or delete it"):
-        room.read_first_start(tiny.run_dir)
+        run_folder.read_first_start(tiny.run_dir)
 
 
 def test_an_env_json_that_is_gone_is_told_on_a_resume(tiny, run):
@@ -241,7 +242,7 @@ def test_a_full_disk_at_the_start_names_the_runs_folder(tiny, run, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(room.os, "getpid", full)  # called as the lock is written
+    monkeypatch.setattr(run_folder.os, "getpid", full)  # called as the lock is written
     assert f"train.py: {tiny.run_dir}: No space left on device; correct it" in run(tiny, code=1)
     assert not tiny.run_dir.exists()
 

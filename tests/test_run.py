@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib import machine
 from lib.errors import MachineError
-from runtime import memory, shards
+from runtime import memory, run_folder, shards
 from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.config import FP8Config
@@ -240,7 +240,7 @@ def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_th
         assert not tiny.run_dir.exists()
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / ".config.json.tmp").write_text("{")  # as a kill before config.json leaves it
-    assert not room.is_finished(tiny)
+    assert not run_folder.is_finished(tiny)
     (tiny.run_dir / "thesis.tex").touch()
     assert "holds no run" in run(tiny, code=2)
 
@@ -393,7 +393,7 @@ def test_a_step_and_a_save_that_torchrun_would_cut_short_are_told_once(
 
 
 def hold(run_dir, is_held):
-    with room.lock_folder(run_dir):
+    with run_folder.lock_folder(run_dir):
         if os.fork():
             is_held.set()
         time.sleep(60)
@@ -406,22 +406,22 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(
     waited for the folder while a start that was refused removed it."""
     is_held = faults.FORKS.Event()
     first = faults.FORKS.Process(target=hold, args=(tiny.run_dir, is_held))
-    with room.lock_folder(tiny.run_dir):
+    with run_folder.lock_folder(tiny.run_dir):
         first.start()
         time.sleep(0.5)
     assert is_held.wait(60)
     with monkeypatch.context() as patch:
-        patch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
+        patch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.2)
         assert f"process {first.pid} on host" in run(tiny, code=2)
     assert not list(tiny.run_dir.glob("*.json*")), "it has written nothing"
     first.kill()  # a run that is about to end is waited for
-    with room.lock_folder(tiny.run_dir):
+    with run_folder.lock_folder(tiny.run_dir):
         pass
     assert not tiny.run_dir.exists(), "nothing was written in it"
     monkeypatch.setattr(
         fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     )
-    with room.lock_folder(tiny.run_dir):
+    with run_folder.lock_folder(tiny.run_dir):
         assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 

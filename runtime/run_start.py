@@ -1,0 +1,154 @@
+"""Where a run begins: its own newest checkpoint, a branch point of another run, another model's
+weights, or step 0. Start holds the answer, and all that later steps need of it."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from lib.errors import UserError
+from runtime.checkpoint import BranchPoint, Restored, branch, restore, run_on_rank0
+from runtime.config import Config, config_from_dict
+from runtime.parallel import World
+from runtime.run_folder import refuse_to_start_over
+
+
+@dataclass
+class Progress:
+    """How far a run has come, as its checkpoints store it."""
+
+    step: int = 0  # training steps that count: done, and not undone by a rollback
+    updates: int = 0  # of the weights; fewer than steps where some were skipped
+    data_offset: int = 0  # steps' worth of data that rollbacks have left out
+    seconds: float = 0.0  # of wall time, when last saved
+    probe_seconds: float = 0.0  # of these, spent in probes
+
+    @classmethod
+    def of(cls, step: int, state: dict) -> "Progress":
+        """That of a checkpoint of `step`, whose state holds the other fields."""
+        return cls(step, **{f.name: state[f.name] for f in fields(cls)[1:]})
+
+
+class StartKind(enum.Enum):
+    """The way in which a run begins."""
+
+    SCRATCH = "scratch"
+    RESUME = "resume"  # from its own newest whole checkpoint
+    BRANCH = "branch"  # a step of another run, with its moments and order of data
+    SWITCHED_BRANCH = "switched branch"  # the same, and on in another precision
+    WEIGHTS = "weights"  # the weights alone of an imported model, or of a finished run
+
+
+# how the log's line about it begins
+STARTING = {
+    StartKind.RESUME: "resuming",
+    StartKind.BRANCH: "branching off",
+    StartKind.SWITCHED_BRANCH: "branching off",
+    StartKind.WEIGHTS: "on from",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, and what its checkpoint carries over."""
+
+    kind: StartKind
+    progress: Progress
+    checkpoint: Path | None = None  # the folder that the tensors were filled from
+    # of the whole state of a run: what its checkpoint says of guard, scales and data; None with
+    # weights alone
+    state: dict | None = None
+    # the model that the weights go back to, where another run or an import began them:
+    # {"folder", "run", "step", "tokenizer_sha256"}
+    origin: dict | None = None
+    # precision of the trunk before the branch point, where a branch has another one; "a>b" of two
+    switched_from: str | None = None
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.kind is StartKind.RESUME
+
+    def describe(self) -> str:
+        """What the log says of it."""
+        if self.checkpoint is None:
+            return "starting at step 0"
+        line = f"{STARTING[self.kind]} {self.checkpoint}"
+        if self.switched_from is None:
+            return line
+        return f"{line}; trained in {self.switched_from} before its branch point"
+
+
+def find_start(
+    config: Config,
+    tokenizer_hashes: tuple[str, ...],
+    tensors: dict[str, torch.Tensor],
+    world: World,
+    tell_damaged: Callable[[str], None],
+) -> Start:
+    """Fill `tensors` in place from the run's own newest whole checkpoint, else from
+    config.start_from; from neither they are left as they are. All ranks call it together.
+    `tell_damaged` gets, on rank 0, a line about each of the run's own that is damaged. Raises
+    UserError as restore(), branch() and refuse_to_start_over() do."""
+    newest = restore(config.run_dir, tensors, world, tell_damaged)
+    if newest is not None:
+        return _resume(newest)
+    run_on_rank0(world, lambda: refuse_to_start_over(config))
+    if not config.start_from:
+        return Start(StartKind.SCRATCH, Progress())
+    point = branch(config, tokenizer_hashes, tensors, world)
+    if point.origin is not None:
+        return Start(StartKind.WEIGHTS, Progress(), point.path, origin=point.origin)
+    return _branch_off(point, config)
+
+
+def _resume(newest: Restored) -> Start:
+    state = newest.state
+    return Start(
+        StartKind.RESUME,
+        Progress.of(newest.step, state),
+        newest.path,
+        state,
+        state.get("origin"),
+        state.get("switched_from"),
+    )
+
+
+def _branch_off(point: BranchPoint, config: Config) -> Start:
+    """A branch has its trunk's steps behind it, but not its hours."""
+    state = point.state
+    progress = Progress.of(point.step, state)
+    progress.seconds = progress.probe_seconds = 0.0
+    trunk_label = config_from_dict(point.manifest["config"]).fp8.label
+    kind = StartKind.BRANCH
+    switched_from = state.get("switched_from")
+    if trunk_label != config.fp8.label:
+        kind = StartKind.SWITCHED_BRANCH
+        switched_from = f"{switched_from}>{trunk_label}" if switched_from else trunk_label
+    return Start(kind, progress, point.path, state, state.get("origin"), switched_from)
+
+
+# What a run must share with the state that it goes on from: key of its identity -> how the error
+# calls it.
+SHARED = {
+    "train": "training tokens than data.dir holds",
+    "val": "validation windows than eval.tokens and data.dir give",
+    "fp8": "Linears in FP8 than fp8.recipe=auto chooses here",
+}
+
+
+def refuse_other_data(start: Start, identity: dict[str, str]) -> None:
+    """Raises UserError where the state that `start` goes on from saw other data, or other Linears
+    in FP8, than `identity` (a hash for each key of SHARED) names. Weights alone saw none."""
+    if start.state is None or start.checkpoint is None:
+        return
+    stored = start.state.get("data", identity)
+    for key, description in SHARED.items():
+        if key == "fp8" and start.kind is StartKind.SWITCHED_BRANCH:
+            continue
+        if stored.get(key) != identity[key]:
+            raise UserError(
+                f"{start.checkpoint.parent.parent} was begun with other {description}: restore"
+                " those, or choose another run="
+            )

@@ -1,0 +1,58 @@
+"""summary.json: its keys in their order, and the page that describes them."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from runtime.summary import PrecisionSummary, SourceSummary, Summary, schema_page
+from tests.conftest import ROOT, changed
+
+
+def test_docs_schemas_is_made_of_the_classes_of_today():
+    assert (ROOT / "docs/schemas.md").read_text() == schema_page()
+
+
+def test_every_key_of_a_summary_has_a_meaning():
+    for line in schema_page().splitlines():
+        if line.startswith("| `"):
+            key, kind, meaning = [cell.strip() for cell in line.strip("| ").split(" | ")]
+            assert meaning, key
+
+
+@pytest.fixture
+def summary(tiny, run) -> dict:
+    """summary.json of a run in FP8."""
+    config = changed(tiny, "fp8.recipe=tensorwise")
+    run(config)
+    return json.loads((config.run_dir / "summary.json").read_text())
+
+
+JSON_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "object": dict,
+    "array": list,
+}
+
+
+def test_summary_json_holds_the_keys_of_the_schema_in_its_order_and_of_its_types(summary):
+    parts = {
+        Summary: summary,
+        PrecisionSummary: summary["precision"],
+        SourceSummary: summary["sources"]["web"],
+    }
+    for cls, part in parts.items():
+        assert list(part) == [f.name for f in fields(cls)]
+    kinds = {}
+    for line in schema_page().splitlines():
+        if line.startswith("| `"):
+            key, kind, _ = line.strip("| ").split(" | ", 2)
+            kinds[key.strip("`")] = kind
+    for part in parts.values():
+        for key, value in part.items():
+            allowed = [JSON_TYPES[kind] for kind in kinds[key].split(" or ")]
+            assert any(isinstance(value, kind) for kind in allowed), key
