@@ -23,11 +23,12 @@ from pathlib import Path
 
 import torch
 
+from fp8.kernels import refresh_weight_copies, zero_gradients
 from lib.command import run_command
 from lib.errors import MachineError, UserError
 from lib.help import help_page
 from lib.machine import check_device
-from runtime import fp8, optim, parallel
+from runtime import optim, parallel
 from runtime.config import Config, help_text, load_config_and_files, read_command_line
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
@@ -77,10 +78,10 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
                 run.saver.staged()  # the save under way has its copy of the weights
                 optimizer.step()
                 run.progress.updates += 1
-                fp8.refresh_weight_copies(model)
+                refresh_weight_copies(model)
             # whose gradients a diagnosis looks at
             if verdict not in (Verdict.ROLLBACK, Verdict.STOP):
-                fp8.zero_gradients(model)
+                zero_gradients(model)
 
             # log, probe, save, roll back
             run.end_step(verdict, loss, grad_norm, lr, step_scale, stops > 0, int(n_saturated))

@@ -36,14 +36,18 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from fp8 import selection
+from fp8.kernels import refresh_weight_copies, zero_gradients
+from fp8.linears import set_position
+from fp8.recipes import fp8_overrides
 from lib.command import command, run_command
 from lib.errors import UserError, memory_error
 from lib.files import read_rows, to_line, write_atomically
 from lib.machine import GIB, ROOT, nvidia_smi
 from lib.text import grid, nearest
 from lib.values import FilePath
-from runtime import fp8, parallel
-from runtime.config import Config, fp8_overrides, load_config
+from runtime import parallel
+from runtime.config import Config, load_config
 from runtime.log import environment, peak_flops
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
@@ -179,7 +183,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     """Our model, built, compiled and initialised as train.py does it; its micro-step and update are
     train.py's lines."""
     config = config_of(cell)
-    fp8.check_hardware(config.fp8, device)
+    selection.check_hardware(config.fp8, device)
     built = build(config, World(0, 0, 1, device))
     if cell.label != BASELINE and not any(layer.recipe for layer in built.layers):
         raise UserError(f"{cell.label} converts nothing here: it would be BF16 once more")
@@ -190,8 +194,8 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
         cell.micro_batch * cell.T,
     )
     model.init_weights(config.seed, built.assign)
-    fp8.refresh_weight_copies(model)
-    fp8.set_position(model, 0)
+    refresh_weight_copies(model)
+    set_position(model, 0)
     built.scales.begin(step_scale)
 
     def micro_step(x, y):
@@ -203,14 +207,14 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
         parallel.clip_gradients(model, config.optim.clip)
         built.scales.end(step_scale)
         optimizer.step()
-        fp8.refresh_weight_copies(model)
-        fp8.zero_gradients(model)
+        refresh_weight_copies(model)
+        zero_gradients(model)
         built.scales.begin(step_scale)
 
     counts = {
         key: model.counts()[key] for key in ("flops_per_token", "params_total", "params_matmul")
     }
-    lines = [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)]
+    lines = [*built.flags, *selection.table(built.layers, config.fp8.recipe, device.type)]
     return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)
 
 

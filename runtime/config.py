@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
+from fp8.recipes import FP8_MULTIPLES, FP8Config
 from lib.errors import UserError
 from lib.help import field_lines
 from lib.machine import ROOT
@@ -25,37 +26,6 @@ from runtime.config_file import OWN_NAMES, run_file
 from runtime.tokenizer import tokenizer_kind
 
 # ---------------------------------------------------------------------------------------- sections
-
-# Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
-FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
-WITH_KERNELS = "+kernels"  # behind a recipe's name, as in FP8Config.label
-# Recipes of torch's float8 matmul, which can accumulate fast.
-FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
-RecipeName = Literal[
-    "off",
-    "auto",
-    "tensorwise",
-    "tensorwise_gw_hp",
-    "tensorwise_gi_hp",
-    "rowwise",
-    "rowwise_with_gw_hp",
-    "amax",
-    "cscale",
-    "mxfp8",
-    "mxfp8_e5m2",
-    "blockwise",
-    "blockwise_e5m2",
-    "nvfp4",
-    "nvfp4_nearest",
-    "nvfp4_hadamard",
-]
-# What inputs and outputs of a Linear must be multiples of.
-FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {
-    "mxfp8": 32,
-    "mxfp8_e5m2": 32,
-    "blockwise": 128,
-    "blockwise_e5m2": 128,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,69 +65,6 @@ class OptimConfig:
         """Updates of the wsd schedule's last part: a branch of `steps` leaves its trunk so many
         before its end."""
         return max(1, round(self.decay_share * steps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FP8Config:
-    # how matmuls are scaled: README's table; auto = per layer, what this GPU gains from
-    recipe: RecipeName = "off"
-    # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
-    kernels: bool = False
-    # delayed: activations and gradients by past steps' amaxes; kernels only
-    scaling: Literal["current", "delayed"] = "current"
-    # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
-    fast_backward: bool = False
-    head: bool = False  # convert the head too; the loss is sensitive to it
-    first_bf16: int = 0  # blocks at the input that stay in BF16
-    last_bf16: int = 0  # blocks at the output that stay in BF16
-    # names or patterns of the only Linears to convert; none = all but the head
-    include: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()  # names or patterns of Linears to leave in BF16, such as layers.0.*
-    # several ranks: gather weights as float8, half the bytes; tensorwise family only
-    all_gather: bool = False
-
-    @property
-    def label(self) -> str:
-        """Name in records and of a study's arm: "bf16", or the recipe and all else that is set but
-        for all_gather, in the order of the fields, such as tensorwise+kernels+delayed+head or
-        rowwise+first_bf16=2+skip=attn.out,layers.0.*"""
-        if self.recipe == "off":
-            return "bf16"
-        words: list[str] = [self.recipe]
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default and f.name not in ("recipe", "all_gather"):
-                text = ",".join(value) if isinstance(value, tuple) else value
-                words.append(
-                    f.name if value is True else text if f.name == "scaling" else f"{f.name}={text}"
-                )
-        return "+".join(words)
-
-    def problems(self):
-        if self.recipe == "off" and self != FP8Config():
-            named = ", ".join(
-                f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default
-            )
-            yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
-        for key, recipes in (
-            ("all_gather", ("tensorwise", "tensorwise_gw_hp")),
-            ("kernels", ("auto", *FP8_KERNELS)),
-            ("scaling", FP8_KERNELS),
-            ("fast_backward", ("auto", *FP8_SCALED_MM)),
-        ):
-            value = str(getattr(self, key)).lower()
-            if value not in ("false", "current") and self.recipe not in ("off", *recipes):
-                yield (
-                    f"fp8.{key}={value} works with {', '.join(recipes)}, not"
-                    f" fp8.recipe={self.recipe}: take one, or drop it"
-                )
-        if self.kernels and self.all_gather:
-            yield (
-                "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8:"
-                " set one of the two to false"
-            )
-        if self.scaling == "delayed" and not self.kernels:
-            yield "fp8.scaling=delayed needs fp8.kernels=true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -722,16 +629,6 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
         **top,
         **{section: replace(getattr(config, section), **new) for section, new in changes.items()},
     )
-
-
-def fp8_overrides(label: str) -> list[str]:
-    """The overrides that turn a BF16 config into one of this FP8Config.label."""
-    recipe, *rest = label.split("+")
-    words = [
-        word if "=" in word else f"scaling={word}" if word == "delayed" else f"{word}=true"
-        for word in rest
-    ]
-    return [f"fp8.{word}" for word in (f"recipe={recipe}", *words)] if label != "bf16" else []
 
 
 def _meant(key: str) -> str:

@@ -23,9 +23,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fp8 import bf16_in_fp32
+from fp8.convert import convert
+from fp8.delayed import DelayedScales
+from fp8.kernels import keep_bf16_copies, keep_gradients
+from fp8.recipes import RECIPES
+from fp8.selection import Layer
+from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
 from model import GPT, Block
-from runtime import bf16_in_fp32, fp8, optim
+from runtime import optim
 from runtime.config import Config
 
 # of activations in both arms; weights, gradients and moments are fp32
@@ -337,16 +344,16 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
 class Built:
     """A model in memory whose weights and buffers are uninitialised: fill them by
     model.init_weights(seed, assign) or from a checkpoint, then call
-    fp8.refresh_weight_copies(model)."""
+    refresh_weight_copies(model)."""
 
     model: GPT
     optimizer: torch.optim.AdamW | optim.MuonAdamW
     # gives a parameter, sharded or not, its full value
     assign: Callable[[torch.Tensor, torch.Tensor], None]
-    layers: list[fp8.Layer]  # the choice of recipe for every Linear
+    layers: list[Layer]  # the choice of recipe for every Linear
     loss_scale: float  # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]  # lines for people: torch's global switches that were set
-    scales: fp8.DelayedScales  # of fp8.scaling=delayed
+    scales: DelayedScales  # of fp8.scaling=delayed
 
 
 def build(config: Config, world: World) -> Built:
@@ -356,11 +363,11 @@ def build(config: Config, world: World) -> Built:
     model = GPT.on_meta(config.model, COMPUTE_DTYPE)
     # mean over the step's tokens; FSDP averages over ranks, so x size
     loss_scale = world.size / config.data.tokens_per_step
-    layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
+    layers = convert(model, config.fp8, loss_scale, world.device.type)
     if config.parallel.cpu_fp32:
         bf16_in_fp32.convert(model)
     elif world.size == 1:
-        fp8.keep_bf16_copies(model)
+        keep_bf16_copies(model)
     model.counts()  # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
@@ -381,10 +388,10 @@ def build(config: Config, world: World) -> Built:
         p.copy_(full)
 
     if world.size == 1 and config.accumulation(1) > 1:
-        fp8.keep_gradients(model)
+        keep_gradients(model)
     optimizer = optim.build_optimizer(model, config.optim)
     return Built(
-        model, optimizer, assign, layers, loss_scale, flags, fp8.DelayedScales(model, world.size)
+        model, optimizer, assign, layers, loss_scale, flags, DelayedScales(model, world.size)
     )
 
 
@@ -417,7 +424,7 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
     if world.device.type == "cuda":
         # These multiply dequantised values in fp32, which TF32 would round.
         is_emulated = any(
-            fp8.RECIPES[recipe].input.scaling == "tile" or recipe == "tensorwise_gi_hp"
+            RECIPES[recipe].input.scaling == "tile" or recipe == "tensorwise_gi_hp"
             for recipe in recipes
         )
         torch.set_float32_matmul_precision("highest" if is_emulated else "high")
@@ -473,7 +480,7 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
     lose the small ones. Embedding and head are gathered in fp32 and cast by the model, or the
     gradients of a tied matrix would be added up, token by token, in BF16. Inputs are left alone,
     since the RoPE tables must stay fp32. Without `reshard` a block's gathered weights stay until
-    its backward pass, also after a forward pass alone: fp8.reshard() before weights are changed.
+    its backward pass, also after a forward pass alone: reshard() before weights are changed.
 
     Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers
     no padded shards."""
@@ -481,7 +488,7 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
         return
     ranks = world.mesh["shard"].size()
     for name, p in model.named_parameters():
-        if fp8.is_wrapped(p) and p.shape[0] % ranks:
+        if is_wrapped(p) and p.shape[0] % ranks:
             raise UserError(
                 f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do"
                 f" not divide among {ranks} ranks: choose parallel.shard such that they do, or"

@@ -19,11 +19,16 @@ from pathlib import Path
 
 import torch
 
+from fp8 import selection
+from fp8.kernels import refresh_weight_copies, zero_gradients
+from fp8.linears import set_position
+from fp8.precision import in_bf16
+from fp8.recipes import EMULATED
 from lib.errors import MachineError, UserError, memory_error
 from lib.machine import GIB, end_with_parent
 from lib.text import duration
 from model import GPT
-from runtime import fp8, optim, parallel
+from runtime import optim, parallel
 from runtime.checkpoint import latest, run_on_rank0, step_of
 from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
@@ -57,7 +62,7 @@ def plan(config: Config, gpu: str) -> list[str]:
             " a100"
         )
     model = GPT.on_meta(config.model)
-    layers = fp8.select(model, config.fp8, gpu.upper() or None)
+    layers = selection.select(model, config.fp8, gpu.upper() or None)
     c, tokens, steps, policy = (
         model.counts(),
         config.total_tokens,
@@ -130,7 +135,7 @@ def plan(config: Config, gpu: str) -> list[str]:
         "",
         *_memory(config, c, by_muon, copied, in_fp8, gpus),
         "",
-        *fp8.table(layers, config.fp8.recipe, "cuda"),
+        *selection.table(layers, config.fp8.recipe, "cuda"),
         "",
         *_hours(config, c["flops_per_token"], own_tokens, in_fp8, gpus, gpu),
         "",
@@ -259,7 +264,7 @@ def _hours(
         f"  {'BF16':22} {hours:10.1f} h",
     ]
     # the emulated are slower by far, as the lines above say
-    if recipe == "off" or recipe in fp8.EMULATED:
+    if recipe == "off" or recipe in EMULATED:
         return lines
     if fp8_peak is None:
         return [
@@ -288,7 +293,7 @@ def _hours(
 def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     """A line on how long the run will take on a machine without a GPU, where that is long, for rank
     0 to print before the model is built; else None. From the speed of matmuls that are timed here.
-    Raises UserError as fp8.select() does."""
+    Raises UserError as selection.select() does."""
     if world.device.type != "cpu" or not world.is_main:
         return None
     saved = latest(config.run_dir)
@@ -299,7 +304,7 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     flops_per_step = model.counts()["flops_per_token"] * config.data.tokens_per_step
     if flops_per_step * steps < LONG_FLOPS:
         return None
-    layers = fp8.select(model, config.fp8)
+    layers = selection.select(model, config.fp8)
     emulated_share = sum(layer.params for layer in layers if layer.recipe) / sum(
         layer.params for layer in layers
     )
@@ -473,8 +478,8 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
         for p in model.parameters():
             p.normal_(0.0, math.sqrt(0.4 / m.n_embd)) if p.ndim > 1 else p.fill_(1.0)
     model.init_buffers()
-    fp8.refresh_weight_copies(model)
-    fp8.set_position(model, 0)
+    refresh_weight_copies(model)
+    set_position(model, 0)
     x, y = torch.randint(m.vocab_size, (2, n, m.n_ctx), device=device)
 
     def seconds(micro_steps: int) -> float:
@@ -488,12 +493,12 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
     seconds(2)  # compiled, and once with gradients to add to
     parallel.clip_gradients(model, config.optim.clip)
     built.optimizer.step()
-    fp8.zero_gradients(model)
-    fp8.refresh_weight_copies(model)
+    zero_gradients(model)
+    refresh_weight_copies(model)
     repeats = max(2, math.ceil(MEASURED_S / seconds(1)))
     best = min(seconds(repeats) for _ in range(3)) / repeats
-    fp8.zero_gradients(model)
-    with torch.no_grad(), fp8.in_bf16(model):
+    zero_gradients(model)
+    with torch.no_grad(), in_bf16(model):
         model(x, y).tolist()
     peak = (
         torch.cuda.max_memory_reserved(device)

@@ -35,7 +35,7 @@ BUCKETS = ("matmul", "cast", "attention", "pointwise", "loss", "optimizer", "oth
 GPUS = {"h100": 2.75e12, "h200": 3.95e12}
 # of the bandwidth, where Inductor writes a transposed copy (pytorch#130015); assumed
 TRANSPOSED = 0.8
-OURS = 0.85  # of the bandwidth, for runtime/fp8_kernels.py; assumed
+OURS = 0.85  # of the bandwidth, for fp8/triton_kernels.py; assumed
 # FLOP/s that a large matmul sustains, by format; fp8_fp32 is FP8 that writes fp32. 794 and 1403
 # TFLOP/s are the best of any shape (ml-engineering, mamf); 0.92 of it fits random data at the
 # shapes of training (nanochat: 65536 x 1664 x 6656 in 2.00 ms BF16, 1.45 ms FP8 with its casts).

@@ -24,10 +24,16 @@ from typing import TextIO
 import numpy as np
 import torch
 
+from fp8 import selection
+from fp8.kernels import refresh_weight_copies, zero_gradients
+from fp8.linears import set_position
+from fp8.precision import in_bf16
+from fp8.probe import Probe
+from fp8.sharded import reshard, unwrap
 from lib.errors import MachineError, UserError
 from lib.files import digest, read_rows, write_json
 from lib.machine import ROOT, device_name
-from runtime import fp8, optim, parallel
+from runtime import optim, parallel
 from runtime.checkpoint import Saver, branch, note_saved, read_saved, restore, run_on_rank0, step_of
 from runtime.config import Config, config_from_dict, read_config
 from runtime.config_file import shown
@@ -47,7 +53,6 @@ from runtime.log import (
 from runtime.memory import out_of_memory
 from runtime.metrics_file import metrics_rows
 from runtime.parallel import World, build
-from runtime.probe import Probe
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.validation import ValLoss, bits_per_byte, evaluate
 from runtime.watchdog import Watchdog
@@ -105,7 +110,7 @@ class Run:
         self.log: Log | None = None  # rank 0's
         self.progress, self.guard = Progress(), Guard(config.guard)
         self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
-        fp8.check_hardware(config.fp8, world.device)
+        selection.check_hardware(config.fp8, world.device)
         if not is_finished(config):
             run_on_rank0(world, lambda: cleanup.enter_context(lock_folder(config.run_dir)))
         self.is_finished = is_finished(config)  # perhaps since this start waited for the lock
@@ -133,7 +138,7 @@ class Run:
             "fp8": digest({layer.name: layer.recipe for layer in built.layers if layer.recipe}),
         }
         self._tensors = {
-            f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()
+            f"model.{name}": unwrap(p.detach()) for name, p in self.model.named_parameters()
         }
         self._tensors |= {
             f"optim.{name}": t
@@ -141,7 +146,7 @@ class Run:
         }
         damaged: list[str] = []  # lines about checkpoints
         restored = self._restore(damaged)
-        fp8.refresh_weight_copies(self.model)
+        refresh_weight_copies(self.model)
         if world.is_main:
             self._open_log(cleanup, restored, damaged)
         self.saver = Saver(
@@ -150,7 +155,7 @@ class Run:
         self._probe = Probe(
             config.run_dir / "probe.jsonl" if world.is_main else None,
             self.model,
-            fp8.recipes(built.layers, self.loss_scale),
+            selection.recipes(built.layers, self.loss_scale),
             config.probe.tokens,
         )
         self._profiler = cleanup.enter_context(
@@ -266,7 +271,7 @@ class Run:
                     ),
                     *self._built.flags,
                     *self.data.describe(),
-                    *fp8.table(self._built.layers, config.fp8.recipe, world.device.type),
+                    *selection.table(self._built.layers, config.fp8.recipe, world.device.type),
                     (f"{begins} {restored[0]}" if restored else "starting at step 0")
                     + (
                         f"; trained in {self._switched_from} before its branch point"
@@ -348,7 +353,7 @@ class Run:
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
         # of stochastic rounding
-        fp8.set_position(self.model, next(self._positions), self.config.seed)
+        set_position(self.model, next(self._positions), self.config.seed)
         self.at("forward and backward")
         return self._batch
 
@@ -528,10 +533,10 @@ class Run:
         self._is_save_due = False
         to, state = found[1]["step"], found[1]["state"]
         self.saver.roll_back(to)
-        fp8.zero_gradients(self.model)
-        fp8.reshard(self.model)
+        zero_gradients(self.model)
+        reshard(self.model)
         optim.set_updates(self.optimizer, state["updates"])
-        fp8.refresh_weight_copies(self.model)
+        refresh_weight_copies(self.model)
         self.scales.load(state.get("fp8_scales"))
         guard.rolled_back(state["guard"])
         progress.step, progress.updates, progress.data_offset = (
@@ -561,9 +566,9 @@ class Run:
         """Validate in BF16 too, wait for the last save, write the summary. False where a stop was
         requested meanwhile."""
         self._batches.close()
-        with fp8.in_bf16(self.model):
-            in_bf16 = self._evaluate()
-        if in_bf16 is None:
+        with in_bf16(self.model):
+            loss_in_bf16 = self._evaluate()
+        if loss_in_bf16 is None:
             return False
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
@@ -571,14 +576,14 @@ class Run:
         self.progress.seconds = time.perf_counter() - self._began
         if self.log:
             summary, sequences = (
-                summarise(self, as_trained, in_bf16),
+                summarise(self, as_trained, loss_in_bf16),
                 [*as_trained.sequences.values()],
             )
             # for paired comparisons
             np.savez(
                 self.config.run_dir / "val_losses.npz",
                 as_trained=np.concatenate(sequences),
-                bf16=np.concatenate([*in_bf16.sequences.values()]),
+                bf16=np.concatenate([*loss_in_bf16.sequences.values()]),
                 source=np.repeat(np.arange(len(sequences)), [*map(len, sequences)]),
                 n_tokens=np.concatenate([*as_trained.targets.values()]),
             )

@@ -16,15 +16,16 @@ from tests.conftest import ROOT, asked, process
 LAYERS = {
     "lib": 0,
     "model": 1,
-    "runtime": 2,
-    "scaling": 3,
-    "eval": 3,
-    "prepare": 3,
-    "bench": 4,
-    "configs": 4,
-    "train": 5,
-    "prepare_data": 5,
-    "studies": 6,
+    "fp8": 2,
+    "runtime": 3,
+    "scaling": 4,
+    "eval": 4,
+    "prepare": 4,
+    "bench": 5,
+    "configs": 5,
+    "train": 6,
+    "prepare_data": 6,
+    "studies": 7,
 }
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
@@ -98,8 +99,8 @@ def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, 
         ("import prepare_data", {"torch", "datasets", "pyarrow", "tiktoken"}),
         (
             (
-                "import model, train; from configs.demo_s_bf16 import config; from runtime import"
-                " fp8\nfp8.convert(model.GPT(config.model), config.fp8)"
+                "import model, train; from configs.demo_s_bf16 import config; from fp8.convert"
+                " import convert\nconvert(model.GPT(config.model), config.fp8)"
             ),
             {"torchao", "triton"},
         ),

@@ -1,7 +1,7 @@
 """Choose the FP8 recipe that makes a Linear of a given shape fastest, from a table of timings
 (fp8.recipe=auto).
 
-fp8_speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1:
+speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1:
 FP8 is faster), as rows of recipe, K inputs, N outputs, M tokens, ratio, and of a measured one the
 10th and 90th percentile of its repeats:
 
@@ -25,7 +25,7 @@ import torch
 from lib.errors import UserError
 
 FORMAT_VERSION = 2
-SHIPPED = Path(__file__).resolve().with_name("fp8_speed.json")
+SHIPPED = Path(__file__).resolve().with_name("speed.json")
 # Ratio above which a recipe pays. Repeated timings of one Linear scatter by a per cent or two, and
 # FP8 costs accuracy: a gain within the noise is no reason to convert.
 PAYS = 1.03

@@ -31,20 +31,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from fp8.kernels import zero_gradients
+from fp8.linears import noise_of
+from fp8.recipes import FP8_MULTIPLES, Operand, Recipe
+from fp8.rounding import FORMATS, fake_quantise, scale_of
+from fp8.sharded import is_wrapped, unwrap
 from lib.files import to_line
 from model import GPT, Attention, rotate
-from runtime.config import FP8_MULTIPLES
-from runtime.fp8 import (
-    FORMATS,
-    Operand,
-    Recipe,
-    fake_quantise,
-    is_wrapped,
-    noise_of,
-    scale_of,
-    unwrap,
-    zero_gradients,
-)
 
 OPERANDS = "weight", "activation", "gradient"
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
