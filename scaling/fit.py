@@ -41,7 +41,7 @@ from scipy.stats import binned_statistic
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.plots import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
-from lib.text import nearest, si
+from lib.text import listed, nearest, si
 from lib.values import FilePath
 from scaling import predict, records
 from scaling.laws import (
@@ -806,8 +806,7 @@ def read_points(
         there = {_value(row[name]): row[name] or "(empty)" for row in rows.values()}
         if unknown := [value for value in values if _value(value) not in there]:
             raise UserError(
-                f"{path}: no row has {name}={unknown[0]}; values there:"
-                f" {records.listed([*there.values()])}"
+                f"{path}: no row has {name}={unknown[0]}; values there: {listed([*there.values()])}"
             )
     chosen = [
         line
@@ -874,7 +873,7 @@ def read_points(
         else []
     )
     notes += [
-        f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
+        f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {listed(lines)}"
         for why, lines in (
             ("their loss is empty or not finite", missing),
             ("the highest losses", dropped),
