@@ -41,9 +41,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
 from fp8 import kernels
-from fp8.convert import convert
-from fp8.delayed import DelayedScales
-from fp8.kernels import keep_bf16_copies, keep_gradients, refresh_weight_copies
+from fp8.convert import convert, keep_bf16_copies
+from fp8.precision import Precision
+from fp8.recipes import needs_precision_casts
 from lib.command import run_command
 from lib.errors import UserError
 from lib.help import help_page
@@ -112,14 +112,14 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss, after
     pretend_h100()."""
     # as parallel.set_torch_flags does
-    inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")
+    inductor.emulate_precision_casts = needs_precision_casts([config.fp8.recipe])
     model = GPT.on_meta(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
     convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
-    DelayedScales(model)
     keep_bf16_copies(model)
-    keep_gradients(model)
+    precision = Precision(model)
+    precision.keep_gradients()
     # copies of weights that last are made between the steps, not in them
-    refresh_weight_copies(model)
+    precision.after_update()
     model.wte.forward = lambda h: h  # what comes in is the embedded tokens
     passes = []
     weights = {

@@ -29,10 +29,12 @@ import torch
 import torch.nn as nn
 
 from fp8 import selection, speed
-from fp8.convert import convert
-from fp8.kernels import cast_both, cross_entropy_grad, keep_bf16_copies, refresh_weight_copies
+from fp8.convert import convert, keep_bf16_copies
+from fp8.head_loss import cross_entropy_grad
+from fp8.kernels import cast_both
 from fp8.matmul import scaled_mm
-from fp8.recipes import CANDIDATES, KERNEL_CANDIDATES, by_name
+from fp8.precision import Precision
+from fp8.recipes import CANDIDATES, KERNEL_CANDIDATES, by_name, needs_precision_casts
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import write_atomically
@@ -194,7 +196,7 @@ def time_linear(
     bf16, quantised = (linear_step(name, K, N, x, g) for name in ("off", recipe))
     bf16()
     # as parallel.set_torch_flags does
-    with inductor.patch(emulate_precision_casts=recipe.startswith("rowwise")):
+    with inductor.patch(emulate_precision_casts=needs_precision_casts([by_name(recipe).recipe])):
         if not all(gradient.isfinite().all() for gradient in quantised()):
             raise RuntimeError("a gradient is not finite: the time of such a Linear means nothing")
         bf16_ms, _, ratios = in_turns(bf16, quantised, options.turns, device)
@@ -225,7 +227,7 @@ def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -
         convert(linear, by_name(recipe), device_type=x.device.type)
     piece = nn.Sequential(norm, linear, nn.Sigmoid())
     piece.compute_dtype = BF16  # as a GPT has it
-    refresh_weight_copies(piece)  # once, as in a step of many micro-batches
+    Precision(piece).after_update()  # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())

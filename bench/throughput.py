@@ -37,8 +37,6 @@ import torch
 import torch.nn as nn
 
 from fp8 import selection
-from fp8.kernels import refresh_weight_copies, zero_gradients
-from fp8.linears import set_position
 from fp8.recipes import fp8_overrides
 from lib.command import command, run_command
 from lib.errors import UserError, memory_error
@@ -46,11 +44,11 @@ from lib.files import read_rows, to_line, write_atomically
 from lib.machine import GIB, ROOT, nvidia_smi
 from lib.text import grid, nearest
 from lib.values import FilePath
-from runtime import parallel
 from runtime.config import Config, load_config
 from runtime.log import environment, peak_flops
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
+from runtime.training_step import end_unjudged_step, forward_backward
 
 # Updates on one batch. Later ones fall too fast to be compared: torchao's own recipe was an update
 # behind, 0.49 nats, in the twentieth of 1.5B, and in the tenth of 760M BF16's loss rose (on an
@@ -187,29 +185,19 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     built = build(config, World(0, 0, 1, device))
     if cell.label != BASELINE and not any(layer.recipe for layer in built.layers):
         raise UserError(f"{cell.label} converts nothing here: it would be BF16 once more")
-    model, optimizer, step_scale, tokens = (
-        built.model,
-        built.optimizer,
-        built.loss_scale,
-        cell.micro_batch * cell.T,
-    )
+    model, optimizer, precision = built.model, built.optimizer, built.precision
+    tokens = cell.micro_batch * cell.T
     model.init_weights(config.seed, built.assign)
-    refresh_weight_copies(model)
-    set_position(model, 0)
-    built.scales.begin(step_scale)
+    precision.after_update()
+    precision.set_position(0)
+    precision.before_step(built.loss_scale)
 
     def micro_step(x, y):
-        micro_loss = model(x, y).sum()
-        (micro_loss * step_scale).backward()
-        return micro_loss.detach() / tokens
+        return forward_backward(model, x, y, built.loss_scale) / tokens
 
     def update():
-        parallel.clip_gradients(model, config.optim.clip)
-        built.scales.end(step_scale)
-        optimizer.step()
-        refresh_weight_copies(model)
-        zero_gradients(model)
-        built.scales.begin(step_scale)
+        end_unjudged_step(model, optimizer, precision, config.optim.clip)
+        precision.before_step(built.loss_scale)
 
     counts = {
         key: model.counts()[key] for key in ("flops_per_token", "params_total", "params_matmul")

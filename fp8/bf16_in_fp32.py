@@ -5,16 +5,20 @@ there. A CPU without such units (avx512_bf16, AMX) needs five times as long for 
 matmuls, and three times for attention's gradient. Attention's weights alone are rounded less often:
 torch's kernel rounds them to BF16 between its two matmuls."""
 
-import torch
+from typing import Any
 
-from model import GPT, Attention, Linear
+import torch
+import torch.nn as nn
+
+from fp8.linears import ConvertedLinear
+from model import Attention, Linear
 
 
 class MatmulInFp32(torch.autograd.Function):
     """x (M, K) in BF16, w (N, K) in fp32, taken as BF16 -> x w' (M, N) in BF16."""
 
     @staticmethod
-    def forward(ctx, x, w):
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x32 = x.float()
         w32 = w.to(x.dtype).float()
         ctx.save_for_backward(x32, w32)
@@ -22,7 +26,7 @@ class MatmulInFp32(torch.autograd.Function):
         return (x32 @ w32.t()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x32, w32 = ctx.saved_tensors
         g32 = g.float()
         grad_x = (g32 @ w32).to(ctx.dtype)
@@ -30,24 +34,33 @@ class MatmulInFp32(torch.autograd.Function):
         return grad_x, grad_w
 
 
-class LinearInFp32(Linear):
-    def forward(self, x):
+class LinearInFp32(ConvertedLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (M, K)
         return MatmulInFp32.apply(rows, self.weight).view(*x.shape[:-1], -1)
 
 
 class AttentionInFp32(Attention):
-    def attend(self, q, k, v, **how):
+    """Stands in the place of an Attention, whose Linears and norms it takes over."""
+
+    def __init__(self, attention: Attention):
+        nn.Module.__init__(self)  # Attention's would make new ones
+        self.H, self.K, self.D = attention.H, attention.K, attention.D
+        self.qkv, self.out = attention.qkv, attention.out
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.train(attention.training)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
         y = super().attend(q.float(), k.float(), v.float(), **how)
         return y.to(q.dtype)
 
 
-def convert(model: GPT) -> None:
-    """Swap the classes of every Linear that FP8 leaves alone, and of every attention, in place;
-    weights and names stay."""
-    for module in model.modules():
+def convert(model: nn.Module) -> None:
+    """Replace every Linear that FP8 leaves alone, and every attention; weights and names stay."""
+    for name, module in list(model.named_modules()):
+        if type(module) is Attention:
+            model.set_submodule(name, AttentionInFp32(module))
+    for name, module in list(model.named_modules()):
         if type(module) is Linear:
-            module.__class__ = LinearInFp32
-        elif type(module) is Attention:
-            module.__class__ = AttentionInFp32
-    model.is_in_fp32 = True  # type: ignore[assignment]  # fp8.in_bf16() evaluates the same way
+            model.set_submodule(name, LinearInFp32(module))
+    model.is_in_fp32 = True  # type: ignore[assignment]  # in_bf16() evaluates the same way

@@ -1,89 +1,68 @@
-"""Convert the selected Linears of a model."""
+"""Convert the selected Linears of a model: put one that multiplies in FP8 in the place of each."""
 
-import logging
-import types
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn as nn
 
-from fp8.kernels import _token_losses, _use_kernels
-from fp8.linears import QuantisedLinear
-from fp8.recipes import EMULATED, NATIVE_ON, RECIPES, FP8Config, for_loss_scale
-from fp8.selection import Layer, _is_native, select
+from fp8.head_loss import FP8Head, check_is_cross_entropy
+from fp8.kernels import BF16KernelLinear, ConstantScaleLinear, FP8KernelLinear
+from fp8.linears import EmulatedLinear, PrototypeLinear, torchao_linear
+from fp8.recipes import RECIPES, FP8Config, Recipe, for_loss_scale
+from fp8.selection import Layer, implementation, is_native, select
+from model import GPT, Linear
 
 
 def convert(
     model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str = "cpu"
 ) -> list[Layer]:
-    """Convert the selected Linears of `model` in place; returns the verdict on every Linear. Raises
-    as select() does.
+    """Convert the selected Linears of `model`; returns the verdict on every Linear. Weights, their
+    names and hence checkpoints stay. Raises UserError as select() and implementation() do, and
+    where the head's loss is another than the one that our kernels compute.
 
     loss_scale as in for_loss_scale(); device_type "cuda" or "cpu": where the model, perhaps on the
     meta device, will run."""
-    is_on_cpu = device_type == "cpu"
-    layers = select(
-        model, config, torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    )
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    layers = select(model, config, gpu)
     for layer in layers:
         if layer.recipe is None:
             continue
-        module: Any = model.get_submodule(layer.name)
-        recipe = replace(
-            for_loss_scale(RECIPES[layer.recipe], loss_scale), fast_backward=config.fast_backward
-        )
-        if layer.kernels:
-            _use_kernels(module, recipe, config.scaling == "delayed")
-            if layer.name == "head" and not recipe.has_bf16_weight_grad:
-                module.has_bound = True
-                model.token_losses = types.MethodType(_token_losses, model)  # type: ignore[assignment]  # of this model alone
-        # torchao alone can gather float8; on a CPU its own emulation then multiplies.
-        elif (
-            layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather
-        ):
-            module.__class__, module.recipe, module.is_native = (
-                QuantisedLinear,
-                recipe,
-                _is_native(layer.recipe),
-            )
-            if module.is_native:
-                # which torch 2.11 does not trace by itself
-                torch.compiler.allow_in_graph(torch._scaled_mm_v2)
-        else:
-            model.set_submodule(layer.name, _by_torchao(module, layer.recipe, config, is_on_cpu))
+        scaled = for_loss_scale(RECIPES[layer.recipe], loss_scale)
+        recipe = replace(scaled, fast_backward=config.fast_backward)
+        linear = model.get_submodule(layer.name)
+        assert isinstance(linear, nn.Linear)
+        if _computes_loss(layer, recipe):
+            assert isinstance(model, GPT)
+            check_is_cross_entropy(model.loss_of_logits)
+        model.set_submodule(layer.name, converted(linear, layer, recipe, config, device_type))
     return layers
 
 
-def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bool) -> nn.Module:
-    """torchao's Linear of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting
-    changed."""
-    # of compiled extensions for other hardware, of a deprecated call of its own
-    logging.disable(logging.WARNING)
-    import torchao.float8 as float8  # here: BF16 runs and readers of checkpoints never load it
+def converted(
+    linear: nn.Linear, layer: Layer, recipe: Recipe, config: FP8Config, device_type: str
+) -> nn.Module:
+    """What stands in the place of a Linear, by its verdict."""
+    computed_by = implementation(recipe.name, layer.kernels, config.all_gather, device_type)
+    if computed_by == "kernels":
+        kernel_linear = FP8Head if _computes_loss(layer, recipe) else FP8KernelLinear
+        return kernel_linear(linear, recipe, config.scaling == "delayed")
+    if computed_by == "torchao":
+        return torchao_linear(linear, recipe, config, is_emulated=device_type == "cpu")
+    if computed_by == "prototype":
+        return PrototypeLinear(linear, recipe, is_native(recipe.name))
+    if computed_by == "matmul":
+        return ConstantScaleLinear(linear, recipe)
+    return EmulatedLinear(linear, recipe)
 
-    logging.disable(logging.NOTSET)
-    off = {
-        f"cast_config_{operand}_for_grad_weight": float8.CastConfig(
-            scaling_type=float8.config.ScalingType.DISABLED
-        )
-        for operand in ("input", "grad_output")
-    }  # one each: torchao changes them
-    changes = {"amax": {"round_scales_to_power_of_2": True}, "tensorwise_gw_hp": off}.get(
-        recipe, {}
-    )
-    config = float8.Float8LinearConfig.from_recipe_name(
-        recipe if recipe.startswith("rowwise") else "tensorwise"
-    )
-    backward = float8.Float8GemmConfig(use_fast_accum=settings.fast_backward)
-    return float8.convert_to_float8_training(
-        module,
-        config=replace(
-            config,
-            **changes,
-            enable_fsdp_float8_all_gather=settings.all_gather,
-            emulate=emulate,
-            gemm_config_grad_input=backward,
-            gemm_config_grad_weight=backward,
-        ),
-    )
+
+def _computes_loss(layer: Layer, recipe: Recipe) -> bool:
+    """Whether a Linear is a head whose loss our kernels compute with its matmuls."""
+    return layer.kernels and layer.name == "head" and not recipe.has_bf16_weight_grad
+
+
+def keep_bf16_copies(model: nn.Module) -> None:
+    """Let every Linear that FP8 leaves alone cast its weight once a step too. Not under FSDP2,
+    which casts what it gathers."""
+    plain = {name: module for name, module in model.named_modules() if type(module) is Linear}
+    for name, linear in plain.items():
+        model.set_submodule(name, BF16KernelLinear(linear))

@@ -1,4 +1,4 @@
-"""The matmuls of FP8 and BF16 operands."""
+"""The matmuls of FP8 and BF16 operands: on a GPU by torch, on a CPU by dequantised values."""
 
 import torch
 

@@ -1,25 +1,25 @@
-"""Which Linears FP8 converts, and what the hardware can do."""
+"""Which Linears FP8 converts, each with its reason; who computes a recipe here; hardware that is
+refused."""
 
 import fnmatch
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.nn as nn
 
 from fp8.recipes import (
     CANDIDATES,
-    EMULATED,
-    FP8_MULTIPLES,
-    FP8_SCALED_MM,
     KERNEL_CANDIDATES,
-    NATIVE_ON,
+    KERNELS,
     RECIPES,
-    WITH_KERNELS,
     FP8Config,
+    OnGPU,
     Recipe,
     for_loss_scale,
+    multiple_of,
 )
 from fp8.speed import choose, load_table
 from lib.errors import UserError
@@ -39,6 +39,19 @@ class Layer:
     def params(self) -> int:
         return self.shape[0] * self.shape[1]
 
+    @property
+    def verdict(self) -> str:
+        """As the start of a run prints it."""
+        if not self.recipe:
+            return f"kept BF16: {self.why}"
+        notes = ["kernels"] if self.kernels else []
+        if self.why:
+            notes.append(self.why)
+        return f"-> {self.recipe} ({', '.join(notes)})" if notes else f"-> {self.recipe}"
+
+
+# --------------------------------------------------------------------------------------- selection
+
 
 def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
     """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name
@@ -49,75 +62,24 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
     left to convert, which only `auto` may do."""
     for problem in config.problems():
         raise UserError(problem)
-    linears = {
-        name: (m.in_features, m.out_features)
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear)
+    shapes = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
     }
-    for field in ("include", "skip"):
-        for pattern in getattr(config, field):
-            if not any(_matches(name, pattern) for name in linears):
-                raise UserError(
-                    f"fp8.{field}={pattern!r} matches no Linear; there are:"
-                    f" {', '.join(dict.fromkeys(map(_pattern, linears)))}"
-                )
-    timings, layers = load_table() if config.recipe == "auto" else {}, []
-    # -1: in none
-    blocks = {
-        name: int(name.split(".")[1]) if name.startswith("layers.") else -1 for name in linears
-    }
-    n_blocks = 1 + max(blocks.values(), default=-1)
-    for name, shape in linears.items():
-        block, kernels = blocks[name], config.kernels
-        skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
-        why = next(
-            (
-                why
-                for is_so, why in (
-                    (config.recipe == "off", "fp8.recipe=off"),
-                    (name == "head" and not config.head, "head (fp8.head=false)"),
-                    (skip, f"fp8.skip={skip}"),
-                    (
-                        config.include
-                        and not any(_matches(name, pattern) for pattern in config.include),
-                        "not in fp8.include",
-                    ),
-                    (0 <= block < config.first_bf16, f"fp8.first_bf16={config.first_bf16}"),
-                    (
-                        block >= max(0, n_blocks - config.last_bf16),
-                        f"fp8.last_bf16={config.last_bf16}",
-                    ),
-                    (
-                        config.recipe == "auto" and any(n % 16 for n in shape),
-                        "not a multiple of 16",
-                    ),
-                )
-                if is_so
-            ),
-            "",
-        )
-        recipe: Any = None if why else config.recipe
-        if recipe == "auto":
-            chosen, why = choose(
-                timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ())
-            )
-            recipe, kernels = (
-                chosen and chosen.removesuffix(WITH_KERNELS),
-                WITH_KERNELS in (chosen or ""),
-            )
-        layers.append(Layer(name, shape, recipe, why, bool(recipe) and kernels))
-    if unfit := [
-        layer
-        for layer in layers
-        if layer.recipe and any(n % FP8_MULTIPLES[layer.recipe] for n in layer.shape)
-    ]:
-        raise UserError(
-            _told_unfit(
-                unfit,
-                config,
-                is_all=len(unfit) == sum(layer.recipe is not None for layer in layers),
-            )
-        )
+    _check_patterns(config, shapes)
+    n_blocks = 1 + max((_block_of(name) for name in shapes), default=-1)
+    timings = load_table() if config.recipe == "auto" else {}
+    layers = []
+    for name, shape in shapes.items():
+        reason = _reason_to_keep_bf16(name, shape, n_blocks, config)
+        if reason:
+            layers.append(Layer(name, shape, None, reason, kernels=False))
+        elif config.recipe == "auto":
+            layers.append(_choose(name, shape, config, gpu, timings))
+        else:
+            layers.append(Layer(name, shape, config.recipe, "", config.kernels))
+    _check_sizes(layers, config)
     if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
         raise UserError(
             f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in"
@@ -127,25 +89,88 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
     return layers
 
 
-def _told_unfit(unfit: list[Layer], config: FP8Config, is_all: bool) -> str:
-    """The sentence for Linears whose dimensions FP8 matmuls do not take, alike ones once; is_all:
-    no other would be converted."""
-    alike = Counter((_pattern(layer.name), layer.shape) for layer in unfit)
-    told = [
-        f"{pattern} of {inputs} x {outputs}" + (f" ({count} Linears)" if count > 1 else "")
-        for (pattern, (inputs, outputs)), count in alike.items()
-    ]
-    multiple = max(FP8_MULTIPLES[layer.recipe] for layer in unfit if layer.recipe)
+def _reason_to_keep_bf16(
+    name: str, shape: tuple[int, int], n_blocks: int, config: FP8Config
+) -> str:
+    """Why the config leaves a Linear in BF16; "" where it does not."""
+    block = _block_of(name)
+    if config.recipe == "off":
+        return "fp8.recipe=off"
+    if name == "head" and not config.head:
+        return "head (fp8.head=false)"
+    for pattern in config.skip:
+        if _matches(name, pattern):
+            return f"fp8.skip={pattern}"
+    if config.include and not any(_matches(name, pattern) for pattern in config.include):
+        return "not in fp8.include"
+    if 0 <= block < config.first_bf16:
+        return f"fp8.first_bf16={config.first_bf16}"
+    if block >= max(0, n_blocks - config.last_bf16):
+        return f"fp8.last_bf16={config.last_bf16}"
+    if config.recipe == "auto" and any(size % multiple_of("auto") for size in shape):
+        return f"not a multiple of {multiple_of('auto')}"
+    return ""
+
+
+def _choose(
+    name: str, shape: tuple[int, int], config: FP8Config, gpu: str | None, timings: dict
+) -> Layer:
+    """What fp8.recipe=auto makes of a Linear on `gpu`."""
+    candidates = CANDIDATES + (KERNEL_CANDIDATES if config.kernels else ())
+    label, reason = choose(timings, gpu, *shape, candidates)
+    if label is None:
+        return Layer(name, shape, None, reason, kernels=False)
+    return Layer(name, shape, label.removesuffix(KERNELS), reason, label.endswith(KERNELS))
+
+
+def _check_patterns(config: FP8Config, names: Iterable[str]) -> None:
+    """Raise UserError where a pattern matches no Linear."""
+    for field, patterns in (("include", config.include), ("skip", config.skip)):
+        for pattern in patterns:
+            if not any(_matches(name, pattern) for name in names):
+                linears = dict.fromkeys(map(_pattern, names))
+                raise UserError(
+                    f"fp8.{field}={pattern!r} matches no Linear; there are: {', '.join(linears)}"
+                )
+
+
+def _check_sizes(layers: list[Layer], config: FP8Config) -> None:
+    """Raise UserError where the dimensions of a Linear do not suit its recipe; alike ones are named
+    once."""
+    converted = [layer for layer in layers if layer.recipe]
+    unfit = [layer for layer in converted if any(size % _multiple(layer) for size in layer.shape)]
+    if not unfit:
+        return
+    counts = Counter((_pattern(layer.name), layer.shape) for layer in unfit)
+    shapes = [_shape_in_words(pattern, shape, n) for (pattern, shape), n in counts.items()]
+    multiple = max(map(_multiple, unfit))
     # A pattern of a block's Linear skips it in all blocks: in those where it fits, too, it has the
     # same shape.
-    skipped = dict.fromkeys(
-        (*config.skip, *(pattern.removeprefix("layers.*.") for pattern, _ in alike))
+    patterns = [pattern.removeprefix("layers.*.") for pattern, _ in counts]
+    skipped = ",".join(dict.fromkeys((*config.skip, *patterns)))
+    remedy = f" or give fp8.skip={skipped}"
+    if len(unfit) == len(converted):  # that would leave nothing
+        remedy = ", or set fp8.recipe=off"
+    raise UserError(
+        f"fp8.recipe={config.recipe} cannot convert {', '.join(shapes)}: FP8 matmuls need multiples"
+        f" of {multiple}; change the model's width{remedy}"
     )
-    remedy = "" if is_all else f" or give fp8.skip={','.join(skipped)}"
-    return (
-        f"fp8.recipe={config.recipe} cannot convert {', '.join(told)}: FP8 matmuls need multiples"
-        f" of {multiple}; change the model's width{remedy or ', or set fp8.recipe=off'}"
-    )
+
+
+def _multiple(layer: Layer) -> int:
+    assert layer.recipe is not None
+    return multiple_of(layer.recipe)
+
+
+def _shape_in_words(pattern: str, shape: tuple[int, int], count: int) -> str:
+    inputs, outputs = shape
+    words = f"{pattern} of {inputs} x {outputs}"
+    return f"{words} ({count} Linears)" if count > 1 else words
+
+
+def _block_of(name: str) -> int:
+    """The number of the block that a Linear is in; -1: in none."""
+    return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -169,19 +194,7 @@ def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     """The verdicts as printed lines: one per group of like-named Linears, the total, then
     warnings."""
-    verdicts = [
-        (
-            f"-> {layer.recipe}" + f" ({notes})" * bool(notes)
-            if layer.recipe
-            else f"kept BF16: {layer.why}"
-        )
-        for layer in layers
-        for notes in [", ".join(filter(None, ["kernels" * layer.kernels, layer.why]))]
-    ]
-    groups = Counter(
-        (_pattern(layer.name), *layer.shape, verdict)
-        for layer, verdict in zip(layers, verdicts, strict=True)
-    )
+    groups = Counter((_pattern(layer.name), *layer.shape, layer.verdict) for layer in layers)
     lines = [
         f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}"
         for (pattern, k, n, verdict), count in groups.items()
@@ -194,34 +207,52 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     )
     if recipe == "auto" and not converted:
         lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
-    is_on_cpu = converted and device_type == "cpu"
-    if is_on_cpu or recipe in EMULATED or recipe in NATIVE_ON and not _is_native(recipe):
-        lines.append(
-            f"fp8: emulated on this {'CPU' if is_on_cpu else 'GPU'}: real numerics, slower than"
-            " BF16"
-        )
+    if converted and device_type == "cpu":
+        lines.append("fp8: emulated on this CPU: real numerics, slower than BF16")
+    elif recipe in RECIPES and RECIPES[recipe].is_emulated_on_gpus and not is_native(recipe):
+        lines.append("fp8: emulated on this GPU: real numerics, slower than BF16")
     return lines
+
+
+# ---------------------------------------------------------------------------------------- hardware
+
+
+def implementation(
+    recipe: str, kernels: bool, all_gather: bool, device_type: str
+) -> OnGPU | Literal["kernels"]:
+    """Who multiplies by a recipe on a kind of device. Raises UserError where nobody does: another
+    recipe would be computed without a word."""
+    on_gpu = RECIPES[recipe].on_gpu
+    if kernels:
+        return "kernels"
+    if device_type == "cpu":
+        # torchao alone can gather float8; on a CPU its own emulation then multiplies
+        return "torchao" if all_gather else "emulated"
+    if on_gpu is None:
+        raise UserError(
+            f"fp8.recipe={recipe} has no implementation on a GPU: train with it on a CPU, take"
+            " another recipe, or name one as on_gpu in fp8/recipes.py"
+        )
+    return on_gpu
 
 
 def check_hardware(config: FP8Config, device: torch.device) -> None:
     """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent."""
-    need = (9, 0) if config.recipe.startswith("rowwise") else (8, 9)  # ATen's scaled_mm checks
-    if (
-        device.type == "cuda"
-        and config.recipe in FP8_SCALED_MM
-        and (have := torch.cuda.get_device_capability(device)) < need
-    ):
+    if device.type != "cuda" or config.recipe not in RECIPES:
+        return
+    implementation(config.recipe, config.kernels, config.all_gather, device.type)
+    needed = RECIPES[config.recipe].capability
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
         raise UserError(
-            f"fp8.recipe={config.recipe} needs a GPU of compute capability {need[0]}.{need[1]} or"
-            f" later, but {torch.cuda.get_device_name(device)} has {have[0]}.{have[1]}: use"
-            " fp8.recipe=off (BF16) here"
+            f"fp8.recipe={config.recipe} needs a GPU of compute capability {needed[0]}.{needed[1]}"
+            f" or later, but {torch.cuda.get_device_name(device)} has"
+            f" {capability[0]}.{capability[1]}: use fp8.recipe=off (BF16) here"
         )
 
 
-def _is_native(recipe: str) -> bool:
+def is_native(recipe: str) -> bool:
     """Whether the GPU here multiplies by `recipe`, which torchao's prototypes compute, itself."""
-    return (
-        recipe in NATIVE_ON
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability()[0] in NATIVE_ON[recipe]
-    )
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] in RECIPES[recipe].native_on

@@ -1,4 +1,4 @@
-"""Shards of FP8 weights under FSDP2."""
+"""FP8 under FSDP2: weights that are gathered as float8, and maxima over ranks."""
 
 import math
 from typing import Any
@@ -8,18 +8,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-
-
-def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The largest of all ranks, of each of `values` (n,); NaN where it is NaN on any rank, as on
-    one process. On the device.
-
-    gloo's own MAX compares, and a NaN compares as false: it is lost or kept by its rank, and can
-    hide the maximum beside it."""
-    is_nan = values.isnan()
-    both = torch.stack((values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)))  # (2, n)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def is_wrapped(weight: torch.Tensor) -> bool:
@@ -52,3 +40,18 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The largest of all ranks, of each of `values` (n,); NaN where it is NaN on any rank, as on
+    one process. On the device.
+
+    gloo's own MAX compares, and a NaN compares as false: it is lost or kept by its rank, and can
+    hide the maximum beside it."""
+    is_nan = values.isnan()
+    values_and_flags = torch.stack(
+        (values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype))
+    )  # (2, n)
+    dist.all_reduce(values_and_flags, dist.ReduceOp.MAX)
+    largest, has_nan = values_and_flags
+    return largest.masked_fill(has_nan > 0, math.nan)

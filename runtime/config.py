@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
-from fp8.recipes import FP8_MULTIPLES, FP8Config
+from fp8.recipes import FP8Config, multiple_of
 from lib.errors import UserError
 from lib.help import field_lines
 from lib.machine import ROOT
@@ -243,26 +243,9 @@ class Config:
             )
         if wrong := [step for step in self.checkpoint.at if not 1 <= step <= end]:
             yield f"checkpoint.at asks for step {wrong[0]}, but this run has steps 1 to {end}"
-        multiple, chunk = FP8_MULTIPLES[recipe], m.loss_chunk if self.fp8.head else None
+        chunk = m.loss_chunk if self.fp8.head else None
         tokens = 0 if d.micro_batch == "auto" else d.micro_batch * m.n_ctx
-        # Both are summed over by a weight gradient; fp8.select() checks the rest.
-        for key, size in (
-            ("model.loss_chunk", chunk or 0),
-            (
-                "data.micro_batch x model.n_ctx",
-                tokens,
-            ),
-        ):
-            if recipe != "off" and size % multiple:
-                yield (
-                    f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs:"
-                    " change it, or fp8.recipe=off"
-                )
-        if chunk and recipe in ("nvfp4", "nvfp4_hadamard"):
-            yield (
-                f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the"
-                " head: set fp8.head=false"
-            )
+        yield from self.fp8.size_problems(tokens, chunk)
         # Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by
         # test), without a word.
         if (
@@ -275,7 +258,7 @@ class Config:
             yield (
                 f"model.loss_chunk={chunk} must divide model.n_ctx={m.n_ctx} or be a multiple of it"
                 " (torch.compile on a CPU, fp8.head, fp8.kernels): take"
-                f" {math.lcm(m.n_ctx, multiple)}, or none, or parallel.compile=false"
+                f" {math.lcm(m.n_ctx, multiple_of(recipe))}, or none, or parallel.compile=false"
             )
 
     @property

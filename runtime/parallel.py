@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8 import bf16_in_fp32
-from fp8.convert import convert
-from fp8.delayed import DelayedScales
-from fp8.kernels import keep_bf16_copies, keep_gradients
-from fp8.recipes import RECIPES
+from fp8.convert import convert, keep_bf16_copies
+from fp8.precision import Precision
+from fp8.recipes import RECIPES, needs_precision_casts
 from fp8.selection import Layer
 from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
@@ -343,8 +342,7 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
 @dataclass
 class Built:
     """A model in memory whose weights and buffers are uninitialised: fill them by
-    model.init_weights(seed, assign) or from a checkpoint, then call
-    refresh_weight_copies(model)."""
+    model.init_weights(seed, assign) or from a checkpoint, then call precision.after_update()."""
 
     model: GPT
     optimizer: torch.optim.AdamW | optim.MuonAdamW
@@ -353,7 +351,7 @@ class Built:
     layers: list[Layer]  # the choice of recipe for every Linear
     loss_scale: float  # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]  # lines for people: torch's global switches that were set
-    scales: DelayedScales  # of fp8.scaling=delayed
+    precision: Precision  # what the training loop asks of FP8
 
 
 def build(config: Config, world: World) -> Built:
@@ -371,8 +369,8 @@ def build(config: Config, world: World) -> Built:
     model.counts()  # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
-        for block in model.blocks():
-            block.__class__ = RecomputedBlock
+        for number, block in enumerate(model.blocks()):
+            model.layers[number] = RecomputedBlock(block)
     shard(model, world, config.parallel.reshard)
     if config.parallel.compile:
         compile_model(model, is_whole=config.parallel.compile == "model" and world.size == 1)
@@ -387,12 +385,11 @@ def build(config: Config, world: World) -> Built:
             )
         p.copy_(full)
 
+    precision = Precision(model, config.seed, world.size)
     if world.size == 1 and config.accumulation(1) > 1:
-        keep_gradients(model)
+        precision.keep_gradients()
     optimizer = optim.build_optimizer(model, config.optim)
-    return Built(
-        model, optimizer, assign, layers, loss_scale, flags, DelayedScales(model, world.size)
-    )
+    return Built(model, optimizer, assign, layers, loss_scale, flags, precision)
 
 
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:
@@ -422,13 +419,13 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
             )
         )
     if world.device.type == "cuda":
-        # These multiply dequantised values in fp32, which TF32 would round.
-        is_emulated = any(
-            RECIPES[recipe].input.scaling == "tile" or recipe == "tensorwise_gi_hp"
+        # Where dequantised values are multiplied in fp32, TF32 would round them.
+        needs_fp32 = any(
+            RECIPES[recipe].is_emulated_on_gpus and RECIPES[recipe].needs_fp32_emulation
             for recipe in recipes
         )
-        torch.set_float32_matmul_precision("highest" if is_emulated else "high")
-        if config.parallel.compile and any(recipe.startswith("rowwise") for recipe in recipes):
+        torch.set_float32_matmul_precision("highest" if needs_fp32 else "high")
+        if config.parallel.compile and needs_precision_casts(recipes):
             import torch._inductor.config as inductor
 
             inductor.emulate_precision_casts = True
@@ -454,8 +451,13 @@ ATTENTION = [
 
 class RecomputedBlock(Block):
     """A Block that keeps only its input and attention's output for the backward pass, and runs the
-    rest of its forward pass again there, to the same values. build() swaps the class: every name in
-    the state dict stays, and FSDP2's own class goes on top."""
+    rest of its forward pass again there, to the same values. It stands in the place of another one,
+    whose modules it takes over: every name in the state dict stays."""
+
+    def __init__(self, block: Block):
+        nn.Module.__init__(self)  # Block's would make new ones
+        self.norm1, self.attn = block.norm1, block.attn
+        self.norm2, self.mlp = block.norm2, block.mlp
 
     def forward(self, x, cos, sin, cache=None):
         if cache is not None or not torch.is_grad_enabled():

@@ -20,10 +20,7 @@ from pathlib import Path
 import torch
 
 from fp8 import selection
-from fp8.kernels import refresh_weight_copies, zero_gradients
-from fp8.linears import set_position
-from fp8.precision import in_bf16
-from fp8.recipes import EMULATED
+from fp8.recipes import RECIPES
 from lib.errors import MachineError, UserError, memory_error
 from lib.machine import GIB, end_with_parent
 from lib.text import duration
@@ -36,6 +33,7 @@ from runtime.log import peak_flops
 from runtime.roofline import highest_ratio, modelled_ratio
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
+from runtime.training_step import end_unjudged_step, forward_backward
 
 # of the BF16 peak, on Hopper: published figures are 0.41 to 0.51 below 2B parameters
 ASSUMED_MFU = 0.45
@@ -177,7 +175,8 @@ def _memory(
     q_width = m.n_head * m.head_dim  # channels of q, and of attention's output
     block = 2 * (4 * m.n_embd + 3 * q_width + 3 * m.kv_heads * m.head_dim + 3 * m.n_ffn)
     if (
-        f.recipe in ("tensorwise", "amax")
+        f.recipe in RECIPES
+        and RECIPES[f.recipe].keeps_fp8_alone
         and in_fp8 >= counts["params_matmul"] - counts["params_head"]
     ):
         # norms' outputs and product as FP8 alone, attention's output as both
@@ -264,8 +263,15 @@ def _hours(
         f"  {'BF16':22} {hours:10.1f} h",
     ]
     # the emulated are slower by far, as the lines above say
-    if recipe == "off" or recipe in EMULATED:
+    facts = RECIPES.get(recipe)  # of off and auto there are none
+    if recipe == "off" or (facts and facts.on_gpu == "emulated"):
         return lines
+    if facts and facts.on_gpu is None:
+        return [
+            *lines,
+            f"  {'FP8':22} {'none':>10}     fp8.recipe={recipe} has no implementation on a GPU:"
+            " this run is refused there",
+        ]
     if fp8_peak is None:
         return [
             *lines,
@@ -478,27 +484,26 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
         for p in model.parameters():
             p.normal_(0.0, math.sqrt(0.4 / m.n_embd)) if p.ndim > 1 else p.fill_(1.0)
     model.init_buffers()
-    refresh_weight_copies(model)
-    set_position(model, 0)
+    precision = built.precision
+    precision.after_update()
+    precision.set_position(0)
+    precision.before_step(built.loss_scale)
     x, y = torch.randint(m.vocab_size, (2, n, m.n_ctx), device=device)
 
     def seconds(micro_steps: int) -> float:
         started = time.perf_counter()
         for _ in range(micro_steps):
-            (model(x, y).sum() * built.loss_scale).backward()
+            forward_backward(model, x, y, built.loss_scale)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
     seconds(2)  # compiled, and once with gradients to add to
-    parallel.clip_gradients(model, config.optim.clip)
-    built.optimizer.step()
-    zero_gradients(model)
-    refresh_weight_copies(model)
+    end_unjudged_step(model, built.optimizer, precision, config.optim.clip)
     repeats = max(2, math.ceil(MEASURED_S / seconds(1)))
     best = min(seconds(repeats) for _ in range(3)) / repeats
-    zero_gradients(model)
-    with torch.no_grad(), in_bf16(model):
+    precision.zero_gradients()
+    with torch.no_grad(), precision.in_bf16():
         model(x, y).tolist()
     peak = (
         torch.cuda.max_memory_reserved(device)

@@ -25,11 +25,8 @@ import numpy as np
 import torch
 
 from fp8 import selection
-from fp8.kernels import refresh_weight_copies, zero_gradients
-from fp8.linears import set_position
-from fp8.precision import in_bf16
 from fp8.probe import Probe
-from fp8.sharded import reshard, unwrap
+from fp8.sharded import unwrap
 from lib.errors import MachineError, UserError
 from lib.files import digest, read_rows, write_json
 from lib.machine import ROOT, device_name
@@ -126,11 +123,11 @@ class Run:
         self.data = Data(config, *self.tokenizer.hashes)
         self.data.verify(*world.share_of_machine)  # each machine may have a copy of its own
         self._built = built = build(config, world)
-        self.model, self.optimizer, self.loss_scale, self.scales = (
+        self.model, self.optimizer, self.loss_scale, self.precision = (
             built.model,
             built.optimizer,
             built.loss_scale,
-            built.scales,
+            built.precision,
         )
         self._identity = {
             "train": self.data.train_sha256,
@@ -146,7 +143,7 @@ class Run:
         }
         damaged: list[str] = []  # lines about checkpoints
         restored = self._restore(damaged)
-        refresh_weight_copies(self.model)
+        self.precision.after_update()
         if world.is_main:
             self._open_log(cleanup, restored, damaged)
         self.saver = Saver(
@@ -210,7 +207,7 @@ class Run:
             self._began -= self.progress.seconds
             optim.set_updates(self.optimizer, self.progress.updates)
             self.guard = Guard(config.guard, **state["guard"])
-            self.scales.load(state.get("fp8_scales"))  # a trunk of another precision has none
+            self.precision.load(state.get("fp8_scales"))  # a trunk of another precision has none
         # an imported model was begun with none
         for key, what in (
             ("train", "training tokens than data.dir holds"),
@@ -353,7 +350,7 @@ class Run:
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
         # of stochastic rounding
-        set_position(self.model, next(self._positions), self.config.seed)
+        self.precision.set_position(next(self._positions))
         self.at("forward and backward")
         return self._batch
 
@@ -363,7 +360,7 @@ class Run:
         loss: float,
         grad_norm: float,
         lr: float,
-        step_scale: float,
+        loss_scale: float,
         is_stopping: bool,
         n_saturated: int,
     ) -> None:
@@ -394,7 +391,7 @@ class Run:
             )
             if n_saturated:
                 self.log.event(
-                    {"event": "fp8_saturated", "step": step, "tensors": self.scales.saturated()}
+                    {"event": "fp8_saturated", "step": step, "tensors": self.precision.saturated()}
                 )
         self.watchdog.patience = config.parallel.timeout  # compilation and loading are over
         # compiled now: a full collection of what stays would take half a second in some step
@@ -408,7 +405,7 @@ class Run:
         self._compare_with_shutdown_timeout(step_s)
         if is_due(step, config.probe.every):
             began = time.perf_counter()
-            self._probe(step, *self._batch, step_scale)
+            self._probe(step, *self._batch, loss_scale)
             progress.probe_seconds += time.perf_counter() - began
         self._is_save_due |= is_due(step, config.checkpoint.every, config.checkpoint.rolling)
         # In a row of skips the weights may be what is wrong, no checkpoint to go back to: what is
@@ -445,7 +442,8 @@ class Run:
         """The validation loss; None, and the run is stopping, where that was requested
         meanwhile."""
         config, world = self.config, self.world
-        self.scales.begin(self.loss_scale)  # a run that was resumed here has not set them yet
+        # a run that was resumed here has set no scales yet
+        self.precision.before_step(self.loss_scale)
         self.at("validating", is_slow=True)  # may be compiled first
 
         def any_rank_stops() -> bool:
@@ -480,7 +478,7 @@ class Run:
             "origin": self._origin,
             "switched_from": self._switched_from,
         }
-        if scales := self.scales.state():
+        if scales := self.precision.state():
             state["fp8_scales"] = scales
         self.data.verified()  # no checkpoint holds what a damaged shard has taught
         # the step is the manifest's own
@@ -533,11 +531,11 @@ class Run:
         self._is_save_due = False
         to, state = found[1]["step"], found[1]["state"]
         self.saver.roll_back(to)
-        zero_gradients(self.model)
-        reshard(self.model)
+        self.precision.zero_gradients()
+        self.precision.reshard()
         optim.set_updates(self.optimizer, state["updates"])
-        refresh_weight_copies(self.model)
-        self.scales.load(state.get("fp8_scales"))
+        self.precision.after_update()
+        self.precision.load(state.get("fp8_scales"))
         guard.rolled_back(state["guard"])
         progress.step, progress.updates, progress.data_offset = (
             to,
@@ -566,7 +564,7 @@ class Run:
         """Validate in BF16 too, wait for the last save, write the summary. False where a stop was
         requested meanwhile."""
         self._batches.close()
-        with in_bf16(self.model):
+        with self.precision.in_bf16():
             loss_in_bf16 = self._evaluate()
         if loss_in_bf16 is None:
             return False

@@ -115,3 +115,10 @@ def test_what_is_not_needed_is_not_imported(code, unneeded):
 def test_nothing_untrusted_is_unpickled_or_executed():
     pattern = r"\bexec\(|(?<![.\w])eval\(|pickle\.loads?\(|torch\.load\(|allow_pickle=True|trust_remote_code"
     assert not [name for name, text in MODULES.items() if re.search(pattern, text)]
+
+
+def test_no_class_is_swapped_and_no_method_is_planted_on_one_instance():
+    """A module of another kind is put in the place of the first: a reader finds its class where it
+    is made."""
+    pattern = r"__class__\b[^=\n]*=[^=]|\bMethodType\b"
+    assert not [name for name, text in MODULES.items() if re.search(pattern, text)]

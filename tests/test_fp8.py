@@ -14,27 +14,25 @@ import torch.nn.functional as F
 
 from fp8 import selection
 from fp8.convert import convert
+from fp8.copies import refresh_weight_copies
 from fp8.delayed import DelayedScales
-from fp8.kernels import _token_losses, refresh_weight_copies
-from fp8.linears import _torchao_blockwise, _torchao_mx, set_position
+from fp8.head_loss import FP8Head
+from fp8.linears import set_position, torchao_blockwise, torchao_mx
 from fp8.precision import in_bf16
-from fp8.recipes import FP8_MULTIPLES, RECIPES, Operand, by_name
-from fp8.rounding import _rotated, fake_quantise, noise_at
+from fp8.recipes import RECIPES, Operand, by_name, multiple_of
+from fp8.rounding import fake_quantise, noise_at, rotated
 from lib.errors import UserError
 from model import GPT, GPTConfig, Linear, RMSNorm
 from runtime import parallel
 from runtime.config import FP8Config
 
+# what a GPU multiplies itself, here or on Blackwell
 NATIVE = [
-    "tensorwise",
-    "tensorwise_gw_hp",
-    "rowwise",
-    "rowwise_with_gw_hp",
-    "amax",
-    "cscale",
-    "mxfp8",
+    recipe.name
+    for recipe in RECIPES.values()
+    if recipe.on_gpu in ("torchao", "matmul") or recipe.name == "mxfp8"
 ]
-KERNELS = [f"{recipe}+kernels" for recipe in ("tensorwise", "tensorwise_gw_hp", "amax")]
+KERNELS = [f"{recipe.name}+kernels" for recipe in RECIPES.values() if recipe.has_kernels]
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "vocab_size": 257}
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
@@ -211,7 +209,7 @@ def reference(recipe, x, w, g, noise=(None, None), turned=lambda t: t):
     )
 
 
-@pytest.mark.parametrize("label", [*OPERANDS, *KERNELS])
+@pytest.mark.parametrize("label", [*RECIPES, *KERNELS])
 def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     """Up to the rounding of the result: to BF16, or fp32 for FP8 weight gradients of our kernels. A
     mean loss over 2**12 tokens has gradients 2**12 smaller, of the same float8 values.
@@ -222,9 +220,9 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     g_first, w_again = (
         2 * [Operand(None)] if r.has_bf16_input_grad else (r.grad, r.weight_again or r.weight)
     )
-    turned = _rotated if r.is_rotated else lambda t: t
+    turned = rotated if r.is_rotated else lambda t: t
     for kind in KINDS:
-        x, w, g = operands(kind, *((256, 384, 128) if FP8_MULTIPLES[recipe] == 128 else ()))
+        x, w, g = operands(kind, *((256, 384, 128) if multiple_of(recipe) == 128 else ()))
         holder, noise = linear(w, label, loss_scale=loss_scale), (None, None)
         set_position(holder, 1000)
         if r.grad.is_stochastic:
@@ -247,7 +245,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
         assert all(d < 1e-6 for d in map(distance, fake, want)), kind
 
 
-@pytest.mark.parametrize("recipe", NATIVE[:5])
+@pytest.mark.parametrize("recipe", [r.name for r in RECIPES.values() if r.on_gpu == "torchao"])
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu_where_backward_matmuls_accumulate_fast_if_asked(
     recipe, is_fast, emulated_scaled_mm, monkeypatch
@@ -264,7 +262,7 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu_where_backward
         x, w, g = operands(kind)
         ours, theirs = linear(w, label), linear(w, label, "cuda")
         assert [type(holder[0]).__name__ for holder in (ours, theirs)] == [
-            "QuantisedLinear",
+            "EmulatedLinear",
             "Float8Linear",
         ]
         for mine, their in zip(passes(ours, x, g), passes(theirs, x, g), strict=True):
@@ -287,7 +285,7 @@ def test_the_emulation_is_what_torchaos_prototypes_compute(recipe, monkeypatch):
     )
     in_mx, prototype = (
         mx._to_mxfp8_then_scaled_mm,
-        {"mxfp8": _torchao_mx, "blockwise": _torchao_blockwise}[recipe],
+        {"mxfp8": torchao_mx, "blockwise": torchao_blockwise}[recipe],
     )
 
     def multiply(mat_a, mat_b, scale_a, scale_b, out_dtype, triton_scale_b=None, **_):
@@ -364,13 +362,11 @@ def test_the_rotation_is_orthogonal_and_so_keeps_products_and_spreads_outliers()
     torch.manual_seed(1)
     g = torch.randn(64, 8)
     g[20] = 1000.0
-    mix = _rotated(torch.eye(64)).double()
+    mix = rotated(torch.eye(64)).double()
     assert torch.allclose(mix @ mix.t(), torch.eye(64).double(), atol=1e-6)
-    assert torch.allclose(_rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
-    assert _rotated(torch.ones(64, 1)).abs().max() < 3, (
-        "random signs: no constant becomes one value"
-    )
-    assert _rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
+    assert torch.allclose(rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
+    assert rotated(torch.ones(64, 1)).abs().max() < 3, "random signs: no constant becomes one value"
+    assert rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
 
 
 def test_the_noise_of_stochastic_rounding_is_uniform_and_of_each_token_layer_and_seed():
@@ -479,6 +475,9 @@ class Piece(torch.nn.Module):
     """A norm, Linears with all kinds of scaling, the head's loss: what compilation fuses, for less
     compilation than a GPT."""
 
+    token_losses = GPT.token_losses
+    loss_of_logits = staticmethod(GPT.loss_of_logits)
+
     def __init__(self):
         super().__init__()
         self.norm = RMSNorm(64, 1e-5)
@@ -488,17 +487,15 @@ class Piece(torch.nn.Module):
             linear(w, label)
             for label in ("cscale", "rowwise_with_gw_hp", "mxfp8", "tensorwise+kernels+delayed")
         )
-        self.kernels, (self.head,) = (
-            linear(w[:64], "tensorwise+kernels"),
-            linear(4 * w, "tensorwise+kernels+delayed"),
-        )
-        self.head.has_bound = True  # convert() tells a head by its name
+        self.kernels = linear(w[:64], "tensorwise+kernels")
+        (plain,) = linear(4 * w, "off")
+        self.head = FP8Head(plain, RECIPES["tensorwise"], is_delayed=True)
         self.scales = DelayedScales(self)
 
     def forward(self, x):
         x = self.norm(x)
-        return *(holder(x) for holder in self.linears), _token_losses(
-            self, self.kernels(x), torch.arange(len(x))
+        return *(holder(x) for holder in self.linears), self.token_losses(
+            self.kernels(x), torch.arange(len(x))
         )
 
 

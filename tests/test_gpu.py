@@ -11,9 +11,11 @@ import warnings
 import pytest
 import torch
 
+from fp8.copies import refresh_weight_copies
 from fp8.delayed import DelayedScales
-from fp8.kernels import cast_both, cross_entropy_grad, refresh_weight_copies
-from fp8.linears import QuantisedLinear
+from fp8.head_loss import cross_entropy_grad
+from fp8.kernels import cast_both
+from fp8.linears import PrototypeLinear
 from fp8.matmul import add_weight_grad
 from fp8.recipes import by_name
 from runtime import plan
@@ -110,7 +112,7 @@ def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
 def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate():
     x, w, g = operands("random", 512, 768, 1024)
     holder = linear(w, "blockwise", "cuda").cuda()
-    converted = next(m for m in holder.modules() if isinstance(m, QuantisedLinear))
+    converted = next(m for m in holder.modules() if isinstance(m, PrototypeLinear))
     assert converted.is_native == (torch.cuda.get_device_capability()[0] == 9)
     native = passes(holder, x.cuda(), g.cuda())
     converted.is_native = False

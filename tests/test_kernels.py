@@ -79,10 +79,8 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
 ):
     """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose
     FP8 for it."""
-    pieces, refresh = [], kernels.refresh_weight_copies
-    monkeypatch.setattr(
-        kernels, "refresh_weight_copies", lambda piece: pieces.append(piece) or refresh(piece)
-    )
+    pieces, make = [], kernels.Precision
+    monkeypatch.setattr(kernels, "Precision", lambda piece: pieces.append(piece) or make(piece))
     torch.manual_seed(0)
     x, g = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(32, 96).bfloat16()
     grads = {}

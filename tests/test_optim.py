@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fp8 import kernels
-from fp8.kernels import zero_gradients
+from fp8.copies import zero_gradients
 from fp8.matmul import add_weight_grad
 from model import GPT, GPTConfig
 from runtime import optim, parallel

@@ -26,13 +26,12 @@ from torch.distributed.run import parse_args as torchrun_options
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import runtime.run
 import train
 from fp8 import selection
-from fp8.kernels import refresh_weight_copies, zero_gradients
-from fp8.precision import in_bf16
+from fp8.copies import refresh_weight_copies, zero_gradients
+from fp8.precision import Precision
 from fp8.probe import Probe
-from fp8.recipes import FP8_MULTIPLES, RECIPES
+from fp8.recipes import RECIPES
 from fp8.sharded import max_over_ranks, reshard, unwrap
 from lib.errors import MachineError, UserError
 from lib.files import read_rows
@@ -49,7 +48,7 @@ from tests.test_fp8 import tokens
 
 WIDE_HEADS = "model.head_size=48 model.n_kv_head=1"  # 96 channels of attention in a width of 32
 # what tiny models can have
-SHARDED = ("off", *(name for name in RECIPES if FP8_MULTIPLES[name] <= 32))
+SHARDED = ("off", *(name for name, recipe in RECIPES.items() if recipe.multiple <= 32))
 
 
 def build(config, words="", world=ALONE):
@@ -274,7 +273,7 @@ def work(folder: Path) -> None:
         for name in ("whole", "halves")
     )
     world = parallel.start(whole)
-    with mock.patch.object(runtime.run, "set_position") as placed:
+    with mock.patch.object(Precision, "set_position", autospec=True) as placed:
         train.train(whole, world)
         if world.is_main:  # as a kill after step 3 would leave it
             shutil.copytree(whole.run_dir, halves.run_dir)
@@ -350,12 +349,12 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
         with torch.no_grad(), mock.patch.object(dist, name, counted):
             losses.append(model(x, y).tolist())
             seen["sent"].append(sum(sizes))
-            with pytest.raises(KeyError), in_bf16(model):
+            with pytest.raises(KeyError), Precision(model).in_bf16():
                 losses.append(model(x, y).tolist())
                 raise KeyError
             losses.append(model(x, y).tolist())
         seen["losses"].append(losses)
-        reshard(model)  # as a backward pass does
+        Precision(model).reshard()  # as a backward pass does
         with CommDebugMode() as mode:
             refresh_weight_copies(model)
         seen.setdefault("all_reduces", mode.get_total_counts())
@@ -406,7 +405,7 @@ def descent(config, world, words) -> list[tuple[float, float]]:
                 weight -= 1e-3 * weight.grad
         zero_gradients(built.model)
         refresh_weight_copies(built.model)
-    with in_bf16(built.model), torch.no_grad():
+    with built.precision.in_bf16(), torch.no_grad():
         return [
             *told,
             (parallel.all_sum(built.model(*tokens(10 * world.rank)).sum(), world).item(), 0.0),
@@ -441,8 +440,8 @@ def nan_on_one_rank(folder: Path, base, rank: int, size: int, port: int) -> None
         linear = delayed.model.get_submodule(name)
         linear.x_amax.fill_(value)
         delayed.model.get_submodule("layers.1.attn.qkv").x_amax.fill_(1.0 + rank)
-        delayed.scales.end(1.0)
-        history = delayed.scales.state()
+        delayed.precision.after_passes()
+        history = delayed.precision.state()
         losses = {}
         for kind, built in ("kernels", delayed), ("all_gather", gathered_as_float8):
             shard = local(unwrap(built.model.get_submodule(name).weight.detach()))
@@ -465,7 +464,7 @@ def nan_on_one_rank(folder: Path, base, rank: int, size: int, port: int) -> None
                 "history_beside_it": history["layers.1.attn.qkv.x"][0],
             }
         )
-        delayed.scales.begin(1.0)
+        delayed.precision.before_step(1.0)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     parallel.finish(world, 0)
 

@@ -10,7 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from fp8 import probe, selection
-from fp8.kernels import KernelMatmul, refresh_weight_copies
+from fp8.copies import refresh_weight_copies
+from fp8.head_loss import FP8HeadLoss
 from fp8.linears import set_position
 from fp8.probe import Probe, sequences, statistics
 from fp8.recipes import Operand
@@ -148,7 +149,7 @@ def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_w
     """Its first chunk, and not again when the backward pass recomputes it. An FP8 head on our
     kernels computes its loss in one piece, which has no output to watch: not with BF16 weight
     gradients, and not while a probe watches."""
-    calls, whole, forward = [], [], KernelMatmul.forward
+    calls, whole, forward = [], [], FP8HeadLoss.forward
     monkeypatch.setattr(
         probe,
         "statistics",
@@ -156,7 +157,7 @@ def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_w
     )
     # targets
     monkeypatch.setattr(
-        KernelMatmul, "forward", staticmethod(lambda *a: whole.extend(a[12:]) or forward(*a))
+        FP8HeadLoss, "forward", staticmethod(lambda *a: whole.append(a[3]) or forward(*a))
     )
     model, recipes, x, y = build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
     model(x, y)
