@@ -377,9 +377,17 @@ class GPT(nn.Module):
 
     def token_losses(self, h, targets):
         """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32,
-        nats."""
+        nats. A head that multiplies in FP8 may compute them together with its matmul."""
+        if hasattr(self.head, "fuses_loss") and self.head.fuses_loss():
+            return self.head.token_losses(h, targets)
         # fp32: sums of 50k exponentials
-        return F.cross_entropy(self.head(h).float(), targets, reduction="none")
+        return self.loss_of_logits(self.head(h).float(), targets)
+
+    @staticmethod
+    def loss_of_logits(logits, targets):
+        """fp32 logits (n, V), targets (n,) -> the loss of each token (n,). fp8/head_loss.py has it
+        a second time, and refuses to convert a model where the two differ."""
+        return F.cross_entropy(logits, targets, reduction="none")
 
     def counts(self) -> dict[str, int]:
         """Parameters and FLOPs per token under every convention in use, counted from the modules.

@@ -28,7 +28,7 @@ from lib.command import Failure, Frame, explain_known, run_command
 from lib.errors import MachineError
 from lib.help import help_page
 from lib.machine import check_device
-from runtime import fp8, optim, parallel
+from runtime import optim, parallel
 from runtime.command_line import CommandLine, read_command_line
 from runtime.config import Config, help_text, load_config_and_files
 from runtime.guard import Verdict
@@ -36,6 +36,7 @@ from runtime.log import check_mirrors
 from runtime.parallel import World
 from runtime.plan import cpu_estimate, plan, resolve_micro_batch
 from runtime.run import Run, StepResult
+from runtime.training_step import forward_backward, update_weights
 
 
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
@@ -44,7 +45,7 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
     with Run.open(config, world, config_files) as run:
         if run is None:  # finished already
             return
-        model, optimizer = run.model, run.optimizer
+        model, optimizer, precision = run.model, run.optimizer, run.precision
         accumulation = config.accumulation(world.size)
         # steps done; validates and goes back where that is due
         while (step := run.next_step()) is not None:
@@ -52,15 +53,13 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
             # of all ranks: fewer than tokens, or 0, with prompts
             targets = run.data.targets(step + run.progress.data_offset)
-            step_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
-            run.scales.begin(step_scale)  # of fp8.scaling=delayed: from the steps before
+            loss_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
+            precision.before_step(loss_scale)  # scales of fp8.scaling=delayed: from past steps
             loss_sum = torch.zeros((), device=world.device)
             for micro in range(accumulation):
                 x, y = run.next_batch()  # (B, T) each
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
-                micro_loss = model(x, y).sum()
-                (micro_loss * step_scale).backward()
-                loss_sum += micro_loss.detach()
+                loss_sum += forward_backward(model, x, y, loss_scale)
 
             # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
@@ -68,7 +67,7 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
             sums = parallel.all_sum(
                 torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.is_set()))), world
             )
-            n_saturated = run.scales.end(step_scale)  # tensors beyond their delayed scale
+            n_saturated = precision.after_passes()  # tensors beyond their delayed scale
             loss, stops, grad_norm, n_saturated = torch.cat(
                 (sums, torch.stack((grad_norm, n_saturated)))
             ).tolist()
@@ -78,12 +77,11 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
             verdict = run.guard.judge(step, loss, grad_norm, targets)
             if verdict in (Verdict.OK, Verdict.SPIKE):
                 run.saver.staged()  # the save under way has its copy of the weights
-                optimizer.step()
+                update_weights(optimizer, precision)
                 run.progress.updates += 1
-                fp8.refresh_weight_copies(model)
             # whose gradients a diagnosis looks at
             if verdict not in (Verdict.ROLLBACK, Verdict.STOP):
-                fp8.zero_gradients(model)
+                precision.zero_gradients()
 
             # log, probe, save, roll back
             run.end_step(
@@ -92,7 +90,7 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
                     loss=loss,
                     grad_norm=grad_norm,
                     lr=lr,
-                    step_scale=step_scale,
+                    loss_scale=loss_scale,
                     is_stopping=stops > 0,
                     n_saturated=int(n_saturated),
                 )

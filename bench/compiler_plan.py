@@ -40,11 +40,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
+from fp8 import kernels
+from fp8.convert import convert, keep_bf16_copies
+from fp8.precision import Precision
+from fp8.recipes import needs_precision_casts
 from lib.command import run_command
 from lib.errors import UserError
 from lib.help import help_page
 from model import GPT
-from runtime import fp8
 from runtime.config import load_config
 from runtime.parallel import COMPUTE_DTYPE
 
@@ -109,14 +112,14 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss, after
     pretend_h100()."""
     # as parallel.set_torch_flags does
-    inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")
+    inductor.emulate_precision_casts = needs_precision_casts([config.fp8.recipe])
     model = GPT.on_meta(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
-    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
-    fp8.DelayedScales(model)
-    fp8.keep_bf16_copies(model)
-    fp8.keep_gradients(model)
+    convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
+    keep_bf16_copies(model)
+    precision = Precision(model)
+    precision.keep_gradients()
     # copies of weights that last are made between the steps, not in them
-    fp8.refresh_weight_copies(model)
+    precision.after_update()
     model.wte.forward = lambda h: h  # what comes in is the embedded tokens
     passes = []
     weights = {
@@ -145,8 +148,8 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         torch._guards.tracing(torch._guards.TracingContext(mode)),
-        mock.patch.object(fp8, "scaled_mm", on_gpu),
-        mock.patch.object(fp8, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype)),
+        mock.patch.object(kernels, "scaled_mm", on_gpu),
+        mock.patch.object(kernels, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype)),
     ):
         shape = (micro_batch, config.model.n_ctx)
         tensors = {

@@ -13,7 +13,7 @@ training; being in both arms, these pull the ratio towards 1, as in training. Gr
 and what BF16 and +kernels do once a step (casting the weight) are not timed. FP8 runs between two
 turns of BF16 and is compared with their mean, so that what drifts cancels. The table gets the
 median ratio BF16 / FP8 of the turns, their 10th and 90th percentile, GPU, versions and commits
-(runtime/speed.py has its format), after every row."""
+(fp8/speed.py has its format), after every row."""
 
 import re
 import shlex
@@ -28,13 +28,19 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from fp8 import selection, speed
+from fp8.convert import convert, keep_bf16_copies
+from fp8.head_loss import cross_entropy_grad
+from fp8.kernels import cast_both
+from fp8.matmul import scaled_mm
+from fp8.precision import Precision
+from fp8.recipes import CANDIDATES, KERNEL_CANDIDATES, by_name, needs_precision_casts
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import write_atomically
 from lib.machine import ROOT, nvidia_smi
 from lib.values import FilePath
 from model import GPT, Linear, RMSNorm
-from runtime import fp8, speed
 from runtime.config import load_config
 from runtime.log import environment
 
@@ -190,7 +196,7 @@ def time_linear(
     bf16, quantised = (linear_step(name, K, N, x, g) for name in ("off", recipe))
     bf16()
     # as parallel.set_torch_flags does
-    with inductor.patch(emulate_precision_casts=recipe.startswith("rowwise")):
+    with inductor.patch(emulate_precision_casts=needs_precision_casts([by_name(recipe).recipe])):
         if not all(gradient.isfinite().all() for gradient in quantised()):
             raise RuntimeError("a gradient is not finite: the time of such a Linear means nothing")
         bf16_ms, _, ratios = in_turns(bf16, quantised, options.turns, device)
@@ -210,18 +216,18 @@ def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -
     """One forward and backward pass under `recipe`, as a function that returns the gradients of x
     and weights."""
     with torch.device(x.device):
-        # a Sequential, in which runtime.fp8 can swap it
+        # a Sequential, in which fp8 can replace it
         norm, linear = RMSNorm(K, 1e-5), nn.Sequential(Linear(K, N))
     nn.init.ones_(norm.weight)
     nn.init.normal_(linear[0].weight, std=K**-0.5)
-    fp8.check_hardware(fp8.by_name(recipe), x.device)
+    selection.check_hardware(by_name(recipe), x.device)
     if recipe == "off":
-        fp8.keep_bf16_copies(linear)  # as in training on one process
+        keep_bf16_copies(linear)  # as in training on one process
     else:
-        fp8.convert(linear, fp8.by_name(recipe), device_type=x.device.type)
+        convert(linear, by_name(recipe), device_type=x.device.type)
     piece = nn.Sequential(norm, linear, nn.Sigmoid())
     piece.compute_dtype = BF16  # as a GPT has it
-    fp8.refresh_weight_copies(piece)  # once, as in a step of many micro-batches
+    Precision(piece).after_update()  # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())
@@ -248,12 +254,12 @@ def shapes_of(options: Options) -> list[tuple[int, int]]:
 
 def recipes_of(options: Options) -> tuple[str, ...]:
     for recipe in options.recipes:
-        config = fp8.by_name(recipe)
+        config = by_name(recipe)
         for problem in config.problems():
             raise UserError(problem)
         if config.recipe in ("off", "auto"):
             raise UserError(f"recipes={recipe} is no FP8 recipe")
-    return options.recipes or fp8.CANDIDATES + fp8.KERNEL_CANDIDATES
+    return options.recipes or CANDIDATES + KERNEL_CANDIDATES
 
 
 # ------------------------------------------------------------------------------- casts and matmuls
@@ -277,12 +283,10 @@ def time_casts(device: torch.device) -> None:
         if device.type == "cpu":
             M, K = M // 64, K // 64
         x, scale = torch.randn(M, K, device=device, dtype=source), torch.ones((), device=device)
-        call = partial(fp8.cast_both, x, scale, format)
+        call = partial(cast_both, x, scale, format)
         if what.startswith("logits"):
             lse, targets = torch.logsumexp(x.float(), 1), torch.randint(0, K, (M,), device=device)
-            call = partial(
-                fp8.cross_entropy_grad, x, lse, targets, torch.ones(M, device=device), scale
-            )
+            call = partial(cross_entropy_grad, x, lse, targets, torch.ones(M, device=device), scale)
         size = M * K * (source.itemsize + 2)
         half = torch.randint(0, 255, (size // 2,), dtype=torch.uint8, device=device)
         copy_ms, ms, ratios = in_turns(partial(torch.empty_like(half).copy_, half), call, 5, device)
@@ -309,7 +313,7 @@ def time_matmuls(options: Options, device: torch.device) -> None:
             fast = (True,) if name == "forward" else (False, True)
             calls = [
                 partial(torch.mm, a, b.t()),
-                *(partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, how) for how in fast),
+                *(partial(scaled_mm, a8, one, b8.t(), one, BF16, how) for how in fast),
             ]
             bf16, *quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
             print(

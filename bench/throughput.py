@@ -36,17 +36,19 @@ import numpy as np
 import torch
 import torch.nn as nn
 
+from fp8 import selection
+from fp8.recipes import fp8_overrides
 from lib.command import command, run_command
 from lib.errors import UserError, memory_error
 from lib.files import read_rows, to_line, write_atomically
 from lib.machine import GIB, ROOT, nvidia_smi
 from lib.text import grid, nearest
 from lib.values import FilePath
-from runtime import fp8, parallel
-from runtime.config import Config, fp8_overrides, load_config
+from runtime.config import Config, load_config
 from runtime.log import environment, peak_flops
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
+from runtime.training_step import end_unjudged_step, forward_backward
 
 # Updates on one batch. Later ones fall too fast to be compared: torchao's own recipe was an update
 # behind, 0.49 nats, in the twentieth of 1.5B, and in the tenth of 760M BF16's loss rose (on an
@@ -179,38 +181,28 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     """Our model, built, compiled and initialised as train.py does it; its micro-step and update are
     train.py's lines."""
     config = config_of(cell)
-    fp8.check_hardware(config.fp8, device)
+    selection.check_hardware(config.fp8, device)
     built = build(config, World(0, 0, 1, device))
     if cell.label != BASELINE and not any(layer.recipe for layer in built.layers):
         raise UserError(f"{cell.label} converts nothing here: it would be BF16 once more")
-    model, optimizer, step_scale, tokens = (
-        built.model,
-        built.optimizer,
-        built.loss_scale,
-        cell.micro_batch * cell.T,
-    )
+    model, optimizer, precision = built.model, built.optimizer, built.precision
+    tokens = cell.micro_batch * cell.T
     model.init_weights(config.seed, built.assign)
-    fp8.refresh_weight_copies(model)
-    fp8.set_position(model, 0)
-    built.scales.begin(step_scale)
+    precision.after_update()
+    precision.set_position(0)
+    precision.before_step(built.loss_scale)
 
     def micro_step(x, y):
-        micro_loss = model(x, y).sum()
-        (micro_loss * step_scale).backward()
-        return micro_loss.detach() / tokens
+        return forward_backward(model, x, y, built.loss_scale) / tokens
 
     def update():
-        parallel.clip_gradients(model, config.optim.clip)
-        built.scales.end(step_scale)
-        optimizer.step()
-        fp8.refresh_weight_copies(model)
-        fp8.zero_gradients(model)
-        built.scales.begin(step_scale)
+        end_unjudged_step(model, optimizer, precision, config.optim.clip)
+        precision.before_step(built.loss_scale)
 
     counts = {
         key: model.counts()[key] for key in ("flops_per_token", "params_total", "params_matmul")
     }
-    lines = [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)]
+    lines = [*built.flags, *selection.table(built.layers, config.fp8.recipe, device.type)]
     return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)
 
 

@@ -31,6 +31,8 @@ from huggingface_hub import ModelCardData, split_state_dict_into_shards_factory
 from torch.distributed.checkpoint.api import CheckpointException
 
 from eval.sample import Recipe, load_for_inference, read_json
+from fp8.recipes import RECIPES
+from fp8.rounding import cast, scale_of
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import alone
@@ -49,7 +51,6 @@ from runtime.checkpoint import (
     sync_folder,
 )
 from runtime.config import Config, DataConfig, OptimConfig, config_from_dict
-from runtime.fp8 import RECIPES, cast, scale_of
 from runtime.tokenizer import (
     END_OF_TEXT,
     FOLDER_FILES,
@@ -326,7 +327,7 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
 
 # The Linears are those that the run converts, or the recipe's defaults. Each fused matrix is
 # rounded as its recipe rounds it in training, from the fp32 weights, then cut in Hugging Face's
-# parts: the float8 values and scales are those which the run's own matmuls saw (runtime/fp8.py).
+# parts: the float8 values and scales are those which the run's own matmuls saw (fp8/).
 # Activations are scaled while running, per tensor or per row as the recipe does, by torchao's rule,
 # which knows no powers of two. The head, like the embedding, stays BF16. Source: torchao 0.18,
 # Float8Tensor with its layout in safetensors files; transformers reads it from quantization_config.

@@ -49,12 +49,12 @@ import torch.distributed as dist
 
 from eval import tasks
 from eval.sample import Recipe, load_for_inference, pick_device
+from fp8 import selection
 from lib.command import command, run_command
 from lib.errors import UserError, memory_error
 from lib.files import write_atomically
 from lib.text import grid
 from lib.values import FilePath
-from runtime import fp8
 from runtime.checkpoint import gather, together
 from runtime.config import read_config
 from runtime.parallel import World, finish, own_store, read_launch
@@ -183,7 +183,7 @@ def _prepare(options: Options, world: World) -> tuple:
     else:
         raise UserError(f"{options.run} is scored by one process: start it without torchrun")
     if world.is_main and options.fp8 != "off":
-        print("\n".join(fp8.table(layers, options.fp8, where.type)), flush=True)
+        print("\n".join(selection.table(layers, options.fp8, where.type)), flush=True)
     (options.folder / "eval").mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.folder / "eval").close()
     return lm, loaded, layers, step

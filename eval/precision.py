@@ -10,7 +10,7 @@ of tasks: eval.harness fp8=RECIPE, then --table, which pairs them by document.
 
 Prints a Markdown table; writes out/RUN/eval/precision.json and, per recipe,
 out/RUN/eval/probe_RECIPE.jsonl: what quantisation does to the weights and activations of each
-Linear on one validation batch (rows as in runtime/probe.py; `python scaling/figures.py --fp8
+Linear on one validation batch (rows as in fp8/probe.py; `python scaling/figures.py --fp8
 out/RUN` draws them)."""
 
 import json
@@ -28,12 +28,12 @@ from eval.sample import (
     read_json,
     read_tokenizer,
 )
+from fp8 import probe, selection
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import to_line, write_atomically, write_json
 from lib.text import grid
 from lib.values import FilePath
-from runtime import fp8, probe
 from runtime.config import Config, read_config
 from runtime.data import Data
 from runtime.validation import ValLoss, evaluate
@@ -106,7 +106,7 @@ def _arm(
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe, step)
     if recipe != "off":
-        print("\n".join(fp8.table(inference.layers, recipe, inference.device.type)[-2:]))
+        print("\n".join(selection.table(inference.layers, recipe, inference.device.type)[-2:]))
     val = evaluate(inference.model, data.val, data.weights, micro_batch, inference.device)
     arm = {
         "loss": val.loss,
@@ -121,7 +121,7 @@ def _arm(
     )
     if recipe != "off":
         # the loss's scale concerns gradients alone
-        recipes, seen = fp8.recipes(inference.layers, loss_scale=1.0), {}
+        recipes, seen = selection.recipes(inference.layers, loss_scale=1.0), {}
         # The first sequences of all sources in turn: mixed, as training batches are.
         rounds = range(max(map(len, data.val.values())))
         order = [(val, i) for i in rounds for val in data.val.values() if i < len(val)][

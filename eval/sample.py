@@ -18,11 +18,13 @@ from typing import Literal, NamedTuple, TextIO, get_type_hints
 
 import torch
 
+from fp8 import selection
+from fp8.convert import convert
+from fp8.selection import Layer
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.values import FilePath
 from model import GPT, KVCache
-from runtime import fp8
 from runtime.checkpoint import latest, load_model, step_of
 from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -111,7 +113,7 @@ class Inference(NamedTuple):
     model: GPT
     tokenizer: Tokenizer
     device: torch.device
-    layers: list[fp8.Layer]  # the verdict on every Linear; nothing is converted where fp8=off
+    layers: list[Layer]  # the verdict on every Linear; nothing is converted where fp8=off
     step: int  # of the checkpoint
 
 
@@ -137,7 +139,7 @@ def load_for_inference(
     # a run that trains keeps it until two newer ones are whole
     step = step_of(newest) if newest and step is None else step
     model, _ = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=step)
-    layers = fp8.convert(model, settings, device_type=where.type)
+    layers = convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.recipe}
     for p in model.parameters():
         if id(p) not in quantised:
@@ -155,8 +157,8 @@ def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config
         if config.fp8.recipe == recipe
         else FP8Config(recipe=recipe)
     )
-    fp8.check_hardware(settings, device)
-    fp8.select(
+    selection.check_hardware(settings, device)
+    selection.select(
         GPT.on_meta(config.model),
         settings,
         torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -247,7 +249,9 @@ def main(options: Options) -> None:
     model, tokenizer, device, layers, _ = load_for_inference(
         options.run, options.device, options.dtype, options.fp8, options.step
     )
-    for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():
+    for line in (
+        selection.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ()
+    ):
         print(line, file=sys.stderr)  # how many Linears, and what this device makes of it
     ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx
     if len(ids) > n_ctx:

@@ -17,8 +17,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
+from fp8.recipes import FP8Config, multiple_of
 from lib.bounds import above_zero, any_number, bound_problems, within
 from lib.errors import UserError
 from lib.help import field_lines
@@ -33,37 +34,6 @@ from runtime.tokenizer import tokenizer_kind
 # ---------------------------------------------------------------------------------------- sections
 
 BELOW_ONE = math.nextafter(1, 0)  # the largest number below 1
-
-# Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
-FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
-WITH_KERNELS = "+kernels"  # behind a recipe's name, as in FP8Config.label
-# Recipes of torch's float8 matmul, which can accumulate fast.
-FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
-RecipeName = Literal[
-    "off",
-    "auto",
-    "tensorwise",
-    "tensorwise_gw_hp",
-    "tensorwise_gi_hp",
-    "rowwise",
-    "rowwise_with_gw_hp",
-    "amax",
-    "cscale",
-    "mxfp8",
-    "mxfp8_e5m2",
-    "blockwise",
-    "blockwise_e5m2",
-    "nvfp4",
-    "nvfp4_nearest",
-    "nvfp4_hadamard",
-]
-# What inputs and outputs of a Linear must be multiples of.
-FP8_MULTIPLES = dict.fromkeys(get_args(RecipeName), 16) | {
-    "mxfp8": 32,
-    "mxfp8_e5m2": 32,
-    "blockwise": 128,
-    "blockwise_e5m2": 128,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,69 +75,6 @@ class OptimConfig:
         """Updates of the wsd schedule's last part: a branch of `steps` leaves its trunk so many
         before its end."""
         return max(1, round(self.decay_share * steps))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FP8Config:
-    # how matmuls are scaled: README's table; auto = per layer, what this GPU gains from
-    recipe: RecipeName = "off"
-    # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
-    kernels: bool = False
-    # delayed: activations and gradients by past steps' amaxes; kernels only
-    scaling: Literal["current", "delayed"] = "current"
-    # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
-    fast_backward: bool = False
-    head: bool = False  # convert the head too; the loss is sensitive to it
-    first_bf16: int = within(0, math.inf, 0)  # blocks at the input that stay in BF16
-    last_bf16: int = within(0, math.inf, 0)  # blocks at the output that stay in BF16
-    # names or patterns of the only Linears to convert; none = all but the head
-    include: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()  # names or patterns of Linears to leave in BF16, such as layers.0.*
-    # several ranks: gather weights as float8, half the bytes; tensorwise family only
-    all_gather: bool = False
-
-    @property
-    def label(self) -> str:
-        """Name in records and of a study's arm: "bf16", or the recipe and all else that is set but
-        for all_gather, in the order of the fields, such as tensorwise+kernels+delayed+head or
-        rowwise+first_bf16=2+skip=attn.out,layers.0.*"""
-        if self.recipe == "off":
-            return "bf16"
-        words: list[str] = [self.recipe]
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default and f.name not in ("recipe", "all_gather"):
-                text = ",".join(value) if isinstance(value, tuple) else value
-                words.append(
-                    f.name if value is True else text if f.name == "scaling" else f"{f.name}={text}"
-                )
-        return "+".join(words)
-
-    def problems(self):
-        if self.recipe == "off" and self != FP8Config():
-            named = ", ".join(
-                f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default
-            )
-            yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
-        for key, recipes in (
-            ("all_gather", ("tensorwise", "tensorwise_gw_hp")),
-            ("kernels", ("auto", *FP8_KERNELS)),
-            ("scaling", FP8_KERNELS),
-            ("fast_backward", ("auto", *FP8_SCALED_MM)),
-        ):
-            value = str(getattr(self, key)).lower()
-            if value not in ("false", "current") and self.recipe not in ("off", *recipes):
-                yield (
-                    f"fp8.{key}={value} works with {', '.join(recipes)}, not"
-                    f" fp8.recipe={self.recipe}: take one, or drop it"
-                )
-        if self.kernels and self.all_gather:
-            yield (
-                "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8:"
-                " set one of the two to false"
-            )
-        if self.scaling == "delayed" and not self.kernels:
-            yield "fp8.scaling=delayed needs fp8.kernels=true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -543,33 +450,11 @@ def check_saved_steps(config: Config) -> Iterator[str]:
         yield f"checkpoint.at asks for step {outside[0]}, but this run has steps 1 to {end}"
 
 
-def check_fp8_tiles(config: Config) -> Iterator[str]:
-    """A weight gradient sums over tokens, by whole tiles; fp8.select() checks the weights."""
-    recipe = config.fp8.recipe
-    if recipe == "off":
-        return
-    sums = {}
-    if config.fp8.head and config.model.loss_chunk is not None:
-        sums["model.loss_chunk"] = config.model.loss_chunk
-    if config.data.micro_batch != "auto":
-        sums["data.micro_batch x model.n_ctx"] = config.micro_batch * config.model.n_ctx
-    multiple = FP8_MULTIPLES[recipe]
-    for key, size in sums.items():
-        if size % multiple:
-            yield (
-                f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs:"
-                " change it, or fp8.recipe=off"
-            )
-
-
-def check_fp8_noise(config: Config) -> Iterator[str]:
-    recipe = config.fp8.recipe
-    is_chunked = config.fp8.head and config.model.loss_chunk is not None
-    if is_chunked and recipe in ("nvfp4", "nvfp4_hadamard"):
-        yield (
-            f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the"
-            " head: set fp8.head=false"
-        )
+def check_fp8_sizes(config: Config) -> Iterator[str]:
+    chunk = config.model.loss_chunk if config.fp8.head else None
+    is_known = config.data.micro_batch != "auto"
+    tokens = config.micro_batch * config.model.n_ctx if is_known else 0
+    yield from config.fp8.size_problems(tokens, chunk)
 
 
 def check_compiled_chunks(config: Config) -> Iterator[str]:
@@ -580,7 +465,7 @@ def check_compiled_chunks(config: Config) -> Iterator[str]:
     if chunk is None or not (config.fp8.head and config.fp8.kernels and config.parallel.compile):
         return
     if n_ctx % chunk and chunk % n_ctx:
-        allowed = math.lcm(n_ctx, FP8_MULTIPLES[config.fp8.recipe])
+        allowed = math.lcm(n_ctx, multiple_of(config.fp8.recipe))
         yield (
             f"model.loss_chunk={chunk} must divide model.n_ctx={n_ctx} or be a multiple of it"
             f" (torch.compile on a CPU, fp8.head, fp8.kernels): take {allowed}, or none, or"
@@ -608,8 +493,7 @@ CROSS_CHECKS: list[Check] = [
     check_parent,
     check_profile,
     check_saved_steps,
-    check_fp8_tiles,
-    check_fp8_noise,
+    check_fp8_sizes,
     check_compiled_chunks,
 ]
 
@@ -737,16 +621,6 @@ def _read_override(text: str) -> tuple[str, Any]:
     if not value and get_origin(annotation(key)) is not tuple:
         raise UserError(f"{key} needs a value: write {key}=VALUE")
     return key, parse(key, value, annotation(key))
-
-
-def fp8_overrides(label: str) -> list[str]:
-    """The overrides that turn a BF16 config into one of this FP8Config.label."""
-    recipe, *rest = label.split("+")
-    words = [
-        word if "=" in word else f"scaling={word}" if word == "delayed" else f"{word}=true"
-        for word in rest
-    ]
-    return [f"fp8.{word}" for word in (f"recipe={recipe}", *words)] if label != "bf16" else []
 
 
 def config_from_dict(data: dict[str, Any]) -> Config:

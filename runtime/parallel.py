@@ -23,9 +23,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fp8 import bf16_in_fp32
+from fp8.convert import convert, keep_bf16_copies
+from fp8.precision import Precision
+from fp8.recipes import RECIPES, needs_precision_casts
+from fp8.selection import Layer
+from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
 from model import GPT, Block
-from runtime import bf16_in_fp32, fp8, optim
+from runtime import optim
 from runtime.config import Config
 
 # of activations in both arms; weights, gradients and moments are fp32
@@ -359,17 +365,16 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
 @dataclass
 class Built:
     """A model in memory whose weights and buffers are uninitialised: fill them by
-    model.init_weights(seed, assign) or from a checkpoint, then call
-    fp8.refresh_weight_copies(model)."""
+    model.init_weights(seed, assign) or from a checkpoint, then call precision.after_update()."""
 
     model: GPT
     optimizer: torch.optim.AdamW | optim.MuonAdamW
     # gives a parameter, sharded or not, its full value
     assign: Callable[[torch.Tensor, torch.Tensor], None]
-    layers: list[fp8.Layer]  # the choice of recipe for every Linear
+    layers: list[Layer]  # the choice of recipe for every Linear
     loss_scale: float  # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]  # lines for people: torch's global switches that were set
-    scales: fp8.DelayedScales  # of fp8.scaling=delayed
+    precision: Precision  # what the training loop asks of FP8
 
 
 def build(config: Config, world: World) -> Built:
@@ -379,16 +384,16 @@ def build(config: Config, world: World) -> Built:
     model = GPT.on_meta(config.model, COMPUTE_DTYPE)
     # mean over the step's tokens; FSDP averages over ranks, so x size
     loss_scale = world.size / config.data.tokens_per_step
-    layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
+    layers = convert(model, config.fp8, loss_scale, world.device.type)
     if config.parallel.cpu_fp32:
         bf16_in_fp32.convert(model)
     elif world.size == 1:
-        fp8.keep_bf16_copies(model)
+        keep_bf16_copies(model)
     model.counts()  # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
-        for block in model.blocks():
-            block.__class__ = RecomputedBlock
+        for number, block in enumerate(model.blocks()):
+            model.layers[number] = RecomputedBlock(block)
     shard(model, world, config.parallel.reshard)
     if config.parallel.compile:
         compile_model(model, is_whole=config.parallel.compile == "model" and world.size == 1)
@@ -403,12 +408,11 @@ def build(config: Config, world: World) -> Built:
             )
         p.copy_(full)
 
+    precision = Precision(model, config.seed, world.size)
     if world.size == 1 and config.accumulation(1) > 1:
-        fp8.keep_gradients(model)
+        precision.keep_gradients()
     optimizer = optim.build_optimizer(model, config.optim)
-    return Built(
-        model, optimizer, assign, layers, loss_scale, flags, fp8.DelayedScales(model, world.size)
-    )
+    return Built(model, optimizer, assign, layers, loss_scale, flags, precision)
 
 
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:
@@ -436,13 +440,13 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
             flag += ", attention by FlashAttention 2 instead of cuDNN"
         flags.append(flag)
     if world.device.type == "cuda":
-        # These multiply dequantised values in fp32, which TF32 would round.
-        is_emulated = any(
-            fp8.RECIPES[recipe].input.scaling == "tile" or recipe == "tensorwise_gi_hp"
+        # Where dequantised values are multiplied in fp32, TF32 would round them.
+        needs_fp32 = any(
+            RECIPES[recipe].is_emulated_on_gpus and RECIPES[recipe].needs_fp32_emulation
             for recipe in recipes
         )
-        torch.set_float32_matmul_precision("highest" if is_emulated else "high")
-        if config.parallel.compile and any(recipe.startswith("rowwise") for recipe in recipes):
+        torch.set_float32_matmul_precision("highest" if needs_fp32 else "high")
+        if config.parallel.compile and needs_precision_casts(recipes):
             import torch._inductor.config as inductor
 
             inductor.emulate_precision_casts = True
@@ -468,8 +472,13 @@ ATTENTION = [
 
 class RecomputedBlock(Block):
     """A Block that keeps only its input and attention's output for the backward pass, and runs the
-    rest of its forward pass again there, to the same values. build() swaps the class: every name in
-    the state dict stays, and FSDP2's own class goes on top."""
+    rest of its forward pass again there, to the same values. It stands in the place of another one,
+    whose modules it takes over: every name in the state dict stays."""
+
+    def __init__(self, block: Block):
+        nn.Module.__init__(self)  # Block's would make new ones
+        self.norm1, self.attn = block.norm1, block.attn
+        self.norm2, self.mlp = block.norm2, block.mlp
 
     def forward(self, x, cos, sin, cache=None):
         if cache is not None or not torch.is_grad_enabled():
@@ -494,7 +503,7 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
     lose the small ones. Embedding and head are gathered in fp32 and cast by the model, or the
     gradients of a tied matrix would be added up, token by token, in BF16. Inputs are left alone,
     since the RoPE tables must stay fp32. Without `reshard` a block's gathered weights stay until
-    its backward pass, also after a forward pass alone: fp8.reshard() before weights are changed.
+    its backward pass, also after a forward pass alone: reshard() before weights are changed.
 
     Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers
     no padded shards."""
@@ -502,7 +511,7 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
         return
     ranks = world.mesh["shard"].size()
     for name, p in model.named_parameters():
-        if fp8.is_wrapped(p) and p.shape[0] % ranks:
+        if is_wrapped(p) and p.shape[0] % ranks:
             raise UserError(
                 f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do"
                 f" not divide among {ranks} ranks: choose parallel.shard such that they do, or"

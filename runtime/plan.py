@@ -20,11 +20,13 @@ from pathlib import Path
 
 import torch
 
+from fp8 import selection
+from fp8.recipes import RECIPES
 from lib.errors import MachineError, UserError, memory_error
 from lib.machine import GIB, end_with_parent
 from lib.text import duration
 from model import GPT
-from runtime import fp8, optim, parallel
+from runtime import optim, parallel
 from runtime.checkpoint import latest, run_on_rank0, step_of
 from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
@@ -32,6 +34,7 @@ from runtime.log import peak_flops
 from runtime.roofline import highest_ratio, modelled_ratio
 from runtime.run_folder import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
+from runtime.training_step import end_unjudged_step, forward_backward
 
 # of the BF16 peak, on Hopper: published figures are 0.41 to 0.51 below 2B parameters
 ASSUMED_MFU = 0.45
@@ -54,7 +57,7 @@ class Costs:
     """What a run needs, counted from its configuration; nothing is measured."""
 
     counts: dict[str, int]  # as GPT.counts() returns them
-    layers: list[fp8.Layer]  # the choice of recipe for every Linear
+    layers: list[selection.Layer]  # the choice of recipe for every Linear
     n_gpus: int  # replicate x shard
     steps: int  # training steps of this run; of a branch, those after its branch point
     tokens: int  # training tokens of these steps
@@ -67,9 +70,9 @@ class Costs:
 
 def count_costs(config: Config, gpu: str) -> Costs:
     """The costs of a run on GPUs of this name ("" where none is named). Raises UserError as
-    fp8.select() does."""
+    selection.select() does."""
     model = GPT.on_meta(config.model)
-    layers = fp8.select(model, config.fp8, gpu.upper() or None)
+    layers = selection.select(model, config.fp8, gpu.upper() or None)
     counts = model.counts()
     parent_step = config.parent[1] if config.parent else 0
     steps = config.total_steps - parent_step
@@ -119,7 +122,7 @@ def plan(config: Config, gpu: str) -> list[str]:
         _describe_budget(config, costs),
         _describe_flops(config, costs),
         _describe_memory(config, costs),
-        fp8.table(costs.layers, config.fp8.recipe, "cuda"),
+        selection.table(costs.layers, config.fp8.recipe, "cuda"),
         _hours(config, costs, gpu),
         _describe_disk(config, costs),
     ):
@@ -337,7 +340,8 @@ def _block_bytes(config: Config, costs: Costs) -> int:
     are_blocks_in_fp8 = (
         costs.params_fp8 >= costs.counts["params_matmul"] - costs.counts["params_head"]
     )
-    if f.recipe not in ("tensorwise", "amax") or not are_blocks_in_fp8:
+    keeps_fp8_alone = f.recipe in RECIPES and RECIPES[f.recipe].keeps_fp8_alone
+    if not (keeps_fp8_alone and are_blocks_in_fp8):
         return block
     # norms' outputs and product as FP8 alone, attention's output as both
     if f.kernels and f.scaling != "delayed":
@@ -383,8 +387,15 @@ def _hours(config: Config, costs: Costs, gpu: str) -> list[str]:
     ]
     recipe = config.fp8.recipe
     # the emulated are slower by far, as the lines above say
-    if recipe == "off" or recipe in fp8.EMULATED:
+    facts = RECIPES.get(recipe)  # of off and auto there are none
+    if recipe == "off" or (facts and facts.on_gpu == "emulated"):
         return lines
+    if facts and facts.on_gpu is None:
+        return [
+            *lines,
+            f"  {'FP8':22} {'none':>10}     fp8.recipe={recipe} has no implementation on a GPU:"
+            " this run is refused there",
+        ]
     if fp8_peak is None:
         return [
             *lines,
@@ -413,7 +424,7 @@ def _hours(config: Config, costs: Costs, gpu: str) -> list[str]:
 def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     """A line on how long the run will take on a machine without a GPU, where that is long, for rank
     0 to print before the model is built; else None. From the speed of matmuls that are timed here.
-    Raises UserError as fp8.select() does."""
+    Raises UserError as selection.select() does."""
     if world.device.type != "cpu" or not world.is_main:
         return None
     steps = config.total_steps - _first_step(config)
@@ -421,7 +432,7 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     flops_per_step = model.counts()["flops_per_token"] * config.data.tokens_per_step
     if flops_per_step * steps < LONG_FLOPS:
         return None
-    layers = fp8.select(model, config.fp8)
+    layers = selection.select(model, config.fp8)
     emulated_share = sum(layer.params for layer in layers if layer.recipe) / sum(
         layer.params for layer in layers
     )
@@ -620,27 +631,26 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
         for p in model.parameters():
             p.normal_(0.0, math.sqrt(0.4 / m.n_embd)) if p.ndim > 1 else p.fill_(1.0)
     model.init_buffers()
-    fp8.refresh_weight_copies(model)
-    fp8.set_position(model, 0)
+    precision = built.precision
+    precision.after_update()
+    precision.set_position(0)
+    precision.before_step(built.loss_scale)
     x, y = torch.randint(m.vocab_size, (2, n, m.n_ctx), device=device)
 
     def seconds(micro_steps: int) -> float:
         started = time.perf_counter()
         for _ in range(micro_steps):
-            (model(x, y).sum() * built.loss_scale).backward()
+            forward_backward(model, x, y, built.loss_scale)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
     seconds(2)  # compiled, and once with gradients to add to
-    parallel.clip_gradients(model, config.optim.clip)
-    built.optimizer.step()
-    fp8.zero_gradients(model)
-    fp8.refresh_weight_copies(model)
+    end_unjudged_step(model, built.optimizer, precision, config.optim.clip)
     repeats = max(2, math.ceil(MEASURED_S / seconds(1)))
     best = min(seconds(repeats) for _ in range(3)) / repeats
-    fp8.zero_gradients(model)
-    with torch.no_grad(), fp8.in_bf16(model):
+    precision.zero_gradients()
+    with torch.no_grad(), precision.in_bf16():
         model(x, y).tolist()
     peak = (
         torch.cuda.max_memory_reserved(device)

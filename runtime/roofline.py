@@ -16,8 +16,10 @@ tests/test_plan.py holds them against: to come out near proves little.
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from fp8.casts import BF16_CASTS, ZERO_CASTS, Casts
+from fp8.recipes import RECIPES
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.machine import ROOT
@@ -33,9 +35,6 @@ BUCKETS = ("matmul", "cast", "attention", "pointwise", "loss", "optimizer", "oth
 # What a Hopper can do, for large operands: published or assumed. Bandwidth: bytes/s of a pointwise
 # kernel, read and written; a copy reaches 3.0 of an H100's 3.35 TB/s (published), kernels less.
 GPUS = {"h100": 2.75e12, "h200": 3.95e12}
-# of the bandwidth, where Inductor writes a transposed copy (pytorch#130015); assumed
-TRANSPOSED = 0.8
-OURS = 0.85  # of the bandwidth, for runtime/fp8_kernels.py; assumed
 # FLOP/s that a large matmul sustains, by format; fp8_fp32 is FP8 that writes fp32. 794 and 1403
 # TFLOP/s are the best of any shape (ml-engineering, mamf); 0.92 of it fits random data at the
 # shapes of training (nanochat: 65536 x 1664 x 6656 in 2.00 ms BF16, 1.45 ms FP8 with its casts).
@@ -52,121 +51,30 @@ TILES = (((128, 256), 1.0), ((256, 128), 1.0), ((128, 128), 0.9))
 IDLE = 0.04  # of everything else: launches, tails, clocks
 
 
-class Moved(NamedTuple):
-    """Bytes that casts move per element of a tensor, beside what every recipe moves."""
-
-    amax: float = 0.0  # read to find the largest magnitude, by a kernel of its own
-    cast: float = 0.0  # read and written as it lies
-    # by a kernel of Inductor's that writes a transposed copy, alone or besides
-    transposed: float = 0.0
-    ours: float = 0.0  # by our kernel, which writes both copies
-    spared: float = 0.0  # written and read in BF16's graph, but not in this one
-
-    def seconds(self, elements: float, bandwidth: float) -> float:
-        straight = self.amax + self.cast - self.spared
-        return elements * (straight + self.transposed / TRANSPOSED + self.ours / OURS) / bandwidth
-
-
-@dataclass(frozen=True)
-class Casts:
-    """What a recipe does to the tensors of qkv, out, gate_up, down and head: `w` per micro-batch
-    and per step."""
-
-    formats: tuple[str, str, str]  # of the matmuls: forward, input's gradient, weight's gradient
-    x: tuple[Moved, ...]
-    g: tuple[Moved, ...]
-    w: Moved
-    w_step: Moved = Moved()
-    # weight gradients are added up within their matmul, but the head's (keep_gradients)
-    adds: bool = False
-
-
-def _x(norm: Moved, attention: Moved, product: Moved) -> tuple[Moved, ...]:
-    """By what a Linear's input comes from: a norm (qkv, gate_up, head), attention (out), SwiGLU's
-    product (down)."""
-    return norm, attention, norm, product, norm
-
-
-_NONE = (Moved(),) * 5
-# A norm's output is not written where only its FP8 copy is read (spares 2); SwiGLU's neither
-# (spares 6), but each pass over it reads both halves again. The weight gradient's amax is found
-# anew, and casts begin at BF16: two passes of each.
-_X_TENSOR = _x(Moved(2, 3, 3, spared=2), Moved(4, 3, 3), Moved(8, 5, 5, spared=6))
-_G_TENSOR = (
-    Moved(2, 0, 4, spared=4),
-    Moved(0, 0, 4),
-    Moved(2, 0, 4),
-    Moved(0, 0, 4),
-    Moved(2, 0, 4, spared=4),
-)
-_X_OURS = _x(Moved(ours=4), Moved(2, ours=4), Moved(ours=4))
-_G_OURS = (
-    Moved(ours=4),
-    Moved(0, 2, ours=4),
-    Moved(ours=4),
-    Moved(0, 2, ours=4),
-    Moved(ours=4, spared=4),
-)
-# Scales known before: Inductor casts in the kernel that makes x, whose transposed copy it makes
-# anew in the backward pass from what that keeps (a norm's input, gate and up), and in the one that
-# makes g, which then leaves it in both layouts alone. As bench/compiler_plan.py has it: 7,613 kB a
-# token at 1.5B, 1,652 above BF16; these sum up to 1,663.
-_X_DELAYED = _x(Moved(0, 1, 3, spared=2), Moved(0, 3, 3), Moved(0, 1, 5, spared=2))
-_G_DELAYED = (*(Moved(transposed=2, spared=2), Moved(transposed=4)) * 2, Moved(ours=4, spared=4))
-_X_GW_HP = _x(Moved(0, 3), Moved(2, 3), Moved(4, 5))
-_G_GW_HP = (Moved(2, 1), Moved(0, 3), Moved(2, 3), Moved(0, 3), Moved(2, 1))
-# Rows: one kernel finds the amax and casts; columns once more for the weight gradient. Behind a
-# rowwise matmul of the backward pass comes a multiplication by its scales (ao#2184), which keeps
-# the norms' backward passes from fusing: 11 or 37 bytes.
-_X_ROW = _x(Moved(2, 1, 3, spared=2), Moved(2, 7, 3), Moved(4, 5, 5, spared=6))
-_G_ROW = (
-    Moved(2, 0, 4, spared=4),
-    Moved(2, 31, 4),
-    Moved(2, 0, 4),
-    Moved(2, 31, 4),
-    Moved(2, 0, 4, spared=4),
-)
-_X_ROW_GW_HP = _x(Moved(0, 1), Moved(0, 7), Moved(0, 3))
-_G_ROW_GW_HP = (Moved(0, 1), Moved(0, 11), Moved(0, 3), Moved(0, 11), Moved(0, 1))
-# Row scales reach the matmul in the forward pass alone: backward, without fast accumulation,
-# torchao multiplies by one scale of 1 and applies those of the rows afterwards (float8_ops.py).
-_FP8, _OURS, _ROWS = ("fp8",) * 3, ("fp8", "fp8", "fp8_fp32"), ("fp8_rowwise", "fp8", "fp8")
-
-CASTS = {
-    # The weight is cast once a step (4 read, 2 written), its gradient leaves the matmul in fp32.
-    "bf16": Casts(("bf16",) * 3, _NONE, _NONE, Moved(), Moved(cast=6), adds=True),
-    # torchao casts weights in every micro-batch, and gradients behind the matmul (2 read, 4
-    # written).
-    "tensorwise": Casts(_FP8, _X_TENSOR, _G_TENSOR, Moved(4, 11, 5)),
-    "tensorwise_gw_hp": Casts(("fp8", "fp8", "bf16"), _X_GW_HP, _G_GW_HP, Moved(4, 11, 5)),
-    "rowwise": Casts(_ROWS, _X_ROW, _G_ROW, Moved(0, 11, 5)),
-    "rowwise_with_gw_hp": Casts((*_ROWS[:2], "bf16"), _X_ROW_GW_HP, _G_ROW_GW_HP, Moved(4, 11, 5)),
-    # The weight in both layouts, once a step: 4 for the amax, 4 + 2 for the copies.
-    "tensorwise+kernels": Casts(_OURS, _X_OURS, _G_OURS, Moved(), Moved(amax=4, ours=6)),
-    "tensorwise+kernels+delayed": Casts(
-        _OURS, _X_DELAYED, _G_DELAYED, Moved(), Moved(amax=4, ours=6)
-    ),
-    "tensorwise_gw_hp+kernels": Casts(
-        ("fp8", "fp8", "bf16"),
-        tuple(Moved(x.amax, ours=3) for x in _X_OURS),
-        (Moved(ours=3),) * 5,
-        Moved(),
-        Moved(amax=4, ours=6),
-        adds=True,
-    ),
-    "zero casts": Casts(_FP8, _NONE, _NONE, Moved()),  # the ceiling
+# label without +head -> what its casts move; a label without an entry has no modelled speed
+CASTS = {"bf16": BF16_CASTS}
+CASTS |= {
+    f"{recipe.name}{settings}": casts
+    for recipe in RECIPES.values()
+    for settings, casts in recipe.casts.items()
 }
-# printed
+CASTS["zero casts"] = ZERO_CASTS
+# printed, in this order
 LABELS = (
-    *CASTS,
+    "bf16",
+    "tensorwise",
+    "tensorwise_gw_hp",
+    "rowwise",
+    "rowwise_with_gw_hp",
+    "tensorwise+kernels",
+    "tensorwise+kernels+delayed",
+    "tensorwise_gw_hp+kernels",
+    "zero casts",
     "tensorwise+head",
     "tensorwise+kernels+head",
     "tensorwise+kernels+delayed+head",
     "zero casts+head",
 )
-CASTS |= {
-    f"amax{rest}": CASTS[f"tensorwise{rest}"] for rest in ("", "+kernels", "+kernels+delayed")
-}
 
 
 def linears(model: GPTConfig, gated: bool = True) -> list[tuple[str, int, int, int]]:
@@ -225,7 +133,7 @@ def step(
     accumulation = max(1, tokens_per_step // M)
     # parameters whose gradients their matmul adds up
     buckets, within = dict.fromkeys(BUCKETS, 0.0), 0
-    for i, (name, K, N, count) in enumerate(linears(model, gated)):
+    for name, K, N, count in linears(model, gated):
         casts = bf16 if recipe == "bf16" or (name == "head" and recipe == label) else CASTS[recipe]
         sizes = ((M, K, N), (M, N, K), (N, M, K))
         buckets["matmul"] += count * sum(
@@ -233,8 +141,8 @@ def step(
             for form, size in zip(casts.formats, sizes, strict=True)
         )
         buckets["cast"] += count * (
-            casts.x[i].seconds(M * K, bandwidth)
-            + casts.g[i].seconds(M * N, bandwidth)
+            casts.x.of(name).seconds(M * K, bandwidth)
+            + casts.g.of(name).seconds(M * N, bandwidth)
             + casts.w.seconds(K * N, bandwidth)
             + casts.w_step.seconds(K * N, bandwidth) / accumulation
         )
@@ -323,13 +231,10 @@ def highest_ratio(
     """The most that FP8 may speed a run up: the matmuls of `in_fp8` parameters at the ratio of
     (BF16, FP8) peaks, casts free."""
     again = config.parallel.recompute  # the forward pass, a third of the FLOPs
-    # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
-    share = (
-        ((4 if config.fp8.recipe.endswith("gw_hp") else 6) + 2 * again)
-        * in_fp8
-        / flops_per_token
-        / (4 / 3 if again else 1)
-    )
+    recipe = RECIPES.get(config.fp8.recipe)
+    matmuls = recipe.fp8_matmuls if recipe else 3  # of the three of a step
+    flops_per_parameter = 2 * matmuls + 2 * again
+    share = flops_per_parameter * in_fp8 / flops_per_token / (4 / 3 if again else 1)
     return 1 / (1 - share * (1 - peaks[0] / peaks[1]))
 
 

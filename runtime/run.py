@@ -18,10 +18,13 @@ from pathlib import Path
 
 import torch
 
+from fp8 import selection
+from fp8.probe import Probe
+from fp8.sharded import unwrap
 from lib.errors import MachineError, UserError
 from lib.files import digest, read_rows, write_json
 from lib.machine import ROOT, device_name
-from runtime import fp8, optim, parallel
+from runtime import optim, parallel
 from runtime.checkpoint import Restored, Saver, branch, is_due, note_saved, restore, run_on_rank0
 from runtime.checkpoint import step_of as checkpoint_step
 from runtime.config import Config
@@ -32,7 +35,6 @@ from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, SilentLog, environm
 from runtime.memory import out_of_memory
 from runtime.metrics_file import metrics_rows
 from runtime.parallel import World, build
-from runtime.probe import Probe
 from runtime.run_folder import as_begun, claim, read_first_start
 from runtime.run_start import StartKind, find_start, refuse_other_data
 from runtime.signals import StopRequest
@@ -50,7 +52,7 @@ class StepResult:
     loss: float  # mean over the targets of all ranks, nats per token; NaN where there is none
     grad_norm: float  # global L2 norm, before clipping
     lr: float  # learning rate of the update
-    step_scale: float  # what each micro-batch's summed loss was multiplied by
+    loss_scale: float  # what each micro-batch's summed loss was multiplied by
     is_stopping: bool  # a rank was asked to stop
     n_saturated: int  # tensors beyond their delayed FP8 scale
 
@@ -59,7 +61,7 @@ class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All
     ranks call it together.
 
-    Attributes: config; world; progress; guard; data; model, optimizer, loss_scale, scales, layers
+    Attributes: config; world; progress; guard; data; model, optimizer, loss_scale, precision, layers
     as parallel.Built has them; saver; stop, set by a request to stop; start, where it began; log,
     which is silent but on rank 0."""
 
@@ -80,7 +82,7 @@ class Run:
         ):
             started_s = time.perf_counter()
             tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
-            fp8.check_hardware(config.fp8, world.device)
+            selection.check_hardware(config.fp8, world.device)
             if claim(config, world, cleanup):
                 run = cls(config, world, watchdog, tokenizer, started_s)
                 run._prepare([shown(file) for file in config_files], cleanup)
@@ -141,7 +143,7 @@ class Run:
         self.model = built.model
         self.optimizer = built.optimizer
         self.loss_scale = built.loss_scale
-        self.scales = built.scales
+        self.precision = built.precision
         self.layers = built.layers
         self._assign = built.assign
         self._flags = built.flags
@@ -151,7 +153,7 @@ class Run:
             "fp8": digest({layer.name: layer.recipe for layer in self.layers if layer.recipe}),
         }
         self._tensors = {
-            f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()
+            f"model.{name}": unwrap(p.detach()) for name, p in self.model.named_parameters()
         }
         self._tensors |= {
             f"optim.{name}": t
@@ -177,8 +179,8 @@ class Run:
             optim.set_updates(self.optimizer, self.progress.updates)
             self.guard = Guard(self.config.guard, **start.state["guard"])
             # a trunk of another precision has none
-            self.scales.load(start.state.get("fp8_scales"))
-        fp8.refresh_weight_copies(self.model)
+            self.precision.load(start.state.get("fp8_scales"))
+        self.precision.after_update()
         return damaged
 
     def _environment(self, config_files: list[str], first_start: dict[str, str]) -> dict:
@@ -233,7 +235,7 @@ class Run:
             ),
             *self._flags,
             *self.data.describe(),
-            *fp8.table(self.layers, config.fp8.recipe, self.world.device.type),
+            *selection.table(self.layers, config.fp8.recipe, self.world.device.type),
             starting,
         ]
 
@@ -261,7 +263,7 @@ class Run:
         self._probe = Probe(
             config.run_dir / "probe.jsonl" if world.is_main else None,
             self.model,
-            fp8.recipes(self.layers, self.loss_scale),
+            selection.recipes(self.layers, self.loss_scale),
             config.probe.tokens,
         )
         # each rank writes a trace of its own, and says where it cannot
@@ -311,7 +313,7 @@ class Run:
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
         # of stochastic rounding
-        fp8.set_position(self.model, next(self._positions), self.config.seed)
+        self.precision.set_position(next(self._positions))
         self.at("forward and backward")
         return self._batch
 
@@ -336,7 +338,7 @@ class Run:
         self._compare_with_shutdown_timeout(step_s)
         if is_due(step, config.probe.every):
             probe_started_s = time.perf_counter()
-            self._probe(step, *self._batch, result.step_scale)
+            self._probe(step, *self._batch, result.loss_scale)
             progress.probe_seconds += time.perf_counter() - probe_started_s
         self._save_if_due()  # before the evaluation: a fault there must not cost the steps
         self._is_stopping = result.is_stopping and step < config.total_steps
@@ -362,7 +364,7 @@ class Run:
         self.log.step(row)
         if result.n_saturated:
             self.log.event(
-                {"event": "fp8_saturated", "step": step, "tensors": self.scales.saturated()}
+                {"event": "fp8_saturated", "step": step, "tensors": self.precision.saturated()}
             )
 
     def _freeze_once(self) -> None:
@@ -418,7 +420,7 @@ class Run:
             "origin": self.start.origin,
             "switched_from": self.start.switched_from,
         }
-        if scales := self.scales.state():
+        if scales := self.precision.state():
             state["fp8_scales"] = scales
         self.data.verified()  # no checkpoint holds what a damaged shard has taught
         # the step is the manifest's own
@@ -466,7 +468,8 @@ class Run:
         """The validation loss; None, and the run is stopping, where that was requested
         meanwhile."""
         config, world = self.config, self.world
-        self.scales.begin(self.loss_scale)  # a run that was resumed here has not set them yet
+        # a run that was resumed here has set no scales yet
+        self.precision.before_step(self.loss_scale)
         self.at("validating", is_slow=True)  # may be compiled first
         val = evaluate(
             self.model,
@@ -492,16 +495,16 @@ class Run:
         """Validate in BF16 too, wait for the last save, write the summary. False where a stop was
         requested meanwhile."""
         self._batches.close()
-        with fp8.in_bf16(self.model):
-            in_bf16 = self._evaluate()
-        if in_bf16 is None:
+        with self.precision.in_bf16():
+            loss_in_bf16 = self._evaluate()
+        if loss_in_bf16 is None:
             return False
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
         self.data.verified()
         self.progress.seconds = time.perf_counter() - self._started_s
         if self.world.is_main:
-            self._write_results(as_trained, in_bf16)
+            self._write_results(as_trained, loss_in_bf16)
         return True
 
     def _write_results(self, as_trained: ValLoss, in_bf16: ValLoss) -> None:
@@ -587,11 +590,11 @@ class Run:
         self._is_save_due = False
         self.saver.roll_back(to_step)
         # 2. What was made of the old weights, and the optimizer's count of updates.
-        fp8.zero_gradients(self.model)
-        fp8.reshard(self.model)
+        self.precision.zero_gradients()
+        self.precision.reshard()
         optim.set_updates(self.optimizer, state["updates"])
-        fp8.refresh_weight_copies(self.model)
-        self.scales.load(state.get("fp8_scales"))
+        self.precision.after_update()
+        self.precision.load(state.get("fp8_scales"))
         # 3. The guard's window, and how far the run has come: the data of the steps that are
         #    undone is left out.
         guard.rolled_back(state["guard"])

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp8.selection import Layer
 from lib.help import field_meanings
 from lib.machine import GIB, device_name
 from runtime import optim
 from runtime.config import Config
 from runtime.data import Data
-from runtime.fp8 import Layer
 from runtime.guard import Guard, Verdict
 from runtime.log import lineage, pair_id, peak_flops, throughput
 from runtime.parallel import World

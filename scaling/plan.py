@@ -17,14 +17,15 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from fp8 import selection
+from fp8.recipes import fp8_overrides
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.machine import ROOT
 from lib.text import grid, si
 from lib.values import FilePath
 from model import GPT
-from runtime import fp8
-from runtime.config import fp8_overrides, load_config, positive
+from runtime.config import load_config, positive
 from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
@@ -179,7 +180,7 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
         N, per_token = config.model.params_total, model.counts()["flops_per_token"]
         in_fp8 = sum(
             layer.params
-            for layer in fp8.select(model, config.fp8, options.gpu.upper())
+            for layer in selection.select(model, config.fp8, options.gpu.upper())
             if layer.recipe
         )
         assumed = modelled or highest_ratio(config, in_fp8, per_token, peaks)

@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from fp8.recipes import fp8_overrides
 from lib.errors import UserError
 from lib.machine import ROOT
 from lib.text import nearest
 from lib.values import expand_home, type_problems
 from model import GPT
-from runtime.config import Config, FP8Config, apply_overrides, fp8_overrides, load_config
+from runtime.config import Config, FP8Config, apply_overrides, load_config
 from runtime.config_file import run_file
 from runtime.log import pair_id
 

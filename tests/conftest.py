@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import train
+from fp8.matmul import scaled_mm
 from model import GPTConfig
 from runtime.config import Config, DataConfig, OptimConfig, apply_overrides
-from runtime.fp8 import scaled_mm
 from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
 

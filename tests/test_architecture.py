@@ -16,15 +16,16 @@ from tests.conftest import ROOT, asked, process
 LAYERS = {
     "lib": 0,
     "model": 1,
-    "runtime": 2,
-    "scaling": 3,
-    "eval": 3,
-    "prepare": 3,
-    "bench": 4,
-    "configs": 4,
-    "train": 5,
-    "prepare_data": 5,
-    "studies": 6,
+    "fp8": 2,
+    "runtime": 3,
+    "scaling": 4,
+    "eval": 4,
+    "prepare": 4,
+    "bench": 5,
+    "configs": 5,
+    "train": 6,
+    "prepare_data": 6,
+    "studies": 7,
 }
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
@@ -98,8 +99,8 @@ def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, 
         ("import prepare_data", {"torch", "datasets", "pyarrow", "tiktoken"}),
         (
             (
-                "import model, train; from configs.demo_s_bf16 import config; from runtime import"
-                " fp8\nfp8.convert(model.GPT(config.model), config.fp8)"
+                "import model, train; from configs.demo_s_bf16 import config; from fp8.convert"
+                " import convert\nconvert(model.GPT(config.model), config.fp8)"
             ),
             {"torchao", "triton"},
         ),
@@ -113,4 +114,11 @@ def test_what_is_not_needed_is_not_imported(code, unneeded):
 
 def test_nothing_untrusted_is_unpickled_or_executed():
     pattern = r"\bexec\(|(?<![.\w])eval\(|pickle\.loads?\(|torch\.load\(|allow_pickle=True|trust_remote_code"
+    assert not [name for name, text in MODULES.items() if re.search(pattern, text)]
+
+
+def test_no_class_is_swapped_and_no_method_is_planted_on_one_instance():
+    """A module of another kind is put in the place of the first: a reader finds its class where it
+    is made."""
+    pattern = r"__class__\b[^=\n]*=[^=]|\bMethodType\b"
     assert not [name for name, text in MODULES.items() if re.search(pattern, text)]

@@ -1,4 +1,4 @@
-"""runtime/bf16_in_fp32.py: fp32 matmuls of BF16 values are BF16 matmuls; runs that use them train
+"""fp8/bf16_in_fp32.py: fp32 matmuls of BF16 values are BF16 matmuls; runs that use them train
 and are evaluated by them."""
 
 import json
@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fp8 import bf16_in_fp32
 from lib.errors import UserError
 from model import Attention, GPTConfig, Linear
-from runtime import bf16_in_fp32, parallel
+from runtime import parallel
 from tests.conftest import changed
 
 SIZE = GPTConfig(n_layer=2, n_head=2, n_embd=64, n_ffn=96, n_ctx=32, vocab_size=257)

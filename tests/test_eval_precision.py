@@ -16,18 +16,18 @@ from eval_runs import call, greedy_text, refused
 
 import train
 from eval import harness, precision, sample
+from fp8.probe import statistics
+from fp8.recipes import RECIPES
 from lib.errors import UserError
 from lib.files import read_rows
 from model import KVCache
-from runtime import fp8
 from runtime.checkpoint import load_model
 from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
 from runtime.data import Data
-from runtime.probe import statistics
 from runtime.tokenizer import load_tokenizer
 from tests.scaling_runs import edit
 from tests.scaling_runs import strict as read_json
-from tests.test_fp8 import OPERANDS, RECIPES, quantised
+from tests.test_fp8 import NATIVE, OPERANDS, quantised
 
 EIGHT = [
     f"layers.{i}.{name}"
@@ -87,7 +87,7 @@ def logits_with_cache(model, ids):
     ).double()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", NATIVE)
 @torch.no_grad()
 def test_logits_are_those_of_explicit_quantisation_with_and_without_cache(runs, recipe):
     inference = load(runs / "bf16", recipe)
@@ -201,7 +201,7 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
     val, seen = Data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
     inference = load(runs / "bf16", "mxfp8").model
     inference.layers[0].attn.qkv.register_forward_pre_hook(
-        lambda module, x: seen.append(statistics(x[0], fp8.RECIPES["mxfp8"].input).tolist())
+        lambda module, x: seen.append(statistics(x[0], RECIPES["mxfp8"].input).tolist())
     )
     inference(
         torch.cat(
@@ -276,7 +276,7 @@ def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(
     config = read_json(path := runs / "bf16" / "config.json")
     with monkeypatch.context() as patch:
         patch.setattr(
-            "runtime.fp8.check_hardware",
+            "fp8.selection.check_hardware",
             mock.Mock(side_effect=UserError("rowwise not on this device")),
         )
         assert "rowwise not on this device" in refused(capsys, entry, *arguments)

@@ -12,22 +12,27 @@ import torch
 import torch._inductor.config as inductor
 import torch.nn.functional as F
 
+from fp8 import selection
+from fp8.convert import convert
+from fp8.copies import refresh_weight_copies
+from fp8.delayed import DelayedScales
+from fp8.head_loss import FP8Head
+from fp8.linears import set_position, torchao_blockwise, torchao_mx
+from fp8.precision import in_bf16
+from fp8.recipes import RECIPES, Operand, by_name, multiple_of
+from fp8.rounding import fake_quantise, noise_at, rotated
 from lib.errors import UserError
 from model import GPT, GPTConfig, Linear, RMSNorm
-from runtime import fp8, parallel
+from runtime import parallel
 from runtime.config import FP8Config
-from runtime.fp8 import fake_quantise, noise_at
 
-RECIPES = [
-    "tensorwise",
-    "tensorwise_gw_hp",
-    "rowwise",
-    "rowwise_with_gw_hp",
-    "amax",
-    "cscale",
-    "mxfp8",
+# what a GPU multiplies itself, here or on Blackwell
+NATIVE = [
+    recipe.name
+    for recipe in RECIPES.values()
+    if recipe.on_gpu in ("torchao", "matmul") or recipe.name == "mxfp8"
 ]
-KERNELS = [f"{recipe}+kernels" for recipe in ("tensorwise", "tensorwise_gw_hp", "amax")]
+KERNELS = [f"{recipe.name}+kernels" for recipe in RECIPES.values() if recipe.has_kernels]
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "vocab_size": 257}
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
@@ -48,10 +53,10 @@ def build(
     """A GPT on the CPU, converted to a recipe, with "+kernels" on our kernels; (model,
     verdicts)."""
     model = GPT.on_meta(GPTConfig(**{**SIZE, **changes}), dtype)
-    layers = fp8.convert(model, replace(fp8.by_name(label), head=head), loss_scale, device_type)
+    layers = convert(model, replace(by_name(label), head=head), loss_scale, device_type)
     model.to_empty(device="cpu")
     model.init_weights(seed)
-    fp8.refresh_weight_copies(model)
+    refresh_weight_copies(model)
     return model, layers
 
 
@@ -65,8 +70,8 @@ def linear(w, label, device_type="cpu", loss_scale=1.0):
     module = Linear(w.shape[1], w.shape[0])
     module.weight.data.copy_(w)
     holder = torch.nn.Sequential(module)
-    fp8.convert(holder, fp8.by_name(label), loss_scale, device_type)
-    fp8.refresh_weight_copies(holder)
+    convert(holder, by_name(label), loss_scale, device_type)
+    refresh_weight_copies(holder)
     return holder
 
 
@@ -204,22 +209,22 @@ def reference(recipe, x, w, g, noise=(None, None), turned=lambda t: t):
     )
 
 
-@pytest.mark.parametrize("label", [*OPERANDS, *KERNELS])
+@pytest.mark.parametrize("label", [*RECIPES, *KERNELS])
 def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     """Up to the rounding of the result: to BF16, or fp32 for FP8 weight gradients of our kernels. A
     mean loss over 2**12 tokens has gradients 2**12 smaller, of the same float8 values.
     fake_quantise, which probes measure with, rounds alike."""
-    recipe, loss_scale = fp8.by_name(label).recipe, 2.0**-12
-    r, q = fp8.RECIPES[recipe], fp8.fake_quantise
-    x_again, g_again = 2 * [fp8.Operand(None)] if r.has_bf16_weight_grad else (r.input, r.grad)
+    recipe, loss_scale = by_name(label).recipe, 2.0**-12
+    r, q = RECIPES[recipe], fake_quantise
+    x_again, g_again = 2 * [Operand(None)] if r.has_bf16_weight_grad else (r.input, r.grad)
     g_first, w_again = (
-        2 * [fp8.Operand(None)] if r.has_bf16_input_grad else (r.grad, r.weight_again or r.weight)
+        2 * [Operand(None)] if r.has_bf16_input_grad else (r.grad, r.weight_again or r.weight)
     )
-    turned = fp8._rotated if r.is_rotated else lambda t: t
+    turned = rotated if r.is_rotated else lambda t: t
     for kind in KINDS:
-        x, w, g = operands(kind, *((256, 384, 128) if fp8.FP8_MULTIPLES[recipe] == 128 else ()))
+        x, w, g = operands(kind, *((256, 384, 128) if multiple_of(recipe) == 128 else ()))
         holder, noise = linear(w, label, loss_scale=loss_scale), (None, None)
-        fp8.set_position(holder, 1000)
+        set_position(holder, 1000)
         if r.grad.is_stochastic:
             noise = [
                 noise_at(g.shape, torch.tensor(1000), holder[0].salt + more) for more in (0, 2**60)
@@ -240,7 +245,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
         assert all(d < 1e-6 for d in map(distance, fake, want)), kind
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:5])
+@pytest.mark.parametrize("recipe", [r.name for r in RECIPES.values() if r.on_gpu == "torchao"])
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu_where_backward_matmuls_accumulate_fast_if_asked(
     recipe, is_fast, emulated_scaled_mm, monkeypatch
@@ -257,7 +262,7 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu_where_backward
         x, w, g = operands(kind)
         ours, theirs = linear(w, label), linear(w, label, "cuda")
         assert [type(holder[0]).__name__ for holder in (ours, theirs)] == [
-            "QuantisedLinear",
+            "EmulatedLinear",
             "Float8Linear",
         ]
         for mine, their in zip(passes(ours, x, g), passes(theirs, x, g), strict=True):
@@ -280,7 +285,7 @@ def test_the_emulation_is_what_torchaos_prototypes_compute(recipe, monkeypatch):
     )
     in_mx, prototype = (
         mx._to_mxfp8_then_scaled_mm,
-        {"mxfp8": fp8._torchao_mx, "blockwise": fp8._torchao_blockwise}[recipe],
+        {"mxfp8": torchao_mx, "blockwise": torchao_blockwise}[recipe],
     )
 
     def multiply(mat_a, mat_b, scale_a, scale_b, out_dtype, triton_scale_b=None, **_):
@@ -332,7 +337,7 @@ def test_rounding_is_torchs_cast(format):
     largest = torch.finfo(format).max
     want, got = (
         values.clamp(-largest, largest).to(format).float(),
-        fake_quantise(values, fp8.Operand(format, "constant")),
+        fake_quantise(values, Operand(format, "constant")),
     )
     assert torch.equal(want.isnan(), got.isnan()) and torch.equal(
         want[~want.isnan()], got[~want.isnan()]
@@ -346,10 +351,7 @@ def test_a_label_tells_every_setting_that_numbers_depend_on(field):
     values = {bool: True, int: 2, tuple: ("attn.out", "layers.[01].*"), str: "delayed"}
     config = FP8Config(recipe="tensorwise", **{field: values[type(getattr(FP8Config(), field))]})
     assert (
-        fp8.by_name(config.label)
-        == config
-        != FP8Config(recipe="tensorwise")
-        == fp8.by_name("tensorwise")
+        by_name(config.label) == config != FP8Config(recipe="tensorwise") == by_name("tensorwise")
     )
 
 
@@ -360,20 +362,18 @@ def test_the_rotation_is_orthogonal_and_so_keeps_products_and_spreads_outliers()
     torch.manual_seed(1)
     g = torch.randn(64, 8)
     g[20] = 1000.0
-    mix = fp8._rotated(torch.eye(64)).double()
+    mix = rotated(torch.eye(64)).double()
     assert torch.allclose(mix @ mix.t(), torch.eye(64).double(), atol=1e-6)
-    assert torch.allclose(fp8._rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
-    assert fp8._rotated(torch.ones(64, 1)).abs().max() < 3, (
-        "random signs: no constant becomes one value"
-    )
-    assert fp8._rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
+    assert torch.allclose(rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
+    assert rotated(torch.ones(64, 1)).abs().max() < 3, "random signs: no constant becomes one value"
+    assert rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
 
 
 def test_the_noise_of_stochastic_rounding_is_uniform_and_of_each_token_layer_and_seed():
     noise = noise_at((4096, 64), torch.tensor(0), 5)
     exact = fake_quantise(
         torch.tensor([[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2]),
-        fp8.RECIPES["nvfp4"].grad,
+        RECIPES["nvfp4"].grad,
         noise=torch.full((1, 16), 1 - 2**-24),
     )
     assert exact.tolist() == [[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2], (
@@ -394,7 +394,7 @@ def test_the_noise_of_stochastic_rounding_is_uniform_and_of_each_token_layer_and
     )
     models = [build("nvfp4")[0] for _ in range(2)]
     for seed, model in enumerate(models):
-        fp8.set_position(model, 0, seed)
+        set_position(model, 0, seed)
     assert (
         len({m.salt.item() for model in models for m in model.modules() if hasattr(m, "salt")})
         == 16
@@ -415,7 +415,7 @@ def test_layers_of_nvfp4_share_a_compiled_graph_though_each_has_noise_of_its_own
         (1, 4096, "fail_on_recompile"),
     ):
         for layers in eager, compiled:
-            fp8.set_position(layers, position)
+            set_position(layers, position)
             layers.zero_grad()
         with torch.compiler.set_stance(stance), inductor.patch(emulate_precision_casts=True):
             got = passes(compiled[i], x, g)
@@ -427,7 +427,7 @@ def test_layers_of_nvfp4_share_a_compiled_graph_though_each_has_noise_of_its_own
 # ------------------------------------------------------------------------------------ whole models
 
 
-@pytest.mark.parametrize("label", RECIPES + KERNELS)
+@pytest.mark.parametrize("label", NATIVE + KERNELS)
 def test_a_model_trains_near_bf16_in_bf16_it_is_the_plain_model_and_its_checkpoints_are_plain(
     label, monkeypatch
 ):
@@ -452,7 +452,7 @@ def test_a_model_trains_near_bf16_in_bf16_it_is_the_plain_model_and_its_checkpoi
     assert bf16.sum() != losses.sum(), "training in BF16 under an FP8 name"
     assert abs(bf16.sum() - losses.sum()) / bf16.sum() < 2.5e-3
     with torch.no_grad():
-        with pytest.raises(RuntimeError, match="inside"), fp8.in_bf16(model):
+        with pytest.raises(RuntimeError, match="inside"), in_bf16(model):
             assert torch.equal(model(x, y), bf16)
             raise RuntimeError("inside")
         # with gradients our kernels compute the loss in one piece
@@ -475,6 +475,9 @@ class Piece(torch.nn.Module):
     """A norm, Linears with all kinds of scaling, the head's loss: what compilation fuses, for less
     compilation than a GPT."""
 
+    token_losses = GPT.token_losses
+    loss_of_logits = staticmethod(GPT.loss_of_logits)
+
     def __init__(self):
         super().__init__()
         self.norm = RMSNorm(64, 1e-5)
@@ -484,17 +487,15 @@ class Piece(torch.nn.Module):
             linear(w, label)
             for label in ("cscale", "rowwise_with_gw_hp", "mxfp8", "tensorwise+kernels+delayed")
         )
-        self.kernels, (self.head,) = (
-            linear(w[:64], "tensorwise+kernels"),
-            linear(4 * w, "tensorwise+kernels+delayed"),
-        )
-        self.head.has_bound = True  # convert() tells a head by its name
-        self.scales = fp8.DelayedScales(self)
+        self.kernels = linear(w[:64], "tensorwise+kernels")
+        (plain,) = linear(4 * w, "off")
+        self.head = FP8Head(plain, RECIPES["tensorwise"], is_delayed=True)
+        self.scales = DelayedScales(self)
 
     def forward(self, x):
         x = self.norm(x)
-        return *(holder(x) for holder in self.linears), fp8._token_losses(
-            self, self.kernels(x), torch.arange(len(x))
+        return *(holder(x) for holder in self.linears), self.token_losses(
+            self.kernels(x), torch.arange(len(x))
         )
 
 
@@ -512,7 +513,7 @@ def test_compiled_equals_eager_also_when_weights_and_delayed_scales_have_changed
         for model in (eager, compiled):
             with torch.no_grad():
                 model.kernels[0].weight.mul_(factor)
-            fp8.refresh_weight_copies(model)
+            refresh_weight_copies(model)
             model.zero_grad()
             model.scales.begin(loss_scale)
             leaf = x.clone().requires_grad_()
@@ -541,7 +542,7 @@ def test_compiled_equals_eager_also_when_weights_and_delayed_scales_have_changed
         assert all(
             seen[name] == pytest.approx(due[name], rel=most) and due[name][0] > 0 for name in due
         )
-    with fp8.in_bf16(compiled), torch.no_grad():
+    with in_bf16(compiled), torch.no_grad():
         for y in compiled(x)[:-1]:
             assert torch.equal(y, eager.norm(x) @ operands("random")[1].bfloat16().T), (
                 "in_bf16 must leave the compiled graph"
@@ -579,7 +580,7 @@ def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(
 
 
 def verdicts(label, gpu=None, **changes):
-    return fp8.select(GPT.on_meta(GPTConfig(**{**SIZE, **changes})), fp8.by_name(label), gpu)
+    return selection.select(GPT.on_meta(GPTConfig(**{**SIZE, **changes})), by_name(label), gpu)
 
 
 def blocks(*numbers):
@@ -637,7 +638,7 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(
     )  # amax was not made for speed
     timings = [{"recipe": recipe, "K": K, "N": N, "ratio": ratio} for recipe, K, N, ratio in rows]
     monkeypatch.setattr(
-        fp8, "load_table", lambda: {"measured": {"sm_90": [{"gpu": GPU, "rows": timings}]}}
+        selection, "load_table", lambda: {"measured": {"sm_90": [{"gpu": GPU, "rows": timings}]}}
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -654,7 +655,7 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(
             "head": (None, False),
         }
         assert (
-            "(kernels, measured 1.30x at 64 x 192)" in fp8.table(layers, "auto", "cuda")[0]
+            "(kernels, measured 1.30x at 64 x 192)" in selection.table(layers, "auto", "cuda")[0]
         ) is kernels
     model, layers = build("auto", "cuda")
     assert {layer.recipe for layer in layers if layer.recipe} == {
@@ -667,7 +668,7 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(
 
 def test_the_table_counts_what_the_modules_hold_and_says_where_nothing_is_fp8():
     model, layers = build("tensorwise")
-    lines = fp8.table(layers, "tensorwise", "cpu")
+    lines = selection.table(layers, "tensorwise", "cpu")
     assert lines[0] == "fp8: layers.*.attn.qkv        64 x 192    x2   -> tensorwise"
     assert "kept BF16: head" in lines[4] and "emulated" in lines[6]
     matrices = sum(
@@ -678,7 +679,7 @@ def test_the_table_counts_what_the_modules_hold_and_says_where_nothing_is_fp8():
         layers = verdicts("auto", gpu)
         assert (
             not any(layer.recipe for layer in layers)
-            and "THIS RUN IS BF16" in fp8.table(layers, "auto", "cpu")[-1]
+            and "THIS RUN IS BF16" in selection.table(layers, "auto", "cpu")[-1]
         )
 
 
@@ -696,6 +697,6 @@ def test_the_table_counts_what_the_modules_hold_and_says_where_nothing_is_fp8():
 def test_hardware_that_cannot_run_the_recipe_is_refused(monkeypatch, label, capability, needs):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    fp8.check_hardware(fp8.by_name(label), torch.device("cpu"))
+    selection.check_hardware(by_name(label), torch.device("cpu"))
     with pytest.raises(UserError, match=needs) if needs else contextlib.nullcontext():
-        fp8.check_hardware(fp8.by_name(label), torch.device("cuda"))
+        selection.check_hardware(by_name(label), torch.device("cuda"))

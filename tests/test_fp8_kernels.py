@@ -17,10 +17,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fp8 import head_loss as head_loss_module
+from fp8 import kernels as kernels_module
+from fp8 import sharded
+from fp8.copies import refresh_weight_copies, zero_gradients
+from fp8.delayed import DelayedScales
+from fp8.head_loss import FP8HeadLoss, cross_entropy_grad
+from fp8.kernels import NO_TENSORS, KernelLinear
+from fp8.matmul import scaled_mm
+from fp8.recipes import RECIPES, by_name
+from fp8.rounding import fake_quantise
 from model import GPTConfig
-from runtime import fp8, parallel
+from runtime import parallel
 from runtime.config import FP8Config
-from runtime.fp8 import RECIPES, fake_quantise, scaled_mm
 from tests import faults
 from tests.conftest import ALONE, ROOT
 from tests.test_fp8 import (
@@ -39,10 +48,10 @@ from tests.test_fp8 import (
 
 
 def load():
-    """runtime/fp8_kernels.py anew, under a name of its own: whether kernels are interpreted is
+    """fp8/triton_kernels.py anew, under a name of its own: whether kernels are interpreted is
     decided at the import."""
     spec = importlib.util.spec_from_file_location(
-        "fp8_kernels_under_test", ROOT / "runtime/fp8_kernels.py"
+        "fp8_kernels_under_test", ROOT / "fp8/triton_kernels.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -309,7 +318,7 @@ def test_they_compile_for_an_h100(source, format, is_loss, launched, tmp_path):
 def without_copies(model):
     """The same model, in which weights are quantised at each use, as under FSDP2."""
     for module in model.modules():
-        if isinstance(module, fp8.KernelLinear):
+        if isinstance(module, KernelLinear):
             module.q = module.qt = module.scale = None
     return model
 
@@ -326,7 +335,7 @@ def matmuls(monkeypatch):
         calls.append((a.dtype, b.dtype, fast, dtype))
         return scaled_mm(a, a_inverse, b, b_inverse, dtype, fast)
 
-    monkeypatch.setattr(fp8, "scaled_mm", spy)
+    monkeypatch.setattr(kernels_module, "scaled_mm", spy)
     return calls
 
 
@@ -396,7 +405,7 @@ def test_one_byte_a_value_is_kept_for_the_backward_pass(label, nbytes, emulated_
 
 def head_loss(h, w, targets, factors, recipe=RECIPES["tensorwise"]):
     h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
-    losses = fp8.KernelMatmul.apply(h, w, None, None, None, recipe, *[None] * 5, targets)
+    losses = FP8HeadLoss.apply(h, w, targets, recipe, *NO_TENSORS)
     losses.backward(factors)
     return losses.detach(), h.grad, w.grad
 
@@ -419,9 +428,11 @@ def head_case(masked=False):
     "recipe, masked", [("tensorwise", True), ("tensorwise", False), ("amax", True)]
 )
 def test_the_loss_and_its_gradients_against_fp64(recipe, masked, matmuls, monkeypatch):
-    scales, cast = [], fp8.cross_entropy_grad
+    scales, cast = [], cross_entropy_grad
     monkeypatch.setattr(
-        fp8, "cross_entropy_grad", lambda *of: scales.append(of[-1].double()) or cast(*of)
+        head_loss_module,
+        "cross_entropy_grad",
+        lambda *of: scales.append(of[-1].double()) or cast(*of),
     )
     (h, w, targets, factors), r = (
         head_case(masked),
@@ -453,9 +464,23 @@ def test_the_loss_and_its_gradients_against_fp64(recipe, masked, matmuls, monkey
         )
 
 
+def test_a_head_in_chunks_has_the_losses_and_gradients_of_one_in_one_piece():
+    """Up to FP8's rounding; recomputed chunk by chunk in the backward pass."""
+    results = []
+    for chunk in (None, 64):
+        model, _ = build("tensorwise+kernels", head=True, loss_chunk=chunk)
+        losses = model(*tokens())
+        (losses.sum() / 128).backward()
+        results.append((losses, [p.grad for p in model.parameters()]))
+    (whole, gradients), (chunked, gradients_of_chunks) = results
+    assert torch.allclose(whole, chunked, rtol=5e-3)  # the head's input has a scale a chunk
+    distances = list(map(distance, gradients_of_chunks, gradients))
+    assert all(d < 0.2 for d in distances), distances
+
+
 def step(model, x, y):
     """Loss a token and gradients of one step, from none."""
-    fp8.zero_gradients(model)
+    zero_gradients(model)
     loss = model(x, y).sum()
     (loss / 128).backward()
     return loss.item() / y.numel(), [p.grad.clone() for p in model.parameters()]
@@ -473,11 +498,11 @@ def test_weights_are_cast_once_a_step_in_place_and_every_bit_stays(tiny, label):
             if name in ("q", "qt", "scale")
         ]
 
-    settings, size = replace(fp8.by_name(label), head=label != "off"), {**SIZE, "n_layer": 1}
+    settings, size = replace(by_name(label), head=label != "off"), {**SIZE, "n_layer": 1}
     ours = parallel.build(replace(tiny, model=GPTConfig(**size), fp8=settings), ALONE).model
     plain, (x, y) = without_copies(build(label, head=settings.head, **size)[0]), tokens()
     ours.init_weights(0)
-    fp8.refresh_weight_copies(ours)
+    refresh_weight_copies(ours)
     for _ in range(2):
         (a, mine), (b, theirs), before = step(ours, x, y), step(plain, x, y), copies()
         assert (
@@ -488,9 +513,9 @@ def test_weights_are_cast_once_a_step_in_place_and_every_bit_stays(tiny, label):
         for model in (ours, plain):
             # a fused AdamW needs runtime/optim.py's hook for it
             torch.optim.SGD(model.parameters(), 0.5).step()
-        with pytest.raises(AssertionError, match="refresh_weight_copies"):
+        with pytest.raises(AssertionError, match="after_update"):
             ours(x, y)
-        fp8.refresh_weight_copies(ours)
+        refresh_weight_copies(ours)
         assert len(before) == (5 if label == "off" else 15) and all(
             a is b for a, b in zip(before, copies(), strict=True)
         )
@@ -505,7 +530,7 @@ REACH = {"x": 448.0 / 2, "g": 57344.0 / 16}  # the largest value over the margin
 
 def made(label="tensorwise+kernels+delayed", **changes):
     model = build(label, n_layer=1, **changes)[0]
-    return model, fp8.DelayedScales(model)
+    return model, DelayedScales(model)
 
 
 def delayed_step(model, scales, loss_scale, *batches):
@@ -525,7 +550,7 @@ def buffers(model, kind):
     return {
         f"{name}.{side}": value.item()
         for name, m in model.named_modules()
-        if isinstance(m, fp8.KernelLinear)
+        if isinstance(m, KernelLinear)
         for side in "xg"
         if (value := getattr(m, f"{side}_{kind}")) is not None
     }
@@ -546,7 +571,7 @@ def test_scales_follow_the_amaxes_of_four_steps_times_a_margin(recipe):
         output.register_hook(lambda g: note(f"{name}.g", g))
 
     for name, m in model.named_modules():
-        if isinstance(m, fp8.KernelLinear) and not m.has_bound:
+        if isinstance(m, KernelLinear) and not m.has_fused_loss:
             m.register_forward_hook(partial(hook, name))
     for n in range(9):
         if n == 5:  # a spike: 40 times the values, so beyond either margin
@@ -602,10 +627,10 @@ def test_a_tensor_without_finite_values_leaves_no_trace_and_evaluation_changes_n
 
 def test_the_largest_of_all_ranks_counts(monkeypatch):
     (model, alone), other = made(), torch.rand(8) * 1e4
-    scales = fp8.DelayedScales(model, ranks=2)
+    scales = DelayedScales(model, ranks=2)
     sent = torch.stack((other, torch.zeros(8)))  # by the other rank, none of whose values is NaN
     monkeypatch.setattr(
-        fp8.dist,
+        sharded.dist,
         "all_reduce",
         lambda t, op: t.copy_(torch.maximum(t, sent)) if "MAX" in str(op) else t,
     )
@@ -650,7 +675,7 @@ def test_a_resume_is_bit_exact_and_so_is_one_or_two_ranks(tiny, run):
 
 
 def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, run, monkeypatch):
-    delayed, calls, real = replace(tiny, fp8=DELAYED), [], fp8.DelayedScales.begin
+    delayed, calls, real = replace(tiny, fp8=DELAYED), [], DelayedScales.begin
 
     def begin(self, loss_scale):
         real(self, loss_scale)
@@ -658,7 +683,7 @@ def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, run, monkeypatch):
         if len(calls) == 6:  # of the constructor, then of the steps: the fifth
             self._scales[0].mul_(1e3)
 
-    monkeypatch.setattr(fp8.DelayedScales, "begin", begin)
+    monkeypatch.setattr(DelayedScales, "begin", begin)
     run(delayed)
     (event,) = (row for row in faults.rows(delayed, "event") if row["event"] == "fp8_saturated")
     assert event["step"] == 5 and event["tensors"] == ["layers.0.attn.qkv.x"]

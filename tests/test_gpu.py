@@ -11,7 +11,14 @@ import warnings
 import pytest
 import torch
 
-from runtime import fp8, plan
+from fp8.copies import refresh_weight_copies
+from fp8.delayed import DelayedScales
+from fp8.head_loss import cross_entropy_grad
+from fp8.kernels import cast_both
+from fp8.linears import PrototypeLinear
+from fp8.matmul import add_weight_grad
+from fp8.recipes import by_name
+from runtime import plan
 from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
 from runtime.config import CheckpointConfig, load_config
 from runtime.guard import diagnose
@@ -22,7 +29,7 @@ from tests.test_fp8 import (
     E4M3,
     E5M2,
     KERNELS,
-    RECIPES,
+    NATIVE,
     build,
     distance,
     linear,
@@ -57,7 +64,7 @@ def model_on_gpu(recipe, is_compiled=True):
 
 def passes_on_gpu(label, x, w, g):
     holder = linear(w, label, "cuda").cuda()
-    fp8.refresh_weight_copies(holder)
+    refresh_weight_copies(holder)
     return passes(holder, x.cuda(), g.cuda())
 
 
@@ -73,19 +80,19 @@ FAST = [
 ]
 
 
-@pytest.mark.parametrize("label", [*RECIPES, *KERNELS, *FAST])
+@pytest.mark.parametrize("label", [*NATIVE, *KERNELS, *FAST])
 def test_every_recipes_matmuls_against_fp64(label):
     for kind in ("random", "outlier"):
         x, w, g = operands(kind)
         w = w.bfloat16().float() if label == "mxfp8" else w  # Blackwell's takes no other
         got = passes_on_gpu(label, x, w, g)
-        want = reference(fp8.by_name(label).recipe, x, w, g)
+        want = reference(by_name(label).recipe, x, w, g)
         assert all(
             distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)
         ), kind
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
+@pytest.mark.parametrize("recipe", [*NATIVE, "blockwise"])
 def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
     losses = []
     for label, is_compiled in (("off", True), (recipe, True), (recipe, False)):
@@ -105,7 +112,7 @@ def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
 def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate():
     x, w, g = operands("random", 512, 768, 1024)
     holder = linear(w, "blockwise", "cuda").cuda()
-    converted = next(m for m in holder.modules() if isinstance(m, fp8.QuantisedLinear))
+    converted = next(m for m in holder.modules() if isinstance(m, PrototypeLinear))
     assert converted.is_native == (torch.cuda.get_device_capability()[0] == 9)
     native = passes(holder, x.cuda(), g.cuda())
     converted.is_native = False
@@ -121,7 +128,7 @@ def test_a_weight_gradient_is_added_to_the_sum_within_its_matmul():
         torch.randn(384, 256),
     )
     on_gpu = total.cuda()
-    fp8.add_weight_grad(on_gpu, g.cuda(), x.cuda())
+    add_weight_grad(on_gpu, g.cuda(), x.cuda())
     torch.testing.assert_close(
         on_gpu.cpu().double(), total.double() + g.double().t() @ x.double(), rtol=1e-5, atol=1e-4
     )
@@ -140,7 +147,7 @@ def test_hardware_rounds_every_value_as_torch_does(format, dtype):
     else:
         x = torch.randint(-(2**31), 2**31 - 1, (512, 2**11), dtype=torch.int32).view(torch.float32)
     for scale in (1.0, 0.37, 2.0**-100, 2.0**100):
-        q, qt = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
+        q, qt = cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
         want = quantised(x.cuda(), scale, format)
         assert same(q.cpu(), want.cpu()) and same(qt.cpu(), want.t().contiguous().cpu())
 
@@ -148,7 +155,7 @@ def test_hardware_rounds_every_value_as_torch_does(format, dtype):
 def test_offsets_beyond_32_bits_on_hardware():
     M, V = 43008, 50304  # 2^31 values and a few
     x = torch.randn(M, V, device="cuda", dtype=torch.bfloat16)
-    q, qt = fp8.cast_both(x, torch.tensor(100.0, device="cuda"), E5M2)
+    q, qt = cast_both(x, torch.tensor(100.0, device="cuda"), E5M2)
     for part in (slice(0, 64), slice(M - 64, M)):
         want = quantised(x[part], 100.0, E5M2).view(torch.uint8)
         assert torch.equal(q[part].view(torch.uint8), want) and torch.equal(
@@ -159,7 +166,7 @@ def test_offsets_beyond_32_bits_on_hardware():
 def test_the_cross_entropys_gradient_on_hardware():
     for M, V in ((48, 80), (144, 208), (1024, 50304)):
         case = entropy_case(M, V)
-        q, qt = fp8.cross_entropy_grad(*(t.cuda() for t in case))
+        q, qt = cross_entropy_grad(*(t.cuda() for t in case))
         assert is_near(q.cpu(), entropy_grad(*case)) and same(qt.cpu(), q.t().contiguous().cpu())
     for mine, want in zip(
         head_loss(*(t.cuda() for t in head_case(True))), head_loss(*head_case(True)), strict=True
@@ -181,11 +188,11 @@ def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
     for label in ("tensorwise", "tensorwise+kernels", "tensorwise+kernels+delayed"):
         torch.compiler.reset()
         model = build(label, "cuda", head=True)[0].cuda()
-        scales = fp8.DelayedScales(model)
+        scales = DelayedScales(model)
         model.compile(dynamic=False, fullgraph=True)
         optimizer, curve = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), []
         for _ in range(20):
-            fp8.refresh_weight_copies(model)
+            refresh_weight_copies(model)
             scales.begin(1 / 128)
             curve.append(step(model, x, y)[0])
             scales.end(1 / 128)

@@ -1,4 +1,4 @@
-"""bench/kernels.py makes the table of timings, in which a linear drift cancels; runtime/speed.py
+"""bench/kernels.py makes the table of timings, in which a linear drift cancels; fp8/speed.py
 chooses recipes by it."""
 
 import itertools
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bench import kernels
+from fp8 import speed
+from fp8.speed import choose, load_table
 from lib.errors import UserError
-from runtime import speed
-from runtime.speed import choose, load_table
 from tests.conftest import asked
 
 
@@ -79,10 +79,8 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
 ):
     """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose
     FP8 for it."""
-    pieces, refresh = [], kernels.fp8.refresh_weight_copies
-    monkeypatch.setattr(
-        kernels.fp8, "refresh_weight_copies", lambda piece: pieces.append(piece) or refresh(piece)
-    )
+    pieces, make = [], kernels.Precision
+    monkeypatch.setattr(kernels, "Precision", lambda piece: pieces.append(piece) or make(piece))
     torch.manual_seed(0)
     x, g = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(32, 96).bfloat16()
     grads = {}

@@ -11,8 +11,11 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fp8 import kernels
+from fp8.copies import zero_gradients
+from fp8.matmul import add_weight_grad
 from model import GPT, GPTConfig
-from runtime import fp8, optim, parallel
+from runtime import optim, parallel
 from runtime.config import OptimConfig
 from tests.conftest import changed
 from tests.faults import back_to, record, rows, summary
@@ -119,7 +122,7 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(
 ):
     """Bit by bit what autograd gives for each micro-batch, added in their order; twice, as the
     first sum must be gone then."""
-    calls, add = [], fp8.add_weight_grad
+    calls, add = [], add_weight_grad
     torch.library.opcheck(
         add,
         (torch.zeros(4, 8), *(torch.randn(16, n).bfloat16() for n in (4, 8))),
@@ -127,7 +130,7 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(
     )
     if compiled == "off":
         monkeypatch.setattr(
-            fp8, "add_weight_grad", lambda *tensors: calls.append(tensors) or add(*tensors)
+            kernels, "add_weight_grad", lambda *tensors: calls.append(tensors) or add(*tensors)
         )
     one = tiny.data.micro_batch * tiny.model.n_ctx  # tokens of a micro-batch
     model, alone = (
@@ -155,7 +158,7 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(
             assert p.grad.data_ptr() == lasting.get(name, p.grad.data_ptr()), (
                 "a gradient that the matmul no longer adds to"
             )
-        fp8.zero_gradients(model)
+        zero_gradients(model)
     assert {name for name, p in model.named_parameters() if p.grad is not None} == lasting.keys()
     model.zero_grad()
     if compiled == "off":

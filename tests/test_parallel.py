@@ -27,14 +27,19 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from fp8 import selection
+from fp8.copies import refresh_weight_copies, zero_gradients
+from fp8.precision import Precision
+from fp8.probe import Probe
+from fp8.recipes import RECIPES
+from fp8.sharded import max_over_ranks, reshard, unwrap
 from lib.errors import MachineError, UserError
 from lib.files import read_rows
-from runtime import fp8, parallel
+from runtime import parallel
 from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
 from runtime.config import config_from_dict
 from runtime.data import NO_TARGET, Data
 from runtime.optim import local
-from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
 from runtime.validation import evaluate
 from tests.conftest import ALONE, ROOT, changed, process, tiny_config, write_config
@@ -43,14 +48,14 @@ from tests.test_fp8 import tokens
 
 WIDE_HEADS = "model.head_size=48 model.n_kv_head=1"  # 96 channels of attention in a width of 32
 # what tiny models can have
-SHARDED = ("off", *(name for name in fp8.RECIPES if fp8.FP8_MULTIPLES[name] <= 32))
+SHARDED = ("off", *(name for name, recipe in RECIPES.items() if recipe.multiple <= 32))
 
 
 def build(config, words="", world=ALONE):
     """An initialised model, built as for training, in BF16 unless the settings say otherwise."""
     built = parallel.build(changed(config, f"fp8.recipe=off fp8.all_gather=false {words}"), world)
     built.model.init_weights(0, built.assign)
-    fp8.refresh_weight_copies(built.model)
+    refresh_weight_copies(built.model)
     return built
 
 
@@ -183,10 +188,10 @@ def test_recomputation_runs_a_block_twice_but_for_attention_and_changes_no_name_
                 model(torch.zeros(1, 32, dtype=torch.long))
         counts.append((ops.count("aten.silu.default"), ops.count("attention")))
         kept.append(sum(sizes))  # those of checkpointed regions aside
-        fp8.zero_gradients(model)
-        Probe(path := tmp_path / f"{recompute}.jsonl", model, fp8.recipes(built.layers, 1.0), 64)(
-            1, *tokens(0), 1.0
-        )
+        zero_gradients(model)
+        Probe(
+            path := tmp_path / f"{recompute}.jsonl", model, selection.recipes(built.layers, 1.0), 64
+        )(1, *tokens(0), 1.0)
         seen.append(([name for name, _ in model.named_modules()], path.read_text()))
     assert seen[0] == seen[1] and '"gradient"' in seen[0][1]
     assert counts == [(4, 4), (6, 4)] and kept[1] < kept[0] / 2  # two blocks, twice forward
@@ -268,7 +273,7 @@ def work(folder: Path) -> None:
         for name in ("whole", "halves")
     )
     world = parallel.start(whole)
-    with mock.patch.object(fp8, "set_position") as placed:
+    with mock.patch.object(Precision, "set_position", autospec=True) as placed:
         train.train(whole, world)
         if world.is_main:  # as a kill after step 3 would leave it
             shutil.copytree(whole.run_dir, halves.run_dir)
@@ -344,14 +349,14 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
         with torch.no_grad(), mock.patch.object(dist, name, counted):
             losses.append(model(x, y).tolist())
             seen["sent"].append(sum(sizes))
-            with pytest.raises(KeyError), fp8.in_bf16(model):
+            with pytest.raises(KeyError), Precision(model).in_bf16():
                 losses.append(model(x, y).tolist())
                 raise KeyError
             losses.append(model(x, y).tolist())
         seen["losses"].append(losses)
-        fp8.reshard(model)  # as a backward pass does
+        Precision(model).reshard()  # as a backward pass does
         with CommDebugMode() as mode:
-            fp8.refresh_weight_copies(model)
+            refresh_weight_copies(model)
         seen.setdefault("all_reduces", mode.get_total_counts())
     return seen
 
@@ -398,9 +403,9 @@ def descent(config, world, words) -> list[tuple[float, float]]:
         with torch.no_grad():
             for weight in built.model.parameters():
                 weight -= 1e-3 * weight.grad
-        fp8.zero_gradients(built.model)
-        fp8.refresh_weight_copies(built.model)
-    with fp8.in_bf16(built.model), torch.no_grad():
+        zero_gradients(built.model)
+        refresh_weight_copies(built.model)
+    with built.precision.in_bf16(), torch.no_grad():
         return [
             *told,
             (parallel.all_sum(built.model(*tokens(10 * world.rank)).sum(), world).item(), 0.0),
@@ -429,27 +434,27 @@ def nan_on_one_rank(folder: Path, base, rank: int, size: int, port: int) -> None
     seen = []
     for bad in range(size):
         value = math.nan if rank == bad else float(rank)
-        largest = fp8.max_over_ranks(
+        largest = max_over_ranks(
             torch.tensor([value, float(rank), -math.inf, math.inf if rank == 0 else 0.0])
         )
         linear = delayed.model.get_submodule(name)
         linear.x_amax.fill_(value)
         delayed.model.get_submodule("layers.1.attn.qkv").x_amax.fill_(1.0 + rank)
-        delayed.scales.end(1.0)
-        history = delayed.scales.state()
+        delayed.precision.after_passes()
+        history = delayed.precision.state()
         losses = {}
         for kind, built in ("kernels", delayed), ("all_gather", gathered_as_float8):
-            shard = local(fp8.unwrap(built.model.get_submodule(name).weight.detach()))
+            shard = local(unwrap(built.model.get_submodule(name).weight.detach()))
             before = shard.clone()
             shard[0, 0] = value if rank == bad else shard[0, 0]
-            fp8.refresh_weight_copies(built.model)
+            refresh_weight_copies(built.model)
             if kind == "kernels":
                 scale = linear.scale.item()
             with torch.no_grad():
                 losses[kind] = built.model(*tokens(rank)).sum().item()
-            fp8.reshard(built.model)
+            reshard(built.model)
             shard.copy_(before)
-            fp8.refresh_weight_copies(built.model)
+            refresh_weight_copies(built.model)
         seen.append(
             {
                 "largest": largest.tolist(),
@@ -459,7 +464,7 @@ def nan_on_one_rank(folder: Path, base, rank: int, size: int, port: int) -> None
                 "history_beside_it": history["layers.1.attn.qkv.x"][0],
             }
         )
-        delayed.scales.begin(1.0)
+        delayed.precision.before_step(1.0)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     parallel.finish(world, 0)
 

@@ -9,12 +9,17 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from runtime import fp8, probe
+from fp8 import probe, selection
+from fp8.copies import refresh_weight_copies
+from fp8.head_loss import FP8HeadLoss
+from fp8.linears import set_position
+from fp8.probe import Probe, sequences, statistics
+from fp8.recipes import Operand
+from fp8.rounding import noise_at
 from runtime.checkpoint import checkpoints, seal
-from runtime.probe import Probe, sequences, statistics
 from tests.conftest import changed
 from tests.faults import summary
-from tests.test_fp8 import E4M3, E5M2, LARGEST, NAMES, OPERANDS, RECIPES, quantised, tokens
+from tests.test_fp8 import E4M3, E5M2, LARGEST, NAMES, NATIVE, OPERANDS, quantised, tokens
 from tests.test_fp8 import build as build_model
 from tests.test_model import reference_logits
 
@@ -33,8 +38,8 @@ def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
                 p.mul_(4)
             elif name.endswith("_norm.weight"):
                 p.mul_(torch.linspace(0.5, 2.0, p.numel()))
-    fp8.refresh_weight_copies(model)
-    return model, fp8.recipes(layers, SCALE), *tokens(seed)
+    refresh_weight_copies(model)
+    return model, selection.recipes(layers, SCALE), *tokens(seed)
 
 
 def probed(tmp_path, model, recipes, x, y, n_tokens=4096):
@@ -67,12 +72,12 @@ def reference(x, operand, noise=None):
     }
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4_nearest", "nvfp4"])
+@pytest.mark.parametrize("recipe", [*NATIVE, "nvfp4_nearest", "nvfp4"])
 def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(
     recipe, tmp_path, monkeypatch
 ):
     model, recipes, x, y = build(recipe)
-    fp8.set_position(model, 2**20, seed=3)
+    set_position(model, 2**20, seed=3)
     seen, lists = {}, []
     for name in recipes:
         # once: the probe's own passes are not looked at
@@ -102,7 +107,7 @@ def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(
             noise = None
             # rounded as the matmul's operand is
             if operand == "gradient" and recipes[name].grad.is_stochastic:
-                noise = fp8.noise_at(tensor.flatten(0, -2).shape, linear.position, linear.salt)
+                noise = noise_at(tensor.flatten(0, -2).shape, linear.position, linear.salt)
             want = {
                 key: float(value) for key, value in reference(tensor, how[operand], noise).items()
             }
@@ -116,7 +121,7 @@ def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(
 def test_statistics_of_zeros_of_the_smallest_values_and_of_a_largest_that_its_scale_lifts():
     for sharing in "tensor", "row", "block", "constant":
         amax, *scales, underflow, saturated, error = statistics(
-            torch.zeros(32, 64), fp8.Operand(E4M3, sharing)
+            torch.zeros(32, 64), Operand(E4M3, sharing)
         ).tolist()
         assert (amax, underflow, saturated, error) == (0, 0, 0, 0) and all(
             0 < s < math.inf for s in scales
@@ -125,13 +130,12 @@ def test_statistics_of_zeros_of_the_smallest_values_and_of_a_largest_that_its_sc
     # show no error.
     g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     big, small = (
-        statistics(g * s, fp8.Operand(E4M3, "row", power_of_2=True))[-1].item()
-        for s in (1.0, 2.0**-36)
+        statistics(g * s, Operand(E4M3, "row", power_of_2=True))[-1].item() for s in (1.0, 2.0**-36)
     )
     assert small == pytest.approx(big, rel=1e-6) and 0.01 < big < 0.05
     # 448 / amax rounds up as often as down; the largest value times it is then slightly above 448.
     assert all(
-        statistics(a * torch.ones(1, 32), fp8.Operand(E4M3))[5] == 0
+        statistics(a * torch.ones(1, 32), Operand(E4M3))[5] == 0
         for a in torch.linspace(0.01, 3, 500).bfloat16()
     )
 
@@ -145,7 +149,7 @@ def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_w
     """Its first chunk, and not again when the backward pass recomputes it. An FP8 head on our
     kernels computes its loss in one piece, which has no output to watch: not with BF16 weight
     gradients, and not while a probe watches."""
-    calls, whole, forward = [], [], fp8.KernelMatmul.forward
+    calls, whole, forward = [], [], FP8HeadLoss.forward
     monkeypatch.setattr(
         probe,
         "statistics",
@@ -153,7 +157,7 @@ def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_w
     )
     # targets
     monkeypatch.setattr(
-        fp8.KernelMatmul, "forward", staticmethod(lambda *a: whole.extend(a[12:]) or forward(*a))
+        FP8HeadLoss, "forward", staticmethod(lambda *a: whole.append(a[3]) or forward(*a))
     )
     model, recipes, x, y = build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
     model(x, y)

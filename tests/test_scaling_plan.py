@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from fp8.recipes import by_name
 from lib.command import read_options
-from runtime import fp8
 from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
 from runtime.plan import plan as train_plan
@@ -121,7 +121,7 @@ def test_at_the_break_even_gap_fp8_needs_all_of_its_extra_tokens(capsys):
 def test_the_bound_on_the_speedup_is_train_pys(label):
     sizes, _ = read_sizes(f"recipe={label}")
     for size in sizes:
-        config = replace(load_config(ROOT / f"configs/{size.name}_fp8.py"), fp8=fp8.by_name(label))
+        config = replace(load_config(ROOT / f"configs/{size.name}_fp8.py"), fp8=by_name(label))
         lines = "\n".join(train_plan(config, "h100"))
         assert f"{size.speedup:.2f}x" in lines
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])

@@ -4,16 +4,7 @@ and SwiGLU outputs are.
 Every probe.every steps one extra forward and backward pass, eager, over a few of the step's own
 sequences, with hooks that are removed afterwards. Training is not affected: the compiled step has
 no hooks, and losses and weights are the same bits with and without. out/<run>/probe.jsonl gets a
-row per converted Linear and one per block:
-
-    {"kind": "linear", "step", "layer", "recipe", "weight": S, "activation": S, "gradient": S}
-    {"kind": "block", "step", "block", "attention_logit_max", "swiglu_amax", "swiglu_rms"}
-
-    S   amax                         largest magnitude
-        scale_min, scale, scale_max  smallest, median and largest scale
-        underflow                    share of the values that are not zero and become zero
-        saturated                    share of the values beyond the format's largest after scaling
-        error                        ||Q(x) - x|| / ||x||
+row per converted Linear and one per block: LinearRow and BlockRow.
 
 The weight and the activation are the operands of y = x w', the gradient that of the input gradient,
 each scaled over the dimension that its matmul sums over. A later row of a step replaces an earlier
@@ -24,30 +15,64 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 
+from fp8.copies import zero_gradients
+from fp8.linears import noise_of
+from fp8.recipes import Operand, Recipe
+from fp8.rounding import FORMATS, fake_quantise, scale_of
+from fp8.sharded import is_wrapped, unwrap
 from lib.files import to_line
 from model import GPT, Attention, rotate
-from runtime.config import FP8_MULTIPLES
-from runtime.fp8 import (
-    FORMATS,
-    Operand,
-    Recipe,
-    fake_quantise,
-    is_wrapped,
-    noise_of,
-    scale_of,
-    unwrap,
-    zero_gradients,
-)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What FP8 does to one tensor; NaN and infinity are written as null."""
+
+    amax: float  # largest magnitude
+    scale_min: float  # smallest, median and largest scale
+    scale: float
+    scale_max: float
+    underflow: float  # share of the values that are not zero and become zero
+    saturated: float  # share of the values beyond the format's largest after scaling
+    error: float  # ||Q(x) - x|| / ||x||
+
+
+@dataclass(frozen=True)
+class LinearRow:
+    """A row of probe.jsonl about a converted Linear. An operand that was not seen has no key."""
+
+    kind: Literal["linear"]
+    step: int
+    layer: str  # its name, such as layers.0.attn.qkv
+    recipe: str
+    weight: Statistics | None  # operands of y = x w'
+    activation: Statistics | None
+    gradient: Statistics | None  # of the output, as the input gradient's operand
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """A row of probe.jsonl about a block."""
+
+    kind: Literal["block"]
+    step: int
+    block: int
+    attention_logit_max: float  # largest q k / sqrt(D) of the first sequence
+    swiglu_amax: float  # largest magnitude of SwiGLU's output
+    swiglu_rms: float  # its root mean square
+
 
 OPERANDS = "weight", "activation", "gradient"
-STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
+STATISTICS = tuple(field.name for field in fields(Statistics))
+# what was measured -> the numbers in its tensor
 NAMES = {
     **dict.fromkeys(OPERANDS, STATISTICS),
     "attention": ("attention_logit_max",),
@@ -70,13 +95,13 @@ class Probe:
             # a line that a kill cut short would spoil the next
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
-    def __call__(self, step: int, x: torch.Tensor, y: torch.Tensor, backward_scale: float) -> None:
+    def __call__(self, step: int, x: torch.Tensor, y: torch.Tensor, loss_scale: float) -> None:
         """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero or
         None, and are so again.
 
-        backward_scale: what training multiplies its summed loss by, so that gradients are of
+        loss_scale: what training multiplies its summed loss by, so that gradients are of
         training's size."""
-        multiple = max([32, *(FP8_MULTIPLES[recipe.name] for recipe in self.recipes.values())])
+        multiple = max([32, *(recipe.multiple for recipe in self.recipes.values())])
         n, seen = sequences(x.size(0), x.size(1), self.tokens, multiple), {}
         for layer, recipe in self.recipes.items():
             weight: Any = self.model.get_submodule(layer).weight
@@ -91,7 +116,7 @@ class Probe:
                 hooks,
                 torch.set_grad_enabled(bool(self.recipes)),
             ):
-                loss = self.model(x[:n], y[:n]).sum() * backward_scale
+                loss = self.model(x[:n], y[:n]).sum() * loss_scale
                 if self.recipes:  # block rows need no backward pass
                     loss.backward()
         finally:
@@ -175,28 +200,24 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
     device."""
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
     values = {(module, what): {name: next(flat) for name in NAMES[what]} for module, what in seen}
-    linears = [
-        {
-            "kind": "linear",
-            "step": step,
-            "layer": layer,
-            "recipe": recipe.name,
-            **{what: values[layer, what] for what in OPERANDS if (layer, what) in values},
+    rows_of_step: list[LinearRow | BlockRow] = []
+    for layer, recipe in recipes.items():
+        operands = {
+            what: Statistics(**values[layer, what]) if (layer, what) in values else None
+            for what in OPERANDS
         }
-        for layer, recipe in recipes.items()
-    ]
-    blocks = [
-        {
-            "kind": "block",
-            "step": step,
-            "block": int(block.split(".")[1]),
-            **value,
-            **values[block, "swiglu"],
-        }
-        for (block, what), value in values.items()
-        if what == "attention"
-    ]
-    return linears + blocks
+        rows_of_step.append(LinearRow("linear", step, layer, recipe.name, **operands))
+    for module, what in values:
+        if what == "attention":
+            number = int(module.split(".")[1])
+            numbers = values[module, "attention"] | values[module, "swiglu"]
+            rows_of_step.append(BlockRow("block", step, number, **numbers))
+    return [_as_json(row) for row in rows_of_step]
+
+
+def _as_json(row: LinearRow | BlockRow) -> dict:
+    """A row as it is written: without the operands that were not seen."""
+    return {key: value for key, value in asdict(row).items() if value is not None}
 
 
 # -------------------------------------------------------------------------------------- statistics
@@ -243,8 +264,10 @@ def attention_logit_max(
     # (H or K, T, D)
     q, k = (rotate(part, cos[:T], sin[:T])[0].float().transpose(0, 1) for part in (q, k))
     q = q.reshape(K, H // K, T, D)  # query heads by the key head they share
-    position, largest = torch.arange(T, device=qkv.device), []
-    for at in position.split(max(1, LOGITS_AT_ONCE // (H * T))):
-        logits = torch.einsum("kgqd,ksd->kgqs", q[:, :, at], k)
-        largest.append(logits.masked_fill(position > at[:, None], -math.inf).amax())
+    positions = torch.arange(T, device=qkv.device)
+    largest = []
+    for queries in positions.split(max(1, LOGITS_AT_ONCE // (H * T))):
+        logits = torch.einsum("kgqd,ksd->kgqs", q[:, :, queries], k)
+        is_ahead = positions > queries[:, None]
+        largest.append(logits.masked_fill(is_ahead, -math.inf).amax())
     return torch.stack(largest).amax() / math.sqrt(D)

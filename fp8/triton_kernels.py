@@ -24,7 +24,10 @@ GROUP = 8
 
 
 def launch(
-    kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor, qt: torch.Tensor
+    kernel: triton.runtime.JITFunction,
+    inputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    qt: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write what fp8's function of the same name as `kernel`, cast_both or cross_entropy_grad,
     returns of its tensors `inputs` to q (M, K) and qt (K, M), in their format; returns both.
@@ -32,7 +35,8 @@ def launch(
     x and logits (M, K) BF16 or fp32, all contiguous; M and K multiples of 16. cast_both's values
     are those of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's
     largest value."""
-    x, format, columns = inputs[0], qt.dtype, CAST_COLUMNS if kernel is cast_both else GRAD_COLUMNS
+    x, format = inputs[0], qt.dtype
+    columns = CAST_COLUMNS if kernel is cast_both else GRAD_COLUMNS
     M, K = x.shape
     # A kernel that is given wrong shapes overwrites other tensors.
     assert x.is_contiguous() and M % 16 == K % 16 == 0 and q.shape == x.shape == qt.shape[::-1], (
@@ -70,12 +74,12 @@ def launch(
 
 @triton.jit
 def cast_both(
-    x,
-    scale,
-    q,
-    qt,
-    M,
-    K,
+    x: tl.tensor,
+    scale: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -94,15 +98,15 @@ def cast_both(
 
 @triton.jit
 def cross_entropy_grad(
-    logits,
-    lse,
-    targets,
-    grad,
-    scale,
-    q,
-    qt,
-    M,
-    V,
+    logits: tl.tensor,
+    lse: tl.tensor,
+    targets: tl.tensor,
+    grad: tl.tensor,
+    scale: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    V: tl.tensor,
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -119,7 +123,19 @@ def cross_entropy_grad(
 
 
 @triton.jit
-def _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS: tl.constexpr):
+def _grad_of_rows(
+    logits: tl.tensor,
+    lse: tl.tensor,
+    targets: tl.tensor,
+    grad: tl.tensor,
+    s: tl.tensor,
+    m: tl.tensor,
+    m0: tl.tensor,
+    v0: tl.tensor,
+    M: tl.tensor,
+    V: tl.tensor,
+    COLUMNS: tl.constexpr,
+):
     """The gradient in rows m and COLUMNS columns from v0; logits points to (m0, v0)."""
     target = tl.load(targets + m, mask=m < M, other=IGNORED)
     total = tl.load(lse + m, mask=m < M, other=0.0) * LOG2_E
@@ -136,14 +152,14 @@ def _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS: tl.co
 
 @triton.jit
 def _store_both(
-    even,
-    odd,
-    q,
-    qt,
-    m0,
-    k0,
-    M,
-    K,
+    even: tl.tensor,
+    odd: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    m0: tl.tensor,
+    k0: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -166,7 +182,7 @@ def _store_both(
 
 
 @triton.jit
-def _rounded(value, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
+def _rounded(value: tl.tensor, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
     value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     # The move keeps ptxas (12.8, as Triton 3.6 to 3.8 bring it) from rounding a value a second time
     # for its second use: that instruction leaves half of a word to a register, and it took the

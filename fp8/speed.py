@@ -1,12 +1,14 @@
 """Choose the FP8 recipe that makes a Linear of a given shape fastest, from a table of timings
 (fp8.recipe=auto).
 
-fp8_speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1:
+speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1:
 FP8 is faster), as rows of recipe, K inputs, N outputs, M tokens, ratio, and of a measured one the
 10th and 90th percentile of its repeats:
 
-    measured   architecture (compute capability, sm_90) -> what bench/kernels.py measured on each GPU of it, with the provenance
-    published  the same of other people's timings, each with its source; a GPU whose name contains `gpu` is the one
+    measured   architecture (compute capability, sm_90) -> what bench/kernels.py measured on each
+               GPU of it, with the provenance
+    published  the same of other people's timings, each with its source; a GPU whose name contains
+               `gpu` is the one
 
 Timings of the very GPU count, else those of another one of its architecture, and the verdict names
 that one: it has the same matmuls, other memory. Where we have measured an architecture, published
@@ -25,7 +27,7 @@ import torch
 from lib.errors import UserError
 
 FORMAT_VERSION = 2
-SHIPPED = Path(__file__).resolve().with_name("fp8_speed.json")
+SHIPPED = Path(__file__).resolve().with_name("speed.json")
 # Ratio above which a recipe pays. Repeated timings of one Linear scatter by a per cent or two, and
 # FP8 costs accuracy: a gain within the noise is no reason to convert.
 PAYS = 1.03
@@ -80,11 +82,12 @@ def choose(
             None,
             "no timings of this GPU or its architecture: python -m bench.kernels makes them",
         )
-    found = [
-        _evidence([row for row in rows if row["recipe"] == recipe], K, N) for recipe in candidates
-    ]
-    # of equals the first candidate
-    best = max(filter(None, found), key=lambda row: row["ratio"], default=None)
+    best = None
+    for recipe in candidates:
+        evidence = _evidence([row for row in rows if row["recipe"] == recipe], K, N)
+        # of equals the first candidate
+        if evidence and (best is None or evidence["ratio"] > best["ratio"]):
+            best = evidence
     if best is None:
         return (
             None,
@@ -93,29 +96,36 @@ def choose(
     number = f"{kind} {best['ratio']:.2f}x at {best['K']} x {best['N']}"
     if best["ratio"] > PAYS:
         return best["recipe"], number
-    return (
-        None,
-        f"{'BF16 is faster' if best['ratio'] <= 1 else 'FP8 gains too little'}: best {number}",
-    )
+    if best["ratio"] <= 1:
+        return None, f"BF16 is faster: best {number}"
+    return None, f"FP8 gains too little: best {number}"
 
 
 def _timings(table: dict, gpu: str) -> tuple[str, list[dict]]:
     """The rows that count for this GPU, and what the verdict calls them; none where its
     architecture was never timed."""
+    architecture = architecture_of(gpu)
     for kind in ("measured", "published"):
-        if entries := table.get(kind, {}).get(architecture_of(gpu)):
-            first = entries[0]["gpu"]
-            own = [
-                entry
-                for entry in entries
-                if entry["gpu"] == gpu or kind == "published" and entry["gpu"] in gpu
-            ]
-            # rows of two GPUs do not mix
-            counted = own or [entry for entry in entries if entry["gpu"] == first]
-            return kind if own else f"{kind} on {first}", [
-                row for entry in counted for row in entry["rows"]
-            ]
+        entries = table.get(kind, {}).get(architecture)
+        if not entries:
+            continue
+        of_this_gpu = [entry for entry in entries if _is_of(gpu, entry, kind)]
+        if of_this_gpu:
+            return kind, _rows(of_this_gpu)
+        # rows of two GPUs do not mix
+        first_gpu = entries[0]["gpu"]
+        of_first = [entry for entry in entries if entry["gpu"] == first_gpu]
+        return f"{kind} on {first_gpu}", _rows(of_first)
     return "", []
+
+
+def _is_of(gpu: str, entry: dict, kind: str) -> bool:
+    """Whether an entry was timed on this GPU; people who publish give a short name."""
+    return entry["gpu"] == gpu or (kind == "published" and entry["gpu"] in gpu)
+
+
+def _rows(entries: list[dict]) -> list[dict]:
+    return [row for entry in entries for row in entry["rows"]]
 
 
 def architecture_of(gpu: str) -> str | None:
@@ -123,20 +133,21 @@ def architecture_of(gpu: str) -> str | None:
     name, or not (None)."""
     if torch.cuda.is_available() and gpu == torch.cuda.get_device_name():
         return "sm_{}{}".format(*torch.cuda.get_device_capability())
-    return next(
-        (sm for sm, names in ARCHITECTURES.items() if any(name in gpu for name in names)), None
-    )
+    for architecture, names in ARCHITECTURES.items():
+        if any(name in gpu for name in names):
+            return architecture
+    return None
 
 
 def _evidence(rows: list[dict], K: int, N: int) -> dict | None:
     """Of the rows of one recipe that of K x N, else the best of no larger shapes; of several M the
     slowest counts."""
-    fastest_first = sorted(
-        (row for row in rows if row["K"] <= K and row["N"] <= N),
-        key=lambda row: row["ratio"],
-        reverse=True,
-    )
-    slowest = {(row["K"], row["N"]): row for row in fastest_first}
-    return slowest.get((K, N)) or max(
-        slowest.values(), key=lambda row: (row["ratio"], row["K"], row["N"]), default=None
-    )
+    no_larger = [row for row in rows if row["K"] <= K and row["N"] <= N]
+    slowest: dict[tuple[int, int], dict] = {}  # shape -> its slowest row
+    for row in no_larger:
+        shape = row["K"], row["N"]
+        if shape not in slowest or row["ratio"] <= slowest[shape]["ratio"]:
+            slowest[shape] = row
+    if (K, N) in slowest:
+        return slowest[K, N]
+    return max(slowest.values(), key=lambda row: (row["ratio"], row["K"], row["N"]), default=None)

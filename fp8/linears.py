@@ -1,0 +1,274 @@
+"""Linears that are emulated, and torchao's: its Float8Linear and its prototypes.
+
+On a CPU every recipe is emulated. Our own Linears are in fp8/kernels.py; fp8/convert.py decides
+which one takes a Linear's place."""
+
+import logging
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fp8.recipes import (
+    BF16_OPERAND,
+    FOR_BOTH_DIMENSIONS,
+    FP8Config,
+    Operand,
+    Recipe,
+)
+from fp8.rounding import fake_quantise, noise_at, rotated
+from lib.errors import UserError
+
+
+class ConvertedLinear(nn.Linear):
+    """A Linear without bias that stands in the place of another one and takes over its weight:
+    the same Parameter under the same name."""
+
+    def __init__(self, linear: nn.Linear):
+        nn.Module.__init__(self)  # nn.Linear's would draw a weight
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.register_parameter("bias", None)
+        self.train(linear.training)
+
+
+# ---------------------------------------------------------------------------------------- emulated
+
+
+def emulation_dtype(recipe: Recipe, device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """In which the dequantised operands of activations in `dtype` are multiplied.
+
+    fp32 on a CPU: products of float8 values are exact there, and only their sums and the result
+    round, as on real units. On a GPU `dtype`, where it holds dequantised values exactly, else fp32;
+    runtime.parallel.set_torch_flags() keeps TF32 from rounding those."""
+    if device_type == "cpu" or recipe.needs_fp32_emulation:
+        return torch.float32
+    return dtype
+
+
+class EmulatedMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied;
+    numerics only.
+
+    position (), salt: of noise_at()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        position: torch.Tensor | None,
+        salt: torch.Tensor | None,
+        recipe: Recipe,
+    ) -> torch.Tensor:
+        qx = _dequantised(x, recipe.input, recipe, x.dtype)
+        qw = _dequantised(w, recipe.weight, recipe, x.dtype)
+        ctx.has_one_rounding = recipe.input.scaling in FOR_BOTH_DIMENSIONS
+        has_rounded_x = ctx.has_one_rounding and not recipe.has_bf16_weight_grad
+        ctx.save_for_backward(qx if has_rounded_x else x, w, position, salt)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
+        return (qx @ qw.t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple:
+        x, w, position, salt = ctx.saved_tensors
+        recipe, dtype = ctx.recipe, ctx.dtype
+        noise = noise_again = None
+        if position is not None:
+            noise = noise_at(g.shape, position, salt)
+            noise_again = noise_at(g.shape, position, salt + 2**60)
+        qg = _dequantised(g, recipe.grad, recipe, dtype, -1, noise)
+
+        # the input gradient g w
+        if recipe.has_bf16_input_grad:
+            g_bf16 = _dequantised(g, BF16_OPERAND, recipe, dtype)
+            grad_x = g_bf16 @ _dequantised(w.to(dtype), BF16_OPERAND, recipe, dtype)
+        else:
+            grad_x = qg @ _dequantised(w, recipe.weight_again or recipe.weight, recipe, dtype, 0)
+
+        # the weight gradient g' x
+        if recipe.has_bf16_weight_grad:
+            grad_w = g.t() @ x
+        elif ctx.has_one_rounding:  # x was saved rounded
+            grad_w = qg.t() @ x
+        else:  # scales along the dimension that this matmul sums over
+            if recipe.is_rotated:
+                g, x = rotated(g), rotated(x)
+            qg_again = _dequantised(g, recipe.grad, recipe, dtype, 0, noise_again)
+            grad_w = qg_again.t() @ _dequantised(x, recipe.input, recipe, dtype, 0)
+        grad_x, grad_w = grad_x.to(dtype), grad_w.to(dtype).to(ctx.w_dtype)
+        return grad_x, grad_w, None, None, None
+
+
+def _dequantised(
+    x: torch.Tensor,
+    operand: Operand,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    dim: int = -1,
+    noise: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x (any shape) after rounding as `operand` says, in the dtype of the emulated matmul; `dim`
+    and noise as in fake_quantise()."""
+    q = fake_quantise(x, operand, dim, noise)
+    return q.to(emulation_dtype(recipe, x.device.type, dtype))
+
+
+class EmulatedLinear(ConvertedLinear):
+    """A Linear whose matmuls follow `recipe` by emulation."""
+
+    def __init__(self, linear: nn.Linear, recipe: Recipe):
+        super().__init__(linear)
+        self.recipe = recipe
+        # Both () int64, see set_position(): tensors, because torch.compile would compile each layer
+        # anew for a number of its own.
+        self.position: torch.Tensor | None = None
+        self.salt: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # (M, K)
+        return self.multiply(rows).view(*x.shape[:-1], -1)
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """(M, K) -> (M, N)"""
+        return EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
+
+    def place(self, name: str, position: int, seed: int) -> None:
+        """Set where in the run's tokens the next pass begins; `name` is this Linear's own."""
+        if self.position is None or self.salt is None:
+            salt = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            self.position = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+            self.salt = torch.full_like(self.position, int.from_bytes(salt, "little"))
+        self.position.fill_(position)
+
+
+def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
+    """Number among the run's tokens of the first token that the next pass through `model` sees:
+    with the seed and the layer it decides the noise of recipes with stochastic rounding. Without a
+    position they round to nearest."""
+    for name, module in model.named_modules():
+        if isinstance(module, EmulatedLinear) and module.recipe.is_stochastic:
+            module.place(name, position, seed)
+
+
+def noise_of(linear: nn.Module, g: torch.Tensor) -> torch.Tensor | None:
+    """The noise with which a converted Linear rounds its output's gradient g (..., N) for the
+    input's; None: to nearest."""
+    if not isinstance(linear, EmulatedLinear) or linear.position is None or linear.salt is None:
+        return None
+    return noise_at(g.flatten(0, -2).shape, linear.position, linear.salt).view_as(g)
+
+
+# ---------------------------------------------------------------------------- torchao's prototypes
+
+
+class PrototypeLinear(EmulatedLinear):
+    """A Linear that a prototype of torchao computes, on GPUs whose units it is for; emulated on
+    others."""
+
+    def __init__(self, linear: nn.Linear, recipe: Recipe, is_native: bool):
+        super().__init__(linear, recipe)
+        self.is_native = is_native
+        if is_native:
+            # which torch 2.11 does not trace by itself
+            torch.compiler.allow_in_graph(torch._scaled_mm_v2)
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        # of a prompt there may be any number of rows
+        fits = len(rows) % self.recipe.multiple == 0
+        if self.is_native and rows.is_cuda and fits:
+            return PROTOTYPES[self.recipe.name](rows, self.weight)
+        return super().multiply(rows)
+
+
+def torchao_mx(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x (M, K), w (N, K) -> (M, N) by MXFP8 on Blackwell."""
+    from torchao.prototype.moe_training import mxfp8_linear as mx
+
+    return mx._to_mxfp8_then_scaled_mm(
+        x.contiguous(), w.to(x.dtype), mx.KernelPreference.AUTO, mx.ScaleCalculationMode.RCEIL
+    )
+
+
+def torchao_blockwise(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x (M, K), w (N, K) -> (M, N) by scales of 128 values on Hopper."""
+    from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
+
+    # before it, Triton's matmuls
+    assert torch.version.cuda is not None
+    has_cublas = tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
+    return fp8_blockwise_mm.apply(x.contiguous(), w, 128, x.dtype, not has_cublas)
+
+
+# recipe -> what multiplies; each with on_gpu="prototype" has one
+PROTOTYPES = {"mxfp8": torchao_mx, "blockwise": torchao_blockwise}
+
+
+# --------------------------------------------------------------------------------------- torchao's
+
+
+def torchao_linear(
+    linear: nn.Linear, recipe: Recipe, settings: FP8Config, is_emulated: bool
+) -> nn.Module:
+    """torchao's Linear of a recipe in the place of `linear`, or with is_emulated torchao's own
+    emulation of it. Raises UserError where torchao's recipe rounds otherwise than ours says."""
+    # of compiled extensions for other hardware, of a deprecated call of its own
+    logging.disable(logging.WARNING)
+    import torchao.float8 as float8  # here: BF16 runs and readers of checkpoints never load it
+
+    logging.disable(logging.NOTSET)
+    base = float8.Float8LinearConfig.from_recipe_name(recipe.torchao_name)
+    base = replace(base, round_scales_to_power_of_2=recipe.input.power_of_2)
+    check_torchao(recipe, base)
+    backward = float8.Float8GemmConfig(use_fast_accum=settings.fast_backward)
+    config = replace(
+        base,
+        enable_fsdp_float8_all_gather=settings.all_gather,
+        emulate=is_emulated,
+        gemm_config_grad_input=backward,
+        gemm_config_grad_weight=backward,
+    )
+    if recipe.has_bf16_weight_grad:
+        disabled = float8.config.ScalingType.DISABLED
+        x_cast = float8.CastConfig(scaling_type=disabled, target_dtype=recipe.input.format)
+        g_cast = float8.CastConfig(scaling_type=disabled, target_dtype=recipe.grad.format)
+        config = replace(
+            config,
+            cast_config_input_for_grad_weight=x_cast,
+            cast_config_grad_output_for_grad_weight=g_cast,
+        )
+    return float8.convert_to_float8_training(linear, config=config)
+
+
+def check_torchao(recipe: Recipe, config: Any) -> None:
+    """Raise UserError where torchao's configuration rounds an operand otherwise than the recipe
+    says: it would compute another recipe without a word."""
+    operands = {
+        "input": recipe.input,
+        "weight": recipe.weight,
+        "grad_output": recipe.grad,
+        "weight_for_grad_input": recipe.weight_again or recipe.weight,
+    }
+    if not recipe.has_bf16_weight_grad:
+        operands |= {
+            "input_for_grad_weight": recipe.input,
+            "grad_output_for_grad_weight": recipe.grad,
+        }
+    granularities = {"TENSORWISE": "tensor", "AXISWISE": "row"}
+    for name, operand in operands.items():
+        cast_config = getattr(config, f"cast_config_{name}")
+        computed = Operand(
+            cast_config.target_dtype,
+            granularities[cast_config.scaling_granularity.name],  # type: ignore[arg-type]
+            config.round_scales_to_power_of_2,
+        )
+        is_dynamic = cast_config.scaling_type.name == "DYNAMIC"
+        if computed != operand or not is_dynamic or recipe.has_bf16_input_grad:
+            raise UserError(
+                f"fp8.recipe={recipe.name} cannot be computed by torchao's"
+                f" {recipe.torchao_name!r}, which rounds {name} as {computed} and not as {operand}:"
+                " correct on_gpu and torchao_name in fp8/recipes.py"
+            )

@@ -1,0 +1,258 @@
+"""Which Linears FP8 converts, each with its reason; who computes a recipe here; hardware that is
+refused."""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+
+from fp8.recipes import (
+    CANDIDATES,
+    KERNEL_CANDIDATES,
+    KERNELS,
+    RECIPES,
+    FP8Config,
+    OnGPU,
+    Recipe,
+    for_loss_scale,
+    multiple_of,
+)
+from fp8.speed import choose, load_table
+from lib.errors import UserError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The verdict on one Linear: converted by `recipe`, or left in BF16."""
+
+    name: str
+    shape: tuple[int, int]  # (inputs K, outputs N)
+    recipe: str | None  # None where left in BF16
+    why: str  # it is left there, or `auto` chose the recipe; "" where the config named it
+    kernels: bool  # converted to our kernels, not torchao's
+
+    @property
+    def params(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def verdict(self) -> str:
+        """As the start of a run prints it."""
+        if not self.recipe:
+            return f"kept BF16: {self.why}"
+        notes = ["kernels"] if self.kernels else []
+        if self.why:
+            notes.append(self.why)
+        return f"-> {self.recipe} ({', '.join(notes)})" if notes else f"-> {self.recipe}"
+
+
+# --------------------------------------------------------------------------------------- selection
+
+
+def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
+    """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name
+    that `auto` looks up.
+
+    Raises UserError where config contradicts itself, a pattern matches nothing (a typo there once
+    quantised a head for months: torchtitan#4008), dimensions do not suit FP8 matmuls, or nothing is
+    left to convert, which only `auto` may do."""
+    for problem in config.problems():
+        raise UserError(problem)
+    shapes = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    _check_patterns(config, shapes)
+    n_blocks = 1 + max((_block_of(name) for name in shapes), default=-1)
+    timings = load_table() if config.recipe == "auto" else {}
+    layers = []
+    for name, shape in shapes.items():
+        reason = _reason_to_keep_bf16(name, shape, n_blocks, config)
+        if reason:
+            layers.append(Layer(name, shape, None, reason, kernels=False))
+        elif config.recipe == "auto":
+            layers.append(_choose(name, shape, config, gpu, timings))
+        else:
+            layers.append(Layer(name, shape, config.recipe, "", config.kernels))
+    _check_sizes(layers, config)
+    if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
+        raise UserError(
+            f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in"
+            " BF16 by fp8.include, fp8.skip, fp8.first_bf16 and fp8.last_bf16, or set"
+            " fp8.recipe=off"
+        )
+    return layers
+
+
+def _reason_to_keep_bf16(
+    name: str, shape: tuple[int, int], n_blocks: int, config: FP8Config
+) -> str:
+    """Why the config leaves a Linear in BF16; "" where it does not."""
+    block = _block_of(name)
+    if config.recipe == "off":
+        return "fp8.recipe=off"
+    if name == "head" and not config.head:
+        return "head (fp8.head=false)"
+    for pattern in config.skip:
+        if _matches(name, pattern):
+            return f"fp8.skip={pattern}"
+    if config.include and not any(_matches(name, pattern) for pattern in config.include):
+        return "not in fp8.include"
+    if 0 <= block < config.first_bf16:
+        return f"fp8.first_bf16={config.first_bf16}"
+    if block >= max(0, n_blocks - config.last_bf16):
+        return f"fp8.last_bf16={config.last_bf16}"
+    if config.recipe == "auto" and any(size % multiple_of("auto") for size in shape):
+        return f"not a multiple of {multiple_of('auto')}"
+    return ""
+
+
+def _choose(
+    name: str, shape: tuple[int, int], config: FP8Config, gpu: str | None, timings: dict
+) -> Layer:
+    """What fp8.recipe=auto makes of a Linear on `gpu`."""
+    candidates = CANDIDATES + (KERNEL_CANDIDATES if config.kernels else ())
+    label, reason = choose(timings, gpu, *shape, candidates)
+    if label is None:
+        return Layer(name, shape, None, reason, kernels=False)
+    return Layer(name, shape, label.removesuffix(KERNELS), reason, label.endswith(KERNELS))
+
+
+def _check_patterns(config: FP8Config, names: Iterable[str]) -> None:
+    """Raise UserError where a pattern matches no Linear."""
+    for field, patterns in (("include", config.include), ("skip", config.skip)):
+        for pattern in patterns:
+            if not any(_matches(name, pattern) for name in names):
+                linears = dict.fromkeys(map(_pattern, names))
+                raise UserError(
+                    f"fp8.{field}={pattern!r} matches no Linear; there are: {', '.join(linears)}"
+                )
+
+
+def _check_sizes(layers: list[Layer], config: FP8Config) -> None:
+    """Raise UserError where the dimensions of a Linear do not suit its recipe; alike ones are named
+    once."""
+    converted = [layer for layer in layers if layer.recipe]
+    unfit = [layer for layer in converted if any(size % _multiple(layer) for size in layer.shape)]
+    if not unfit:
+        return
+    counts = Counter((_pattern(layer.name), layer.shape) for layer in unfit)
+    shapes = [_shape_in_words(pattern, shape, n) for (pattern, shape), n in counts.items()]
+    multiple = max(map(_multiple, unfit))
+    # A pattern of a block's Linear skips it in all blocks: in those where it fits, too, it has the
+    # same shape.
+    patterns = [pattern.removeprefix("layers.*.") for pattern, _ in counts]
+    skipped = ",".join(dict.fromkeys((*config.skip, *patterns)))
+    remedy = f" or give fp8.skip={skipped}"
+    if len(unfit) == len(converted):  # that would leave nothing
+        remedy = ", or set fp8.recipe=off"
+    raise UserError(
+        f"fp8.recipe={config.recipe} cannot convert {', '.join(shapes)}: FP8 matmuls need multiples"
+        f" of {multiple}; change the model's width{remedy}"
+    )
+
+
+def _multiple(layer: Layer) -> int:
+    assert layer.recipe is not None
+    return multiple_of(layer.recipe)
+
+
+def _shape_in_words(pattern: str, shape: tuple[int, int], count: int) -> str:
+    inputs, outputs = shape
+    words = f"{pattern} of {inputs} x {outputs}"
+    return f"{words} ({count} Linears)" if count > 1 else words
+
+
+def _block_of(name: str) -> int:
+    """The number of the block that a Linear is in; -1: in none."""
+    return int(name.split(".")[1]) if name.startswith("layers.") else -1
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """'layers.0.*' and 'layers.0.attn.qkv' are whole names; 'attn.out' is the tail of one."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
+    """Name of each converted Linear -> how its operands are rounded."""
+    return {
+        layer.name: for_loss_scale(RECIPES[layer.recipe], loss_scale)
+        for layer in layers
+        if layer.recipe
+    }
+
+
+def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
+    """The verdicts as printed lines: one per group of like-named Linears, the total, then
+    warnings."""
+    groups = Counter((_pattern(layer.name), *layer.shape, layer.verdict) for layer in layers)
+    lines = [
+        f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}"
+        for (pattern, k, n, verdict), count in groups.items()
+    ]
+    converted = [layer for layer in layers if layer.recipe]
+    share = sum(layer.params for layer in converted) / sum(layer.params for layer in layers)
+    lines.append(
+        f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters,"
+        " in FP8"
+    )
+    if recipe == "auto" and not converted:
+        lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
+    if converted and device_type == "cpu":
+        lines.append("fp8: emulated on this CPU: real numerics, slower than BF16")
+    elif recipe in RECIPES and RECIPES[recipe].is_emulated_on_gpus and not is_native(recipe):
+        lines.append("fp8: emulated on this GPU: real numerics, slower than BF16")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------- hardware
+
+
+def implementation(
+    recipe: str, kernels: bool, all_gather: bool, device_type: str
+) -> OnGPU | Literal["kernels"]:
+    """Who multiplies by a recipe on a kind of device. Raises UserError where nobody does: another
+    recipe would be computed without a word."""
+    on_gpu = RECIPES[recipe].on_gpu
+    if kernels:
+        return "kernels"
+    if device_type == "cpu":
+        # torchao alone can gather float8; on a CPU its own emulation then multiplies
+        return "torchao" if all_gather else "emulated"
+    if on_gpu is None:
+        raise UserError(
+            f"fp8.recipe={recipe} has no implementation on a GPU: train with it on a CPU, take"
+            " another recipe, or name one as on_gpu in fp8/recipes.py"
+        )
+    return on_gpu
+
+
+def check_hardware(config: FP8Config, device: torch.device) -> None:
+    """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent."""
+    if device.type != "cuda" or config.recipe not in RECIPES:
+        return
+    implementation(config.recipe, config.kernels, config.all_gather, device.type)
+    needed = RECIPES[config.recipe].capability
+    capability = torch.cuda.get_device_capability(device)
+    if capability < needed:
+        raise UserError(
+            f"fp8.recipe={config.recipe} needs a GPU of compute capability {needed[0]}.{needed[1]}"
+            f" or later, but {torch.cuda.get_device_name(device)} has"
+            f" {capability[0]}.{capability[1]}: use fp8.recipe=off (BF16) here"
+        )
+
+
+def is_native(recipe: str) -> bool:
+    """Whether the GPU here multiplies by `recipe`, which torchao's prototypes compute, itself."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] in RECIPES[recipe].native_on
