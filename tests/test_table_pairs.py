@@ -161,3 +161,17 @@ def test_the_figure_names_the_tables_baseline_and_loss(tmp_path, capsys, monkeyp
     asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
     title = drawn[0].legends[0].get_title().get_text()
     assert title.startswith("Loss minus that of float, column perplexity_nats (n = 18 pairs")
+
+
+def test_pairs_that_never_differ_have_a_gap_of_zero_without_an_interval(
+    tmp_path, capsys, no_figures, monkeypatch
+):
+    """A table whose precisions agree in every digit is analysed, not refused."""
+    monkeypatch.setitem(GAPS, 1, 0.0)
+    monkeypatch.setitem(GAPS, 2, 0.0)
+    monkeypatch.setitem(GAPS, 3, 0.0)
+    words = [*write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D", "margin=1"]
+    asked(capsys, precision.main, *words)
+    row = strict(tmp_path / "out/precision.json")["common"]["fp8"]
+    assert row["bf16"]["mean"] == row["over_sizes"]["mean"] == 0
+    assert row["over_sizes"]["low"] is None
