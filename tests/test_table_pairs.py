@@ -171,7 +171,8 @@ def test_pairs_that_never_differ_have_a_gap_of_zero_without_an_interval(
     monkeypatch.setitem(GAPS, 2, 0.0)
     monkeypatch.setitem(GAPS, 3, 0.0)
     words = [*write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D", "margin=1"]
-    asked(capsys, precision.main, *words)
+    page = asked(capsys, precision.main, *words)
+    assert "second pair" not in page and "the pairs of a size have equal gaps" in page
     row = strict(tmp_path / "out/precision.json")["common"]["fp8"]
     assert row["bf16"]["mean"] == row["over_sizes"]["mean"] == 0
     assert row["over_sizes"]["low"] is None
