@@ -32,6 +32,7 @@ from scaling.gap_law import (
     NestedForm,
     Noise,
     fit_gap,
+    misfit,
 )
 from scaling.pairs import Pair, Surface
 from scaling.predict import begun, digest, target_of
@@ -546,7 +547,8 @@ def _no_trend_words(law: GapLaw) -> str:
     power = ""
     if could_show:
         power = f"; the design could have shown an exponent of {' or '.join(could_show)}"
+    refuted = ", which the pairs refute" if misfit(law, "constant") else ""
     return (
         f"no trend of the gap can be told: {law.reason}; as a constant {law.constant:+.2g} %"
-        f"{interval}{power}"
+        f"{interval}{refuted}{power}"
     )

@@ -213,6 +213,19 @@ def test_a_gap_that_is_no_power_law_is_not_given_exponents():
     assert law.trend is None and "no power law fits" in law.reason
 
 
+def test_a_gap_that_changes_its_sign_over_the_sizes_is_not_called_noise():
+    """It is 0 on average, and each of its sizes tells it from 0."""
+    points = gap_points(0, GapDesign((5,) * 3, (5, 10, 20), 0.02), GapTruth(0, 0, 0))
+    law = fit_gap(replace(points, percent=points.percent + np.log10(points.N / 1.73e5)), None).law
+    assert law.trend is None and "no power law fits" in law.reason
+    assert "which the pairs refute" in gap_predictions.law_words("rowwise", law)
+
+
+def test_an_exponent_is_called_by_its_axis_where_no_law_names_it():
+    law = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.2), GapTruth(0.5, 0, 0)), None).law
+    assert law.reason == "the exponent of N is not told from zero"
+
+
 def test_one_ratio_leaves_the_exponent_of_size_alone():
     law = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.01), STEEP), None).law
     assert law.b is None and law.trend == ["a"] and law.a.low < 0.2 < law.a.high
