@@ -42,7 +42,7 @@ from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import file_sha256
 from lib.plots import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles, write_with
-from lib.text import nearest, si
+from lib.text import listed, nearest, si
 from lib.values import FilePath
 from scaling import predict, records
 from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
@@ -811,8 +811,7 @@ def read_points(
         there = {_value(row[name]): row[name] or "(empty)" for row in rows.values()}
         if unknown := [value for value in values if _value(value) not in there]:
             raise UserError(
-                f"{path}: no row has {name}={unknown[0]}; values there:"
-                f" {records.listed([*there.values()])}"
+                f"{path}: no row has {name}={unknown[0]}; values there: {listed([*there.values()])}"
             )
     chosen = [
         line
@@ -880,7 +879,7 @@ def read_points(
         else []
     )
     notes += [
-        f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {records.listed(lines)}"
+        f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {listed(lines)}"
         for why, lines in (
             ("their loss is empty or not finite", missing),
             ("the highest losses", dropped),
