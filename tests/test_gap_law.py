@@ -427,6 +427,17 @@ def test_a_place_is_frozen_for_every_recipe_and_scored_within_five_per_cent(
     )
 
 
+def test_a_place_within_five_per_cent_of_a_frozen_one_is_not_frozen_again(
+    tmp_path, capsys, no_figures
+):
+    """Both would be scored by the same pairs, and the better one could be shown."""
+    write_study(tmp_path)
+    asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
+    output = asked(capsys, precision.main, tmp_path, "at=1.53e9:20", code=2)
+    assert "gap_prediction_tensorwise_n1.5e+09_r20.json predicts the same pairs" in output
+    asked(capsys, precision.main, tmp_path, "at=1.7e9:20")
+
+
 def test_what_has_begun_is_not_predicted(tmp_path, capsys, no_figures):
     name = write_study(tmp_path)
     output = asked(capsys, precision.main, tmp_path, "at=300000:20", code=2)
@@ -483,6 +494,7 @@ def test_a_table_with_sizes_and_tokens_has_a_law_too(tmp_path, capsys, no_figure
     [
         ("at=1.5e9", "such as at=1.5e9:20"),
         ("at=-1:20", "such as at=1.5e9:20"),
+        ("at=1e308:1e308", "such as at=1.5e9:20"),
         ("predict=nothing", "there is no run 'nothing'"),
         ("--score", "holds no gap_prediction_"),
     ],
