@@ -168,12 +168,29 @@ def sheet(
 
 
 def styles(recipes) -> list[dict]:
-    """A style per recipe: each of RECIPES has its own in every figure, others take what is left and
-    then repeat."""
-    left = itertools.cycle(
-        [style for style, name in itertools.zip_longest(STYLES, RECIPES) if name not in recipes]
-    )
-    return [STYLES[RECIPES.index(name)] if name in RECIPES else next(left) for name in recipes]
+    """A style per recipe: each of RECIPES has its own in every figure, others take what is left.
+    Where those repeat, a colour comes back with another marker and dash."""
+    unused = [
+        style for style, name in itertools.zip_longest(STYLES, RECIPES) if name not in recipes
+    ]
+    looks: list[dict] = []
+    others = 0
+    for name in recipes:
+        if name in RECIPES:
+            looks.append(STYLES[RECIPES.index(name)])
+            continue
+        turn, index = divmod(others, len(unused))
+        looks.append(_turned(unused[index], turn))
+        others += 1
+    return looks
+
+
+def _turned(style: dict, turn: int) -> dict:
+    """The style's colour with the marker and dash of the style so many places on."""
+    if turn == 0:
+        return style
+    shape = STYLES[(STYLES.index(style) + turn) % len(STYLES)]
+    return style | {name: shape[name] for name in ("marker", "linestyle")}
 
 
 def steps_axis(panel) -> None:

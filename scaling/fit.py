@@ -71,7 +71,7 @@ from scaling.laws import (
 )
 from scaling.pairs import KIND, Pair, grouped, over, pairs
 from scaling.precision import LINES, table
-from scaling.tables import joined, read_table
+from scaling.tables import joined, read_table, unit_doubts
 
 SHOWN = 8  # points that a warning names
 # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not
@@ -114,9 +114,6 @@ NAMES_OF_RUNS = {
     "experiment",
     "trajectory",
 }
-# at the largest run of a table, below which its unit is doubted
-FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000
-USUAL_RATIOS = 0.05, 100_000.0  # tokens per parameter
 # of a loss
 MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}
 # of Options
@@ -864,7 +861,8 @@ def read_points(
         "derived": None if bool(d) == bool(c) else "C = 6 N D" if d else "D = C / (6 N)",
         "lines_left_out": {"loss_missing": missing, "highest_losses": dropped},
     }
-    notes = [*_unit_warnings(N, D if d or c else None, path.name), *contents.notes]
+    doubts = unit_doubts(N, D if d or c else None, path.name)
+    notes = [*(f"WARNING: {doubt}" for doubt in doubts), *contents.notes]
     if d and c:
         ratio = C / (6 * N * D)
         notes.append(
@@ -913,28 +911,6 @@ def _run_columns(
         if len(distinct) < len(kept) and largest.max() < 1.01:
             columns[name] = labels
     return columns
-
-
-def _unit_warnings(N, D, name: str) -> list[str]:
-    """Lines that doubt the unit of the counts: nobody trains so few parameters, or on so few
-    tokens. D: None where unknown."""
-    doubts = []
-    if N.max() < FEWEST_PARAMETERS:
-        doubts.append(f"N is at most {N.max():.4g} parameters: is it in millions or billions?")
-    if D is not None:
-        ratio = D / N
-        if D.max() < FEWEST_TOKENS:
-            doubts.append(f"D is at most {D.max():.4g} tokens: is it in millions or billions?")
-        middle = float(np.median(ratio))  # the first points of a curve may lie at next to no tokens
-        if not USUAL_RATIOS[0] <= middle <= USUAL_RATIOS[1]:
-            doubts.append(
-                f"{middle:.3g} tokens per parameter in the middle of its points: do N and D have"
-                " the same unit?"
-            )
-    return [
-        f"WARNING: {name}: {doubt} Give counts such as 1.24e8; nothing is converted"
-        for doubt in doubts
-    ]
 
 
 def _value(cell: str) -> float | str:

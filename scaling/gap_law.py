@@ -23,6 +23,7 @@ from scaling.laws import LEVELS, ONE_RAY, sizes_of
 from scaling.pairs import ALPHA, POWER, Surface
 
 LIMIT = 2.0  # exponents are sought between -LIMIT and LIMIT; published ones lie within .6
+AXES = {"a": "N", "b": "D/N"}  # exponent -> what it is the exponent of, in words
 STARTS = (-0.5, 0.0, 0.5)  # of each exponent
 SAME_OPTIMUM = 1e-6  # relative difference of the objective within which two starts ended alike
 MIN_TRAJECTORIES = 6  # three sizes of two seeds
@@ -604,13 +605,13 @@ class GapFit:
         low, high = self.power.interval_at(axes)
         gap = self.power.gap_at(axes)
         full_form = " and ".join(self.power.free)
-        return FormForecast("power law", gap, low, high, _misfit(self.law, full_form))
+        return FormForecast("power law", gap, low, high, misfit(self.law, full_form))
 
     def _constant_forecast(self) -> FormForecast:
         law = self.law
         assert law.constant_low is not None and law.constant_high is not None
         exponents = _exponents(law)
-        refuted = _misfit(law, "constant")
+        refuted = misfit(law, "constant")
         if min(exponent.p for exponent in exponents) * len(exponents) < REFUTED and law.trend:
             refuted = f"the trend in {' and '.join(law.trend)} refutes it"
         return FormForecast("constant", law.constant, law.constant_low, law.constant_high, refuted)
@@ -619,7 +620,7 @@ class GapFit:
         fit = self.effective
         assert fit is not None
         gap, low, high = (fit.gap_at(N, D, phi) for phi in (fit.phi, *fit.phi_interval))
-        refuted = _misfit(self.law, "effective")
+        refuted = misfit(self.law, "effective")
         if self.law.better_form == "power law":
             refuted = refuted or "the power law fits better by a likelihood of 100 to 1"
         return FormForecast("effective parameters", gap, low, high, refuted)
@@ -811,18 +812,21 @@ def _smallest_told(test: Spread, exponent_count: int) -> float:
 
 def _no_trend(law: GapLaw, full_form: str) -> str | None:
     """Why no exponent is told; None where one is."""
+    # first: a gap that changes its sign over the sizes may be 0 on average, and is no noise
+    why_refuted = misfit(law, full_form)
+    if why_refuted is not None:
+        return f"no power law fits: {why_refuted}"
     if not _is_gap_told(law):
         return "the gap itself is not told from zero"
-    misfit = _misfit(law, full_form)
-    if misfit is not None:
-        return f"no power law fits: {misfit}"
     exponents = _exponents(law)
-    at_limit = [exponent.name for exponent in exponents if abs(exponent.value) > 0.999 * LIMIT]
+    at_limit = [exponent for exponent in exponents if abs(exponent.value) > 0.999 * LIMIT]
     if at_limit:
-        return f"{at_limit[0]} runs to {LIMIT:g}, the largest exponent that is sought"
+        axis = AXES[at_limit[0].name]
+        return f"the exponent of {axis} runs to {LIMIT:g}, the largest that is sought"
     if not any(exponent.is_told for exponent in exponents):
-        words = "neither exponent is" if len(exponents) == 2 else f"{exponents[0].name} is not"
-        return f"{words} told from zero"
+        if len(exponents) == 2:
+            return "neither exponent is told from zero"
+        return f"the exponent of {AXES[exponents[0].name]} is not told from zero"
     return None
 
 
@@ -844,7 +848,7 @@ def _nested_form(cells: Cells, form: str, parameter_count: int, squares: float) 
     return NestedForm(form, parameter_count, squares, p_of_fit)
 
 
-def _misfit(law: GapLaw, form: str) -> str | None:
+def misfit(law: GapLaw, form: str) -> str | None:
     """Why the pairs refute a form; None where they do not."""
     for nested in law.forms or []:
         if nested.form == form and nested.p_of_fit is not None and nested.p_of_fit < REFUTED:

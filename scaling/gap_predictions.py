@@ -32,6 +32,7 @@ from scaling.gap_law import (
     NestedForm,
     Noise,
     fit_gap,
+    misfit,
 )
 from scaling.pairs import Pair, Surface
 from scaling.predict import begun, digest, target_of
@@ -192,7 +193,9 @@ def parse_place(text: str) -> tuple[float, float]:
         N, tokens_per_param = float(size), float(ratio)
     except ValueError:
         N, tokens_per_param = 0.0, 0.0
-    if not (0 < N < math.inf and 0 < tokens_per_param < math.inf):
+    if not (
+        0 < N < math.inf and 0 < tokens_per_param < math.inf and N * tokens_per_param < math.inf
+    ):
         raise UserError(
             f"at={text!r} must be parameters and tokens per parameter, two numbers above zero with"
             " a colon between, such as at=1.5e9:20"
@@ -347,6 +350,13 @@ def _check_new(target: GapTarget, records, folder: Path) -> None:
             f"{path} is there already, and a frozen prediction is not made anew: score it, or move"
             " it away"
         )
+    for frozen in load(folder):
+        if frozen.target.is_of(target.recipe, target.N, target.tokens):
+            raise UserError(
+                f"{path_of(frozen.target, folder)} predicts the same pairs as {target.name} (size and"
+                f" tokens per parameter within {100 * frozen.target.tolerance:g} %), and a frozen"
+                " prediction is not made anew: score it, or move it away"
+            )
     key = f"params_{records[0].convention}"
     studies = {
         root: [
@@ -546,7 +556,8 @@ def _no_trend_words(law: GapLaw) -> str:
     power = ""
     if could_show:
         power = f"; the design could have shown an exponent of {' or '.join(could_show)}"
+    refuted = ", which the pairs refute" if misfit(law, "constant") else ""
     return (
         f"no trend of the gap can be told: {law.reason}; as a constant {law.constant:+.2g} %"
-        f"{interval}{power}"
+        f"{interval}{refuted}{power}"
     )

@@ -326,7 +326,10 @@ def over_sizes(chosen, arm: str) -> Estimate | None:
         return None
     from scipy.stats import linregress  # not above: half a second of every start
 
-    line = linregress(x, [np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
+    gaps = np.array([np.mean([chosen[i].gap[arm].percent for i in some]) for some in own])
+    if np.ptp(gaps) <= 1e-12 * abs(gaps).max():
+        return Estimate(len(x), 0.0)  # copies show no spread, and linregress gives nan for zeros
+    line = linregress(x, gaps)
     half = float(stdtrit(len(x) - 2, 1 - ALPHA / 2) * line.stderr)
     return Estimate(
         len(x),

@@ -275,10 +275,7 @@ def _equivalence_words(equivalence: Equivalence, margin: pairs.Margin | None) ->
     """What the intersection-union test of one recipe says, where it fails, and what its design
     could have shown."""
     sizes = sum(part.kind == "size" for part in equivalence.parts)
-    could_show = (
-        "this design cannot show equivalence: no size has a second pair and fewer than four sizes"
-        " give a trend"
-    )
+    could_show = f"this design cannot show equivalence: {_no_spread(equivalence)}"
     if equivalence.could_show is not None:
         could_show = (
             f"this design could have shown equivalence within ±{equivalence.could_show:.2g} % (80 %"
@@ -292,6 +289,13 @@ def _equivalence_words(equivalence: Equivalence, margin: pairs.Margin | None) ->
         return f"within ±{margin.percent:g} % {where} largest budget; {could_show}"
     said = [_part_words(part) for part in failing]
     return f"not shown to lie within ±{margin.percent:g} % at {listed(said, 3)}; {could_show}"
+
+
+def _no_spread(equivalence: Equivalence) -> str:
+    """Why the gaps of a recipe show no spread."""
+    if any(part.independent_pairs > 1 for part in equivalence.parts):
+        return "the pairs of a size have equal gaps, which are copies, not a sample without noise"
+    return "no size has a second pair and fewer than four sizes give a trend"
 
 
 def _part_words(part: Part) -> str:

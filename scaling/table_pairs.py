@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from lib.errors import UserError
 from lib.text import listed
 from scaling.gap_words import TableColumns
 from scaling.pairs import Gap, Pair
 from scaling.records import Record
-from scaling.tables import Table, read_table
+from scaling.tables import FEWEST_PARAMETERS, Table, read_table, unit_doubts
 
 # cells of the arm column, in any case, that name the baseline
 BASELINES = ("bf16", "bfloat16", "baseline")
@@ -97,6 +99,9 @@ def read_table_pairs(
             " arm's"
         )
     notes = [*table.notes]
+    if n and d:
+        counts = np.array([(run.N, run.tokens) for run in runs.values()], dtype=float)
+        notes += unit_doubts(counts[:, 0], counts[:, 1], path.name)
     if alone:
         notes.append(f"unpaired rows of {path.name}: lines {listed(alone)}")
     columns = TableColumns(arm, pair, loss, n, d, base)
@@ -126,11 +131,20 @@ def _run(path, line, row, arm, pair, loss, n, d, base) -> TableRun:
             )
         return value
 
+    def count(name: str) -> int:
+        value = number(name)
+        if value < FEWEST_PARAMETERS and value != round(value):
+            raise UserError(
+                f"{path} line {line}, column {name!r}: {row[name]} is no count; is it in millions"
+                " or billions? Give counts such as 1.24e8, nothing is converted"
+            )
+        return round(value)
+
     recipe = row[arm]
     if not recipe or not row[pair]:
         raise UserError(f"{path} line {line}: the cell of {arm if not recipe else pair!r} is empty")
-    N = round(number(n)) if n else 1
-    tokens = round(number(d)) if d else 1
+    N = count(n) if n else 1
+    tokens = count(d) if d else 1
     return TableRun(
         run_id=f"{path.name} line {line}",
         pair_id=row[pair],

@@ -12,6 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from lib.errors import UserError
 from lib.text import nearest
 
@@ -26,6 +28,9 @@ STEP_COLUMNS = (
 CHART_COLUMN = re.compile(r"(?P<run>.+) - (?P<metric>.+?)(?P<bound>__MIN|__MAX)?")
 RUN = "run"  # the column that a chart export gets for its runs' names
 NAME_COLUMNS = ("run", "Run", "Name", "name", "run_id")  # of a table that describes runs
+# at the largest run of a table, below which its unit is doubted
+FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000
+USUAL_RATIOS = 0.05, 100_000.0  # tokens per parameter
 
 
 @dataclass(frozen=True)
@@ -181,3 +186,22 @@ def _position(cell: str) -> float:
         return float(cell)
     except ValueError:
         return -1.0
+
+
+def unit_doubts(N, D, name: str) -> list[str]:
+    """Lines that doubt the unit of the counts: nobody trains so few parameters, or on so few
+    tokens. D: None where unknown."""
+    doubts = []
+    if N.max() < FEWEST_PARAMETERS:
+        doubts.append(f"N is at most {N.max():.4g} parameters: is it in millions or billions?")
+    if D is not None:
+        ratio = D / N
+        if D.max() < FEWEST_TOKENS:
+            doubts.append(f"D is at most {D.max():.4g} tokens: is it in millions or billions?")
+        middle = float(np.median(ratio))  # the first points of a curve may lie at next to no tokens
+        if not USUAL_RATIOS[0] <= middle <= USUAL_RATIOS[1]:
+            doubts.append(
+                f"{middle:.3g} tokens per parameter in the middle of its points: do N and D have"
+                " the same unit?"
+            )
+    return [f"{name}: {doubt} Give counts such as 1.24e8; nothing is converted" for doubt in doubts]

@@ -387,6 +387,13 @@ def test_a_recipe_has_one_style_in_every_figure_told_apart_without_colour_too():
         assert len({(style["color"], style["marker"]) for style in looks.values()}) == len(names)
 
 
+def test_more_recipes_than_colours_are_told_apart_by_marker_and_dash():
+    names = ["bf16", "tensorwise", *(f"recipe{i}" for i in range(12))]
+    looks = styles(names)
+    assert len({(look["color"], look["marker"]) for look in looks}) == len(names)
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(names)
+
+
 def test_the_json_is_written_last(tmp_path, monkeypatch):
     """Whoever finds law.json finds all of it, old or new."""
     written = []

@@ -213,6 +213,19 @@ def test_a_gap_that_is_no_power_law_is_not_given_exponents():
     assert law.trend is None and "no power law fits" in law.reason
 
 
+def test_a_gap_that_changes_its_sign_over_the_sizes_is_not_called_noise():
+    """It is 0 on average, and each of its sizes tells it from 0."""
+    points = gap_points(0, GapDesign((5,) * 3, (5, 10, 20), 0.02), GapTruth(0, 0, 0))
+    law = fit_gap(replace(points, percent=points.percent + np.log10(points.N / 1.73e5)), None).law
+    assert law.trend is None and "no power law fits" in law.reason
+    assert "which the pairs refute" in gap_predictions.law_words("rowwise", law)
+
+
+def test_an_exponent_is_called_by_its_axis_where_no_law_names_it():
+    law = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.2), GapTruth(0.5, 0, 0)), None).law
+    assert law.reason == "the exponent of N is not told from zero"
+
+
 def test_one_ratio_leaves_the_exponent_of_size_alone():
     law = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.01), STEEP), None).law
     assert law.b is None and law.trend == ["a"] and law.a.low < 0.2 < law.a.high
@@ -414,6 +427,17 @@ def test_a_place_is_frozen_for_every_recipe_and_scored_within_five_per_cent(
     )
 
 
+def test_a_place_within_five_per_cent_of_a_frozen_one_is_not_frozen_again(
+    tmp_path, capsys, no_figures
+):
+    """Both would be scored by the same pairs, and the better one could be shown."""
+    write_study(tmp_path)
+    asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
+    output = asked(capsys, precision.main, tmp_path, "at=1.53e9:20", code=2)
+    assert "gap_prediction_tensorwise_n1.5e+09_r20.json predicts the same pairs" in output
+    asked(capsys, precision.main, tmp_path, "at=1.7e9:20")
+
+
 def test_what_has_begun_is_not_predicted(tmp_path, capsys, no_figures):
     name = write_study(tmp_path)
     output = asked(capsys, precision.main, tmp_path, "at=300000:20", code=2)
@@ -470,6 +494,7 @@ def test_a_table_with_sizes_and_tokens_has_a_law_too(tmp_path, capsys, no_figure
     [
         ("at=1.5e9", "such as at=1.5e9:20"),
         ("at=-1:20", "such as at=1.5e9:20"),
+        ("at=1e308:1e308", "such as at=1.5e9:20"),
         ("predict=nothing", "there is no run 'nothing'"),
         ("--score", "holds no gap_prediction_"),
     ],

@@ -161,3 +161,33 @@ def test_the_figure_names_the_tables_baseline_and_loss(tmp_path, capsys, monkeyp
     asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
     title = drawn[0].legends[0].get_title().get_text()
     assert title.startswith("Loss minus that of float, column perplexity_nats (n = 18 pairs")
+
+
+def test_pairs_that_never_differ_have_a_gap_of_zero_without_an_interval(
+    tmp_path, capsys, no_figures, monkeypatch
+):
+    """A table whose precisions agree in every digit is analysed, not refused."""
+    monkeypatch.setitem(GAPS, 1, 0.0)
+    monkeypatch.setitem(GAPS, 2, 0.0)
+    monkeypatch.setitem(GAPS, 3, 0.0)
+    words = [*write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D", "margin=1"]
+    page = asked(capsys, precision.main, *words)
+    assert "second pair" not in page and "the pairs of a size have equal gaps" in page
+    row = strict(tmp_path / "out/precision.json")["common"]["fp8"]
+    assert row["bf16"]["mean"] == row["over_sizes"]["mean"] == 0
+    assert row["over_sizes"]["low"] is None
+
+
+def test_counts_in_millions_are_doubted_as_by_the_fit(tmp_path, capsys, no_figures):
+    words = write_table(tmp_path / "t.csv", sizes=(100, 200, 400))
+    page = asked(capsys, precision.main, *words, "--n", "N", "--d", "D")
+    assert "t.csv: N is at most 400 parameters: is it in millions or billions?" in page
+
+
+def test_tokens_in_billions_are_not_rounded_to_whole_ones(tmp_path, capsys):
+    """0.15 and 0.3 billion would both be 0, and two budgets one."""
+    words = write_table(tmp_path / "t.csv", sizes=SIZES[:1])
+    table = tmp_path / "t.csv"
+    table.write_text(table.read_text().replace(f",{20 * SIZES[0]}", ",0.15"))
+    words += ["--n", "N", "--d", "D"]
+    assert "line 2, column 'D': 0.15 is no count" in asked(capsys, precision.main, *words, code=2)
