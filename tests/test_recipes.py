@@ -75,7 +75,10 @@ def test_a_plan_says_that_it_is_refused(add, monkeypatch):
     config = SimpleNamespace(
         fp8=FP8Config(recipe="stranger"), parallel=SimpleNamespace(recompute=False)
     )
-    lines = plan._hours(config, 10**9, 10**9, 10**8, 1, "h100")
+    costs = SimpleNamespace(
+        counts={"flops_per_token": 10**9}, tokens=10**9, params_fp8=10**8, n_gpus=1
+    )
+    lines = plan._hours(config, costs, "h100")
     assert "fp8.recipe=stranger has no implementation on a GPU" in lines[-1]
 
 
