@@ -33,6 +33,7 @@ PATHS = {
     "eval.precision.Options": "run",
     "eval.sample.Options": "run",
     "eval.table.Options": "paths out",
+    "fp8.recipes.Options": "",
     "prepare_data.Options": "out tokenizer decontaminate words",
     "runtime.roofline.Options": "",
     "scaling.figures.Options": "run out",

@@ -191,8 +191,11 @@ def test_another_loss_is_fine_where_the_head_computes_none(label):
             logits, targets, reduction="none", label_smoothing=0.01
         ),
         lambda logits, targets: GPT.loss_of_logits(logits, targets).mean(),
+        lambda logits, targets: (
+            GPT.loss_of_logits(logits, targets) + 1e-7 * logits.logsumexp(-1) ** 2
+        ),
     ],
-    ids=["scaled", "soft-capped", "smoothed", "mean"],
+    ids=["scaled", "soft-capped", "smoothed", "mean", "small z-loss"],
 )
 def test_losses_that_are_no_plain_cross_entropy_are_told_from_it(loss):
     check_is_cross_entropy(GPT.loss_of_logits)
