@@ -14,6 +14,7 @@ same one rounded differently), what the gap costs in compute under two laws. Int
 independent pairs and hold for this validation set."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from scaling.table_pairs import read_table_pairs
 
 LINES = 40  # that the console gets without --all
 SHOWN = 5  # warnings among them
+LARGE_GAP = 5.0  # per cent: from here on 100 ln(1 + x) is visibly less than 100 x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +246,12 @@ def _headline(result: dict, words: Words) -> str:
         f" a 95 % t-interval over independent pairs ({words.dependent} count once).{changes} Seen:"
         " with a probability of 80 %."
     ]
+    farthest = max((gap[arm].mean for gap in common.values()), key=abs)
+    if abs(farthest) > LARGE_GAP:
+        text.append(
+            f"Over all sizes a gap is 100 ln(loss / loss of {words.baseline}): {farthest:+.3g} % here"
+            f" is a loss that differs by {100 * math.expm1(farthest / 100):+.3g} %."
+        )
     if len(common) > 1:
         text.append(f"Best: {result['ranking']['reason']}")
     pooled_nulls = {

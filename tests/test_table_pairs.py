@@ -191,3 +191,13 @@ def test_tokens_in_billions_are_not_rounded_to_whole_ones(tmp_path, capsys):
     table.write_text(table.read_text().replace(f",{20 * SIZES[0]}", ",0.15"))
     words += ["--n", "N", "--d", "D"]
     assert "line 2, column 'D': 0.15 is no count" in asked(capsys, precision.main, *words, code=2)
+
+
+def test_a_huge_gap_over_all_sizes_is_given_in_both_units(
+    tmp_path, capsys, no_figures, monkeypatch
+):
+    """Each size says +82 %; the mean of logarithms over all sizes is +60 %."""
+    for seed, gap in {1: 82.0, 2: 82.2, 3: 82.4}.items():
+        monkeypatch.setitem(GAPS, seed, gap)
+    page = asked(capsys, precision.main, *write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D")
+    assert "+60 % here is a loss that differs by +82.2 %" in page
