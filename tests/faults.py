@@ -386,6 +386,8 @@ FAULTS = {
     "move_data": lambda first, by: in_data(lambda step, _: step + by if step >= first else step),
     # as `nohup` leaves SIGHUP to what it starts
     "ignore": lambda number: signal.signal(int(number), signal.SIG_IGN),
+    # as a terminal leaves it, also where these tests run under nohup
+    "default": lambda number: signal.signal(int(number), signal.SIG_DFL),
     # of a resource of this process, by its number, no more than so much
     "limit": lambda what, most: resource.setrlimit(int(what), (int(most), resource.RLIM_INFINITY)),
 }

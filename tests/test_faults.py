@@ -211,8 +211,9 @@ def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole):
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(base, whole, is_ignored):
     config = replace(base, run=f"terminal{is_ignored}")
-    ignore = [f"ignore:{signal.SIGHUP:d}"] if is_ignored else []
-    run = faults.Run(config, faults=[*ignore, f"signal_in_step:9:0:{signal.SIGHUP:d}"])
+    disposition = "ignore" if is_ignored else "default"
+    before = f"{disposition}:{signal.SIGHUP:d}"
+    run = faults.Run(config, faults=[before, f"signal_in_step:9:0:{signal.SIGHUP:d}"])
     assert run.wait() == [0]
     assert (
         "stopped on request at step" in run.output and "by SIGHUP" in run.output
