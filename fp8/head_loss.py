@@ -124,16 +124,27 @@ cross_entropy_grad.register_fake(lambda logits, *_: empty_layouts(logits, E5M2))
 
 def check_is_cross_entropy(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     """Raise UserError unless loss(logits (n, V) fp32, targets (n,)) -> (n,) is what this file
-    computes: by value, on logits that tell it from cross-entropy with any more to it."""
+    computes: by value and gradient, on logits that tell it from cross-entropy with any more to
+    it."""
     logits = torch.linspace(-4.0, 4.0, 32).view(4, 8).sin() * 5.0
     logits[1] += 30.0  # a loss that sees more than differences between logits shows
     targets = torch.tensor([0, 5, NO_TARGET, 7])
     expected, _ = losses_of_logits(logits, targets)
-    computed = loss(logits, targets)
-    if computed.shape == expected.shape and torch.allclose(computed, expected, rtol=0.0, atol=2e-5):
+    with torch.enable_grad():
+        logits.requires_grad_()
+        computed = loss(logits, targets)
+        gradient = torch.autograd.grad(computed.sum(), logits)[0]
+    is_target = F.one_hot(targets.clamp(min=0), logits.shape[1])
+    expected_gradient = (logits.detach().softmax(1) - is_target) * (targets != NO_TARGET)[:, None]
+    if _is_close(computed, expected) and _is_close(gradient, expected_gradient):
         return
     raise UserError(
         "fp8.head=true with fp8.kernels=true computes the cross-entropy within the head's matmul,"
         " and the model's loss is another one: set fp8.head=false or fp8.kernels=false, or teach"
         " fp8/head_loss.py that loss"
     )
+
+
+def _is_close(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    is_same_shape = tensor.shape == expected.shape
+    return is_same_shape and torch.allclose(tensor.detach(), expected, rtol=0.0, atol=2e-5)

@@ -173,6 +173,12 @@ def test_a_head_that_computes_its_loss_refuses_another_loss():
         convert(gpt, by_name("tensorwise+kernels+head"))
 
 
+def added_to_the_gradient_alone(logits, targets):
+    """How a z-loss is kept out of the loss that is shown."""
+    z = 1e-2 * logits.logsumexp(1) ** 2
+    return GPT.loss_of_logits(logits, targets) + z - z.detach()
+
+
 @pytest.mark.parametrize(
     "label", ["tensorwise+kernels", "tensorwise+head", "tensorwise_gw_hp+kernels+head"]
 )
@@ -186,6 +192,7 @@ def test_another_loss_is_fine_where_the_head_computes_none(label):
     "loss",
     [
         lambda logits, targets: 2 * GPT.loss_of_logits(logits, targets),
+        added_to_the_gradient_alone,
         lambda logits, targets: GPT.loss_of_logits(30 * (logits / 30).tanh(), targets),
         lambda logits, targets: torch.nn.functional.cross_entropy(
             logits, targets, reduction="none", label_smoothing=0.01
@@ -195,7 +202,7 @@ def test_another_loss_is_fine_where_the_head_computes_none(label):
             GPT.loss_of_logits(logits, targets) + 1e-7 * logits.logsumexp(-1) ** 2
         ),
     ],
-    ids=["scaled", "soft-capped", "smoothed", "mean", "small z-loss"],
+    ids=["scaled", "gradient alone", "soft-capped", "smoothed", "mean", "small z-loss"],
 )
 def test_losses_that_are_no_plain_cross_entropy_are_told_from_it(loss):
     check_is_cross_entropy(GPT.loss_of_logits)
