@@ -386,7 +386,8 @@ class GPT(nn.Module):
     @staticmethod
     def loss_of_logits(logits, targets):
         """fp32 logits (n, V), targets (n,) -> the loss of each token (n,). fp8/head_loss.py has it
-        a second time, and refuses to convert a model where the two differ."""
+        a second time, and refuses to convert a model where the two differ. What is added to the
+        loss elsewhere it cannot see: such a key needs a check that refuses fp8.head."""
         return F.cross_entropy(logits, targets, reduction="none")
 
     def counts(self) -> dict[str, int]:

@@ -5,9 +5,9 @@ A config file is Python that binds `config = Config(...)`; a derived one, as con
 replaces what differs.
 
 A new key is one field: its bounds, its default, and a comment, which --help prints. Runs from
-before it stay the same runs as long as it is at its default (Config.identity()). A rule between keys
-is a function in VALUE_CHECKS or CROSS_CHECKS; another code base's name for a key, a word in
-aliases.py."""
+before it stay the same runs as long as it is at its default (Config.identity()), so its default
+must be what the code did before. A rule between keys is a function in VALUE_CHECKS or
+CROSS_CHECKS; another code base's name for a key, a word in aliases.py."""
 
 import difflib
 import json

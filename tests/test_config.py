@@ -511,15 +511,15 @@ def test_bounds_by_hand(bounds, inside, outside):
 class LaterOptim(OptimConfig):
     """The section as a later version has it, with a key more."""
 
-    z_loss: float = within(0, 1, 0.0)
+    key_that_came_later: float = within(0, 1, 0.0)
 
 
-@pytest.mark.parametrize("z_loss, added", [(0.0, {}), (0.1, {"optim.z_loss": 0.1})])
+@pytest.mark.parametrize("value, added", [(0.0, {}), (0.1, {"optim.key_that_came_later": 0.1})])
 def test_a_key_that_comes_later_leaves_the_identity_of_older_runs_alone(
-    tiny, monkeypatch, z_loss, added
+    tiny, monkeypatch, value, added
 ):
-    monkeypatch.setitem(DEFAULTS, "optim.z_loss", 0.0)
-    later = replace(tiny, optim=LaterOptim(**asdict(tiny.optim), z_loss=z_loss))
+    monkeypatch.setitem(DEFAULTS, "optim.key_that_came_later", 0.0)
+    later = replace(tiny, optim=LaterOptim(**asdict(tiny.optim), key_that_came_later=value))
     assert later.identity() == tiny.identity() | added
 
 
