@@ -276,6 +276,7 @@ class KernelLinear(ConvertedLinear):
 
     @property
     def has_bf16_weight_grad(self) -> bool:
+        """Whether BF16 multiplies the weight gradient; each subclass says."""
         raise NotImplementedError
 
     def check_copies(self) -> None:

@@ -35,8 +35,8 @@ from scaling.gap_law import (
     misfit,
 )
 from scaling.pairs import Pair, Surface
-from scaling.predict import begun, digest, target_of
-from scaling.records import read_json, read_study
+from scaling.predict import begun, digest, read_frozen, target_of
+from scaling.records import read_study
 
 SCHEMA_VERSION = 1
 NEAR = 0.05  # relative difference of N, and of D/N, within which a pair is what at= named
@@ -401,13 +401,7 @@ def load(folder: Path) -> list[GapPrediction]:
 
 def read_prediction(path: Path) -> GapPrediction:
     """Raises UserError where the file is damaged or was edited since it was frozen."""
-    content = read_json(path)
-    if digest(content) != content.get("sha256"):
-        raise UserError(
-            f"{path} was edited after it was frozen (its content does not match its sha256), or is"
-            " of another version: restore the file as it was written, for nothing can be scored"
-            " against this one"
-        )
+    content = read_frozen(path)
     surface = content.pop("bf16_law")
     typed = json.loads(
         json.dumps(content | {"bf16_law": None}),

@@ -273,6 +273,12 @@ def unfitted(form: str, n: int, reason: str) -> Fit:
     return Fit(form, dict.fromkeys(NAMES[form]), n, False, reason)
 
 
+def unidentified(fit: Fit, reason: str) -> Fit:
+    """The fit without its standard errors and intervals, which say nothing where the points do not
+    determine the law."""
+    return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=reason)
+
+
 # ---------------------------------------------------------------------------------------- the laws
 
 
@@ -290,13 +296,9 @@ def fit_form(
     except UserError as error:
         return unfitted(form, len(points.loss), str(error))
     if form == "ray" and not on_one_ray(points.ray):
-        return replace(
+        return unidentified(
             fit,
-            identified=False,
-            se=None,
-            ci95=None,
-            interval=None,
-            reason=(
+            (
                 "the points lie at {:.3g} to {:.3g} tokens per parameter; the ray law needs one"
                 " ratio".format(*points.ray)
             ),
@@ -1059,13 +1061,9 @@ def with_bootstrap(fit: Fit, points: Points, resamples: int = 1000) -> Fit:
         return before
     covariance = jackknife(fit, points)
     if covariance is None:
-        return replace(
+        return unidentified(
             fit,
-            identified=False,
-            se=None,
-            ci95=None,
-            interval=None,
-            reason=(
+            (
                 f"the law rests on single trajectories: without one of the {clusters} the points do"
                 " not determine it"
             ),

@@ -74,8 +74,8 @@ def load(folder) -> list[Prediction]:
     return [read_prediction(path) for path in sorted(Path(folder).glob("prediction_*.json"))]
 
 
-def read_prediction(path: Path) -> Prediction:
-    """A frozen prediction. Raises UserError where it is damaged or was edited since."""
+def read_frozen(path: Path) -> dict:
+    """The content of a frozen file. Raises UserError where it is damaged or was edited since."""
     content = read_json(path)
     if digest(content) != content.get("sha256"):
         raise UserError(
@@ -83,6 +83,12 @@ def read_prediction(path: Path) -> Prediction:
             " of another version: restore the file as it was written, for nothing can be scored"
             " against this one"
         )
+    return content
+
+
+def read_prediction(path: Path) -> Prediction:
+    """A frozen prediction. Raises UserError as read_frozen()."""
+    content = read_frozen(path)
     goal = content["target"]
     return Prediction(
         **content
