@@ -8,7 +8,7 @@ The bytes are counted from the kernels that Inductor plans for model.py on an H1
 (bench/compiler_plan.py); the ceilings are published figures. Overlap and caches are not modelled.
 `--plan` and the sweep's table take FP8's speed over BF16's from here (modelled_ratio). Thirteen
 constants are assumed, or were chosen with an eye on the thirteen published figures that
-tests/test_plan.py holds them against: to come out near proves little.
+tests/runtime/test_plan.py holds them against: to come out near proves little.
 
     M tokens of a micro-batch  K inputs, N outputs of a Linear   x input   g gradient of the output   w weight
 """

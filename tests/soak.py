@@ -4,7 +4,7 @@ compiled runs, hangs.
 
 `make soak` takes five to fifteen minutes on two cores. Everything is compared, bit for bit, with a
 run that was left alone. Flipped bits, full disks, SIGTERM, two runs of one folder, other numbers of
-ranks: tests/test_faults.py, which is quick."""
+ranks: tests/runtime/test_faults.py, which is quick."""
 
 import os
 import random
@@ -17,11 +17,12 @@ import pytest
 
 from lib.machine import ROOT
 from runtime.config import Config
-from tests import faults, test_prepare
 from tests.conftest import changed, process
-from tests.faults import leftovers, record, rows, saved_steps
-from tests.test_faults import EVERY, base, finish
-from tests.test_prepare import big
+from tests.helpers import faults
+from tests.helpers.faults import leftovers, record, rows, saved_steps
+from tests.prepare import test_pipeline as test_prepare
+from tests.prepare.test_pipeline import big
+from tests.runtime.test_faults import EVERY, base, finish
 
 
 def is_as_calm(config: Config, ranks: int) -> None:

@@ -24,8 +24,17 @@ from runtime.config import CheckpointConfig, load_config
 from runtime.guard import diagnose
 from runtime.parallel import World
 from tests.conftest import ROOT, changed, process, write_config, write_source
-from tests.faults import back_to, record, rows, summary
-from tests.test_fp8 import (
+from tests.fp8.test_kernels import (
+    entropy_case,
+    entropy_grad,
+    head_case,
+    head_loss,
+    is_near,
+    quantised,
+    same,
+    step,
+)
+from tests.fp8.test_linears import (
     E4M3,
     E5M2,
     KERNELS,
@@ -38,17 +47,8 @@ from tests.test_fp8 import (
     reference,
     tokens,
 )
-from tests.test_fp8_kernels import (
-    entropy_case,
-    entropy_grad,
-    head_case,
-    head_loss,
-    is_near,
-    quantised,
-    same,
-    step,
-)
-from tests.test_run import watched_steps
+from tests.helpers.faults import back_to, record, rows, summary
+from tests.runtime.test_run import watched_steps
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,501 @@
+"""bench/throughput.py: a cell trains what train.py trains; turns, verdicts and budget against
+invented cells; rows on disk."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import throughput
+from bench.throughput import (
+    Cell,
+    Timer,
+    build_ours,
+    cell_row,
+    compared,
+    config_of,
+    groups_of,
+    measure,
+    run_cell,
+    table,
+)
+from lib.errors import UserError
+from lib.files import read_bytes, read_rows
+from lib.machine import nvidia_smi
+from model import GPT
+from runtime import parallel
+from runtime.config import load_config
+from runtime.optim import build_optimizer
+from tests.conftest import ROOT, asked
+from tests.helpers.faults import children, wait_for
+
+TOY = Cell(
+    "toy",
+    "bf16",
+    4,
+    32,
+    512,
+    "cpu",
+    {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
+)
+TENSORWISE, ROWWISE, *MORE = (
+    replace(TOY, label=label) for label in ("tensorwise", "rowwise", "cscale", "amax", "mxfp8")
+)
+CPU = torch.device("cpu")
+
+
+def test_a_cells_config_is_train_pys():
+    ours, config = (
+        load_config(ROOT / "configs/gpt125m_bf16.py"),
+        config_of(Cell("125m", "tensorwise+kernels+head", 64)),
+    )
+    assert config.model == replace(ours.model, n_ctx=1024) and config.optim == ours.optim
+    assert config.parallel == replace(ours.parallel, compile="block")
+    assert (config.fp8.recipe, config.fp8.kernels, config.fp8.head) == ("tensorwise", True, True)
+    assert (config.data.micro_batch, config.data.tokens_per_step) == (64, 524_288)
+    assert config_of(replace(TOY, model={"tied": False, "n_embd": 128})).model.tied is False
+    for groups in map(groups_of, ("h100", "toy")):
+        names = [cell.name for _, *members in groups for cell in members]
+        assert len(set(names)) == len(names)
+        assert all(
+            (config_of(cell).fp8.recipe == "off") == (cell is group[0])
+            for group in groups
+            for cell in group
+        )
+
+
+eager = pytest.fixture(
+    lambda monkeypatch: monkeypatch.setattr(parallel, "compile_model", lambda *_, **__: None)
+)
+
+
+def test_a_step_is_that_of_a_plain_training_loop(eager):
+    subject, config = build_ours(TOY, CPU), config_of(TOY)
+    model = GPT(config.model, torch.bfloat16)
+    model.init_weights(config.seed)
+    adam = build_optimizer(model, config.optim)  # by tests/runtime/test_optim.py torch's own
+    x, y = throughput.tokens_like_text(8, 32, 257, CPU)
+    assert (
+        torch.equal(x[:, 1:], y[:, :-1])
+        and x.max() < 257
+        and (x == 0).float().mean() > (x == 9).float().mean() > 0
+    )
+    for _ in range(2):
+        for part in (slice(4), slice(4, 8)):
+            loss = subject.micro_step(x[part], y[part])
+            mean = model(x[part], y[part]).sum() / 512
+            mean.backward()
+            assert loss.item() == pytest.approx(mean.item() * 4) and not loss.requires_grad
+        assert throughput.gradient_norms(subject.model)[
+            "layers.*.attn.qkv.weight"
+        ] == pytest.approx(
+            torch.cat([layer.attn.qkv.weight.grad for layer in model.layers]).norm().item()
+        )
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+        subject.update()
+    for (name, p), q in zip(subject.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_every_recipe_passes_the_verdict(eager, monkeypatch):
+    """And one that loses a gradient does not: test_what_makes_a_row_invalid(), as every kind of
+    parameter's is measured."""
+    monkeypatch.setitem(throughput.TIMED_S, "cpu", 0.01)
+    base = cell_row(TOY, measure(TOY), None)
+    assert (
+        base["valid"]
+        and base["flops_per_token"] == GPT(config_of(TOY).model).counts()["flops_per_token"]
+    )
+    assert len(base["steps_s"]) >= 2 and base["tok_per_s"] == pytest.approx(
+        512 / (sum(base["steps_s"]) / len(base["steps_s"]))
+    )
+    assert base["losses"][0] == pytest.approx(6.0, abs=0.5) and len(base["losses"]) == 8
+    assert len(base["gradient_norms"]) == 8 and min(base["gradient_norms"].values()) > 0
+    for cell in (TENSORWISE, replace(TOY, label="tensorwise+kernels")):
+        row = cell_row(cell, measure(cell), base)
+        assert row["valid"], row["invalid_because"]
+        assert 0 < row["loss_difference"] < 0.05 and row["losses"] != base["losses"]
+    with pytest.raises(UserError, match="auto converts nothing"):  # it would be BF16 once more
+        build_ours(replace(TOY, label="auto"), CPU)
+
+
+def answer(speed=1000.0, **changes):
+    """What a cell's process answers, invented."""
+    return {
+        "flops_per_token": 10,
+        "params_total": 3,
+        "params_matmul": 2,
+        "compile_s": 2.0,
+        "steps_s": [512 / speed * 0.9, 512 / speed * 1.1],
+        "losses": [5.0 - i / 10 for i in range(20)],
+        "gradient_norms": {"a": 1.0, "b": 0.0},
+        "graph_breaks": 0,
+        "recompiles": 0,
+        "peak_gib": None,
+        "clocks": None,
+        "kernels": None,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"losses": [5.04 - i / 10 for i in range(20)]}, None),
+        ({"gradient_norms": {"a": 1.14, "b": 0.0}}, None),
+        (
+            {"losses": [5.06 - i / 10 for i in range(20)]},
+            "its loss is 0.060 away from BF16's, more than 0.057",
+        ),
+        ({"losses": [5.0] * 20}, "does not fall"),
+        ({"losses": [5.0] * 19 + [None]}, "not finite"),
+        ({"gradient_norms": {"a": 0.84, "b": 0.0}}, "the gradient of a has a norm of 0.84"),
+        ({"gradient_norms": {"a": 1.0}}, "the gradient of b has a norm of None"),
+        ({"graph_breaks": 1}, "1 graph breaks"),
+        ({"recompiles": 2}, "2 recompilations"),
+        ({"clocks": {"slowed_by": 4.0}}, None),
+        ({"clocks": {"slowed_by": 0x40}}, "slowed down"),
+    ],
+)
+def test_what_makes_a_row_invalid(changes, why):
+    base = cell_row(TOY, answer(), None)
+    row = cell_row(TENSORWISE, answer(**changes), base)
+    assert row["valid"] is (why is None) and (why is None or why in row["invalid_because"])
+    broken = cell_row(TOY, answer(losses=[5.0] * 20), None)
+    assert (
+        "its BF16 is invalid"
+        in compared(cell_row(TENSORWISE, answer(), broken), broken, base)["invalid_because"]
+    )
+
+
+def test_a_slow_attention_or_a_drift_on_a_gpu_is_no_evidence_and_speed_is_per_flop(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    for kernel, is_fit in {
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": True,
+        "flash_fwd_kernel": False,
+        "flash::FlashAttnFwdSm90": True,
+        "triton_red_fused_scaled_dot_product_attention_0": True,
+    }.items():
+        row = cell_row(
+            replace(TOY, device="cuda"), answer(kernels=[["nvjet", 2.0], [kernel, 1.0]]), None
+        )
+        assert row["valid"] is is_fit and row["mfu_bf16"] == pytest.approx(
+            row["tok_per_s"] * 10 / 989.4e12
+        )
+        assert row["attention_kernel"] == (None if kernel.startswith("triton") else kernel)
+    before, after = (cell_row(TOY, answer(speed), None) for speed in (1000, 1040))
+    row = cell_row(TENSORWISE, answer(1530), before)
+    cpu, gpu, half = (
+        compared(row | changes, before, after)
+        for changes in (
+            # a peer's model with half the FLOPs a token
+            {"device": "cpu"},
+            {"device": "cuda"},
+            {"tflops": row["tflops"] / 2},
+        )
+    )
+    assert (cpu["ratio"], half["ratio"]) == pytest.approx((1.5, 0.75)) and cpu["valid"], (
+        "a CPU may drift"
+    )
+    assert not gpu["valid"] and "drifted by +4.0%" in gpu["invalid_because"]
+
+
+def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    for code, told in ((0, [1980.0, None, 61.0, 68.0]), (9, [None] * 4)):
+        (tmp_path / "nvidia-smi").write_text(
+            f"#!/bin/bash\nsleep 0.2; echo '1980, [N/A], 61, 0x0000000000000044'; exit {code}\n"
+        )
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        steps = []
+        found = nvidia_smi(
+            *throughput.CLOCKS.values(), work=lambda steps=steps: steps.append(time.sleep(0.01))
+        )
+        assert list(map(throughput._number, found)) == told and len(steps) > 5
+
+
+@pytest.fixture
+def turns(tmp_path, monkeypatch):
+    """run(script, ..) times a group with invented cells, 20 s each but for `slow`; script: label ->
+    answers in turn, the last one again and again. Returns the cells that were run, what is left,
+    and the rows."""
+    now = [0.0]
+    monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
+
+    def run(
+        budget=1e4,
+        again=(),
+        out=tmp_path / "rows.jsonl",
+        group=(TOY, TENSORWISE, ROWWISE),
+        slow=None,
+        **script,
+    ):
+        asked = []
+
+        def fake(cell, log, limit_s):
+            asked.append((cell.label, cell.micro_batch))
+            answers = script.get(cell.label, [answer()])
+            found = answers.pop(0) if len(answers) > 1 else answers[0]
+            now[0] += min(1e3 if cell.label == slow else 20.0, limit_s)
+            return (
+                found(cell)
+                if callable(found)
+                else found
+                if limit_s >= 20
+                else {"failure": "not done"}
+            )
+
+        monkeypatch.setattr(throughput, "run_cell", fake)
+        timer = Timer(out, "cpu", budget, "the command", again=again)
+        timer.run([group])
+        return asked, len(timer.due(group)), read_rows(out)
+
+    return run
+
+
+def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
+    turns, tmp_path, monkeypatch
+):
+    def looks(cell):
+        rows = read_rows(tmp_path / "rows.jsonl")
+        assert [row["label"] for row in rows] == ["bf16", "tensorwise"] and rows[1][
+            "ratio"
+        ] is None, "on disk at once"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        turns(rowwise=[looks])
+    asked, left, rows = turns(
+        group=(TOY, TENSORWISE, ROWWISE, *MORE),
+        bf16=[answer(1000), answer(1020), answer(1060)],
+        tensorwise=[answer(1212)],
+        rowwise=[answer(505)],
+        mxfp8=[answer(1144)],
+    )
+    assert [label for label, _ in asked] == [
+        "bf16",
+        "tensorwise",
+        "rowwise",
+        "cscale",
+        "amax",
+        "bf16",
+        "mxfp8",
+        "bf16",
+    ]
+    by = {row["label"]: row for row in throughput.newest(rows).values()}
+    found = (
+        *(by[label]["ratio"] for label in ("tensorwise", "rowwise", "mxfp8")),
+        by["rowwise"]["drift"],
+    )
+    assert (
+        found == pytest.approx((1.2, 0.5, 1.1, 0.02))
+        and by["rowwise"]["baseline"] == "toy bf16"
+        and left == 0
+    )
+    assert (
+        len(by["bf16"]["commit"]) == 40
+        and by["bf16"].items()
+        > {"torch": torch.__version__, "command": "the command", "gpu": None, "wall_s": 20}.items()
+    )
+    assert turns()[0] == [] and [label for label, _ in turns(again=("toy/rowwise",))[0]] == [
+        "bf16",
+        "rowwise",
+        "bf16",
+    ]
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    assert len(turns()[0]) == 4, "rows of another torch do not count"
+
+
+def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_batch(turns, tmp_path):
+    asked, left, rows = turns(tensorwise=[{"failure": "exit code -11", "oom": False}])
+    assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16"] and left == 0
+    assert [row["failure"] for row in rows if "failure" in row] == ["exit code -11"] and rows[-1][
+        "ratio"
+    ] == pytest.approx(1.0)
+    assert "- not counted: toy/tensorwise: exit code -11" in table(rows) and turns()[0] == []
+    full = {"failure": "OutOfMemoryError: CUDA out of memory", "oom": True}
+    asked, _, rows = turns(
+        bf16=[lambda cell: full if cell.micro_batch == 4 else answer()], out=tmp_path / "b.jsonl"
+    )
+    assert asked == [("bf16", 4), ("bf16", 2), ("tensorwise", 2), ("rowwise", 2), ("bf16", 2)]
+    assert {row["micro_batch"] for row in rows if row["ratio"]} == {2}
+    assert turns(bf16=[{"failure": "broken"}], out=tmp_path / "c.jsonl")[:2] == ([("bf16", 4)], 2)
+
+
+def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path):
+    assert turns(budget=190)[:2] == ([], 2), "three cells of 60 s and a tenth"
+    asked, left, rows = turns(budget=200)
+    assert [label for label, _ in asked] == [
+        "bf16",
+        "tensorwise",
+        "rowwise",
+        "bf16",
+    ] and left == 0, "20 s each, as is seen then"
+    short = "".join(json.dumps(row | {"wall_s": 5.0}) + "\n" for row in rows[:2])
+    # thought to take 5 s each
+    for budget, due in ((80, ["bf16", "tensorwise", "bf16"]), (45, ["bf16"]), (18, ["bf16"])):
+        (tmp_path / "rows.jsonl").write_text(short)
+        asked, left, rows = turns(budget=budget)
+        assert [label for label, _ in asked] == due, (
+            "the BF16 that closes has its time before a cell begins"
+        )
+        assert left == (1 if len(due) > 1 else 2) and len(rows) == {80: 6, 45: 3, 18: 2}[budget]
+
+
+def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor_the_next_calls(
+    turns, monkeypatch
+):
+    for limit, left, due in (
+        (420, 1, ["bf16", "tensorwise", "rowwise", "bf16"]),
+        (100, 0, ["bf16", "rowwise"]),
+    ):
+        monkeypatch.setattr(throughput, "CELL_LIMIT_S", limit)
+        asked, still, rows = turns(
+            budget=300, rowwise=[lambda cell: {"failure": "not done"}], slow="rowwise"
+        )
+        assert [label for label, _ in asked] == due and [
+            row["cell"] for row in rows if row["ratio"]
+        ] == ["toy/tensorwise"]
+        assert still == left and any("failure" in row for row in rows) == (not left), (
+            "what the budget cut is tried again"
+        )
+
+
+def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    found, wrong = (
+        run_cell(replace(TOY, label=label), tmp_path / "log", 200)
+        for label in ("bf16", "tensorwize")
+    )
+    assert (
+        cell_row(TOY, found, None)["valid"]
+        and found["graph_breaks"] == 0
+        and found["kernels"] is None
+    )
+    assert wrong["failure"].startswith("UserError: fp8.recipe='tensorwize'") and not wrong["oom"]
+    assert "fp8: 0 of 9 Linears" in (log := (tmp_path / "log").read_text()) and "Traceback" in log
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("import time; time.sleep(60)", "not done after 1 s"),
+        ("import os; os.abort()", "exit code -6 without an answer"),
+    ],
+)
+def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
+    code, said, tmp_path, monkeypatch
+):
+    real, started = subprocess.Popen, []
+    monkeypatch.setattr(
+        throughput.subprocess,
+        "Popen",
+        lambda command, **options: (
+            started.append(real([sys.executable, "-c", code], **options)) or started[0]
+        ),
+    )
+    assert said in run_cell(TOY, tmp_path / "log", 1.0)["failure"]
+    assert started[0].poll() is not None
+
+
+def test_a_cell_dies_with_who_asked_for_it(tmp_path):
+    """Else it would share the GPU with the next call's cells."""
+    command = [
+        sys.executable,
+        "-m",
+        "bench.throughput",
+        "--suite",
+        "toy",
+        f"out={tmp_path / 'toy.jsonl'}",
+    ]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    cell = wait_for(
+        lambda: [
+            pid for pid in children(parent.pid) if b"--cell" in read_bytes(f"/proc/{pid}/cmdline")
+        ]
+    )[0]
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not read_bytes(f"/proc/{cell}/cmdline"), 10)
+
+
+def board(gpu="NVIDIA H100 80GB HBM3", tensorwise=1.2, rowwise=0.9):
+    """Rows of two sizes, FP8 that many times as fast as BF16."""
+    rows, head = (
+        [],
+        {
+            "gpu": gpu,
+            "run": "2026-12-01T00:00:00Z",
+            "commit": "0123456789abc",
+            "dirty": True,
+            "driver": "580",
+            "torch": "2.11",
+            "torchao": "0.18",
+            "command": "c",
+        },
+    )
+    for size, rate in (("125m", 500e3), ("1p5b", 50e3)):
+        rows.append(base := cell_row(replace(TOY, size=size), answer(rate), None) | head)
+        for label, speed in (("tensorwise", tensorwise), ("rowwise", rowwise)):
+            row = cell_row(replace(TOY, size=size, label=label), answer(rate * speed), base)
+            rows.append(compared(row, base, base) | head)
+    return rows
+
+
+def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
+    rows = [*board(tensorwise=1.1), *board(), *board(gpu=None)]
+    rows[-1] |= {"valid": False, "invalid_because": "too hot"}
+    first, second = table(rows).split("## No GPU")
+    assert re.findall(r"^\| (1\w+) +\| (\w+)", first, re.M) == [
+        (size, label) for size in ("125m", "1p5b") for label in ("bf16", "tensorwise", "rowwise")
+    ]
+    assert "600,000" in first and " 1.200 " in first and "1.100" not in first, "the newest"
+    assert (
+        "commit 0123456789 with changes" in first
+        and "- not counted: 1p5b/rowwise: too hot" in second
+    )
+    for name, some in (("x", rows), ("y", [rows[-1]]), ("z", [])):
+        throughput.draw(some, tmp_path / name)
+    assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"] and table(
+        []
+    ) == "Nothing has been measured."
+
+
+def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
+    old, check = board(), throughput.check
+    assert check(old, old) == check(old, board(tensorwise=1.17, rowwise=1.2)) == []
+    for now, told in (
+        (board(tensorwise=1.15)[:3], "1.200 before, 1.150 now (-4.2%)"),
+        (board(gpu="H200"), "no ratio is in both"),
+        ([old[1] | {"valid": False, "invalid_because": "hot"}], "valid before, now hot"),
+    ):
+        (loss,) = check(old, now)
+        assert told in loss
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, rows in (("old", old), ("new", board(tensorwise=1.0))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    for words, code, told in (
+        ([f"check={old}"], 0, "has lost nothing"),
+        (["--check", str(new)], 1, "1.200 before, 1.000 now"),
+        (["--table"], 0, "## NVIDIA H100"),
+        ([], 2, "needs a CUDA GPU"),
+        (["suite=a100"], 2, "suite"),
+        (["cells=125m/tensorwize"], 2, "did you mean '125m/tensorwise'"),
+        (["budgets=3"], 2, "budget"),
+        (["cells=125m/rowwise"], 2, "needs a CUDA GPU"),
+    ):
+        said = asked(capsys, throughput.main, f"out={old}", *words, code=code)
+        assert told in said and (code < 2 or said.count("\n") == 1)
+    assert (tmp_path / "old.png").exists() and asked(
+        capsys, throughput.main, "--table", "out=absent.jsonl", code=2
+    )
+    said = asked(capsys, throughput.main, "suite=toy", "budget=0", f"out={tmp_path / 'none.jsonl'}")
+    assert "2 cells are left, none fits: give budget=209 or more" in said

@@ -1,0 +1,326 @@
+"""Checkpoints: what is saved comes back, whatever dies; nothing damaged, foreign or hostile is
+loaded. Branches, and all of this through train.py: tests/runtime/test_faults.py."""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import re
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from lib.errors import MachineError, UserError
+from runtime import checkpoint
+from runtime.checkpoint import (
+    DamagedError,
+    Saver,
+    checkpoints,
+    latest,
+    load,
+    read_manifest,
+    restore,
+    seal,
+    steps_to_keep,
+)
+from runtime.config import CheckpointConfig
+from tests.conftest import ALONE
+from tests.helpers.faults import flip_bit, saved_steps
+
+FILES = ["__0_0.distcp", ".metadata", "manifest.json", "DONE"]
+
+
+def tensors(step=0):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randn(*shape, generator=generator)
+        for name, shape in {
+            "model.a": (40, 16),
+            "optim.a.exp_avg": (40, 16),
+            "model.norm": (16,),
+        }.items()
+    }
+
+
+def saver_of(config, losses=None, **policy):
+    return Saver(
+        config.run_dir,
+        CheckpointConfig(**{"every": 1, "keep": 9, **policy}),
+        ALONE,
+        lambda: losses or {},
+    )
+
+
+def save(config, *steps):
+    saver = saver_of(config)
+    for step in steps:
+        saver.save(step, tensors(step), {"updates": step}, config)
+    saver.finish()
+
+
+def fill(config, say=pytest.fail, wanted=None):
+    """The step of the checkpoint that restore() takes, whose tensors it must hold where all are
+    wanted."""
+    filled = wanted or tensors()
+    restored = restore(config.run_dir, filled, ALONE, say)
+    assert wanted or same(filled, restored.step)
+    return restored.step
+
+
+def same(filled, step):
+    return all(torch.equal(filled[name], t) for name, t in tensors(step).items())
+
+
+def holds(path, step):
+    filled = tensors()
+    load(path, read_manifest(path), filled)
+    return same(filled, step)
+
+
+def test_what_was_saved_comes_back_also_from_format_2_and_python_3_13_but_into_no_other_model(tiny):
+    save(tiny, 3)
+    path = latest(tiny.run_dir)
+    assert path.name == "step_00000003" and holds(path, 3)
+    as_3_13 = (
+        (path / ".metadata").read_bytes().replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")
+    )
+    forge(
+        path,
+        ".metadata",
+        as_3_13.replace(as_3_13[2:11], b"\x95" + (len(as_3_13) - 11).to_bytes(8, "little"), 1),
+    )
+    assert b"pathlib._local" in (path / ".metadata").read_bytes() and holds(path, 3)
+    manifest = read_manifest(path)
+    assert (manifest["format_version"], manifest["step"], manifest["state"]) == (
+        3,
+        3,
+        {"updates": 3},
+    )
+    seal(
+        path,
+        manifest
+        | {
+            "format_version": 2,
+            "state": {
+                "updates": 3,
+                "moved_on": 4,
+                "train_s": 2.5,
+                "probe_s": 0.5,
+                "guard": {"train_s": 1},
+            },
+        },
+    )
+    assert holds(path, 3) and read_manifest(path)["state"] == {
+        "updates": 3,
+        "data_offset": 4,
+        "seconds": 2.5,
+        "probe_seconds": 0.5,
+        "guard": {"train_s": 1},
+    }
+    seal(path, manifest | {"format_version": 7})
+    with pytest.raises(UserError, match="checkpoint format 7, this version reads 2 and 3"):
+        fill(tiny)
+    seal(path, manifest)
+    for name, wrong in (
+        ("b", torch.zeros(3)),
+        ("a", torch.zeros(40, 17)),
+        ("a", torch.zeros(40, 16, dtype=torch.bfloat16)),
+    ):
+        with pytest.raises(UserError, match="the configuration does not fit"):
+            fill(tiny, wanted={f"model.{name}": wrong})
+    save(tiny, 99_999_999, 100_000_000)
+    # another format, another model is no damage: it stays in place
+    assert saved_steps(tiny) == [3, 99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_to_any_file_is_noticed_the_checkpoint_set_aside_and_the_one_before_it_used(
+    tiny, name
+):
+    save(tiny, 2, 3)
+    newest, told = latest(tiny.run_dir), []
+    file = newest / name
+    whole = file.read_bytes()
+    flips = [*range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1]
+    for damage in [*flips, whole[: len(whole) // 2], b"", whole + b"\0"]:
+        if isinstance(damage, int):
+            flip_bit(file, damage)
+        else:
+            file.write_bytes(damage)
+        with pytest.raises(
+            DamagedError, match=f"{name if name in FILES[:2] else FILES[2]} differs"
+        ):
+            read_manifest(newest)
+        file.write_bytes(whole)
+    flip_bit(file, 0)
+    assert fill(tiny, told.append) == 2
+    assert (
+        len(told) == 1 and "step_00000003 is damaged, set aside as bad_step_00000003: " in told[0]
+    )
+    save(tiny, 3)  # the step is trained again, and its file is lost
+    file.unlink()
+    assert fill(tiny, told.append) == 2
+    if name == "DONE":  # without it it never was a checkpoint, and is saved over
+        save(tiny, 3)
+        assert len(told) == 1 and holds(newest, 3)
+    else:
+        there = sorted(os.listdir(newest.parent))
+        assert (
+            there == ["bad_step_00000003", "bad_step_00000003_again", "step_00000002"]
+            and "is missing" in told[1]
+        )
+
+
+def forge(path, name, content):
+    """As an attacker would: the file, the manifest's hash of it, and DONE."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    seal(path, manifest)
+
+
+@pytest.mark.parametrize("is_tensor, named", [(False, "mkdir"), (True, "BytesStorageMetadata")])
+def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, is_tensor, named):
+    """A pickle that makes a folder: as the metadata, and as a tensor, since DCP unpickles an item
+    of bytes though a tensor was asked for under its name."""
+    save(tiny, 1)
+    path, canary, filled = (
+        latest(tiny.run_dir),
+        tmp_path / "canary",
+        {"model.norm": torch.zeros(16)},
+    )
+    attack = content = f"cos\nmkdir\n(V{canary}\ntR.".encode()
+    if is_tensor:
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        place = metadata.storage_data.pop(
+            next(i for i in metadata.storage_data if i.fqn == "model.norm")
+        )
+        metadata.state_dict_metadata["model.norm"] = BytesStorageMetadata()
+        place.offset, place.length = 0, len(attack)
+        metadata.storage_data[MetadataIndex("model.norm")] = place
+        forge(path, place.relative_path, attack)
+        content = pickle.dumps(metadata)
+    forge(path, ".metadata", content)
+    with contextlib.suppress(BaseException):
+        dcp.load(filled, no_dist=True, storage_reader=dcp.FileSystemReader(path))
+    assert canary.exists(), "the attack is a real one: DCP's own reader runs it"
+    canary.rmdir()
+    with pytest.raises(MachineError, match=f"names .*{named}"):
+        fill(tiny, wanted=filled)
+    assert not canary.exists()
+
+
+def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_call(
+    tiny, monkeypatch
+):
+    hashing, file_sha256 = threading.Event(), checkpoint.file_sha256
+    monkeypatch.setattr(
+        checkpoint, "file_sha256", lambda path: hashing.wait(60) and file_sha256(path)
+    )
+    saver, live, state = saver_of(tiny), tensors(1), {"guard": {"window": [1.0, 2.5]}}
+    saver.save(1, live, state, tiny)
+    state["guard"]["window"].append(3.0)
+    saver.staged()
+    for t in live.values():  # what optimizer.step() does next
+        t.fill_(0)
+    assert latest(tiny.run_dir) is None
+    hashing.set()
+    saver.save(2, tensors(2), {}, tiny)
+    saver.save(2, tensors(3), {}, tiny)  # of a step that was saved already: not written again
+    saver.finish()
+    first, second = checkpoints(tiny.run_dir)
+    assert holds(first, 1) and holds(second, 2)
+    assert read_manifest(first)["state"] == {"guard": {"window": [1.0, 2.5]}}
+
+
+def test_all_is_synced_before_the_rename_and_the_rename_after_it(tiny, monkeypatch):
+    """What a power cut needs and a kill does not test: each file is synced, then its folder, then
+    the folder of the rename."""
+    done, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd)
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: done.append(f"rename {b}") or rename(a, b))
+    save(tiny, 1)
+    folder = (tiny.run_dir / "checkpoints").resolve()
+    tmp, final = folder / ".tmp_step_00000001", folder / "step_00000001"
+    # Some files are written under another name first: .metadata.tmp, .DONE.tmp.
+    synced = [
+        re.sub(r"/\.((?!metadata)[^/]+)\.tmp$", r"/\1", event).removesuffix(".tmp")
+        for event in done
+    ]
+    at = synced.index(f"rename {final}")
+    assert {str(tmp / path.name) for path in final.iterdir()} | {str(tmp)} <= set(synced[:at])
+    assert synced[at - 2 : at + 2] == [str(tmp / "DONE"), str(tmp), f"rename {final}", str(folder)]
+
+
+ALL = {"every": 10, "keep": 1, "best": True, "forever": 40, "rolling": 4, "at": (33,)}
+
+
+@pytest.mark.parametrize(
+    "policy, steps, losses, there",
+    [
+        (
+            ALL | {"keep": 9},
+            [4, 8, 10, 12, 16, 20, 24],
+            {},
+            [10, 20, 24],
+        ),  # one rolling, the newest
+        # and the two newest of all
+        (ALL | {"keep": 2}, [10, 996, 998, 1000, 1004, 1008], {}, [10, 1000, 1004, 1008]),
+        (ALL, [10, 20, 30, 33, 40, 50, 60, 70], {}, [33, 40, 60, 70]),  # at and forever
+        (ALL, [10, 20, 30, 40, 50, 60, 70], {10: 3.0, 20: 2.0, 30: 2.5, 50: 2.1}, [20, 40, 60, 70]),
+        # the newer of two equals
+        (ALL, [10, 20, 30, 50, 60], {10: 3.0, 20: 2.0, 30: 2.0}, [30, 50, 60]),
+        (ALL, [10, 20, 30, 50, 60], {10: float("nan"), 20: float("inf"), 30: 7.0}, [30, 50, 60]),
+        # on a signal, or late: as a rolling one; outlives regular ones
+        (ALL, [10, 13, 20, 27, 30, 50, 60], {}, [27, 50, 60]),
+        # without rolling: as a regular one
+        ({"every": 10, "keep": 2, "best": False}, [10, 20, 27, 30], {10: 1.0}, [27, 30]),
+        ({"every": None, "keep": 1, "at": (5,)}, [5, 7, 8, 9], {}, [5, 8, 9]),
+    ],
+)
+def test_the_keep_policy_by_hand(policy, steps, losses, there):
+    """`steps` saved one after the other, each followed by its validation."""
+    now = []
+    for step in steps:
+        stay = steps_to_keep(
+            [*now, step],
+            CheckpointConfig(**policy),
+            {s: loss for s, loss in losses.items() if s < step},
+        )
+        now = [s for s in [*now, step] if s in stay]
+    assert now == there
+
+
+def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips(tiny):
+    saver = saver_of(tiny, losses := {1: 2.0}, keep=1, forever=3)
+    for step, loss in enumerate((2.0, 5.0, 5.0, 4.0, 3.0, 6.0), 1):
+        saver.save(step, tensors(step), {}, tiny)
+        saver.wait()
+        losses[step] = loss
+    assert saved_steps(tiny) == [1, 3, 5, 6]
+    saver = saver_of(tiny, losses := {1: 2.0, 6: 1.0}, keep=1)  # a resume with other wishes
+    saver.save(7, tensors(7), {}, tiny)
+    saver.wait()
+    losses[7] = 0.5
+    assert saved_steps(tiny) == [6, 7]
+    saver.roll_back(6)
+    del losses[7]  # as the log does
+    assert saved_steps(tiny) == [6]
+    # step 7 with other weights
+    for step, consecutive, there in (
+        (7, 0, [6, 7]),
+        (8, 0, [6, 7, 8]),
+        (9, 0, [6, 8, 9]),
+        # the weights may be what is wrong
+        (10, 1, [6, 8, 9, 10]),
+        (11, 0, [6, 10, 11]),
+    ):
+        saver.save(step, tensors(step + 1), {"guard": {"consecutive": consecutive}}, tiny)
+        saver.finish()
+        assert saved_steps(tiny) == there and holds(latest(tiny.run_dir), step + 1)

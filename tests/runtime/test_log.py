@@ -1,0 +1,420 @@
+"""runtime/log.py, machine.py: rows through resumes, rollbacks, kills and full disks; what mirrors
+and measures them."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from lib.errors import UserError
+from lib.files import read_rows, write_json
+from lib.text import duration, si
+from runtime import log
+from runtime.config import LogConfig
+from tests.conftest import ALONE
+from tests.helpers.changes import on_change
+from tests.helpers.faults import wait_for
+
+refuse = MagicMock(side_effect=OSError(28, "No space left on device"))
+
+
+def row(step, **changes):
+    return {
+        "step": step,
+        "tokens": step * 512,
+        "loss": 2.0,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "tok_per_s": 5120.0,
+        "step_s": 0.1,
+        "verdict": "OK",
+        **changes,
+    }
+
+
+def val(step, loss=1.5):
+    return {"step": step, "tokens": step * 512, "loss": loss, "sources": {"web": loss}}
+
+
+def open_log(config, resume=0):
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    return log.Log(config, resume)
+
+
+def go_back(one, to):
+    one.roll_back(to, {"event": "rollback", "step": 6, "to": to})
+
+
+def rolled_back(config):
+    """Steps 1 to 6, validated after 2, 4 and 6; back from 6 to 4; 5 and 6 again."""
+    one = open_log(config)
+    for step in range(1, 7):
+        one.step(row(step))
+        if step % 2 == 0:
+            one.validation(val(step))
+    go_back(one, 4)
+    for step in (5, 6):
+        one.step(row(step, loss=9.0))
+    return one
+
+
+@contextmanager
+def largest_file(size):
+    """A full disk for this process: no file grows beyond `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_rows_are_strict_json_and_a_rollback_relabels_what_it_undid(tiny):
+    one = open_log(tiny, resume=4)
+    one.step(row(5, loss=float("nan"), grad_norm=float("inf"), verdict="SKIP"))
+    go_back(one, 2)
+    one.step(row(3))
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in one.path.open()]
+    assert rows == [
+        {"kind": "undone", **row(5, loss=None, grad_norm=None, verdict="SKIP"), "since_start": 1},
+        {"kind": "event", "event": "rollback", "step": 6, "to": 2},
+        {"kind": "train", **row(3), "since_start": 2},
+    ]
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json(one.path, {"loss": float("nan")})
+    assert [r["step"] for r in read_rows(one.path)] == [5, 6, 3] and len(
+        list(tiny.run_dir.iterdir())
+    ) == 1, "the old file stays"
+    one = rolled_back(replace(tiny, run="again"))
+    one.validation(val(6, loss=2.5))
+    assert one.validated == open_log(one.config, 6).validated == {2: 1.5, 4: 1.5, 6: 2.5}
+    go_back(one, 3)
+    assert [r["step"] for r in read_rows(one.path) if r["kind"] == "undone"] == [
+        4,
+        5,
+        6,
+        5,
+        6,
+    ] and one.validated == {2: 1.5}
+
+
+AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val event train train"
+
+
+def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order_and_what_directly_follows_but_no_damaged_ones(
+    tiny,
+):
+    """At 4 those from before the rollback: it will happen again."""
+    (one := rolled_back(tiny)).close()
+    lines = one.path.read_bytes().splitlines(True)
+    # cut by a kill in the middle of a row, before its line end, after it
+    for n, line in enumerate(lines):
+        for part in line[:9], line[:-1], line:
+            one.path.write_bytes(b"".join(lines[:n]) + part)
+            open_log(tiny, resume=6).close()
+            whole = lines[: n + (part != line[:9])]
+            n_train = max((i for i, line in enumerate(whole, 1) if b'"train"' in line), default=0)
+            assert (kept := one.path.read_bytes().splitlines(True)) == whole[
+                : len(kept)
+            ] and n_train <= len(kept)
+    for step, n_kept in (6, 12), (5, 11), (4, 6), (3, 4), (2, 3):
+        assert (2 in open_log(tiny, step).validated) == (step >= 2)
+        assert [r["kind"] for r in read_rows(one.path)] == AFTER_A_ROLLBACK.split()[:n_kept]
+    one.path.write_bytes(
+        b'[1]\nnull\n{"kind": "train"}\n'.join(lines[:2]) + b'{"step": 2}\n\xff\x00\n{\n'
+    )
+    open_log(tiny, resume=2).close()
+    assert one.path.read_bytes().splitlines(True) == lines[:2]
+    assert not open_log(tiny).validated and not one.path.read_bytes()
+    one, failed = open_log(tiny), {"event": "save_failed", "step": 1}
+    one.step(row(1))
+    one.event(failed)
+    one.validation(val(1))
+    one.validation(val(1, loss=7.0))  # again, after a kill that came before the summary
+    one.event({**failed, "step": 2})
+    one.step(row(2))
+    one.event(failed)  # reported late
+    one.step(row(3))
+    rows = read_rows(one.path)
+    for resume, n_kept in ((9, 7), (2, 5), (1, 3)):  # 9: the rows of later steps were lost
+        open_log(tiny, resume).close()
+        assert read_rows(one.path) == rows[:n_kept] and rows[2]["loss"] == 1.5
+
+
+def test_kill_9_at_any_change_on_disk_leaves_the_file_before_or_after_a_rollback(tiny):
+    def rolled_back_or_killed():
+        on_change(
+            lambda path: "metrics" in path,
+            lambda count, _: count > len(codes) and os.kill(os.getpid(), signal.SIGKILL),
+        )
+        rolled_back(tiny)
+
+    path, codes = tiny.run_dir / "metrics.jsonl", []
+    while 0 not in codes:
+        process = multiprocessing.get_context("fork").Process(target=rolled_back_or_killed)
+        process.start()
+        process.join()
+        codes.append(process.exitcode)
+        kinds = " ".join(json.loads(line)["kind"] for line in path.open()) if path.exists() else ""
+        before = "train train val train train val train train val"
+        assert (
+            before.startswith(kinds) or "event" in kinds and AFTER_A_ROLLBACK.startswith(kinds)
+        ), kinds
+        path.unlink(missing_ok=True)
+    assert set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 3 and kinds == AFTER_A_ROLLBACK
+
+
+@pytest.mark.parametrize("spare", [0, 10, 300])  # bytes by which a file may grow; 10: part of a row
+def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, spare):
+    one, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
+    before = one.path.read_bytes()
+    for each, size in (one, len(before) + spare), (twin, 10**9):
+        with largest_file(size):
+            each.event({"event": "save_failed", "step": 6})
+            each.step(row(7))
+            each.step(row(8))
+    assert (
+        one.path.read_bytes()[: len(before)] == before
+        and one.path.stat().st_size == len(before) + spare
+    )
+    # a rollback writes the whole file anew
+    with largest_file(10), pytest.raises(OSError, match="File too large"):
+        go_back(one, 6)
+    assert len(list(tiny.run_dir.iterdir())) == 1, "what has filled the disk is removed"
+    for each in one, twin:
+        go_back(each, 6)
+        each.step(row(7))
+    assert one.path.read_bytes() == twin.path.read_bytes() and read_rows(one.path)[-1]["step"] == 7
+    assert capsys.readouterr().out.count("rows wait for room") == 1
+    with largest_file(one.path.stat().st_size):
+        one.step(row(8))
+        one.close()
+    assert (
+        one.path.read_bytes() == twin.path.read_bytes()
+        and "rows are lost" in capsys.readouterr().out
+    )
+
+
+def test_a_log_file_gets_a_line_now_and_then(tiny, capsys, monkeypatch):
+    one = open_log(replace(tiny, steps=1000, log=LogConfig(every=50)))
+    for step in range(1, 51):
+        one.step(row(step, step_s=0.2 if step <= log.WARM_UP_STEPS else 0.1))
+    assert capsys.readouterr().out.splitlines() == [
+        "tiny  step 1/1000    0%  loss 2.0000  2.56k tok/s  3 min 20 s left",
+        "tiny  step 50/1000    5%  loss 2.0000  5.12k tok/s  1 min 35 s left",
+    ]
+    assert [duration(s) for s in (45, 200.4, 3599.7, 18_420)] == [
+        "45 s",
+        "3 min 20 s",
+        "1 h 00 min",
+        "5 h 07 min",
+    ]
+    assert [si(v) for v in (12, 999.4, 999_700, 124e6, 7.1e9, 2e12)] == [
+        "12",
+        "999",
+        "1M",
+        "124M",
+        "7.1B",
+        "2T",
+    ]
+    monkeypatch.setattr("builtins.print", refuse)
+    rolled_back(tiny).close()  # a console that is gone ends no run
+
+
+@pytest.mark.parametrize("broken", [None, "init", "log", "finish"])
+def test_wandb_gets_the_rows_through_a_rollback_and_when_down_ends_no_run(
+    tiny, capsys, monkeypatch, broken
+):
+    config, wandb = replace(tiny, log=LogConfig(to=("wandb",))), MagicMock()
+    wandb.init.return_value = wandb
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    if broken:
+        monkeypatch.setattr(wandb, broken, refuse)
+    tiny.run_dir.mkdir(parents=True)
+    # of the very first start
+    (tiny.run_dir / "env.json").write_text('{"t_start": "2026-11-24T00:01:02Z"}')
+    one = rolled_back(config)
+    one.step(row(7, verdict="SKIP"))
+    one.close()
+    assert len(read_rows(one.path)) == 13 and capsys.readouterr().out.count("log.to=wandb") == bool(
+        broken
+    )
+    if broken is None:
+        options, sent = (
+            wandb.init.call_args.kwargs,
+            [call.args[0] for call in wandb.log.call_args_list],
+        )
+        assert [options[key] for key in ("project", "name", "id", "resume")] == [
+            "mine",
+            "tiny",
+            "tiny-20261124000102",
+            "allow",
+        ]
+        assert sent[0]["train/loss"] == 2.0 and sent[2] == {
+            "val/tokens": 1024,
+            "val/loss": 1.5,
+            "step": 2,
+        }
+        assert [v["step"] for v in sent if "train/loss" in v] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+        assert (
+            {"event/rollback": 1, "step": 6} in sent
+            and sent[-1]["event/SKIP"] == 1
+            and wandb.finish.called
+        )
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        log.check_mirrors(config)
+
+
+def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
+    shown = []
+
+    def writer(folder, purge_step):
+        # as TensorBoard does when it reads
+        shown[:] = [event for event in shown if event[0] < purge_step]
+        return SimpleNamespace(
+            add_scalar=lambda key, value, step: shown.append((step, key, value)), close=lambda: None
+        )
+
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer)
+    )
+    config = replace(tiny, log=LogConfig(to=("tensorboard",)))
+    rolled_back(config).close()
+    open_log(config, resume=5).step(row(6, loss=7.0))
+    assert [(s, v) for s, k, v in shown if k == "train/loss"] == [
+        (1, 2.0),
+        (2, 2.0),
+        (3, 2.0),
+        (4, 2.0),
+        (5, 9.0),
+        (6, 7.0),
+    ]
+    assert [s for s, k, _ in shown if k == "val/loss"] == [2, 4]
+
+
+def test_env_json_leaks_no_secret_and_keeps_changes_whatever_a_file_holds(tmp_path, monkeypatch):
+    def shell(commands, **options):
+        subprocess.run(commands, shell=True, cwd=tmp_path, check=True, **options)
+
+    allowed = {
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "NCCL_DEBUG": "INFO",
+        "TORCH_LOGS": "+dynamo",
+        "SLURM_JOB_ID": "17",
+    }
+    forbidden = [
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "NCCL_AUTH",
+        "NCCL_MY_key",
+        "TORCH_PASSWORD",
+        "XNCCL_DEBUG",
+        "SLURM_JOB_NAME",
+    ]
+    for name, value in (allowed | dict.fromkeys(forbidden, "secret-of-mine")).items():
+        monkeypatch.setenv(name, value)
+    assert log.environment(torch.device("cpu"), tmp_path)["git_commit"] is None
+    (tmp_path / "a.txt").write_bytes(b"plain\n\n\n")
+    shell("git init -q && git add . && git -c user.name=n -c user.email=e commit -qm first")
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9\n\n\n")
+    path = tmp_path / "env.json"
+    write_json(path, log.environment(torch.device("cpu"), tmp_path))
+    env = json.loads(path.read_text())
+    assert allowed.items() <= env["variables"].items() and "secret-of-mine" not in path.read_text()
+    shell("git checkout -q . && git apply -", input=f"{env['git_diff']}\n".encode())
+    assert env["git_dirty"] and (tmp_path / "a.txt").read_text() == "caf\ufffd\n\n\n", (
+        "Latin-1, which JSON cannot hold"
+    )
+
+
+def test_throughput_by_hand():
+    rows = [
+        {"kind": "train", "since_start": i, "step_s": s}
+        for i, s in enumerate([9, 1, 1, 0.1, 0.2, 0.3, 0.4, 0.5], start=1)
+    ]
+    others = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]
+    assert log.throughput(
+        [*rows, *others], tokens_per_step=1000, flops_per_token=10**9, peak_bf16=1e13
+    ) == pytest.approx(
+        {
+            "step_s_median": 0.3,  # the three warm-up steps do not count
+            "tok_per_s_median": 1000 / 0.3,
+            "compile_s": 8.7,
+            "tflops_median": 1 / 0.3,
+            "mfu_bf16": 0.1 / 0.3,
+        }
+    )
+    assert log.throughput(rows[:3], 1000, 10**9, None)["step_s_median"] == 1.0, (
+        "shorter than the warm-up"
+    )
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989.4e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA GB200": 2500e12,
+        "h200": 989.4e12,
+        "NVIDIA GH200 480GB": 989.4e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA T4": None,
+    }
+    assert {name: (log.peak_flops(name) or (None,))[0] for name in peaks} == peaks
+
+
+def test_the_meter_reads_what_the_gpu_supports_and_a_driver_that_hangs_delays_nothing(monkeypatch):
+    hanging = threading.Event()
+    for name, read in (
+        ("device_memory_used", lambda gpu: hanging.wait() and 60 * 2**30),
+        ("utilization", lambda gpu: 97),
+        ("get_device_properties", lambda gpu: SimpleNamespace(total_memory=80 * 2**30)),
+        ("power_draw", refuse),
+    ):
+        monkeypatch.setattr(torch.cuda, name, read)
+    meter = log.Meter(torch.device("cuda"), period=0.01)
+    assert meter.latest == {}
+    hanging.set()
+    assert wait_for(lambda: meter.latest) == {"gpu_mem_pct": 75.0, "gpu_util_pct": 97.0}
+    meter.close()
+
+
+def traced_steps(run_dir):
+    path = run_dir / "profile/trace_rank0.pt.trace.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if path.exists() else []
+    return sorted(
+        int(event["name"].removeprefix("ProfilerStep#"))
+        for event in events
+        if event["name"].startswith("ProfilerStep#") and event.get("ph") == "X"
+    )
+
+
+@pytest.mark.parametrize(
+    "steps, asked, traced",
+    [
+        (range(4, 8), "3:5", [4, 5]),  # resumed in between
+        (range(6, 8), "3:5", []),  # resumed after them
+        (range(1, 5), "3:9", [3, 4]),  # the run ends in between
+        ([1, 2, 3, 4, 2, 3, 4], "2:3", [2, 3]),  # a rollback repeats them: once is enough
+        ([1, 2, 3, 2, 3, 4, 5], "3:4", [2, 3, 3, 4]),
+    ],
+)  # a rollback in between
+def test_the_steps_asked_for_are_traced(tiny, steps, asked, traced):
+    said = []
+    profiler = log.Profiler(replace(tiny, steps=9, profile=asked), ALONE, said.append)
+    for step in steps:
+        profiler.begin(step)
+        torch.ones(4) @ torch.ones(4)
+        profiler.end(step)
+    profiler.close()
+    assert len(said) == bool(traced) and traced_steps(tiny.run_dir) == traced

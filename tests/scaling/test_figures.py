@@ -1,0 +1,405 @@
+"""scaling/figures.py: the figures of one run show what its rows say, for whole, cut, running and
+damaged files."""
+
+import itertools
+import json
+import math
+import re
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from lib.plots import BLUE, GREY
+from scaling import figures
+from tests.conftest import asked
+from tests.helpers.scaling_runs import cells, legend
+
+LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+STEPS = (100, 200, 300)
+ZERO = {
+    "amax": 0,
+    "scale_min": 1,
+    "scale": 1,
+    "scale_max": 1,
+    "underflow": 0,
+    "saturated": 0,
+    "error": 0,
+}
+
+
+def write(folder, rows, name="metrics.jsonl"):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def lines_of(panel):
+    return [line.get_xydata() for line in panel.get_lines()]
+
+
+def row(step, kind="train", **changes):
+    return {
+        "kind": kind,
+        "step": step,
+        "tokens": step * 512,
+        "loss": 2 + 4 / step,
+        "lr": 1e-3,
+        "tok_per_s": 5000.0 + step,
+        "grad_norm": 1.0 + 0.1 * (step % 3),
+        "step_s": 0.1,
+        "since_start": step,
+        "verdict": "OK",
+        **changes,
+    }
+
+
+def event(name, step, **more):
+    return {"kind": "event", "event": name, "step": step, **more}
+
+
+def eventful():
+    """Steps 1 to 40: a skip, a NaN, a spike that was noted, two resumes, a failed save, 21 to 24
+    undone and done again."""
+    odd = {
+        5: {"verdict": "SKIP", "grad_norm": 50.0},
+        9: {"verdict": "SKIP", "loss": None, "grad_norm": None},
+        30: {"verdict": "SPIKE", "loss": 60.0},
+    }
+    rows = [row(step, **odd.get(step, {})) for step in range(1, 41)]
+    undone = [
+        row(step, "undone", loss=float(step), verdict=verdict)
+        for step, verdict in enumerate(("OK", "OK", "SKIP", "ROLLBACK"), 21)
+    ]
+    after = {
+        10: [event("resume", 10)],
+        12: [event("save_failed", 12)],
+        15: [event("resume", 15)],
+        20: [
+            *undone,
+            {"kind": "undone_val", "step": 24, "loss": 3.3},
+            event("rollback", 24, to=20),
+        ],
+    }
+    val = {
+        step: [{"kind": "val", "step": step, "tokens": 1, "loss": 2.5 + 4 / step, "sources": {}}]
+        for step in (10, 20, 30, 40)
+    }
+    return [one for r in rows for one in (r, *val.get(r["step"], ()), *after.get(r["step"], ()))]
+
+
+def drawn(run):
+    return figures.draw(figures.read_history(run), run.name)
+
+
+def points(panel, shape, color):
+    return sorted(
+        (float(x), float(y))
+        for line in panel.get_lines()
+        for x, y in line.get_xydata()
+        if line.get_marker() == shape and to_hex(line.get_color()) == to_hex(color)
+    )
+
+
+def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(tmp_path):
+    history = figures.read_history(
+        write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)])
+    )
+    assert list(history.train["loss"]) == [6.0, 4.0, 8.0]
+    history = figures.read_history(
+        write(
+            tmp_path / "two",
+            [
+                row(1),
+                row(2, "undone"),
+                event("rollback", 2, to=1),
+                row(2, "undone"),
+                row(3, "undone"),
+                event("rollback", 3, to=1),
+            ],
+        )
+    )
+    assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
+
+
+def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
+    figure = drawn(write(tmp_path / "run", eventful()))
+    (loss, norm), (low, high) = figure.axes[:2], figure.axes[0].get_ylim()
+    # validation
+    assert points(loss, "D", "#000000") == [(10, 2.9), (20, 2.7), (30, 2.5 + 4 / 30), (40, 2.6)]
+    singles = next(
+        line.get_xydata() for line in loss.get_lines() if line.get_alpha() == 0.35
+    ).tolist()
+    assert singles == [[s, 60.0 if s == 30 else 2 + 4 / s] for s in range(1, 41) if s != 9]
+    assert legend(figure) == [
+        "training",
+        "validation",
+        "undone",
+        "SKIP (3)",
+        "SPIKE (1)",
+        "ROLLBACK (1)",
+        "resume (2)",
+        "save failed (1)",
+    ]
+    for name, expected in {
+        "SKIP": [(5, 2.8), (9, high), (23, high)],
+        "SPIKE": [(30, high)],
+        "save failed": [(12, low)],
+        "resume": [(10, low), (15, low)],
+        "ROLLBACK": [(24, low), (24, high)],
+    }.items():
+        assert np.array(points(loss, *figures.MARKS[name])) == pytest.approx(
+            np.array(sorted(expected))
+        ), name
+    assert points(norm, *figures.MARKS["SKIP"])[:2] == [
+        (5, norm.get_ylim()[1]),
+        (9, norm.get_ylim()[1]),
+    ]
+    for panel in figure.axes:  # each event is a line through all; an undone stretch is grey
+        assert sorted(
+            float(line.get_xdata()[0]) for line in panel.get_lines() if line.is_dashed()
+        ) == [10, 12, 15, 24]
+        assert [
+            list(line.get_xdata())
+            for line in panel.get_lines()
+            if to_hex(line.get_color()) == GREY and len(line.get_xdata()) > 1
+        ] == [[21, 22, 23, 24]]
+    assert figure.legends[0].get_title().get_text() == "Training of run (n = 1 run, steps 1 to 40)"
+
+
+def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp_path):
+    rows = [row(step, loss=3.0, grad_norm=1.0, gpu_util_pct=95.0) for step in range(1, 401)]
+    rows[200] |= {"loss": 1000.0, "grad_norm": 1e6, "verdict": "SKIP"}
+    loss, norm, *_, busy = drawn(write(tmp_path / "run", rows)).axes
+    for panel, value in ((loss, 3.0), (norm, 1.0), (busy, 95.0)):
+        mean = max(
+            panel.get_lines(),
+            key=lambda line: line.get_linewidth() * (line.get_color() == BLUE),
+        )
+        assert np.asarray(mean.get_ydata()) == pytest.approx(np.full(399, value))
+    assert loss.get_ylim()[1] < 4 and norm.get_ylim()[1] < 4
+
+
+def test_odd_runs_are_drawn(tmp_path):
+    figures = [
+        drawn(write(tmp_path / f"a $\\run$ {i}", rows))
+        for i, rows in enumerate(
+            (
+                [row(1)],
+                [row(s, "undone") for s in (1, 2)] + [event("rollback", 2, to=0)],
+                [row(s, loss=None, grad_norm=None, verdict="SKIP") for s in (1, 2, 3)],
+                [row(s, loss=2.0, grad_norm=0.0, lr=0.0, tok_per_s=0.0) for s in (1, 2, 3)],
+                eventful() + [event(f"odd {i} $x_$ \\frac$", 20) for i in range(12)],
+            )
+        )
+    ]
+    assert [figure.axes[1].get_yscale() for figure in figures] == [
+        "log",
+        "linear",
+        "linear",
+        "linear",
+        "log",
+    ], "of the norm"
+
+
+def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(tmp_path, capsys):
+    run, before, images = write(tmp_path / "run", eventful()), dict(matplotlib.rcParams), set()
+    (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:-30])
+    for out in (tmp_path / "one", tmp_path / "two"):
+        assert asked(capsys, figures.main, run, f"out={out}") == f"wrote {out}/: run.png, run.svg\n"
+        images.add((out / "run.png").read_bytes())
+    assert len(images) == 1 and dict(matplotlib.rcParams) == before
+
+
+def operand(name, block, kind, step):
+    """A known function: scales are powers of two that fall with depth, underflow grows with the
+    step."""
+    base = (
+        {"weight": 12, "activation": 6, "gradient": 20}[name] + kind - 0.25 * block + 2 * step / 300
+    )
+    share = {"weight": 1e-5, "activation": 1e-4, "gradient": 1e-2}[name] * (1 + block) * step / 300
+    return {
+        "amax": 448 / 2**base,
+        "scale_min": 2 ** (base - 2),
+        "scale": 2.0**base,
+        "scale_max": 2 ** (base + 2),
+        "underflow": share,
+        "saturated": 1e-6 * kind * share,
+        "error": 0.02 + 0.001 * kind,
+    }
+
+
+def linear_row(step, block, kind, **changes):
+    return {
+        "kind": "linear",
+        "step": step,
+        "layer": f"layers.{block}.{LINEARS[kind]}",
+        "recipe": "tensorwise",
+        **{name: operand(name, block, kind, step) for name in figures.OPERANDS},
+        **changes,
+    }
+
+
+def block_row(step, block, **changes):
+    return {
+        "kind": "block",
+        "step": step,
+        "block": block,
+        "attention_logit_max": 5 + 20 * block * step / 300,
+        "swiglu_amax": 8.0 + 2.0 ** (block * step / 300),
+        "swiglu_rms": 0.5,
+        **changes,
+    }
+
+
+def rows_of(blocks=3):
+    return [
+        row
+        for step in STEPS
+        for block in range(blocks)
+        for row in [*(linear_row(step, block, kind) for kind in range(4)), block_row(step, block)]
+    ]
+
+
+def probe_of(folder, rows):
+    return figures.read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
+
+
+def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
+    rows = [block_row(step, block) for step in STEPS for block in range(12)]
+    rows[13]["swiglu_amax"] = None  # of step 200, block 1
+    unscaled = linear_row(300, 0, 0)
+    unscaled["weight"] |= {"scale": None, "error": None}
+    # one done again
+    path = (
+        write(tmp_path, [block_row(200, 5, swiglu_rms=9), *rows, unscaled], "probe.jsonl")
+        / "probe.jsonl"
+    )
+    path.write_text(path.read_text() + '{"kind": "linear", "ste')
+    probe = figures.read_probe(path)
+    assert np.isnan(probe.linear["weight", "scale"]).all()
+    assert "no scale: these stay in BF16" in [
+        text.get_text() for text in figures.draw_scales(probe, {}, "run").axes[0].texts
+    ]
+    assert any(line[-1] == "-" for line in cells(figures.table(probe)))
+    logit, ratio = figures.draw_outliers(probe, "run").axes[:2]
+    want = [
+        [block_row(step, block)["attention_logit_max"] for step in STEPS] for block in range(12)
+    ]
+    assert np.allclose([line[:, 1] for line in lines_of(logit)], want)
+    shown = np.array([line[:, 1] for line in lines_of(ratio)])
+    assert np.isnan(shown[1]).tolist() == [False, True, False] and math.isclose(
+        shown[5][2], (8 + 2.0**5) / 0.5
+    )
+
+
+def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
+    """The last of a repeated step counts; the top shows the last step that has every layer, also of
+    a cut-off file."""
+    wrong = linear_row(300, 1, 2) | {"weight": {**operand("weight", 1, 2, 300), "scale": 1.0}}
+    probe = probe_of(
+        tmp_path, [wrong, *rows_of()[::-1], *(linear_row(400, block, 0) for block in range(3))]
+    )
+    assert probe.steps[probe.last] == 300
+    every = [*itertools.product(range(3), range(4))]
+    inference = probe_of(
+        tmp_path / "eval", [linear_row(300, block, kind, gradient=None) for block, kind in every]
+    )
+    figure = figures.draw_scales(probe, {"rowwise": inference}, "run")
+    for column, name in enumerate(figures.OPERANDS):
+        top, bottom = figure.axes[column], figure.axes[3 + column]
+        for kind in range(4):
+            want = [math.log2(operand(name, block, kind, 300)["scale"]) for block in range(3)]
+            found = [line for line in lines_of(top) if np.allclose(line[:, 1], want)]
+            # training, and inference where it has the operand
+            assert len(found) == (1 if name == "gradient" else 2)
+            assert np.allclose(np.round(found[0][:, 0]), [0, 1, 2])
+        whiskers = np.concatenate(
+            [segment for group in top.collections for segment in group.get_segments()]
+        )
+        # two octaves either way
+        assert np.allclose(sorted(whiskers[1::2, 1] - whiskers[::2, 1]), 4)
+        medians = [
+            np.median([math.log2(operand(name, *where, step)["scale"]) for where in every])
+            for step in STEPS
+        ]
+        assert any(
+            np.allclose(line[:3], np.column_stack([STEPS, medians])) for line in lines_of(bottom)
+        )
+
+
+def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
+    head = [linear_row(step, 0, 0, layer="head") for step in STEPS]
+    figure = figures.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
+    places = [*itertools.product(range(12), range(4)), (0, 0)]  # the head last
+    for panel, (share, name) in zip(
+        figure.axes, itertools.product(figures.SHARES, figures.OPERANDS), strict=False
+    ):
+        want = np.array(
+            [[operand(name, *where, step)[share] for step in STEPS] for where in places]
+        )
+        found = panel.collections[0].get_array().reshape(want.shape)
+        assert (
+            np.allclose(found.filled(0), 100 * want)
+            and (np.ma.getmaskarray(found) == (want == 0)).all()
+        )
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        *map(str, range(12)),
+        "head",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows, figures_of, told",
+    [
+        # 1e-2 * 3 blocks; 1e-6 * 3 of that; 2 % + 3 * 0.1 %
+        (
+            rows_of(),
+            "outliers scales underflow",
+            r"\| down +\| gradient +\| 3 +\| 9e-06 +\| 2.3 +\|",
+        ),
+        ([block_row(step, 0) for step in STEPS], "outliers", "has probed no FP8 Linear"),
+        (
+            [linear_row(1, 0, 0, layer="head", weight=ZERO, activation=ZERO, gradient=None)],
+            "scales underflow",
+            "",
+        ),
+    ],
+)
+def test_the_command_writes_figures_and_the_worst_of_each_kind(
+    tmp_path, capsys, rows, figures_of, told
+):
+    run = write(tmp_path / "run", rows, "probe.jsonl")
+    if linears := [row for row in rows if row["kind"] == "linear"]:
+        write(run, linears, "eval/probe_rowwise.jsonl")
+    assert re.search(told, asked(capsys, figures.main, "--fp8", run))
+    assert sorted(path.name for path in (run / "figures").iterdir()) == [
+        f"fp8_{name}.{form}" for name in figures_of.split() for form in ("png", "svg")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("{0}/nowhere", "nowhere/metrics.jsonl does not exist"),
+        ("--fp8 {0}/step", "no row of a probe"),
+        ("--fp8 {0}/weight", "no row of a probe"),
+        ("--fp8 {0}/run", "probe.jsonl does not exist"),
+        ("--fp8 {0}/none", "holds no row"),
+        ("{0}/none", "has no step to draw yet"),
+        ("{0}/run out={0}/run/metrics.jsonl", "cannot be written"),
+    ],
+)
+def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
+    write(tmp_path / "run", [row(1)])
+    write(tmp_path / "none", [event("resume", 3)])
+    (tmp_path / "none/probe.jsonl").touch()
+    for key, value in (("step", None), ("weight", 3)):  # rows of other code
+        write(
+            tmp_path / key,
+            [linear_row(100, 0, 0), linear_row(100, 0, 0) | {key: value}],
+            "probe.jsonl",
+        )
+    assert words in asked(capsys, figures.main, *arguments.format(tmp_path).split(), code=2)
+    assert not [*tmp_path.rglob("*.png")]

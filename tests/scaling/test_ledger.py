@@ -1,0 +1,257 @@
+"""scaling/ledger.py: rows are all that a study needs to go on elsewhere; a repeat is held against
+its row to the bit."""
+
+import functools
+import json
+import shutil
+from dataclasses import asdict, replace
+
+import pytest
+
+import train
+from lib.files import read_rows
+from model import GPTConfig
+from scaling import ledger, precision, sweep
+from scaling.ledger import compare, machine_kind, read_entries
+from tests.conftest import asked, changed, tiny_config, write_config
+from tests.helpers.scaling_runs import strict
+
+RUNS = ["a_bf16_t1_s1", "a_bf16_t0.5_s1", "a_tensorwise_t1_s1", "a_tensorwise_t0.5_s1"]
+
+
+def write_study(folder, config, seeds=(1,), margin=1.0):
+    """A study of one tiny size: trunks of 21 steps with a branch, in BF16 and tensorwise."""
+    config = replace(
+        config,
+        run="a_bf16",
+        steps=None,
+        tokens_per_param=1,
+        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=32, n_ctx=32, vocab_size=257),
+    )
+    config = changed(config, "checkpoint.every=none checkpoint.keep=1 data.max_epochs=10")
+    path = write_config(config, folder / "a_bf16.py")
+    file = folder / "study_tiny.py"
+    file.write_text(
+        f"""from scaling.study import Size, Study
+study = Study(name="tiny", sizes=(Size(config={str(path)!r}, seeds={seeds}),), tokens_per_param=(0.5, 1.0),
+              recipes=("bf16", "tensorwise"), margin_percent={margin})
+"""
+    )
+    return file
+
+
+def in_process(trained):
+    """A ledger.train that trains in this process and notes what."""
+
+    def train_row(row, rows, folder, options, deadline):
+        trained.append(row.run)
+        folder.mkdir(parents=True, exist_ok=True)
+        return train.main(sweep.placed(row, folder).arguments(folder)), 1.5
+
+    return train_row
+
+
+@pytest.fixture(scope="module")
+def finished(data_dir, tmp_path_factory):
+    """A folder with the study, trained: study_tiny.py, out/, rows/."""
+    folder = tmp_path_factory.mktemp("finished")
+    file = write_study(folder, tiny_config(data_dir, folder / "out"))
+    trained = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "train", in_process(trained))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        assert ledger.main([str(file), f"out={folder}/out", f"rows={folder}/rows", "--run"]) == 0
+    assert trained == RUNS
+    return folder
+
+
+@pytest.fixture
+def command(tiny, tmp_path, monkeypatch, capsys):
+    """command(*words, study=, code=): what scaling/ledger.py prints; runs are trained in this
+    process."""
+    trained, file = [], write_study(tmp_path, tiny)
+    train_row = in_process(trained)
+
+    def quietly(*arguments):
+        ended = train_row(*arguments)
+        capsys.readouterr()
+        return ended
+
+    monkeypatch.setattr(ledger, "train", quietly)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def call(*words, study=file, code=0):
+        return asked(
+            capsys,
+            ledger.main,
+            study,
+            f"out={tmp_path}/out",
+            f"rows={tmp_path}/rows",
+            *words,
+            code=code,
+        )
+
+    call.trained = trained
+    return call
+
+
+@pytest.fixture
+def done(command, finished, tmp_path):
+    """The command where the whole study has been trained."""
+    for folder in "out", "rows":
+        shutil.copytree(finished / folder, tmp_path / folder)
+    return functools.partial(command, study=finished / "study_tiny.py")
+
+
+def rows_of(tmp_path):
+    return read_rows(tmp_path / "rows/runs.jsonl")
+
+
+def test_every_finished_run_has_a_row_and_is_not_trained_again(done, tmp_path):
+    first = rows_of(tmp_path)
+    done("--run")
+    assert (
+        [row["run"] for row in first] == RUNS
+        and rows_of(tmp_path) == first
+        and not done.func.trained
+    )
+    assert not list((tmp_path / "out/tiny").glob("*/checkpoints")), (
+        "a trunk with all its branches needs none"
+    )
+
+
+def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_loss(done, tmp_path):
+    rows = rows_of(tmp_path)
+    kept = [row for row in rows if row["run"] != "a_bf16_t0.5_s1"]
+    (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    (tmp_path / "out").rename(tmp_path / "lost")
+    done("--run")
+    assert done.func.trained == ["a_bf16_t0.5_s1"]
+    again = rows_of(tmp_path)[-1]["summary"]
+    assert again["parent_step"] is None and again["loss_bf16"] == rows[1]["summary"]["loss_bf16"]
+
+
+def test_restored_runs_give_precision_the_gaps_of_the_runs_themselves(
+    done, tmp_path, no_figures, capsys
+):
+    def gaps():
+        asked(capsys, precision.main, tmp_path / "out/tiny")
+        found = strict(tmp_path / "out/tiny/law/precision.json")
+        return {pair["fp8"]: pair["gap_bf16"]["percent"] for pair in found["pairs"]}, found[
+            "margin"
+        ]["source"]
+
+    own, _ = gaps()
+    (tmp_path / "out").rename(tmp_path / "lost")
+    done("--restore")
+    restored, margin = gaps()
+    assert restored == pytest.approx(own, abs=1e-4) and len(own) == 2
+    assert "before the runs" in margin, "the declaration keeps its date"
+
+
+def test_a_repeat_is_equal_to_the_bit_or_says_how_far_it_is(done, tmp_path):
+    assert "equal to the bit" in done("repeat=a_tensorwise_t0.5_s1")
+    path = tmp_path / "rows/runs.jsonl"
+    rows = rows_of(tmp_path)
+    rows[3]["summary"]["loss_bf16"] *= 1 + 1e-6
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "the largest relative difference is 1e-06" in done("repeat=a_tensorwise_t0.5_s1", code=1)
+
+
+@pytest.mark.parametrize("factor, is_equal", [(1.0, True), (1 + 9e-4, True), (1 + 2e-3, False)])
+def test_on_another_kind_of_machine_a_thousandth_is_allowed(factor, is_equal, done, tmp_path):
+    entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[0]]
+    elsewhere = replace(
+        entry,
+        machine=replace(machine_kind(), vendor="Another"),
+        summary={**entry.summary, "loss_bf16": entry.summary["loss_bf16"] * factor},
+    )
+    found = compare(entry, elsewhere)
+    assert found.is_equal == is_equal and "another kind of machine" in found.text
+
+
+def test_other_training_tokens_are_no_repeat(done, tmp_path):
+    entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[0]]
+    found = compare(entry, replace(entry, summary={**entry.summary, "data_sha256": "0"}))
+    assert not found.is_equal and "training tokens are others" in found.text
+
+
+def test_a_study_may_grow_but_not_change(done, tiny, tmp_path):
+    grown = write_study(tmp_path, tiny, seeds=(1, 2))
+    assert "4 of 8 runs are done" in done(study=grown)
+    other = write_study(tmp_path, changed(tiny, "optim.lr=0.02"))
+    assert "which the study no longer has as it was trained" in done("--run", study=other, code=2)
+    margin = write_study(tmp_path, tiny, margin=2.0)
+    assert "margin_percent is another now" in done("--run", study=margin, code=2)
+
+
+def test_the_table_counts_hours_by_size_and_arm(done):
+    table = done()
+    assert (
+        "| a    | bf16       | 2    | 2    | 0.00       | 0.00       |" in table
+        and "4 of 4 runs are done" in table
+    )
+
+
+def test_pairs_of_two_kinds_of_machines_are_counted(done, tmp_path):
+    assert "different kinds" not in done()
+    rows = rows_of(tmp_path)
+    rows[2]["machine"]["vendor"] = "Another"
+    (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "so that their gap holds rounding too: 1." in done()
+
+
+@pytest.mark.parametrize(
+    "damage, told",
+    [
+        (lambda text: text[:-20], "runs.jsonl:4 is no row of a finished run"),
+        (lambda text: text + text, "has a row already"),
+        (
+            lambda text: text.replace('"schema_version":1,"run"', '"schema_version":9,"run"', 1),
+            "schema_version 9, not 1",
+        ),
+    ],
+)
+def test_damaged_rows_get_a_sentence(damage, told, done, tmp_path):
+    path = tmp_path / "rows/runs.jsonl"
+    path.write_text(damage(path.read_text()))
+    assert told in done(code=2)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("repeat=a_bf16_t9_s1",), "is no run of"),
+        (("repeat=a_bf16_t1_s1",), "has no row yet"),
+        (("--run", "--restore"), "give one of them"),
+        (("--run", "limit=0"), "must be a positive"),
+    ],
+)
+def test_a_wrong_command_gets_a_sentence(words, told, command):
+    assert told in command(*words, code=2)
+
+
+def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(command, monkeypatch, tmp_path):
+    train_run = ledger.train
+
+    def failing(row, *more):
+        return (1, 0.0) if row.run == RUNS[0] else train_run(row, *more)
+
+    monkeypatch.setattr(ledger, "train", failing)
+    command("--run", code=1)
+    assert [row["run"] for row in rows_of(tmp_path)] == RUNS[2:]
+
+
+def test_a_row_holds_what_its_fields_say(done, tmp_path):
+    entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[2]]
+    blocks = entry.val_blocks
+    assert (
+        entry.cpu_s == 1.5
+        and entry.machine == machine_kind()
+        and asdict(entry)["schema_version"] == 1
+    )
+    weights = {name: source["weight"] for name, source in entry.summary["sources"].items()}
+    mean = sum(
+        weights[name] * sum(own["bf16"]) / sum(own["n_tokens"]) for name, own in blocks.items()
+    )
+    assert mean == pytest.approx(entry.summary["loss_bf16"], rel=1e-6)

@@ -1,0 +1,203 @@
+"""scaling/table_pairs.py: the pairs of anyone's table get what our own studies get."""
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+from scaling import precision
+from tests.conftest import asked
+from tests.helpers.scaling_runs import strict
+
+GAPS = {1: 0.1, 2: 0.3, 3: 0.2}  # per cent, of three pairs
+SIZES = (10**8, 2 * 10**8, 4 * 10**8)
+
+
+def write_table(path, curve=(1.0,), sizes=SIZES):
+    """Losses of both arms; `curve`: shares of the tokens at which they are given."""
+    lines = ["precision,run,loss,N,D"]
+    for N in sizes:
+        for seed, gap in GAPS.items():
+            for share in curve:
+                loss = 3.0 + 0.01 * seed + 0.5 * (1 - share)
+                lines += [
+                    f"BF16,{seed},{loss!r},{N},{int(20 * N * share)}",
+                    f"fp8,{seed},{loss * (1 + gap / 100)!r},{N},{int(20 * N * share)}",
+                ]
+    path.write_text("\n".join(lines) + "\n")
+    return [
+        "--points",
+        path,
+        "--arm",
+        "precision",
+        "--pair",
+        "run",
+        "--loss",
+        "loss",
+        "--out",
+        path.parent / "out",
+    ]
+
+
+def test_the_gap_is_that_of_a_paired_t_test(tmp_path, capsys, no_figures):
+    asked(capsys, precision.main, *write_table(tmp_path / "t.csv", sizes=SIZES[:1]), "margin=1")
+    row = strict(tmp_path / "out/precision.json")["common"]["fp8"]
+    interval = ttest_1samp(
+        [100 * np.log1p(gap / 100) for gap in GAPS.values()], 0
+    ).confidence_interval()
+    assert [row["bf16"]["low"], row["bf16"]["high"]] == pytest.approx([interval.low, interval.high])
+    assert row["tost_p"] == pytest.approx(
+        ttest_1samp([*GAPS.values()], 1, alternative="less").pvalue
+    )
+
+
+def test_points_of_one_curve_count_once(tmp_path, capsys):
+    words = [
+        *write_table(tmp_path / "t.csv", curve=(0.5, 0.75, 1.0)),
+        "--n",
+        "N",
+        "--d",
+        "D",
+        "margin=1",
+        "--all",
+    ]
+    output = asked(capsys, precision.main, *words)
+    result = strict(tmp_path / "out/precision.json")
+    assert (result["common"]["fp8"]["bf16"]["n"], result["common"]["fp8"]["pairs"]) == (9, 27)
+    assert (
+        "BF16, two of run" in output
+        and len(result["sizes"]) == 9
+        and (tmp_path / "out/precision.png").exists()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "sentence"),
+    [
+        (("BF16", "half"), (), "which precision is the baseline? Give base=NAME, one of half, fp8"),
+        ((",1,3.01", ",1,x"), (), "line 2, column 'loss': 'x' is no plain"),
+        (("fp8,1,", "fp8,2,"), (), "are both the fp8 run of pair '2'"),
+        (("", ""), ("--n", "N"), "give n= and d= both"),
+        (("BF16,", "BF16,other"), (), "holds no pair"),
+        (("", ""), ("--d", "tokns", "--n", "N"), "0 columns called 'tokns'"),
+    ],
+)
+def test_mistakes_are_a_sentence_and_nothing_is_written(tmp_path, capsys, change, words, sentence):
+    arguments = write_table(tmp_path / "t.csv", sizes=SIZES[:1])
+    path = tmp_path / "t.csv"
+    path.write_text(path.read_text().replace(*change) if change[0] else path.read_text())
+    assert sentence in asked(capsys, precision.main, *arguments, *words, code=2)
+    assert not (tmp_path / "out").exists()
+
+
+OWN_WORDS = ("FP8", "BF16", "bf16", "CPU", "Linear", "as trained", "tok/s", "speed", "branches")
+
+
+def other_table(path, arms=("int8", "int4"), curve=(1.0,)):
+    """The table under names of its own: baseline "float", a pair called a replica."""
+    lines = ["format,replica,perplexity_nats,size,seen"]
+    for N in SIZES:
+        for replica, gap in GAPS.items():
+            for share in curve:
+                loss = 3.0 + 0.01 * replica + 0.5 * (1 - share)
+                counts = f"{N},{int(20 * N * share)}"
+                lines.append(f"float,{replica},{loss!r},{counts}")
+                for factor, arm in enumerate(arms, 1):
+                    worse = loss * (1 + factor * gap / 100)
+                    lines.append(f"{arm},{replica},{worse!r},{counts}")
+    path.write_text("\n".join(lines) + "\n")
+    columns = "--arm format --pair replica --loss perplexity_nats --n size --d seen --base float"
+    return ["--points", path, *columns.split(), "--out", path.parent / "out", "margin=1", "--all"]
+
+
+@pytest.mark.parametrize("curve", [(1.0,), (0.5, 0.75, 1.0)])
+def test_the_page_speaks_of_the_tables_own_arms_and_columns(tmp_path, capsys, no_figures, curve):
+    output = asked(capsys, precision.main, *other_table(tmp_path / "t.csv", curve=curve))
+    assert not [word for word in OWN_WORDS if word in output]
+    assert "Each format minus float, column perplexity_nats" in output
+    assert "| size" in output and "| seen" in output and "gap in perplexity_nats [%]" in output
+    assert "float, two of replica" in output and "Null, other replica" in output
+    assert "two float runs" in output
+
+
+def test_a_page_without_sizes_speaks_of_pairs(tmp_path, capsys, no_figures):
+    words = other_table(tmp_path / "t.csv")
+    of_one_size = (tmp_path / "t.csv").read_text().splitlines()[:10]
+    (tmp_path / "t.csv").write_text("\n".join(of_one_size))
+    words = [word for word in words if word not in ("--n", "size", "--d", "seen")]
+    output = asked(capsys, precision.main, *words)
+    assert "over all pairs" in output and "The same pairs for all" in output
+    assert "largest common budget" not in output and "decade" not in output
+
+
+def test_the_json_names_the_columns_and_the_arms_as_the_table_does(tmp_path, capsys, no_figures):
+    asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
+    result = strict(tmp_path / "out/precision.json")
+    assert result["table"] == {
+        "arm_column": "format",
+        "pair_column": "replica",
+        "loss_column": "perplexity_nats",
+        "n_column": "size",
+        "d_column": "seen",
+        "baseline": "float",
+    }
+    assert result["conventions"] == {"N": "column size"} and set(result["common"]) == {
+        "int8",
+        "int4",
+    }
+
+
+def test_an_arm_called_bf16_is_not_the_baseline_where_base_names_another(
+    tmp_path, capsys, no_figures
+):
+    asked(capsys, precision.main, *other_table(tmp_path / "t.csv", arms=("bf16",)))
+    common = strict(tmp_path / "out/precision.json")["common"]
+    expected = np.mean([100 * np.log1p(gap / 100) for gap in GAPS.values()])
+    assert common["bf16"]["bf16"]["mean"] == pytest.approx(expected)
+
+
+def test_the_figure_names_the_tables_baseline_and_loss(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("lib.plots.render", lambda figure, form: drawn.append(figure) or b"")
+    asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
+    title = drawn[0].legends[0].get_title().get_text()
+    assert title.startswith("Loss minus that of float, column perplexity_nats (n = 18 pairs")
+
+
+def test_pairs_that_never_differ_have_a_gap_of_zero_without_an_interval(
+    tmp_path, capsys, no_figures, monkeypatch
+):
+    """A table whose precisions agree in every digit is analysed, not refused."""
+    monkeypatch.setitem(GAPS, 1, 0.0)
+    monkeypatch.setitem(GAPS, 2, 0.0)
+    monkeypatch.setitem(GAPS, 3, 0.0)
+    words = [*write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D", "margin=1"]
+    page = asked(capsys, precision.main, *words)
+    assert "second pair" not in page and "the pairs of a size have equal gaps" in page
+    row = strict(tmp_path / "out/precision.json")["common"]["fp8"]
+    assert row["bf16"]["mean"] == row["over_sizes"]["mean"] == 0
+    assert row["over_sizes"]["low"] is None
+
+
+def test_counts_in_millions_are_doubted_as_by_the_fit(tmp_path, capsys, no_figures):
+    words = write_table(tmp_path / "t.csv", sizes=(100, 200, 400))
+    page = asked(capsys, precision.main, *words, "--n", "N", "--d", "D")
+    assert "t.csv: N is at most 400 parameters: is it in millions or billions?" in page
+
+
+def test_tokens_in_billions_are_not_rounded_to_whole_ones(tmp_path, capsys):
+    """0.15 and 0.3 billion would both be 0, and two budgets one."""
+    words = write_table(tmp_path / "t.csv", sizes=SIZES[:1])
+    table = tmp_path / "t.csv"
+    table.write_text(table.read_text().replace(f",{20 * SIZES[0]}", ",0.15"))
+    words += ["--n", "N", "--d", "D"]
+    assert "line 2, column 'D': 0.15 is no count" in asked(capsys, precision.main, *words, code=2)
+
+
+def test_a_huge_gap_over_all_sizes_is_given_in_both_units(
+    tmp_path, capsys, no_figures, monkeypatch
+):
+    """Each size says +82 %; the mean of logarithms over all sizes is +60 %."""
+    for seed, gap in {1: 82.0, 2: 82.2, 3: 82.4}.items():
+        monkeypatch.setitem(GAPS, seed, gap)
+    page = asked(capsys, precision.main, *write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D")
+    assert "+60 % here is a loss that differs by +82.2 %" in page
