@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from lib.errors import UserError
+from lib.sharding import is_dtensor
 from model import GPT
 from runtime.config import Config, OptimConfig, changed_keys
 
@@ -82,7 +82,7 @@ class MuonAdamW:
     def __init__(self, model: GPT, config: OptimConfig):
         self.config = config
         parts = muon_parts(model)
-        self.is_sharded = isinstance(next(iter(parts)), DTensor)
+        self.is_sharded = is_dtensor(next(iter(parts)))
         ranks = dist.get_world_size() if self.is_sharded else 1
         owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()], ranks)
         self.owned = [
@@ -193,7 +193,7 @@ def deal(costs: list[int], ranks: int) -> list[int]:
 
 def local(tensor: Any) -> torch.Tensor:
     """This rank's shard, or the whole tensor where it has no shards."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _by_parts(matrix: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
