@@ -46,7 +46,7 @@ from lib.text import listed, nearest, si
 from lib.values import FilePath
 from scaling import predict, records
 from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
-from scaling.gap_words import ARMS
+from scaling.gap_words import ARMS, KIND
 from scaling.laws import (
     DELTA,
     HAS_OUTLIERS,
@@ -69,7 +69,9 @@ from scaling.laws import (
     unfitted,
     with_bootstrap,
 )
-from scaling.pairs import KIND, Pair, grouped, over, pairs
+from scaling.paired.estimates import grouped
+from scaling.paired.gaps import Pair, over
+from scaling.pairing import pairs
 from scaling.precision import LINES, table
 from scaling.tables import joined, read_table, unit_doubts
 

@@ -18,8 +18,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from lib.plots import STYLES, counts_axis, settle, sheet, styled, styles
-from scaling import pairs
-from scaling.gap_words import words_of
+from scaling.gap_words import KIND, words_of
+from scaling.paired.estimates import Estimate
+from scaling.paired.published import kumar_gap, sun_gap
+from scaling.verdicts import Margin
 
 NORMAL_95 = 1.96  # standard errors in half a 95 % interval of many values
 FARTHEST = 1.5e9  # parameters: the published laws are drawn up to the largest model of the study
@@ -35,13 +37,13 @@ MOST_TICKS = 4  # on one side beyond the margin
 LAWS = (
     (
         "Kumar INT8, no offsets",
-        lambda N, D: pairs.kumar_gap(N, offsets=False),
+        lambda N, D: kumar_gap(N, offsets=False),
         (30e6, 220e6),
         "#444444",
         "-",
     ),
-    ("Kumar INT8", lambda N, D: pairs.kumar_gap(N), (30e6, 220e6), "#888888", (0, (5, 1))),
-    ("Sun E4M3, block 128", pairs.sun_gap, (41e6, 679e6), "#000000", "-."),
+    ("Kumar INT8", lambda N, D: kumar_gap(N), (30e6, 220e6), "#888888", (0, (5, 1))),
+    ("Sun E4M3, block 128", sun_gap, (41e6, 679e6), "#000000", "-."),
 )
 
 
@@ -73,7 +75,7 @@ class DrawnGap:
         return self.mean - half, self.mean + half
 
 
-def gap_at(x: float, gap: pairs.Estimate, evaluation_se: float | None) -> DrawnGap:
+def gap_at(x: float, gap: Estimate, evaluation_se: float | None) -> DrawnGap:
     """The marker of an estimated gap; evaluation_se: of a single pair, in the unit of the gap."""
     evaluation_half = None if evaluation_se is None else NORMAL_95 * evaluation_se
     return DrawnGap(x, gap.mean, gap.n, gap.half, evaluation_half)
@@ -146,13 +148,13 @@ def draw_precision(result: dict) -> Figure:
 
     _draw_percents(left, sizes, percents, looks, nulls, margin, limit)
     convention = result["conventions"]["N"].removeprefix("params_")
-    kind = pairs.KIND.get(convention, "")  # a table does not say which parameters it counts
+    kind = KIND.get(convention, "")  # a table does not say which parameters it counts
     left.set(ylabel="gap [%]", xlabel=f"{kind}parameters N")
     _draw_nats(right, sizes, nats, looks, ratio)
     return settle(figure)
 
 
-def gap_limit(gaps: Iterable[DrawnGap], margin: pairs.Margin | None) -> float:
+def gap_limit(gaps: Iterable[DrawnGap], margin: Margin | None) -> float:
     """Where the gap's axis ends on both sides [%]: scaled by the gaps and the margin, never by a
     null."""
     farthest = max(max(map(abs, gap.ends)) for gap in gaps)
@@ -220,7 +222,7 @@ def _nulls(null: dict, seed: str) -> list[Null]:
     return nulls
 
 
-def _null_handles(nulls: list[Null], margin: pairs.Margin | None) -> list[Line2D]:
+def _null_handles(nulls: list[Null], margin: Margin | None) -> list[Line2D]:
     look = {"marker": "|", "markersize": 9, "markeredgewidth": 2.2, "linestyle": "none"}
     handles = [Line2D([], [], color=null.colour, **look, label=null.label) for null in nulls]
     if margin is not None:
@@ -251,7 +253,7 @@ def _draw_percents(panel, sizes, gaps, looks, nulls, margin, limit: float) -> No
     panel.set_xticks([], minor=True)
 
 
-def _gap_axis(panel, margin: pairs.Margin | None, limit: float) -> None:
+def _gap_axis(panel, margin: Margin | None, limit: float) -> None:
     """Linear; where the gaps would squeeze the margin, logarithmic beyond it."""
     if margin is not None and limit > MOST_MARGINS * margin.percent:
         panel.set_yscale("symlog", linthresh=margin.percent)

@@ -19,8 +19,9 @@ from lib.errors import UserError
 from lib.machine import ROOT, git
 from lib.plots import write_files
 from lib.text import listed, si
-from scaling import pairs
-from scaling.gap_law import (
+from scaling.paired.cost import Surface
+from scaling.paired.estimates import ALPHA, grouped
+from scaling.paired.gap_law import (
     CannotFit,
     EffectiveParameters,
     Exponent,
@@ -34,7 +35,7 @@ from scaling.gap_law import (
     fit_gap,
     misfit,
 )
-from scaling.pairs import Pair, Surface
+from scaling.paired.gaps import Pair, is_idle, over, trajectories
 from scaling.predict import begun, digest, read_frozen, target_of
 from scaling.records import read_study
 
@@ -139,15 +140,15 @@ def fit_gaps(
     """Recipe -> GapFit of its pairs under the evaluation `arm`; recipes that convert no Linear have
     none. bf16_law: L(N, D) of the study, else no_law says why there is none."""
     fits: dict[str, GapFit] = {}
-    for recipe, pairs_of_recipe in pairs.grouped(study_pairs, lambda pair: pair.fp8.recipe):
-        if not pairs.is_idle(pairs_of_recipe):
+    for recipe, pairs_of_recipe in grouped(study_pairs, lambda pair: pair.fp8.recipe):
+        if not is_idle(pairs_of_recipe):
             fits[recipe] = fit_gap(points_of(pairs_of_recipe, arm), bf16_law, no_law)
     return fits
 
 
 def points_of(study_pairs: list[Pair], arm: str) -> GapPoints:
     trajectory = np.empty(len(study_pairs), dtype=int)
-    for label, members in enumerate(pairs.trajectories(study_pairs)):
+    for label, members in enumerate(trajectories(study_pairs)):
         trajectory[members] = label
     return GapPoints(
         np.array([float(pair.fp8.N) for pair in study_pairs]),
@@ -158,7 +159,7 @@ def points_of(study_pairs: list[Pair], arm: str) -> GapPoints:
 
 
 def own_law(laws: dict[int, list[Surface]]) -> Surface | None:
-    """Chinchilla's law of the study's BF16 runs among those that pairs.surfaces gives."""
+    """Chinchilla's law of the study's BF16 runs among those that surfaces gives."""
     for surface in next(iter(laws.values()), []):
         if surface.name == "own":
             return surface
@@ -318,7 +319,7 @@ def _prediction(
         git_commit=git(ROOT, "rev-parse", "HEAD"),
         loss=arm,
         unit=UNIT,
-        level=1 - pairs.ALPHA,
+        level=1 - ALPHA,
         convention=first.convention,
         forecast=forecast,
         law=law,
@@ -446,7 +447,7 @@ def score(folder: Path, study_pairs: list[Pair]) -> list[str]:
 
 def score_of(prediction: GapPrediction, arrived: list[Pair]) -> GapScore:
     forecast = prediction.forecast
-    measured = pairs.over(arrived, "log_percent")[prediction.loss]
+    measured = over(arrived, "log_percent")[prediction.loss]
     scatter = float(stats.t.ppf(0.975, forecast.pair_sd_dof)) * forecast.pair_sd
     scatter /= math.sqrt(measured.n)
     low = forecast.gap - math.hypot(forecast.gap - forecast.low, scatter)

@@ -3,6 +3,8 @@ for runs, a table's own names for a table."""
 
 from dataclasses import dataclass
 
+# Record.convention -> what stands before "parameters"
+KIND = {"total": "", "nonembed": "non-embedding ", None: ""}
 # Which of a run's two evaluations -> its words.
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 

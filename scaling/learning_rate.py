@@ -27,7 +27,7 @@ from lib.errors import UserError
 from lib.plots import STYLES, counts_axis, sheet, styled, write_with
 from lib.text import si
 from lib.values import FilePath
-from scaling.pairs import grouped
+from scaling.paired.estimates import grouped
 from scaling.precision import fixed, table
 from scaling.records import LAW_FOLDER, read_runs, read_study, without_repeats
 

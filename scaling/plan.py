@@ -29,7 +29,7 @@ from runtime.config import load_config, positive
 from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
-from scaling.pairs import EPOCH, Surface
+from scaling.paired.cost import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats
 from scaling.study import expand, load_study
 

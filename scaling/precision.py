@@ -8,7 +8,7 @@
     python scaling/precision.py out/study --score                      # compares both once the runs are there
     python scaling/precision.py --points losses.csv --arm precision --pair seed --loss val_loss --n N --d tokens --out report
 
-Prints each recipe's gap over all sizes with its verdict, which recipe is the best (pairs.rank says
+Prints each recipe's gap over all sizes with its verdict, which recipe is the best (rank says
 by which rule), the gap per size beside the null (BF16 against BF16 with another seed, and with the
 same one rounded differently), what the gap costs in compute under two laws. Intervals are over
 independent pairs and hold for this validation set."""
@@ -23,12 +23,19 @@ from lib.errors import UserError
 from lib.plots import write_with
 from lib.text import grid, listed, si
 from lib.values import FilePath
-from scaling import gap_predictions, pairs
-from scaling.equivalence import Equivalence, Part, judge_equivalence
+from scaling import gap_predictions
 from scaling.gap_figure import draw_precision
 from scaling.gap_words import TableColumns, Words, words_of
+from scaling.paired.cost import NO_SPEED, SMALLEST, costs, surfaces, throughput
+from scaling.paired.equivalence import Equivalence, Part, judge_equivalence
+from scaling.paired.estimates import ALPHA, Estimate, grouped, tost
+from scaling.paired.gaps import Gap, at, over, over_sizes, over_tokens
+from scaling.paired.nulls import measure
+from scaling.paired.ranking import rank
+from scaling.pairing import pairs
 from scaling.records import check_comparable, law_folder, read_runs, usable
 from scaling.table_pairs import read_table_pairs
+from scaling.verdicts import Margin, judged, read_margin
 
 LINES = 40  # that the console gets without --all
 SHOWN = 5  # warnings among them
@@ -93,50 +100,45 @@ def analyse(
     """What precision.json holds but notes and inputs, gaps in per cent of the BF16 loss; `arm`:
     which is judged; baseline: what its arm is called; held: run_ids of FP8 runs that enter no law
     of the gap."""
-    laws, reason = pairs.surfaces(
+    laws, reason = surfaces(
         [run for run in records if run.is_baseline and not run.repeat], f"loss_{arm}", baseline
     )
     nulls, found = ([p for p in found if p.fp8.is_baseline is is_null] for is_null in (True, False))
     sizes, common = [], {}
-    for (N, D, recipe), chosen in pairs.grouped(
-        found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)
-    ):
+    for (N, D, recipe), chosen in grouped(found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)):
         nats, gaps, speed = (
-            pairs.over(chosen, "nats")[arm],
-            pairs.over(chosen, "percent"),
-            pairs.throughput(chosen),
+            over(chosen, "nats")[arm],
+            over(chosen, "percent"),
+            throughput(chosen),
         )
         run = chosen[0].fp8
         price = [
-            pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed)
-            for law in laws[N]
+            costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]
         ]
         sizes.append(
             {
-                **pairs.at(run),
+                **at(run),
                 "recipe": recipe,
                 "runs": [p.fp8.run_id for p in chosen],
                 **gaps,
                 "nats": nats,
                 "throughput": speed,
                 "costs": price,
-                **pairs.judged(
-                    chosen, gaps[arm], margin, margin and pairs.tost(gaps[arm], margin.percent)
-                ),
+                **judged(chosen, gaps[arm], margin, margin and tost(gaps[arm], margin.percent)),
             }
         )
     # over all sizes: 100 ln(L_FP8 / L_BF16)
-    for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):
-        logs = pairs.over(chosen, "log_percent")
+    for recipe, chosen in grouped(found, lambda p: p.fp8.recipe):
+        logs = over(chosen, "log_percent")
         equivalence = judge_equivalence(chosen, arm, margin.percent if margin else None)
         common[recipe] = {
             **logs,
             "pairs": len(chosen),
             "sizes": len({p.fp8.N for p in chosen}),
-            "over_sizes": pairs.over_sizes(chosen, arm),
-            "over_tokens": pairs.over_tokens(chosen, arm),
+            "over_sizes": over_sizes(chosen, arm),
+            "over_tokens": over_tokens(chosen, arm),
             "equivalence": equivalence,
-            **pairs.judged(chosen, logs[arm], margin, equivalence.p),
+            **judged(chosen, logs[arm], margin, equivalence.p),
         }
     gap_fits = gap_predictions.fit_gaps(
         [pair for pair in found if pair.fp8.run_id not in held],
@@ -148,9 +150,9 @@ def analyse(
         "conventions": {"N": f"params_{records[0].convention}"},
         "loss": arm,
         "margin": margin,
-        "null": pairs.measure(records, nulls, arm),
+        "null": measure(records, nulls, arm),
         "common": common,
-        "ranking": pairs.rank(found, arm),
+        "ranking": rank(found, arm),
         "gap_laws": {recipe: fit.law for recipe, fit in gap_fits.items()},
         "sizes": sizes,
         "laws": {law.name: law.source for some in laws.values() for law in some},
@@ -161,7 +163,7 @@ def analyse(
                 "bf16": p.bf16.run_id,
                 "fp8": p.fp8.run_id,
                 "recipe": p.fp8.recipe,
-                **pairs.at(p.fp8),
+                **at(p.fp8),
                 **{f"gap_{name}": gap for name, gap in p.gap.items()},
                 "tok_per_s_ratio": p.tok_per_s_ratio,
                 "device": p.fp8.device,
@@ -175,7 +177,7 @@ def load(path: Path) -> dict:
     """A precision.json with its dataclasses, as analyse gave it."""
     kinds = gap_predictions.KINDS | {
         frozenset(kind.__dataclass_fields__): kind
-        for kind in (pairs.Estimate, pairs.Margin, pairs.Gap, Equivalence, Part, TableColumns)
+        for kind in (Estimate, Margin, Gap, Equivalence, Part, TableColumns)
     }
     return json.loads(
         path.read_text(), object_hook=lambda one: kinds.get(frozenset(one), dict)(**one)
@@ -279,7 +281,7 @@ def _headline(result: dict, words: Words) -> str:
     return "\n".join([table(rows), "", *text])
 
 
-def _equivalence_words(equivalence: Equivalence, margin: pairs.Margin | None) -> str:
+def _equivalence_words(equivalence: Equivalence, margin: Margin | None) -> str:
     """What the intersection-union test of one recipe says, where it fails, and what its design
     could have shown."""
     sizes = sum(part.kind == "size" for part in equivalence.parts)
@@ -291,7 +293,7 @@ def _equivalence_words(equivalence: Equivalence, margin: pairs.Margin | None) ->
         )
     if margin is None:
         return could_show
-    failing = [part for part in equivalence.parts if part.p is None or part.p >= pairs.ALPHA]
+    failing = [part for part in equivalence.parts if part.p is None or part.p >= ALPHA]
     if not failing:
         where = "at its size's" if sizes == 1 else f"at each of {sizes} sizes'"
         return f"within ±{margin.percent:g} % {where} largest budget; {could_show}"
@@ -357,8 +359,8 @@ def _sizes(result: dict, words: Words) -> str:
         gaps = [row[arm] for arm in columns]
         rows.append((row, row["recipe"], gaps[0].n, *gaps, row["verdict"]))
     lines = [[words.N, words.tokens, words.recipe, "pairs", *columns.values(), "verdict"]]
-    for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"])):
-        lines.append([f"{at['N']:,}", f"{at['tokens']:,}", *map(str, cells)])
+    for place, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"])):
+        lines.append([f"{place['N']:,}", f"{place['tokens']:,}", *map(str, cells)])
     text = [
         f"N: {result['conventions']['N']}. Null: SD of the difference of two {words.baseline} runs,"
         f" {words.null}."
@@ -392,14 +394,14 @@ def _costs(result: dict, words: Words) -> str:
     laws = "; ".join(f"{name}: {source}" for name, source in result["laws"].items())
     text = [
         f"Extra compute: by more tokens at this N.{speed_up} In brackets: 95 % interval.",
-        f"{laws}. Below {si(pairs.SMALLEST)} parameters a published law can be wrong by a factor of"
+        f"{laws}. Below {si(SMALLEST)} parameters a published law can be wrong by a factor of"
         " ten and more.",
     ]
     if result["no_own_law"]:
         text.append(f"{words.no_own_law}: {result['no_own_law']}.")
     reasons = dict.fromkeys(cost["reason"] for _, cost in costs if cost["reason"])
     if not words.has_speed:
-        reasons.pop(pairs.NO_SPEED, None)
+        reasons.pop(NO_SPEED, None)
     text += [f"No number: {reason}." for reason in reasons]
     return "\n".join([table(lines), "", *text])
 
@@ -428,7 +430,7 @@ def main(options: Options) -> None:
     if not records:
         raise UserError("\n".join(["no run is left to compare", *left_out]))
     check_comparable(records)
-    found, alone = pairs.pairs(records)
+    found, alone = pairs(records)
     notes += left_out + alone
     if all(pair.fp8.is_baseline for pair in found):
         raise UserError(
@@ -449,7 +451,7 @@ def main(options: Options) -> None:
         records,
         found,
         arm,
-        pairs.read_margin(records, options.margin),
+        read_margin(records, options.margin),
         held=frozenset(held_runs),
     )
     inputs = [
@@ -469,7 +471,7 @@ def _freeze(options: Options, records, allowed, folder: Path, arm: str) -> list[
     """Freeze the gaps that predict= and at= ask for; lines to print."""
     used = {pair.bf16.run_id for pair in allowed}
     bf16_runs = [run for run in records if run.run_id in used]
-    laws, no_law = pairs.surfaces(bf16_runs, f"loss_{arm}")
+    laws, no_law = surfaces(bf16_runs, f"loss_{arm}")
     bf16_law = gap_predictions.own_law(laws)
     fits = gap_predictions.fit_gaps(allowed, bf16_law, no_law or "", arm)
     targets = []
@@ -493,7 +495,7 @@ def _of_a_table(options: Options, folder: Path) -> str:
         table_pairs.runs,
         table_pairs.pairs,
         "bf16",
-        pairs.read_margin([], options.margin),
+        read_margin([], options.margin),
         baseline=table_pairs.columns.baseline,
     )
     result |= {"table": table_pairs.columns, "conventions": {"N": f"column {options.n or 'none'}"}}
@@ -507,7 +509,7 @@ def _of_a_table(options: Options, folder: Path) -> str:
             " figure"
         )
         result |= {
-            "null": pairs.measure([], [], "bf16"),
+            "null": measure([], [], "bf16"),
             "gap_laws": {},
             "sizes": [],
             "laws": {},

@@ -23,6 +23,7 @@ from lib.machine import ROOT, git
 from lib.plots import write_files
 from lib.text import nearest
 from scaling import rivals
+from scaling.gap_words import KIND
 from scaling.laws import (
     COLLAPSED,
     DELTA,
@@ -41,7 +42,6 @@ from scaling.laws import (
     minima_of,
     with_bootstrap,
 )
-from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
 FORMAT_VERSION = 1

@@ -28,7 +28,8 @@ from lib.values import FilePath
 from scaling import figures, learning_rate, precision
 from scaling.figures import finite, running_mean
 from scaling.gap_words import ARMS
-from scaling.pairs import Pair, pairs
+from scaling.paired.gaps import Pair
+from scaling.pairing import pairs
 from scaling.precision import fixed, table
 from scaling.predict import held_out, load
 from scaling.records import (

@@ -14,7 +14,7 @@ import numpy as np
 from lib.errors import UserError
 from lib.text import listed
 from scaling.gap_words import TableColumns
-from scaling.pairs import Gap, Pair
+from scaling.paired.gaps import Gap, Pair
 from scaling.records import Record
 from scaling.tables import FEWEST_PARAMETERS, Table, read_table, unit_doubts
 

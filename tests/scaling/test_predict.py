@@ -16,7 +16,7 @@ from runtime.config import load_config
 from runtime.plan import plan as train_plan
 from scaling import fit, predict, rivals
 from scaling.laws import GAMMAS, fit_law
-from scaling.pairs import EPOCH, Surface
+from scaling.paired.cost import EPOCH, Surface
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT, asked

@@ -20,7 +20,8 @@ import numpy as np
 from scipy import stats
 
 from scaling.laws import LEVELS, ONE_RAY, sizes_of
-from scaling.pairs import ALPHA, POWER, Surface
+from scaling.paired.cost import Surface
+from scaling.paired.estimates import ALPHA, POWER
 
 LIMIT = 2.0  # exponents are sought between -LIMIT and LIMIT; published ones lie within .6
 AXES = {"a": "N", "b": "D/N"}  # exponent -> what it is the exponent of, in words

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, stdtr, stdtrit
 
-from scaling.pairs import (
+from scaling.paired.estimates import (
     ALPHA,
     POWER,
     WEIGHTS,
@@ -23,8 +23,8 @@ from scaling.pairs import (
     chi2_quantiles,
     estimate,
     grouped,
-    trajectories,
 )
+from scaling.paired.gaps import trajectories
 
 MIN_SIZES = 3  # of a trend
 MIN_TRAJECTORIES = 4
