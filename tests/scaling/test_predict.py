@@ -14,8 +14,8 @@ import pytest
 from lib.errors import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
-from scaling import fit, predict, rivals
-from scaling.laws import GAMMAS, fit_law
+from scaling import fit, predict
+from scaling.laws import GAMMAS, fit_law, rivals
 from scaling.paired.cost import EPOCH, Surface
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
