@@ -370,7 +370,13 @@ FAULTS = {
     "signal_in_step": lambda step, rank, number: (
         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         and before_norm(
-            lambda: NOW.run.saver.wait() or os.kill(os.getpid(), int(number)), step, rank
+            lambda: (
+                NOW.run.saver.wait(),
+                os.kill(os.getpid(), int(number)),
+                NOW.run.stop.wait(1.0),  # the thread that hears it may wait for a core
+            ),
+            step,
+            rank,
         )
     ),
     "lose_trunk": lambda step: before_norm(
