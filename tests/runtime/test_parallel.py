@@ -35,10 +35,11 @@ from fp8.recipes import RECIPES
 from fp8.sharded import max_over_ranks, reshard, unwrap
 from lib.errors import MachineError, UserError
 from lib.files import read_rows
+from model import NO_TARGET
 from runtime import parallel
 from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
 from runtime.config import config_from_dict
-from runtime.data import NO_TARGET, Data
+from runtime.data import Data
 from runtime.optim import local
 from runtime.tokenizer import load_tokenizer
 from runtime.validation import evaluate
