@@ -1,13 +1,16 @@
 """Keep a run's checkpoints: save in the background, verify before reading, load at any world size,
 branch off another run.
 
-    out/<run>/checkpoints/step_00013500/       __<rank>_0.distcp, .metadata     torch.distributed.checkpoint (DCP)
-                                                manifest.json  JSON state, tensors, SHA-256 of each file
-                                                DONE           written last: the SHA-256 of manifest.json
-    out/<run>/checkpoints/bad_step_00013500/   one that was found damaged, kept for inspection
-    out/<run>/checkpoints/.tmp_step_00013500/  one that is being written or deleted; the next save or start removes leftovers
-    out/<run>/saved.json                       the step of the first checkpoint that was complete, or null before it: whether a
-                                               run without checkpoints has lost them
+    out/<run>/checkpoints/
+        step_00013500/
+            __<rank>_0.distcp, .metadata  of torch.distributed.checkpoint (DCP)
+            manifest.json                 JSON state, tensors, SHA-256 of each file
+            DONE                          written last: the SHA-256 of manifest.json
+        bad_step_00013500/    one that was found damaged, kept for inspection
+        .tmp_step_00013500/   one that is being written or deleted; the next save or start removes
+                              leftovers
+    out/<run>/saved.json      the step of the first checkpoint that was complete, or null before it:
+                              whether a run without checkpoints has lost them
 
 Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background,
 DCP writes and syncs them under a temporary name, each rank hashes its own files, rank 0 writes
@@ -476,8 +479,8 @@ def restore(
 def _newest_whole(
     run_dir: Path, say: Callable[[str], None], below_step: int | None
 ) -> Restored | None:
-    """The newest checkpoint of a step below `below_step` whose files are what was written; damaged ones
-    are set aside."""
+    """The newest checkpoint of a step below `below_step` whose files are what was written; damaged
+    ones are set aside."""
     for path in reversed(checkpoints(run_dir)):
         if below_step is not None and step_of(path) >= below_step:
             continue

@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -546,7 +546,8 @@ def compile_model(model: GPT, is_whole: bool) -> None:
         module.compile(dynamic=False, fullgraph=True)
     # head and cross-entropy are one more piece: eager, they would hold three copies of the logits
     if not is_whole:
-        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
+        compiled: Any = torch.compile(model.token_losses, dynamic=False, fullgraph=True)
+        model.token_losses = compiled  # type: ignore[method-assign]
 
 
 def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
