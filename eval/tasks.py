@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,13 @@ CORE = (
 # than all of core.
 FULL = (*CORE, "mmlu", "commonsense_qa")
 GROUPS = {"demo": DEMO, "core": CORE, "full": FULL}
+# Environment variables by which no library asks the network.
+OFFLINE_SWITCHES = (
+    "HF_HUB_OFFLINE",
+    "HF_DATASETS_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_EVALUATE_OFFLINE",
+)
 
 # Where lm-eval 0.4.13 keeps those whose folder is not called like them. Its index of 14,000 YAMLs
 # takes ten seconds that these need not wait for; others do, as a group may name tasks of other
@@ -66,20 +74,38 @@ def load(
     To come before any import of lm-eval and datasets, which then read their settings. With
     `offline`, the folder that fetch() filled, and for the demo tasks no library asks the
     network."""
+    _set_environment(names, offline)
+    say_warnings(include)
+    check_include(include)
+    manager = _task_manager(names, include, run_dir)
+    loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in names:
+        part = _load_name(manager, name)
+        for key, task in part["tasks"].items():
+            _set_examples(task)
+            _check_examples(name, key, task, loaded["tasks"])
+        for kind in loaded:
+            loaded[kind] |= part[kind]
+    for name, task in loaded["tasks"].items():
+        task.set_fewshot_seed(seed=1234)  # lm-eval's own default, for equal few-shot examples
+        _check_kind(name, task)
+    return loaded
+
+
+def _set_environment(names: list[str], offline: str | None) -> None:
+    """What lm-eval and datasets read when they are imported."""
     # lm-eval's bootstrap would fork a process that holds torch's threads
     os.environ["DISABLE_MULTIPROC"] = "1"
     if offline is not None:
         os.environ["HF_DATASETS_CACHE"] = os.path.abspath(offline)
-    if offline is not None or set(names) <= set(DEMO):
-        for name in (
-            "HF_HUB_OFFLINE",
-            "HF_DATASETS_OFFLINE",
-            "TRANSFORMERS_OFFLINE",
-            "HF_EVALUATE_OFFLINE",
-        ):
+    needs_network = offline is None and not set(names) <= set(DEMO)
+    if not needs_network:
+        for name in OFFLINE_SWITCHES:
             os.environ[name] = "1"
-    say_warnings(include)
-    check_include(include)
+
+
+def _task_manager(names: list[str], include: str | None, run_dir: str | None) -> Any:
+    """lm-eval's TaskManager that knows all `names`. Raises UserError for one that is no task."""
     import datasets
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -96,59 +122,67 @@ def load(
         )
         unknown = [name for name in names if name not in manager.all_tasks]
         if not unknown:
-            break
-    else:
-        near = difflib.get_close_matches(unknown[0], [*GROUPS, *manager.all_tasks], 3, cutoff=0.5)
+            return manager
+    choices = [*GROUPS, *manager.all_tasks]
+    close_names = difflib.get_close_matches(unknown[0], choices, 3, cutoff=0.5)
+    raise UserError(
+        f"there is no task {unknown[0]!r}; `lm-eval ls tasks` lists all; near:"
+        f" {', '.join(close_names) or 'none'}"
+    )
+
+
+def _load_name(manager: Any, name: str) -> dict:
+    """lm-eval's TaskDict of one task, group or tag. Raises UserError."""
+    try:
+        return manager.load([name])
+    except UserError:
+        raise
+    except Exception as error:
+        # a task is foreign code and foreign data: whatever it raises, name the task
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"there is no task {unknown[0]!r}; `lm-eval ls tasks` lists all; near:"
-            f" {', '.join(near) or 'none'}"
+            f"the task {name!r} could not be loaded ({type(error).__name__}: {reason}): its data"
+            " come from where its YAML has them, the Hugging Face Hub, or offline=DIR after"
+            " --fetch DIR"
+        ) from error
+
+
+def _set_examples(task: Any) -> None:
+    """Give a task whose YAML does not name it a number of examples in the prompt.
+
+    Of mmlu five examples are shown, though lm-eval itself shows none (Hendrycks et al.,
+    2009.03300)."""
+    if task.get_config("num_fewshot") is None:
+        is_mmlu = task.config.dataset_path == "cais/mmlu"
+        task.set_config(key="num_fewshot", value=5 if is_mmlu else 0)
+
+
+def _check_examples(name: str, key: str, task: Any, loaded: dict) -> None:
+    """Raises UserError where the task `key` of `name` was loaded with another number of examples
+    before."""
+    shots = task.get_config("num_fewshot")
+    if key in loaded and loaded[key].get_config("num_fewshot") != shots:
+        raise UserError(
+            f"{name} shows {shots} examples to {key!r}, other tasks= another number: score"
+            " them one by one"
         )
-    loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
-    for name in names:
-        try:
-            part = manager.load([name])
-        except UserError:
-            raise
-        except Exception as error:
-            # a task is foreign code and foreign data: whatever it raises, name the task
-            said = (str(error).strip().splitlines() or [""])[0]
-            raise UserError(
-                f"the task {name!r} could not be loaded ({type(error).__name__}: {said}): its data"
-                " come from where its YAML has them, the Hugging Face Hub, or offline=DIR after"
-                " --fetch DIR"
-            ) from error
-        for key, task in part["tasks"].items():
-            if task.get_config("num_fewshot") is None:
-                # Of mmlu five examples are shown, though lm-eval itself shows none (Hendrycks et
-                # al., 2009.03300).
-                task.set_config(
-                    key="num_fewshot", value=5 if task.config.dataset_path == "cais/mmlu" else 0
-                )
-            if loaded["tasks"].get(key, task).get_config("num_fewshot") != (
-                shots := task.get_config("num_fewshot")
-            ):
-                raise UserError(
-                    f"{name} shows {shots} examples to {key!r}, other tasks= another number: score"
-                    " them one by one"
-                )
-        for key in loaded:
-            loaded[key] |= part[key]
-    for name, task in loaded["tasks"].items():
-        task.set_fewshot_seed(seed=1234)  # lm-eval's own default, for equal few-shot examples
-        if getattr(task, "MULTIMODAL", False):
-            raise UserError(
-                f"the task {name!r} shows images or plays sound, but the models here read text:"
-                " leave it out"
-            )
-        if getattr(task, "UNSAFE_CODE", False):
-            raise UserError(
-                f"the task {name!r} runs code that the model has written, which is not done here:"
-                " leave it out"
-            )
-        if task.OUTPUT_TYPE == "generate_until":
-            # refuses what is not greedy
-            read_generation(task.get_config("generation_kwargs"), name)
-    return loaded
+
+
+def _check_kind(name: str, task: Any) -> None:
+    """Raises UserError where a task needs more than text, runs code, or wants answers that are not
+    greedy."""
+    if getattr(task, "MULTIMODAL", False):
+        raise UserError(
+            f"the task {name!r} shows images or plays sound, but the models here read text:"
+            " leave it out"
+        )
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(
+            f"the task {name!r} runs code that the model has written, which is not done here:"
+            " leave it out"
+        )
+    if task.OUTPUT_TYPE == "generate_until":
+        read_generation(task.get_config("generation_kwargs"), name)
 
 
 # What lm-eval says of nearly every task, and what its documentation promises: a default that it

@@ -259,58 +259,104 @@ def make_piece(
         return
     piece = Piece(stem, [file.name, file.bytes, file.stamp], reader=READER)
     tokenizer = cached_tokenizer(tokenizer_name, control_tokens)
-    grams, told = _cached_grams(stem.parent), time.monotonic()
     reading = Reading(borders=_borders(tokenizer), skips_odd_rows=skip_bad)
-    # rows that continue a document; whether the document has a row with text
-    cuts, has_begun = array("q"), False
+    encoder = Encoder(tokenizer, _cached_grams(stem.parent), reading)
     # a kill must not leave the old end beside new documents
     stem.with_suffix(".json").unlink(missing_ok=True)
     if piece.has_cuts:  # those of an earlier reading
         stem.with_suffix(".cuts").unlink()
     try:
-        with (
-            new_file(stem.with_suffix(".bin")) as ids,
-            new_file(stem.with_suffix(".docs")) as table,
-        ):
-            for read in file.read(reading):
-                piece.share = read.share
-                chat = None
-                if read.conversation is not None:
-                    chat = _render(tokenizer, read, reading)
-                    if chat is None:
-                        continue
-                texts = _chat_texts(chat) if chat else [clean(text) for text in read.texts]
-                raw, row = [text.encode() for text in texts], [0, 0, 0]
-                if (name := document_hash(texts, raw)) is not None:
-                    row = [name, 0, len(raw[-1])]
-                    if not (len(grams) and found_in(grams, " ".join(texts))):
-                        for part in _chat_ids(tokenizer, chat) if chat else _ids(tokenizer, texts):
-                            ids.write(part)
-                            row[1] += len(part)
-                table.write(np.array(tuple(row), DOCUMENT))
-                if is_continuation := read.is_continued and has_begun:
-                    cuts.append(piece.documents)
-                has_begun = is_continuation or row[2] > 0
-                piece.documents += 1
-                piece.tokens += row[1]
-                piece.bytes += row[2]
-                if piece.tokens >= most:
-                    break
-                if time.monotonic() - told > TELL_S:
-                    told = time.monotonic()
-                    piece.save()
-                    tick()
-        if cuts:
-            with new_file(stem.with_suffix(".cuts")) as rows:
-                rows.write(cuts.tobytes())
+        _write_documents(piece, file.read(reading), encoder, most, tick)
         _check_encoding(file.name, reading)
         piece.inner_borders = reading.inner_borders
-        piece.replaced, piece.joined_lists = reading.replaced, reading.joined_lists
-        piece.odd_rows, piece.first_odd_row = reading.odd_rows, reading.first_odd_row
-        piece.share, piece.end = 1.0, "whole" if piece.tokens < most else "enough"
+        piece.replaced = reading.replaced
+        piece.joined_lists = reading.joined_lists
+        piece.odd_rows = reading.odd_rows
+        piece.first_odd_row = reading.first_odd_row
+        piece.share = 1.0
+        piece.end = "whole" if piece.tokens < most else "enough"
     except BadFile as error:
         piece = Piece(stem, piece.input, share=1.0, end="failed", reason=str(error))
     piece.save()
+
+
+def _write_documents(
+    piece: Piece,
+    rows: Iterator[Row],
+    encoder: "Encoder",
+    most: float,
+    tick: Callable[[], object],
+) -> None:
+    """Write the piece's ids, table and cuts, until it has `most` tokens; counts them in `piece`."""
+    cuts = array("q")  # rows that continue a document
+    has_begun = False  # whether the document of the row before has a row with text
+    last_tick = time.monotonic()
+    with (
+        new_file(piece.stem.with_suffix(".bin")) as ids,
+        new_file(piece.stem.with_suffix(".docs")) as table,
+    ):
+        for row in rows:
+            piece.share = row.share
+            document = encoder.encode(row)
+            if document is None:
+                continue
+            for part in document.ids:
+                ids.write(part)
+            tokens = sum(map(len, document.ids))
+            table.write(np.array((document.hash, tokens, document.bytes), DOCUMENT))
+            is_continuation = row.is_continued and has_begun
+            if is_continuation:
+                cuts.append(piece.documents)
+            has_begun = is_continuation or document.bytes > 0
+            piece.documents += 1
+            piece.tokens += tokens
+            piece.bytes += document.bytes
+            if piece.tokens >= most:
+                break
+            if time.monotonic() - last_tick > TELL_S:
+                last_tick = time.monotonic()
+                piece.save()
+                tick()
+    if cuts:
+        with new_file(piece.stem.with_suffix(".cuts")) as file:
+            file.write(cuts.tobytes())
+
+
+@dataclass(frozen=True)
+class Document:
+    """A row of an input file as its piece holds it."""
+
+    hash: int  # of the text; NO_DOCUMENT where there is none
+    bytes: int  # of its UTF-8, those of a prompt left out
+    ids: list[np.ndarray]  # its tokens, in parts; none where it is empty or contaminated
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns rows into documents."""
+
+    tokenizer: Tokenizer
+    grams: np.ndarray  # of the evaluation files, by read_grams()
+    reading: Reading  # of the file; counts what cannot be used
+
+    def encode(self, row: Row) -> Document | None:
+        """None for a conversation that cannot be used, where odd rows are skipped. Raises
+        UserError and BadFile."""
+        chat = None
+        texts = [clean(text) for text in row.texts]
+        if row.conversation is not None:
+            chat = _render(self.tokenizer, row, self.reading)
+            if chat is None:
+                return None
+            texts = _chat_texts(chat)
+        raw = [text.encode() for text in texts]
+        name = document_hash(texts, raw)
+        if name is None:
+            return Document(NO_DOCUMENT, 0, [])
+        if len(self.grams) and found_in(self.grams, " ".join(texts)):
+            return Document(name, len(raw[-1]), [])
+        ids = _chat_ids(self.tokenizer, chat) if chat else _ids(self.tokenizer, texts)
+        return Document(name, len(raw[-1]), ids)
 
 
 def document_hash(texts: list[str], raw: list[bytes]) -> int | None:
@@ -575,78 +621,97 @@ class Work:
         """Whether it is still to be made; then failed input files are tried again, and changed
         ones. Raises UserError where the folder holds something else."""
         index = read_index(self.folder) if (self.folder / "index.json").exists() else None
-        pieces, there = read_pieces(self.parts), vars(index) if index else begun(self.folder)
-        # maybe by the hash of an older version
-        if self.tokenizer.goes_by(there.get("tokenizer_sha256")):
-            there = there | {"tokenizer_sha256": self.tokenizer.sha256}
-        if index and self.source.is_masked and there.get("selection") == {"instruct": list(PAIR)}:
-            # It was made when special tokens in instructions stayed text; nothing is added to it.
-            there = there | {"selection": self.identity["selection"]}
-        if self.source.may_age or not index:  # of pieces, the stamps of their files tell
-            there = there | {"revision": self.source.revision}
-        if not index:  # pieces do not depend on it
-            there = there | {"split_rule": self.identity["split_rule"]}
-        if index or any(piece.end in ("whole", "enough") for piece in pieces):
-            for key, value in self.identity.items():
-                is_touched = key == "revision" and index is not None and self.source.local_files
-                if there.get(key) == value or (is_touched and self._holds_the_documents(index)):
-                    continue
-                meaning = ""
-                share = (
-                    re.search(r" % (\d+) < (\d+)", there.get(key) or "")
-                    if key == "split_rule"
-                    else None
-                )
-                if share:
-                    made_with = int(share[2]) / int(share[1])
-                    raise UserError(
-                        f"{self.folder} is finished with val_share={made_with:g}, and a finished"
-                        " folder keeps its split: give that share, delete the folder, or give"
-                        " another out="
-                    )
-                if is_touched:
-                    meaning = (
-                        ", which comes of the names, sizes and times of the input files, and these "
-                        "hold other documents than it does"
-                    )
-                raise UserError(
-                    f"{self.folder} is of {key}={there.get(key)!r}, not {value!r}{meaning}: "
-                    "give the same options and files again, delete it, or give another out="
-                )
+        has_pieces = any(piece.end in ("whole", "enough") for piece in read_pieces(self.parts))
+        if index or has_pieces:
+            self._refuse_other_content(index)
         if index:
-            if not index.is_whole and index.splits["train"].tokens < (
-                self.source.budget or math.inf
-            ):
-                raise UserError(
-                    f"{self.folder} holds {index.splits['train'].tokens:,} training tokens, fewer"
-                    " than are asked for: delete it, or give another out="
-                )
-            # of a run that was killed between its index and its end
-            shutil.rmtree(self.parts, ignore_errors=True)
-            print(f"{self.folder} is complete")
-            show(self.folder)
+            self._close_finished(index)
             return False
         self.files = self.source.list_files()
         self.parts.mkdir(parents=True, exist_ok=True)
         write_json(self.parts / "begun.json", {**self.identity, "files": len(self.files)})
         for file, piece in zip(self.files, read_pieces(self.parts), strict=True):
-            is_refused = piece.odd_rows > 0 and not self.job.skip_bad
-            is_outdated = piece.reader < READER and is_text_file(file.name)
-            is_changed = piece.input != [file.name, file.bytes, file.stamp]
-            if piece.end in ("", "failed") or is_refused or is_outdated or is_changed:
-                if piece.end and is_outdated:
-                    print(
-                        f"{self.parts}: {file.name} was read by an earlier version, which knew no "
-                        "borders of documents: it is read again",
-                        file=sys.stderr,
-                    )
-                elif piece.end:
-                    print(
-                        f"{self.parts}: {file.name} changed or could not be read: it is read again",
-                        file=sys.stderr,
-                    )
-                piece.stem.with_suffix(".json").unlink(missing_ok=True)
+            self._forget_outdated(file, piece)
         return True
+
+    def _held_identity(self, index: Index | None) -> dict:
+        """What the folder's index, or its pieces, depend on; what makes no difference is as in
+        `identity`."""
+        held = vars(index) if index else begun(self.folder)
+        # maybe by the hash of an older version
+        if self.tokenizer.goes_by(held.get("tokenizer_sha256")):
+            held = held | {"tokenizer_sha256": self.tokenizer.sha256}
+        if index and self.source.is_masked and held.get("selection") == {"instruct": list(PAIR)}:
+            # It was made when special tokens in instructions stayed text; nothing is added to it.
+            held = held | {"selection": self.identity["selection"]}
+        if self.source.may_age or not index:  # of pieces, the stamps of their files tell
+            held = held | {"revision": self.source.revision}
+        if not index:  # pieces do not depend on it
+            held = held | {"split_rule": self.identity["split_rule"]}
+        return held
+
+    def _refuse_other_content(self, index: Index | None) -> None:
+        """Raises UserError where what is in the folder was made of something else."""
+        held = self._held_identity(index)
+        for key, value in self.identity.items():
+            if held.get(key) == value:
+                continue
+            is_touched = key == "revision" and index is not None and bool(self.source.local_files)
+            if is_touched and self._holds_the_documents(index):
+                continue
+            self._refuse_split(key, held.get(key))
+            meaning = ""
+            if is_touched:
+                meaning = (
+                    ", which comes of the names, sizes and times of the input files, and these "
+                    "hold other documents than it does"
+                )
+            raise UserError(
+                f"{self.folder} is of {key}={held.get(key)!r}, not {value!r}{meaning}: "
+                "give the same options and files again, delete it, or give another out="
+            )
+
+    def _refuse_split(self, key: str, held_rule: str | None) -> None:
+        """Raises UserError where the key is the rule of the split, and the held one names a
+        share."""
+        if key != "split_rule":
+            return
+        share = re.search(r" % (\d+) < (\d+)", held_rule or "")
+        if share:
+            made_with = int(share[2]) / int(share[1])
+            raise UserError(
+                f"{self.folder} is finished with val_share={made_with:g}, and a finished"
+                " folder keeps its split: give that share, delete the folder, or give"
+                " another out="
+            )
+
+    def _close_finished(self, index: Index) -> None:
+        """Say that the source is finished. Raises UserError where it has fewer tokens than are
+        asked for."""
+        tokens = index.splits["train"].tokens
+        if not index.is_whole and tokens < (self.source.budget or math.inf):
+            raise UserError(
+                f"{self.folder} holds {tokens:,} training tokens, fewer"
+                " than are asked for: delete it, or give another out="
+            )
+        # of a run that was killed between its index and its end
+        shutil.rmtree(self.parts, ignore_errors=True)
+        print(f"{self.folder} is complete")
+        show(self.folder)
+
+    def _forget_outdated(self, file: InputFile, piece: Piece) -> None:
+        """Let an input file be read again that failed, changed, or was read by other rules."""
+        is_refused = piece.odd_rows > 0 and not self.job.skip_bad
+        is_outdated = piece.reader < READER and is_text_file(file.name)
+        is_changed = piece.input != [file.name, file.bytes, file.stamp]
+        if piece.end in ("whole", "enough") and not (is_refused or is_outdated or is_changed):
+            return
+        if piece.end:
+            reason = "changed or could not be read"
+            if is_outdated:
+                reason = "was read by an earlier version, which knew no borders of documents"
+            print(f"{self.parts}: {file.name} {reason}: it is read again", file=sys.stderr)
+        piece.stem.with_suffix(".json").unlink(missing_ok=True)
 
     def _holds_the_documents(self, index: Index) -> bool:
         """Whether the folder, which is finished, holds what the input files do, though their
