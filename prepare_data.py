@@ -51,8 +51,13 @@ from lib.help import help_page
 from lib.text import nearest
 from lib.values import FilePath
 from prepare import harvest
-from prepare.pipeline import HASH_STEPS, Job, begun, prepare, show, verify
-from prepare.sources import PAIR, Source, any_dataset, check, local_source
+from prepare.hub import any_dataset, check
+from prepare.job import Job
+from prepare.local import local_source
+from prepare.pieces import HASH_STEPS, begun
+from prepare.pipeline import prepare
+from prepare.show import show, verify
+from prepare.sources import PAIR, Source
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes", "control_tokens"}

@@ -7,7 +7,7 @@
     python -m eval.harness --fetch DIR tasks=core  saves the tasks' data; then --offline DIR needs no network
 
 tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours:
-demo (val_ppl and val_cloze, made from the run's own validation shards, eval/tasks.py; no network),
+demo (val_ppl and val_cloze, made from the run's own validation shards, eval/demo_questions.py; no,
 core (wikitext, lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, openbookqa, boolq, sciq,
 winogrande, without examples shown) and full (core, mmlu with five examples and commonsense_qa, at
 chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts,
@@ -25,16 +25,11 @@ without running code of its own; its scores lie in out/hf_NAME."""
 
 import contextlib
 import ctypes
-import functools
 import gzip
 import importlib.metadata
-import io
 import json
-import math
-import numbers
 import os
 import re
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -43,15 +38,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from eval import tasks
-from eval.sample import Recipe, load_for_inference, pick_device
+from eval.inference import Recipe, load_for_inference, pick_device
+from eval.public_models import public_lm
+from eval.scores import evaluate, stands_for
 from fp8 import selection
 from lib.command import command, run_command
-from lib.errors import UserError, memory_error
+from lib.errors import UserError
 from lib.files import write_atomically
 from lib.text import grid
 from lib.values import FilePath
@@ -59,12 +55,6 @@ from runtime.checkpoint import gather, together
 from runtime.config import read_config
 from runtime.parallel import World, finish, own_store, read_launch
 
-RATIOS = {
-    "word_perplexity": "exp",
-    "byte_perplexity": "exp",
-    "perplexity": "exp",
-    "bits_per_byte": "bits",
-}
 # the ranks meet when each has done its part, which may take that long
 PATIENCE = timedelta(hours=24)
 
@@ -172,7 +162,7 @@ def _prepare(options: Options, world: World) -> tuple:
         torch.cuda.set_device(world.local_rank)
         device = f"cuda:{world.local_rank}"
     if options.public is None:
-        from eval.lm import CheckpointLM  # after tasks.load()
+        from eval.lm import CheckpointLM
 
         model, tokenizer, where, layers, step = load_for_inference(
             options.run, device, options.dtype, options.fp8, options.step
@@ -189,93 +179,6 @@ def _prepare(options: Options, world: World) -> tuple:
     return lm, loaded, layers, step
 
 
-def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
-    """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's
-    format."""
-    try:
-        import transformers
-        from lm_eval.models.huggingface import HFLM
-
-        transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()
-
-        class PublicLM(HFLM):
-            def _create_tokenizer(self, pretrained, *args, **kwargs):
-                super()._create_tokenizer(pretrained, *args, **kwargs)
-                self.tokenizer = _by_the_file(pretrained, self.tokenizer)
-
-            def loglikelihood_rolling(self, requests, disable_tqdm=False):
-                # it mixes up windows of equal tokens whose scored parts begin elsewhere
-                self.logits_cache = False
-                scores = super().loglikelihood_rolling(requests, disable_tqdm)
-                self.logits_cache = True
-                return scores
-
-        # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds
-        # a log-likelihood to 3 digits.
-        return PublicLM(
-            pretrained=os.path.expanduser(name),
-            device=str(device),
-            dtype=dtype,
-            batch_size=micro_batch,
-            use_safetensors=True,
-            softmax_dtype="float32",
-        )
-    except Exception as error:  # foreign code and foreign files: whatever it raises, name the model
-        if memory_error(error):
-            raise
-        said = (str(error).strip().splitlines() or [""])[0][:300]
-        raise UserError(
-            f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install"
-            " transformers accelerate` and safetensors, on the Hub or in a folder, without code of"
-            " their own"
-        ) from error
-
-
-# Texts on which rules of splitting differ: runs of digits, of blanks and of line ends, a blank at
-# the beginning and at the end, abbreviations, marks, letters of several scripts, a composed letter.
-PROBE_TEXTS = (
-    "In 2024 he'll pay $1,234,567.89 (50%) for it.",
-    " one  two   three\tfour",
-    "def f(x):\n    return x**2\n\n\n",
-    "  NA\u00cfVE caf\u00e9 cafe\u0301 \u0434\u0430 \u65e5\u672c\u8a9e \U0001f642 ",
-    "",
-)
-
-
-def _by_the_file(name: str, theirs):
-    """The tokenizer of a public model: `theirs`, transformers' own, or where that makes other ids
-    than the model's tokenizer.json, one that takes its rules from that file; says so on stderr.
-
-    By the name of one of its own classes transformers 5 takes vocabulary and merges alone from
-    tokenizer.json and splits text by the rules of the class.
-    """
-    import tokenizers
-    import transformers
-    from transformers.utils import cached_file
-
-    path = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return theirs
-    file = tokenizers.Tokenizer.from_file(path)
-    file.no_truncation()
-    file.no_padding()
-    differing = [
-        text
-        for text in PROBE_TEXTS
-        if theirs.encode(text, add_special_tokens=False)
-        != file.encode(text, add_special_tokens=False).ids
-    ]
-    if not differing:
-        return theirs
-    print(
-        f"hf:{name}: transformers' {type(theirs).__name__} makes other tokens than the model's"
-        f" tokenizer.json, of {differing[0]!r} for one: scored with those of tokenizer.json",
-        file=sys.stderr,
-    )
-    return transformers.PreTrainedTokenizerFast.from_pretrained(name)
-
-
 def join() -> World:
     """This process among those that torchrun started; they exchange objects, not tensors."""
     size, rank, local_rank = read_launch(os.environ)
@@ -284,133 +187,6 @@ def join() -> World:
             "gloo", store=own_store(), rank=rank, world_size=size, timeout=PATIENCE
         )
     return World(rank, local_rank, size, torch.device("cpu"))
-
-
-def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
-    """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: ..,
-    docs_sha256: ..}} and lm-eval's log of each task's documents. A group's row also names its
-    `subtasks`, the tasks at its leaves."""
-    from lm_eval import evaluator
-    from lm_eval.api import task as lm_eval_task
-
-    for task in loaded["tasks"].values():
-        tasks.watch_requests(task)
-    # "0/125": the building of requests
-    lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # "bootstrapping for stddev"
-        results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
-    out: dict[str, dict] = {}
-    for name, metrics in results["results"].items():
-        samples = results["samples"].get(name, [])
-        row = out[name] = {}
-        scored: set[str] = set()
-        unscored: set[str] = set()
-        for key, value in metrics.items():
-            # "acc,none", "acc_stderr,none", "exact_match,strict-match"
-            metric, _, which = key.partition(",")
-            if not which or metric.endswith("_stderr"):
-                continue
-            number = to_number(value)
-            if number is None:
-                unscored.add(metric)
-                continue
-            scored.add(metric)
-            label = metric if which == "none" else f"{metric}.{which}"
-            error = metrics.get(f"{metric}_stderr,{which}")
-            if not isinstance(error, (int, float)):
-                influences = (
-                    influence(metric, [s[metric] for s in samples if metric in s])[1]
-                    if metric in RATIOS
-                    else ()
-                )
-                # lm-eval gives a perplexity none
-                error = spread(influences) if len(influences) else None
-            row[label], row[f"{label}_se"] = number, None if error is None else float(error)
-        row["version"] = results["versions"].get(name)
-        task = loaded["tasks"].get(name)
-        if task:
-            unscored |= metrics_asked(task) - scored
-        if unscored:
-            row["not_scored"] = sorted(unscored)
-        if task:  # chance: of guessing, where one of several answers is right
-            guesses = [
-                1 / len(task.doc_to_choice(s["doc"]))
-                for s in samples
-                if task.OUTPUT_TYPE == "multiple_choice"
-            ]
-            row |= {
-                "n": len({s["doc_id"] for s in samples}),
-                "num_fewshot": task.config.num_fewshot or 0,
-                "chance": sum(guesses) / len(guesses) if guesses else None,
-                "docs_sha256": hash_of(s["doc_hash"] for s in samples),
-            }
-    for name, group in loaded["groups"].items():
-        if name in out:  # the tasks at its leaves weigh by their questions
-            subtasks = [task.task_name for task in group.get_all_tasks()]
-            leaves = [out[task] for task in subtasks]
-            n, chances = sum(row["n"] for row in leaves), [row["chance"] for row in leaves]
-            shots = {row["num_fewshot"] for row in leaves}
-            out[name] |= {
-                "n": n,
-                "num_fewshot": shots.pop() if len(shots) == 1 else None,
-                "chance": (
-                    sum(row["chance"] * row["n"] for row in leaves) / n
-                    if n and None not in chances
-                    else None
-                ),
-                "docs_sha256": hash_of(row["docs_sha256"] for row in leaves),
-                "subtasks": subtasks,
-            }
-    return out, results["samples"]
-
-
-def to_number(value) -> float | None:
-    """A metric's value; of NumPy's and torch's numbers too. None where it is none, as a matrix of
-    confusions."""
-    if hasattr(value, "item") and getattr(value, "size", 1) in (1, torch.Size([])):
-        value = value.item()
-    return float(value) if isinstance(value, numbers.Real) else None
-
-
-def metrics_asked(task) -> set[str]:
-    """The names in a task's metric_list under which lm-eval must have a value."""
-    if task.OUTPUT_TYPE == "generate_until" and not callable(task.config.process_results):
-        # lm-eval computes each; one function may give values of other names, as rouge gives rouge1
-        return set()
-    metrics = [entry["metric"] for entry in task.config.metric_list or []]
-    names = {metric if isinstance(metric, str) else metric.__name__ for metric in metrics}
-    return names - {"bypass"}
-
-
-def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
-    """A metric over documents, and how much each of them moves it, to first order: what the delta
-    method needs.
-
-    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits
-    (Cochran 1977, 6.3)."""
-    # (n,) or (n, 2): nats' minus, size
-    table = np.array(values, dtype=float) if None not in values else np.empty(0)
-    if len(table) < 2 or not np.isfinite(table).all():
-        return None, np.empty(0)
-    if metric not in RATIOS:
-        return float(table.mean()), (table - table.mean()) / len(table)
-    nats, size = (-table, np.ones(len(table))) if table.ndim == 1 else (-table[:, 0], table[:, 1])
-    ratio = nats.sum() / size.sum()
-    value, slope = (
-        (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
-    )
-    return float(value), slope * (nats - ratio * size) / size.sum()
-
-
-def spread(influences: np.ndarray) -> float:
-    """The standard error that documents of these influences give."""
-    n = len(influences)
-    return float(np.sqrt(n / (n - 1) * np.sum(influences**2)))
-
-
-def hash_of(hashes) -> str:
-    """Of the documents scored, in order: equal for two runs whose scores may be compared."""
-    return sha256("".join(hashes).encode()).hexdigest()
 
 
 def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
@@ -435,12 +211,6 @@ def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> Non
     if len(names) > 100:  # file names end at 255 bytes
         names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
     write_atomically(folder / f"{names}{kind}.json", json.dumps(record, indent=1) + "\n")
-
-
-def stands_for(row: dict) -> list[str]:
-    """The tasks that a group's row tells of; none where the group, as openllm, has no score of its
-    own."""
-    return row.get("subtasks", []) if any(key.endswith("_se") for key in row) else []
 
 
 def table(record: dict) -> str:

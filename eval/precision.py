@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from eval.sample import (
+from eval.inference import (
     Recipe,
     check_recipe,
     load_for_inference,

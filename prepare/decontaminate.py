@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from lib.errors import UserError
-from prepare.sources import is_list_type
+from prepare.parquet_reader import is_list_type
 from runtime.shards import file_sha256
 from runtime.tokenizer import clean
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch.nn as nn
 
-from bench.throughput import Cell, config_of
+from bench.cells import Cell, config_of
 from fp8.casts import Casts, Moved
 from lib.errors import MachineError, UserError
 from lib.files import read_bytes, read_rows, write_json

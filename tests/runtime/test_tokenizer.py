@@ -16,7 +16,7 @@ import tokenizers
 from tiktoken_ext.openai_public import r50k_pat_str
 from transformers import AutoTokenizer
 
-from eval import export
+from eval.hf import tokenizer as hf_tokenizer
 from lib.errors import UserError
 from runtime import tokenizer as room
 from runtime.tokenizer import (
@@ -289,7 +289,7 @@ def test_roles_that_special_tokens_map_alone_names_are_those_of_transformers(
     assert tok.prefix == (1, 0) and tok.sha256 == load_tokenizer(str(folder)).sha256
     out = tmp_path / "export"
     out.mkdir()
-    export.write_tokenizer(tok, 8, tok.vocab_size, out)
+    hf_tokenizer.write_tokenizer(tok, 8, tok.vocab_size, out)
     theirs = AutoTokenizer.from_pretrained(out)
     assert (theirs.eos_token_id, theirs.bos_token_id) == (1, 0)
 
