@@ -187,6 +187,11 @@ def expand(study: Study) -> list[Row]:
     return rows
 
 
+def file_word(label: str) -> str:
+    """A precision's label as a part of file names."""
+    return re.sub(r"[^\w.]+", "-", label)
+
+
 def _family(
     study: Study,
     size: Size,
@@ -208,7 +213,7 @@ def _family(
         else [after for before, after in (s.split(">") for s in switch) if before == recipe]
     )
     # in names of runs
-    arm, *others = (re.sub(r"[^\w.]+", "-", label) for label in (recipe, *switches))
+    arm, *others = (file_word(label) for label in (recipe, *switches))
     name = (
         f"{size_name}_{arm}"
         + "_null" * repeat
