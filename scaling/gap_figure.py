@@ -7,6 +7,7 @@ noise alone, so its marker is hollow and its bar thin."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -33,8 +34,8 @@ class DrawnGap:
     @property
     def half(self) -> float:
         """Half the length of the bar; 0 where no noise is known."""
-        known = self.evaluation_half if self.seed_half is None else self.seed_half
-        return known or 0.0
+        half = self.evaluation_half if self.seed_half is None else self.seed_half
+        return half or 0.0
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -51,7 +52,7 @@ def gap_at(x: float, gap: Estimate, evaluation_se: float | None) -> DrawnGap:
 
 
 def draw_gaps(
-    panel: Axes, gaps: Iterable[DrawnGap], look: dict, floor: float | None = None
+    panel: Axes, gaps: Iterable[DrawnGap], style: dict, floor: float | None = None
 ) -> None:
     """Draw the markers: filled with the interval over pairs, hollow with a thin bar; floor: the
     lower end of a logarithmic axis, at which a longer bar ends in an arrow."""
@@ -64,20 +65,26 @@ def draw_gaps(
             [gap.x for gap in alike],
             [gap.mean for gap in alike],
             [_lower_halves(alike, floor), [gap.half for gap in alike]],
-            **look,
+            **style,
             linestyle="none",
-            markerfacecolor="white" if is_single else look["color"],
+            markerfacecolor="white" if is_single else style["color"],
             markeredgewidth=1.1,
             capsize=0 if is_single else 2.5,
             elinewidth=0.6 if is_single else 1.3,
             zorder=3,
         )
-    below = [gap for gap in gaps if floor is not None and gap.mean - gap.half < floor]
+    if floor is not None:
+        _draw_arrows(panel, gaps, style["color"], floor)
+
+
+def _draw_arrows(panel: Axes, gaps: Sequence[DrawnGap], color: str, floor: float) -> None:
+    """An arrow for each bar that ends below the floor."""
+    below = [gap for gap in gaps if gap.mean - gap.half < floor]
     if below:
         panel.plot(
             [gap.x for gap in below],
             [floor for _ in below],
-            color=look["color"],
+            color=color,
             marker="v",
             markersize=4,
             linestyle="none",
@@ -97,7 +104,12 @@ def gap_handles(gaps: Iterable[DrawnGap]) -> list[Line2D]:
     """The legend of the markers that are drawn, in grey: which is a mean over pairs, which one
     pair."""
     gaps = list(gaps)
-    grey = {"color": "#666666", "marker": "o", "markersize": 4.5, "linestyle": "none"}
+    grey: dict[str, Any] = {
+        "color": "#666666",
+        "marker": "o",
+        "markersize": 4.5,
+        "linestyle": "none",
+    }
     handles = []
     if any(not gap.is_single for gap in gaps):
         handles.append(Line2D([], [], **grey, label="mean of pairs, 95 % interval"))

@@ -34,13 +34,13 @@ def format_page(
     """The parts of `head`, then as many of the `blocks` as most_lines hold (all where everything is
     wanted), how many more there are, and the foot."""
     parts = [part for part in head if part]
-    shown = 0
+    count = 0
     for block in blocks:
         # 5: what stands between the parts, and the foot
         if not is_all and "\n\n".join([*parts, block]).count("\n") + 5 > most_lines:
             break
         parts.append(block)
-        shown += 1
-    if shown < len(blocks):
-        parts.append(f"{len(blocks) - shown} more tables: --all")
+        count += 1
+    if count < len(blocks):
+        parts.append(f"{len(blocks) - count} more tables: --all")
     return "\n\n".join([*parts, foot])

@@ -55,16 +55,16 @@ def _baselines(records: Sequence[Record]) -> dict[str, Record]:
 def pair_of(bf16: Record, fp8: Record) -> Pair:
     """The pair of two runs. Raises UserError where their losses are not of the same sequences."""
     check_comparable([bf16, fp8])
-    base, other = load_val_losses(bf16), load_val_losses(fp8)
+    base, compared = load_val_losses(bf16), load_val_losses(fp8)
     for name in ("source", "n_tokens"):
-        if not np.array_equal(base[name], other[name]):
+        if not np.array_equal(base[name], compared[name]):
             raise UserError(
                 f"{bf16.folder}/val_losses.npz and {fp8.folder}/val_losses.npz differ in {name!r}:"
                 " a paired gap needs the same validation sequences in the same order"
             )
     weights = list(bf16.weights.values())
     gaps = {
-        name: sequence_gap(other[name] - base[name], base, weights, loss_of(bf16, name))
+        name: sequence_gap(compared[name] - base[name], base, weights, loss_of(bf16, name))
         for name in ("bf16", "as_trained")
     }
     machine_keys = ("device", "n_gpu", "is_compiled")

@@ -72,8 +72,8 @@ def draw_precision(result: PrecisionResult) -> Figure:
     has_arrows = any(gap.mean > 0 >= gap.mean - gap.half for gap in nats)
 
     handles = _null_handles(nulls, result.margin)
-    for name, look in looks.items():
-        handles.append(Line2D([], [], linestyle="none", **look, label=name))
+    for name, style in looks.items():
+        handles.append(Line2D([], [], linestyle="none", **style, label=name))
     handles += gap_handles(percents)
     figure, panels = sheet(
         (7.4, 3.8),
@@ -84,12 +84,12 @@ def draw_precision(result: PrecisionResult) -> Figure:
         handles,
         4,
     )
-    left, right = panels[0]
-    _draw_percents(left, result, percents, looks, nulls, limit)
+    percent_panel, nats_panel = panels[0]
+    _draw_percents(percent_panel, result, percents, looks, nulls, limit)
     convention = result.conventions.N.removeprefix("params_")
     kind = KIND.get(convention, "")  # a table does not say which parameters it counts
-    left.set(ylabel="gap [%]", xlabel=f"{kind}parameters N")
-    _draw_nats(right, result.sizes, nats, looks, ratio)
+    percent_panel.set(ylabel="gap [%]", xlabel=f"{kind}parameters N")
+    _draw_nats(nats_panel, result.sizes, nats, looks, ratio)
     return settle(figure)
 
 
@@ -193,8 +193,13 @@ def _nulls(null: Null, seed: str) -> list[DrawnNull]:
 
 
 def _null_handles(nulls: Sequence[DrawnNull], margin: Margin | None) -> list[Line2D]:
-    look = {"marker": "|", "markersize": 9, "markeredgewidth": 2.2, "linestyle": "none"}
-    handles = [Line2D([], [], color=null.colour, **look, label=null.label) for null in nulls]
+    style: dict[str, Any] = {
+        "marker": "|",
+        "markersize": 9,
+        "markeredgewidth": 2.2,
+        "linestyle": "none",
+    }
+    handles = [Line2D([], [], color=null.colour, **style, label=null.label) for null in nulls]
     if margin is not None:
         label = f"margin, ±{margin.percent:g} %"
         if not margin.is_declared:
@@ -223,8 +228,8 @@ def _draw_percents(
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
     for i, null in enumerate(nulls):
         _draw_null(panel, NULL_WIDTH * (i + 0.6), null, limit)
-    for recipe, look in looks.items():
-        draw_gaps(panel, _gaps_of_recipe(recipe, result.sizes, gaps), look)
+    for recipe, style in looks.items():
+        draw_gaps(panel, _gaps_of_recipe(recipe, result.sizes, gaps), style)
     counts_axis(panel.xaxis)
     panel.set_xticks(_labelled_sizes(result.sizes))
     panel.set_xticks([], minor=True)
@@ -263,11 +268,15 @@ def _draw_null(panel: Axes, place: float, null: DrawnNull, limit: float) -> None
     """A bracket over ±band at a share of the panel's width; arrows where it leaves the panel."""
     leaves = null.band > limit
     end = limit if leaves else null.band
-    look = {"transform": panel.get_yaxis_transform(), "color": null.colour, "clip_on": False}
-    panel.plot([place, place], [-end, end], linewidth=2.2, solid_capstyle="butt", **look, zorder=2)
+    style: dict[str, Any] = {
+        "transform": panel.get_yaxis_transform(),
+        "color": null.colour,
+        "clip_on": False,
+    }
+    panel.plot([place, place], [-end, end], linewidth=2.2, solid_capstyle="butt", **style, zorder=2)
     for sign, arrow in ((-1, "v"), (1, "^")):
         marker = arrow if leaves else "_"
-        panel.plot([place], [sign * end], marker=marker, markersize=7, **look, zorder=2)
+        panel.plot([place], [sign * end], marker=marker, markersize=7, **style, zorder=2)
     panel.text(
         place,
         0.8,
@@ -285,7 +294,7 @@ def _draw_null(panel: Axes, place: float, null: DrawnNull, limit: float) -> None
 
 def _labelled_sizes(sizes: Sequence[SizeGap]) -> list[float]:
     """The sizes whose labels have room."""
-    levels = sorted({row.N for row in sizes})
+    levels: list[float] = sorted({row.N for row in sizes})
     width = math.log(2.25 * levels[-1] / levels[0])
     labelled = levels[:1]
     for N in levels[1:]:
@@ -311,9 +320,9 @@ def _draw_nats(
     above = [gap for gap in gaps if gap.mean > 0]
     values += [gap.mean for gap in above]
     floor = min(values) / 2.5
-    for recipe, look in looks.items():
+    for recipe, style in looks.items():
         of_recipe = [gap for gap in _gaps_of_recipe(recipe, sizes, gaps) if gap.mean > 0]
-        draw_gaps(panel, of_recipe, look, floor)
+        draw_gaps(panel, of_recipe, style, floor)
     panel.set(
         xscale="log",
         yscale="log",
@@ -338,5 +347,10 @@ def _draw_published(panel: Axes, N: np.ndarray, nats: np.ndarray, law: Published
     smallest, largest = law.fitted
     is_fitted = (smallest <= N) & (largest >= N)
     panel.plot(N, nats, color=law.colour, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
-    line = {"color": law.colour, "linestyle": law.dash, "linewidth": 1.8, "label": law.name}
+    line: dict[str, Any] = {
+        "color": law.colour,
+        "linestyle": law.dash,
+        "linewidth": 1.8,
+        "label": law.name,
+    }
     panel.plot(N[is_fitted], nats[is_fitted], **line, zorder=1)

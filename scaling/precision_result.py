@@ -169,26 +169,17 @@ def analyse(
         laws.no_own_law or "",
         evaluation,
     )
-    convention = f"params_{records[0].convention}"
-    if table is not None:
-        convention = f"column {table.n_column or 'none'}"
     return PrecisionResult(
         schema_version=SCHEMA_VERSION,
-        conventions=Conventions(convention),
+        conventions=_conventions(records[0], table),
         loss=evaluation,
         margin=margin,
         null=measure_nulls(records, repeats, evaluation),
-        common={
-            recipe: _recipe_gap(members, evaluation, margin)
-            for recipe, members in grouped(fp8_pairs, lambda pair: pair.fp8.recipe)
-        },
+        common=_recipe_gaps(fp8_pairs, evaluation, margin),
         ranking=_ranking_result(rank(fp8_pairs, evaluation)),
         gap_laws={recipe: fit.law for recipe, fit in fits.items()},
-        sizes=[
-            _size_gap(members, evaluation, margin, laws)
-            for _, members in grouped(fp8_pairs, _size_budget_recipe)
-        ],
-        laws={law.name: law.source for group in laws.of_size.values() for law in group},
+        sizes=_size_gaps(fp8_pairs, evaluation, margin, laws),
+        laws=_sources(laws),
         no_own_law=laws.no_own_law,
         pairs=[_pair_result(pair) for pair in fp8_pairs],
         table=table,
@@ -219,6 +210,30 @@ def baseline_laws(records: Sequence[Run], evaluation: str, baseline: str = "BF16
 
 def _size_budget_recipe(pair: Pair) -> tuple[int, int, str]:
     return pair.fp8.N, pair.fp8.tokens, pair.fp8.recipe
+
+
+def _conventions(run: Run, table: TableColumns | None) -> Conventions:
+    if table is not None:
+        return Conventions(f"column {table.n_column or 'none'}")
+    return Conventions(f"params_{run.convention}")
+
+
+def _sources(laws: Surfaces) -> dict[str, str]:
+    return {law.name: law.source for group in laws.of_size.values() for law in group}
+
+
+def _recipe_gaps(
+    pairs: Sequence[Pair], evaluation: str, margin: Margin | None
+) -> dict[str, RecipeGap]:
+    recipes = grouped(pairs, lambda pair: pair.fp8.recipe)
+    return {recipe: _recipe_gap(members, evaluation, margin) for recipe, members in recipes}
+
+
+def _size_gaps(
+    pairs: Sequence[Pair], evaluation: str, margin: Margin | None, laws: Surfaces
+) -> list[SizeGap]:
+    groups = grouped(pairs, _size_budget_recipe)
+    return [_size_gap(members, evaluation, margin, laws) for _, members in groups]
 
 
 def _recipe_gap(pairs: Sequence[Pair], evaluation: str, margin: Margin | None) -> RecipeGap:
@@ -303,11 +318,11 @@ def _format_best(ranking: Ranking, best: Ranked | None) -> str:
             "No recipe that differs from the baseline ran wherever more than half of the others did:"
             " none is ranked."
         )
-    first, *others = [ranked.recipe for ranked in ranking.tied]
+    first, *tied = [ranked.recipe for ranked in ranking.tied]
     text = f"{first} has the lowest gap, {ranking.recipes[0].gap.mean:+.3f} % {_where(ranking)}; "
-    if not others:
+    if not tied:
         return f"{text}no other ranked recipe's lies within chance of it: {first} is the best."
-    text += f"not told apart from it: {', '.join(others)}. "
+    text += f"not told apart from it: {', '.join(tied)}. "
     if ranking.speed_unknown:
         reason = sentence_of(ranking.speed_unknown)
         return f"{text}Speed cannot decide ({reason}), so {first} is the best."
@@ -321,7 +336,7 @@ def _where(ranking: Ranking) -> str:
     """What was compared."""
     # a table may give no N
     sizes = dict.fromkeys(si(cell.N) for cell in ranking.compared if cell.N > 1)
-    where = f"over {len(ranking.compared)} pairs"
+    text = f"over {len(ranking.compared)} pairs"
     if sizes:
-        where += f" at the largest common budget of {' and '.join(sizes)}"
-    return where
+        text += f" at the largest common budget of {' and '.join(sizes)}"
+    return text

@@ -69,12 +69,12 @@ def _headline_row(recipe: str, gap: RecipeGap, evaluation: str, words: Words) ->
 
 
 def _explain_headline(words: Words) -> str:
-    where, changes = "over all pairs", ""
+    extent, changes = "over all pairs", ""
     if words.has_sizes:
-        where = "over all sizes"
+        extent = "over all sizes"
         changes = " Per decade of N, per doubling of D at a size: its change."
     return (
-        f"{words.arms} minus {words.baseline}, {words.loss}, in per cent of the loss, {where}, ± half"
+        f"{words.arms} minus {words.baseline}, {words.loss}, in per cent of the loss, {extent}, ± half"
         f" a 95 % t-interval over independent pairs ({words.dependent} count once).{changes} Seen:"
         " with a probability of 80 %."
     )

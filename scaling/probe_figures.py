@@ -66,9 +66,9 @@ def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
 
 def _scale_handles(looks: dict[str, Any], markers: dict[str, str]) -> list[Line2D]:
     handles = []
-    for kind, look in looks.items():
-        style = {"color": look["color"], "marker": look["marker"]}
-        handles.append(Line2D([], [], **style, markersize=2.4, label=kind))
+    for kind, style in looks.items():
+        marker_style = {"color": style["color"], "marker": style["marker"]}
+        handles.append(Line2D([], [], **marker_style, markersize=2.4, label=kind))
     for recipe, marker in markers.items():
         label = f"inference, {recipe}"
         handles.append(Line2D([], [], color="#444444", marker=marker, label=label, **HOLLOW))
@@ -89,7 +89,8 @@ def _places(source: Probe, rows: np.ndarray, kind: str, looks: dict[str, Any], e
 def _draw_over_depth(
     panel: Axes, probe: Probe, operand: str, looks: dict[str, Any], end: int
 ) -> None:
-    low, middle, high = (scale[:, probe.last] for scale in _scales(probe, operand))
+    last = probe.last
+    low, middle, high = (scale[:, last] for scale in _scales(probe, operand))
     for kind, rows in kinds_of(probe.layers).items():
         x = _places(probe, rows, kind, looks, end)
         color, marker = looks[kind]["color"], looks[kind]["marker"]
@@ -111,8 +112,8 @@ def _draw_over_training(panel: Axes, probe: Probe, operand: str) -> None:
     extremes = quantiles(low, 0)[0], quantiles(high, 100)[0]
     for band, alpha in ((extremes, 0.13), (quantiles(middle, 10, 90), 0.3)):
         panel.fill_between(probe.steps, *band, color="#444444", alpha=alpha, linewidth=0)
-    look = {"color": "#000000", "markersize": 2.5, "linewidth": 1}
-    panel.plot(probe.steps, quantiles(middle, 50)[0], ".-", **look)
+    style: dict[str, Any] = {"color": "#000000", "markersize": 2.5, "linewidth": 1}
+    panel.plot(probe.steps, quantiles(middle, 50)[0], ".-", **style)
     steps_axis(panel)
 
 
@@ -168,11 +169,11 @@ def _draw_shares(
     percents = {operand: 100 * probe.linear[operand, share] for operand in OPERANDS}
     norm = _log_norm(np.concatenate([values[values > 0] for values in percents.values()]))
     middles = np.arange(len(probe.layers)) + 0.5
-    look: dict[str, Any] = {"cmap": "viridis", "norm": norm, "shading": "nearest"}
+    style: dict[str, Any] = {"cmap": "viridis", "norm": norm, "shading": "nearest"}
     for panel, (operand, values) in zip(panels, percents.items(), strict=True):
         panel.grid(False)
-        shown = np.ma.masked_where(~(values > 0), values)
-        panel.pcolormesh(probe.steps, middles, shown, **look, rasterized=True)
+        positive = np.ma.masked_where(~(values > 0), values)
+        panel.pcolormesh(probe.steps, middles, positive, **style, rasterized=True)
         for edge in edges[1:]:
             panel.axhline(edge, color="white", linewidth=0.5)
         panel.set(facecolor="#DDDDDD", title=f"{OPERANDS[operand]}: {share}")
@@ -191,7 +192,8 @@ def _log_norm(positive: np.ndarray) -> LogNorm:
 
 
 def _set_block_axis(panel: Axes, blocks: Sequence[float], edges: np.ndarray) -> None:
-    labelled = edges[:: math.ceil(len(edges) / MOST_BLOCK_LABELS)]
+    step = math.ceil(len(edges) / MOST_BLOCK_LABELS)
+    labelled = edges[::step]
     middles = [edge + blocks.count(blocks[edge]) / 2 for edge in labelled]
     names = ["head" if blocks[edge] == math.inf else f"{blocks[edge]}" for edge in labelled]
     panel.set_yticks(middles, names)
@@ -210,11 +212,11 @@ def draw_outliers(probe: Probe, name: str) -> Figure:
     rms = probe.block["swiglu_rms"]
     ratio = probe.block["swiglu_amax"] / np.where(rms > 0, rms, math.nan)
     norm = Normalize(0, (max(probe.blocks) + 1) / 0.82)
-    left, right = panels[0]
-    _draw_blocks(left, probe, probe.block["attention_logit_max"], norm)
-    left.set_ylabel("largest attention logit")
-    _draw_blocks(right, probe, ratio, norm)
-    right.set_ylabel("largest / rms of SwiGLU product")
+    logit_panel, ratio_panel = panels[0]
+    _draw_blocks(logit_panel, probe, probe.block["attention_logit_max"], norm)
+    logit_panel.set_ylabel("largest attention logit")
+    _draw_blocks(ratio_panel, probe, ratio, norm)
+    ratio_panel.set_ylabel("largest / rms of SwiGLU product")
     figure.colorbar(
         ScalarMappable(norm, "viridis"),
         ax=panels,
@@ -230,9 +232,10 @@ def _draw_blocks(panel: Axes, probe: Probe, values: np.ndarray, norm: Normalize)
     """values: (blocks, steps)."""
     colours = matplotlib.colormaps["viridis"]
     for line, block in zip(values, probe.blocks, strict=True):
-        look = {"color": colours(norm(block)), "linewidth": 0.9, "markersize": 2}
-        panel.plot(probe.steps, line, ".-", **look)
-    smallest, largest = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
+        style: dict[str, Any] = {"color": colours(norm(block)), "linewidth": 0.9, "markersize": 2}
+        panel.plot(probe.steps, line, ".-", **style)
+    smallest = np.fmin.reduce(values, axis=None)
+    largest = np.fmax.reduce(values, axis=None)
     if smallest > 0 and largest > 20 * smallest:
         panel.set_yscale("log")
         counts_axis(panel.yaxis)

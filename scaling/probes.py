@@ -101,7 +101,9 @@ def kinds_of(layers: Iterable[str]) -> dict[str, np.ndarray]:
     """Kind -> indices of its layers, in order of the kinds' ranks."""
     kinds = [place(layer)[1:] for layer in layers]
     return {
-        kind[1]: np.array([index for index, other in enumerate(kinds) if other == kind])
+        kind[1]: np.array(
+            [index for index, kind_of_layer in enumerate(kinds) if kind_of_layer == kind]
+        )
         for kind in sorted(set(kinds))
     }
 

@@ -131,7 +131,7 @@ def analyse(trials: Sequence[Trial], sizes: Sequence[float] = ()) -> RateResult:
     if smallest.optimum is None:
         return result
     base = Base(smallest.N, smallest.tokens, smallest.optimum.lr)
-    wanted = [base.N, *(sizes or (2 * base.N, 4 * base.N, 8 * base.N))]
+    all_sizes = [base.N, *(sizes or (2 * base.N, 4 * base.N, 8 * base.N))]
     return RateResult(
         SCHEMA_VERSION,
         result.N,
@@ -139,7 +139,7 @@ def analyse(trials: Sequence[Trial], sizes: Sequence[float] = ()) -> RateResult:
         RULES,
         sweeps,
         base=base,
-        rates=[{"N": N, **_ruled(base, N)} for N in wanted],
+        rates=[{"N": N, **_ruled(base, N)} for N in all_sizes],
         checks=[_check(base, sweep.N, sweep.optimum) for sweep in larger if sweep.optimum],
     )
 

@@ -70,8 +70,8 @@ def draw(history: History, name: str) -> Figure:
     panels["loss"].plot(*validation, color="#000000", **VALIDATION_LOOK, zorder=3)
     room = max(0.6, 0.01 * np.ptp(steps))
     panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
-    for mark, look in looks.items():
-        _draw_mark(panels, history.marks[mark], look)
+    for mark, style in looks.items():
+        _draw_mark(panels, history.marks[mark], style)
     steps_axis(axes[-1, 0])
     figure.align_ylabels()
     return settle(figure)
@@ -91,7 +91,7 @@ def _caption(history: History) -> str:
 
 
 def _mark_looks(history: History) -> dict[str, dict]:
-    """Mark -> its look, in order of MARKS, then of the names."""
+    """Mark -> its style, in order of MARKS, then of the names."""
     order = list(MARKS)
     names = sorted(
         history.marks, key=lambda name: (order.index(name) if name in MARKS else len(order), name)
@@ -120,11 +120,11 @@ def _handles(history: History, looks: dict[str, dict]) -> list[Line2D]:
     ]
     if history.undone:
         handles.append(Line2D([], [], color=GREY, linewidth=1, label="undone"))
-    for name, look in looks.items():
+    for name, style in looks.items():
         rows = history.marks[name]
         events = sum(row["kind"] == "event" for row in rows)
         count = max(events, len(rows) - events)  # of a rollback the step and the event are one
-        handles.append(Line2D([], [], label=f"{name} ({count:,})", **look))
+        handles.append(Line2D([], [], label=f"{name} ({count:,})", **style))
     return handles
 
 
@@ -157,17 +157,17 @@ def _set_limits(panel: Axes, history: History, key: str, values: np.ndarray) -> 
         panel.set_ylim(bottom=0)
 
 
-def _draw_mark(panels: dict[str, Axes], rows: Sequence[dict], look: dict[str, Any]) -> None:
+def _draw_mark(panels: dict[str, Axes], rows: Sequence[dict], style: dict[str, Any]) -> None:
     """Verdicts at their loss and norm, events at the foot of the loss with a line through all."""
     events = [row for row in rows if row["kind"] == "event"]
     verdicts = [row for row in rows if row["kind"] != "event"]
     for key in ("loss", "grad_norm"):
         low, high = panels[key].get_ylim()
         values = np.nan_to_num([to_number(row.get(key)) for row in verdicts], nan=high)
-        panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
+        panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **style)
     foot = panels["loss"].get_ylim()[0]
-    panels["loss"].plot([row["step"] for row in events], [foot for _ in events], **look)
-    line = {"color": look["color"], "linewidth": 0.7, "linestyle": (0, (4, 2))}
+    panels["loss"].plot([row["step"] for row in events], [foot for _ in events], **style)
+    line: dict[str, Any] = {"color": style["color"], "linewidth": 0.7, "linestyle": (0, (4, 2))}
     for row in events:
         for panel in panels.values():
             panel.axvline(row["step"], **line, alpha=0.8, zorder=1.2)

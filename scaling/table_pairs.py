@@ -82,11 +82,10 @@ def read_table_pairs(
         )
     doubts = []
     if n and d:
-        N = {line: run.N for line, run in runs.items()}
-        D = {line: run.tokens for line, run in runs.items()}
-        counts = (np.array(list(values.values()), dtype=float) for values in (N, D))
-        doubts += unit_doubts(*counts, path.name)
-        doubts += mixed_unit_doubts(N, path.name)
+        N = np.array([run.N for run in runs.values()], dtype=float)
+        D = np.array([run.tokens for run in runs.values()], dtype=float)
+        doubts += unit_doubts(N, D, path.name)
+        doubts += mixed_unit_doubts({line: run.N for line, run in runs.items()}, path.name)
     if unpaired:
         doubts.append(f"unpaired rows of {path.name}: lines {listed(unpaired)}")
     return TablePairs(list(runs.values()), pairs, doubts, list(table.notes), table.sha256, columns)

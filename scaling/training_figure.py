@@ -42,7 +42,7 @@ def draw_losses(arms: Sequence[Arm]) -> Figure:
         f"Loss: {si(first.record.params_total)} parameters, {si(first.record.tokens)} tokens (n = 1"
         " run each)"
     )
-    handles = [Line2D([], [], label=label, **look) for label, look in looks.items()]
+    handles = [Line2D([], [], label=label, **style) for label, style in looks.items()]
     size = (7.4, 1.1 + 1.8 * len(panels))
     figure, axes = sheet(size, len(panels), 1, title, caption, handles, sharex=True)
     for panel, (name, lines) in zip(axes[:, 0], panels.items(), strict=True):
@@ -68,8 +68,8 @@ def _differences(train: Lines, base_label: str) -> Lines:
 def _looks(arms: Sequence[Arm]) -> dict[str, dict]:
     """Label -> style; blue is BF16's alone."""
     has_base = arms[0].record.is_baseline
-    others = arms[1:] if has_base else arms
-    of_labels = styles(["bf16", *(arm.label for arm in others)])
+    fp8_arms = arms[1:] if has_base else arms
+    of_labels = styles(["bf16", *(arm.label for arm in fp8_arms)])
     if not has_base:
         of_labels = of_labels[1:]
     return {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from lib.errors import UserError
 from scaling.histories import History, read_history
@@ -132,9 +133,9 @@ def _check_same_training(first: Record, record: Record) -> None:
 
 
 def _label(record: Record, records: Sequence[Record]) -> str:
-    if sum(other.recipe == record.recipe for other in records) == 1:
+    if sum(arm.recipe == record.recipe for arm in records) == 1:
         return record.recipe
-    is_named_once = sum(other.run_id == record.run_id for other in records) == 1
+    is_named_once = sum(arm.run_id == record.run_id for arm in records) == 1
     return f"{record.recipe} ({record.run_id if is_named_once else record.folder})"
 
 
@@ -226,9 +227,9 @@ def _step_time(history: History) -> StepTime:
     return StepTime(whole, whole - compiling, compiling)
 
 
-def spread(values: Sequence[float] | np.ndarray) -> Spread | None:
-    """The Spread of the finite ones among `values`; None without any."""
-    values = np.asarray(values, dtype=float)
+def spread(series: ArrayLike) -> Spread | None:
+    """The Spread of the finite values of a `series`, shape (n,); None without any."""
+    values = np.asarray(series, dtype=float)
     values = values[np.isfinite(values)]
     if not len(values):
         return None
@@ -295,7 +296,8 @@ def _validation_cells(row: ArmReport) -> dict[str, object]:
 
 
 def _cost_cells(row: ArmReport) -> dict[str, object]:
-    memory, utilisation = row.memory_percent, row.utilisation_percent
+    memory = None if row.memory_percent is None else row.memory_percent.mean
+    utilisation = None if row.utilisation_percent is None else row.utilisation_percent.mean
     return {
         "recipe": row.label,
         "speed against BF16": format_fixed(row.speed_against_bf16, 3),
@@ -304,7 +306,7 @@ def _cost_cells(row: ArmReport) -> dict[str, object]:
         "without compilation [s]": format_fixed(row.step_time_s.without_compile, 2),
         "compilation [s]": format_fixed(row.step_time_s.compile, 2),
         "whole run [s]": format_fixed(row.wall_s, 2),
-        "memory allocated, mean [%]": format_fixed(memory and memory.mean, 1),
+        "memory allocated, mean [%]": format_fixed(memory, 1),
         "memory, peak [GiB]": format_fixed(row.mem_peak_gib, 2),
-        "GPU utilisation, mean [%]": format_fixed(utilisation and utilisation.mean, 1),
+        "GPU utilisation, mean [%]": format_fixed(utilisation, 1),
     }

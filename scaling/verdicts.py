@@ -22,12 +22,12 @@ class Margin:
     is_declared: bool  # before any of the runs began
 
 
-def read_margin(records: Sequence[Record], given: float | None = None) -> Margin | None:
-    """The margin of the study.json beside the records' folders, or `given` on the command line;
+def read_margin(records: Sequence[Record], percent: float | None = None) -> Margin | None:
+    """The margin of the study.json beside the records' folders, or `percent` on the command line;
     None without either."""
     margins = []
-    if given is not None:
-        margins.append(Margin(given, "given on the command line, after the fact", False))
+    if percent is not None:
+        margins.append(Margin(percent, "given on the command line, after the fact", False))
     else:
         for folder, members in grouped(records, lambda record: record.folder.parent):
             declaration = read_declaration(folder)
@@ -102,8 +102,8 @@ def format_equivalence(equivalence: Equivalence, margin: Margin | None) -> str:
         places = listed([_format_part(part) for part in failing], 3)
         return f"not shown to lie within ±{margin.percent:g} % at {places}; {could_show}"
     sizes = sum(part.kind == "size" for part in equivalence.parts)
-    where = "at its size's" if sizes == 1 else f"at each of {sizes} sizes'"
-    return f"within ±{margin.percent:g} % {where} largest budget; {could_show}"
+    place = "at its size's" if sizes == 1 else f"at each of {sizes} sizes'"
+    return f"within ±{margin.percent:g} % {place} largest budget; {could_show}"
 
 
 def _no_spread(equivalence: Equivalence) -> str:

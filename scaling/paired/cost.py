@@ -173,9 +173,9 @@ def surfaces(
     L = np.array([loss_of(run, evaluation) for run in runs])
     trunks = np.array([run.trunk for run in runs])
     counts = runs[0].convention if runs else "total"
-    own, no_own_law = own_surface(N, D, L, trunks, counts, own_source)
+    own_law, no_own_law = own_surface(N, D, L, trunks, counts, own_source)
     laws = {
-        int(size): own or local_surface(D[size == N], L[size == N], local_source)
+        int(size): own_law or local_surface(D[size == N], L[size == N], local_source)
         for size in np.unique(N)
     }
     published = [EPOCH] if any(laws.values()) else [EPOCH, HOFFMANN]

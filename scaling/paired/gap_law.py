@@ -366,7 +366,8 @@ def _judged_exponents(
     exponents = [_exponent(power, name, without[name].squares, is_gap_told) for name in power.free]
     is_told = told_together([exponent.p for exponent in exponents])
     return [
-        replace(exponent, is_told=told) for exponent, told in zip(exponents, is_told, strict=True)
+        replace(exponent, is_told=is_one_told)
+        for exponent, is_one_told in zip(exponents, is_told, strict=True)
     ]
 
 

@@ -107,7 +107,8 @@ def _crossing(values: np.ndarray, squares: np.ndarray, limit: float) -> float:
         return float(values[0])
     outside, inside = squares[first - 1], squares[first]
     share = (outside - limit) / (outside - inside)
-    return float(values[first - 1] + share * (values[first] - values[first - 1]))
+    step = values[first] - values[first - 1]
+    return float(values[first - 1] + share * step)
 
 
 def power_axes(N: ArrayLike, D: ArrayLike, N0: float, ratio0: float) -> np.ndarray:
@@ -146,20 +147,9 @@ def descend(cells: Cells, axes: np.ndarray, starts: np.ndarray, indices: list[in
     exponents, damping = starts.copy(), np.full(len(starts), 1e-3)
     squares = profile_of(cells, axes, exponents).squares
     for _ in range(STEPS):
-        shape = np.exp(exponents @ axes)
-        slope = (shape[:, None] * axes[indices]) @ cells.root.T  # (starts, free, cells)
-        shape = shape @ cells.root.T
-        power = np.sum(shape**2, axis=1)
-        k = shape @ cells.height / power
-        residual = cells.height - k[:, None] * shape
-        along = np.einsum("sfc,sc->sf", slope, shape) / power[:, None]
-        slope = k[:, None, None] * (slope - along[..., None] * shape[:, None])
-        curvature = slope @ slope.transpose(0, 2, 1)
-        diagonal = np.einsum("sff->sf", curvature) * damping[:, None] + 1e-12
-        damped = curvature + diagonal[:, :, None] * np.eye(len(indices))
-        pull = np.einsum("sfc,sc->sf", slope, residual)
+        slope, residual = _linearised(cells, axes, exponents, indices)
         moved = exponents.copy()
-        moved[:, indices] += np.linalg.solve(damped, pull[..., None])[..., 0]
+        moved[:, indices] += _damped_step(slope, residual, damping)
         moved = np.clip(moved, -LIMIT, LIMIT)
         reached = profile_of(cells, axes, moved).squares
         is_lower = reached <= squares
@@ -170,6 +160,33 @@ def descend(cells: Cells, axes: np.ndarray, starts: np.ndarray, indices: list[in
         if np.all(change <= SETTLED * (1 + squares)):
             break
     return exponents
+
+
+def _linearised(
+    cells: Cells, axes: np.ndarray, exponents: np.ndarray, indices: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """At each of `exponents` (starts, 2) with k solved for: derivatives of the law by the exponents
+    that move, (starts, free, cells), without what a change of k makes up; residuals,
+    (starts, cells)."""
+    gaps = np.exp(exponents @ axes)  # over k
+    slope = (gaps[:, None] * axes[indices]) @ cells.root.T
+    shape = gaps @ cells.root.T
+    power = np.sum(shape**2, axis=1)
+    k = shape @ cells.height / power
+    residual = cells.height - k[:, None] * shape
+    along = np.einsum("sfc,sc->sf", slope, shape) / power[:, None]
+    across = slope - along[..., None] * shape[:, None]
+    return k[:, None, None] * across, residual
+
+
+def _damped_step(slope: np.ndarray, residual: np.ndarray, damping: np.ndarray) -> np.ndarray:
+    """(starts, free) by Levenberg and Marquardt; damping: (starts,)."""
+    curvature = slope @ slope.transpose(0, 2, 1)
+    diagonal = np.einsum("sff->sf", curvature)
+    added = diagonal * damping[:, None] + 1e-12
+    damped = curvature + added[:, :, None] * np.eye(slope.shape[1])
+    pull = np.einsum("sfc,sc->sf", slope, residual)
+    return np.linalg.solve(damped, pull[..., None])[..., 0]
 
 
 def _grid(ranges: Sequence[tuple[float, float]]) -> np.ndarray:

@@ -78,14 +78,7 @@ class Ranking:
 
 def rank(pairs: Sequence[Pair], evaluation: str) -> Ranking:
     """The ranking of the recipes of `pairs` by how their gaps are under one evaluation."""
-    left_out = []
-    cells: dict[str, dict[Cell, Pair]] = {}
-    for recipe, members in grouped(pairs, lambda pair: pair.fp8.recipe):
-        idle = [pair.fp8.run_id for pair in members if is_idle([pair])]
-        if idle:
-            left_out.append(LeftOut(recipe, reason("converts_no_linear", runs=idle)))
-        else:
-            cells[recipe] = {_cell_of(pair): pair for pair in members}
+    cells, left_out = _cells_of_recipes(pairs)
     compared = compared_cells([list(pairs_of_cell) for pairs_of_cell in cells.values()])
     gaps: dict[str, list[float]] = {}  # recipe -> its gaps where all are compared
     for recipe, pairs_of_cell in cells.items():
@@ -100,6 +93,20 @@ def rank(pairs: Sequence[Pair], evaluation: str) -> Ranking:
         lowest = gaps[recipes[0].recipe] if recipes else None
         recipes.append(_ranked(recipe, gaps[recipe], lowest, speed))
     return Ranking(recipes, left_out, compared)
+
+
+def _cells_of_recipes(
+    pairs: Sequence[Pair],
+) -> tuple[dict[str, dict[Cell, Pair]], list[LeftOut]]:
+    """(recipe -> its pairs, the recipes that convert no Linear in some pair)."""
+    cells, left_out = {}, []
+    for recipe, members in grouped(pairs, lambda pair: pair.fp8.recipe):
+        idle = [pair.fp8.run_id for pair in members if is_idle([pair])]
+        if idle:
+            left_out.append(LeftOut(recipe, reason("converts_no_linear", runs=idle)))
+        else:
+            cells[recipe] = {_cell_of(pair): pair for pair in members}
+    return cells, left_out
 
 
 def compared_cells(cells_of_recipes: Sequence[Sequence[Cell]]) -> list[Cell]:
