@@ -87,6 +87,6 @@ def changed_keys(old: Declaration, new: Declaration) -> list[str]:
     ]
     rows = {row["run"]: row for row in new.runs}
     for row in old.runs:
-        now = rows.get(row["run"], {})
-        changes += [f"{key} of {row['run']}" for key in row if row[key] != now.get(key)]
+        new_row = rows.get(row["run"], {})
+        changes += [f"{key} of {row['run']}" for key in row if row[key] != new_row.get(key)]
     return changes

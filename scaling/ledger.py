@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,12 +87,10 @@ class Kind:
     capability: str  # instructions that torch's own kernels use, such as AVX2
     flags: tuple[str, ...]  # those of CPU_FLAGS that the CPU has
 
-    def is_like(self, other: "Kind") -> bool:
-        return (self.vendor, self.capability, self.flags) == (
-            other.vendor,
-            other.capability,
-            other.flags,
-        )
+    def is_like(self, kind: "Kind") -> bool:
+        """Whether both are equal in all that decides a run's bits."""
+        keys = ("vendor", "capability", "flags")
+        return all(getattr(self, key) == getattr(kind, key) for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +112,14 @@ class Entry:
     val_blocks: dict[str, dict[str, list[float]]]
 
 
-def main(arguments: list[str], began: float | None = None) -> int:
-    """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
+def main(arguments: list[str], started_at: float | None = None) -> int:
+    """The exit code. `started_at`: when the command was started, by time.monotonic(); none = now."""
     return command(__doc__, Options, "study")(
-        lambda options: ledger(options, began or time.monotonic())
+        lambda options: ledger(options, started_at or time.monotonic())
     )(arguments)
 
 
-def ledger(options: Options, began: float) -> int | str:
+def ledger(options: Options, started_at: float) -> int | str:
     study = load_study(options.study)
     rows = expand(study)
     folder = Path(options.out) / study.name
@@ -134,7 +132,7 @@ def ledger(options: Options, began: float) -> int | str:
         restore(entries, home, folder)
         return f"{len(entries)} runs -> {folder}"
     if options.run:
-        return run_missing(study, rows, entries, home, folder, options, began)
+        return run_missing(study, rows, entries, home, folder, options, started_at)
     return status(rows, entries, home)
 
 
@@ -229,7 +227,7 @@ def entry_from(run_dir: Path, cpu_s: float) -> Entry:
 
 def blocks_of(path: Path, sources: list[str]) -> dict[str, dict[str, list[float]]]:
     """Entry.val_blocks of a val_losses.npz, whose sources are numbered in alphabetical order."""
-    blocks = {}
+    blocks: dict[str, dict[str, list[float]]] = {}
     with np.load(path, allow_pickle=False) as file:
         columns = {key: file[key] for key in ("source", *BLOCK_KEYS)}
     for number, name in enumerate(sources):
@@ -258,7 +256,8 @@ def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
         sources = [entry.val_blocks[source] for source in sorted(entry.val_blocks)]
         columns = {key: np.concatenate([part[key] for part in sources]) for key in BLOCK_KEYS}
         number = np.repeat(np.arange(len(sources)), [len(source["n_tokens"]) for source in sources])
-        np.savez(run_dir / "val_losses.npz", source=number, **columns)
+        arrays: dict[str, Any] = {"source": number, **columns}
+        np.savez(run_dir / "val_losses.npz", **arrays)
         write_json(run_dir / "summary.json", entry.summary)
 
 
@@ -272,23 +271,23 @@ def run_missing(
     home: Path,
     folder: Path,
     options: Options,
-    began: float,
+    started_at: float,
 ) -> int:
     """Train the runs without a row, a trunk and then its branches, and add their rows as they
     finish; the exit code."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for the runs: more threads would sum in another order
     home.mkdir(parents=True, exist_ok=True)
-    chosen = sweep.choose(rows, sweep.Options(study=options.study, run=True, only=options.only))
+    selected = sweep.choose(rows, sweep.Options(study=options.study, run=True, only=options.only))
     restore(entries, home, folder)
     declaration = sweep.declare(study, rows, folder)
-    sweep.check_predicted(chosen, folder)
-    if any(row.run not in entries for row in chosen):
+    sweep.check_predicted(selected, folder)
+    if any(row.run not in entries for row in selected):
         sweep.check_data(rows, folder)
     write_declaration(declaration, folder)
     write_declaration(declaration, home)
-    deadline = began + (options.limit or math.inf)
+    deadline = started_at + (options.limit or math.inf)
     has_failure = False
-    for family in families(chosen):
+    for family in families(selected):
         outcome = _train_family(family, rows, entries, home, folder, options, deadline)
         if outcome == "done":
             remove_checkpoints(family, folder)
@@ -297,7 +296,7 @@ def run_missing(
             break
     if has_failure:
         return 1
-    return 3 if any(row.run not in entries for row in chosen) else 0
+    return 3 if any(row.run not in entries for row in selected) else 0
 
 
 def _train_family(
@@ -335,10 +334,10 @@ def train(
 ) -> tuple[int, float]:
     """Run one row to its end or to the deadline: (exit code as scaling/sweep.py has it, CPU
     seconds)."""
-    before = children_s()
+    cpu_s = children_s()
     how = sweep.Options(study=options.study, run=True, out=options.out, limit=options.limit)
     code = sweep.run(rows, [sweep.placed(row, folder)], folder, how, [[]], deadline)
-    return code, children_s() - before
+    return code, children_s() - cpu_s
 
 
 def children_s() -> float:
@@ -483,8 +482,8 @@ def mixed_pairs(entries: dict[str, Entry]) -> int:
 def seconds_of(row: Row, rows: list[Row], entries: dict[str, Entry], timing: dict) -> float:
     """CPU seconds that a run will take: the median of its like, else by timing.json [microseconds a
     token]; nan: unknown."""
-    finished = [other for other in rows if other.run in entries]
-    measured = [entries[other.run].cpu_s for other in finished if is_like(row, other)]
+    finished = [candidate for candidate in rows if candidate.run in entries]
+    measured = [entries[run.run].cpu_s for run in finished if is_like(row, run)]
     if measured:
         return median(measured)
     micros = timing.get("microseconds_per_token", {}).get(row.size, {}).get(row.recipe, math.nan)
@@ -499,11 +498,11 @@ def _file_config(path: str) -> Config:
     return load_config(ROOT / path)
 
 
-def is_like(row: Row, other: Row) -> bool:
+def is_like(row: Row, second: Row) -> bool:
     """Whether two runs differ in seed or rate alone."""
 
     keys = ("size", "recipe", "tokens_per_param", "repeat")
-    return all(getattr(row, key) == getattr(other, key) for key in keys)
+    return all(getattr(row, key) == getattr(second, key) for key in keys)
 
 
 if __name__ == "__main__":

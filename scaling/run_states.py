@@ -97,7 +97,7 @@ def _state_in_log(log: Path) -> str | None:
 
 
 def can_lock(file: IO, kind: int) -> bool:
-    """Lock an open log, shared or exclusively; False where the other has it: a run that lives holds
+    """Lock an open log, shared or exclusively; False where the run has it: a run that lives holds
     its log exclusively."""
     for _ in range(5):  # another's look at the table is over at once
         try:
@@ -111,7 +111,8 @@ def can_lock(file: IO, kind: int) -> bool:
 def placed(row: Row, folder: Path) -> Row:
     """The row as it is to be run, or was begun: a branch from scratch where its trunk is done but
     its checkpoint is gone."""
-    if row.parent is None or ">" in row.recipe:  # a switched decay has no run from scratch
+    # a switched decay has no run from scratch
+    if row.parent is None or row.switched_from is not None:
         return row
     return row if _is_branch(row, folder) else from_scratch(row)
 
@@ -153,12 +154,12 @@ def cost_of(row: Row, rows: Sequence[Row], folder: Path, options: CostOptions) -
     """Medians over the finished ones of `rows` of its size and precision, null runs apart; else as
     assumed."""
     kind = (row.size, row.recipe, row.repeat)
-    alike = [other for other in rows if (other.size, other.recipe, other.repeat) == kind]
-    summaries = {other: summary_of(other, folder) for other in alike}
-    finished = {other: summary for other, summary in summaries.items() if summary}
+    alike = [run for run in rows if (run.size, run.recipe, run.repeat) == kind]
+    summaries = {run: summary_of(run, folder) for run in alike}
+    finished = {run: summary for run, summary in summaries.items() if summary}
     if not finished:
         return _assumed_cost(row, options)
-    apart = [_seconds_outside_steps(other, summary) for other, summary in finished.items()]
+    apart = [_seconds_outside_steps(run, summary) for run, summary in finished.items()]
     speeds = [summary["tok_per_s_median"] / summary["n_gpu"] for summary in finished.values()]
     newest = list(finished.values())[-1]
     return Cost(median(speeds), UNSEEN_S + median(apart), newest["device"])

@@ -63,16 +63,16 @@ class Running:
 
 def run(
     rows: Sequence[Row],
-    chosen: Sequence[Row],
+    selected: Sequence[Row],
     folder: Path,
     options: RunOptions,
     slots: list[list[str]],
     deadline: float,
 ) -> int:
-    """Run what of `chosen` is not done; returns the exit code. `rows`: all of the study, whose
+    """Run what of `selected` is not done; returns the exit code. `rows`: all of the study, whose
     finished runs tell how long a start takes; slots: the GPUs of each job; `deadline`: the
     time.monotonic() of limit=."""
-    scheduler = Scheduler(rows, chosen, folder, options, list(slots), deadline)
+    scheduler = Scheduler(rows, selected, folder, options, list(slots), deadline)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: scheduler.requests.append(number))
     return scheduler.run()
@@ -81,7 +81,7 @@ def run(
 @dataclass
 class Scheduler:
     rows: Sequence[Row]
-    chosen: Sequence[Row]
+    selected: Sequence[Row]
     folder: Path
     options: RunOptions
     free_slots: list[list[str]]
@@ -94,7 +94,7 @@ class Scheduler:
     too_late: list[str] = field(default_factory=list)  # runs that no time is left for, and why
 
     def run(self) -> int:
-        self.waiting = not_done(self.chosen, self.folder)
+        self.waiting = not_done(self.selected, self.folder)
         # what may fail again comes last
         self.waiting.sort(key=lambda row: state_of(row, self.folder).startswith("failed"))
         self._say_what_is_to_do()
@@ -105,7 +105,7 @@ class Scheduler:
                 break
             if time.monotonic() > last_progress + LOG_S:
                 last_progress = time.monotonic()
-                say(progress(self.chosen, list(self.running), self.folder))
+                say(progress(self.selected, list(self.running), self.folder))
             time.sleep(POLL_S)
             self._check_time()
             self._pass_requests_on()
@@ -113,7 +113,7 @@ class Scheduler:
         return self._end()
 
     def _say_what_is_to_do(self) -> None:
-        text = f"{len(self.waiting)} of {len(self.chosen)} runs to do in {self.folder}"
+        text = f"{len(self.waiting)} of {len(self.selected)} runs to do in {self.folder}"
         if self.options.limit:
             remaining_s = self.deadline - time.monotonic()
             text += f"; {remaining_s:.1f} s are left of limit={self.options.limit:g}"
@@ -176,7 +176,7 @@ class Scheduler:
 
     def _end(self) -> int:
         """Say what is not done; the exit code."""
-        unfinished = [row.run for row in not_done(self.chosen, self.folder)]
+        unfinished = [row.run for row in not_done(self.selected, self.folder)]
         for what, runs in (
             ("no time is left to begin", self.too_late),
             ("failed", self.failed),
@@ -256,10 +256,10 @@ def _starting_point(row: Row, folder: Path) -> str:
     return "starts from scratch"
 
 
-def progress(chosen: Sequence[Row], running: Sequence[Row], folder: Path) -> str:
+def progress(selected: Sequence[Row], running: Sequence[Row], folder: Path) -> str:
     """How far the runs under way are, and how long all take if the others go on at as many FLOPs a
     second."""
-    unfinished = not_done(chosen, folder)
+    unfinished = not_done(selected, folder)
     flops = sum(row.flops_per_token * tokens_left(row, folder) for row in unfinished)
     flops_per_s = 0.0
     texts = []
@@ -274,9 +274,9 @@ def progress(chosen: Sequence[Row], running: Sequence[Row], folder: Path) -> str
         texts.append(
             f"{row.run} {step:,} / {row.steps:,}, loss {loss:.3f}, {si(tok_per_s)} tokens/s"
         )
-    finished = len(chosen) - len(unfinished)
+    finished = len(selected) - len(unfinished)
     remaining = f", about {duration(flops / flops_per_s)} left" if flops_per_s else ""
-    return "; ".join([f"{finished} of {len(chosen)} runs done{remaining}", *texts])
+    return "; ".join([f"{finished} of {len(selected)} runs done{remaining}", *texts])
 
 
 def _train_rows(path: Path) -> list[dict]:

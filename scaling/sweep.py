@@ -88,31 +88,31 @@ class Options:
             )
 
 
-def main(arguments: list[str], began: float | None = None) -> int:
-    """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
+def main(arguments: list[str], started_at: float | None = None) -> int:
+    """The exit code. `started_at`: when the command was started, by time.monotonic(); none = now."""
     return command(__doc__, Options, "study")(
-        lambda options: sweep(options, began or time.monotonic())
+        lambda options: sweep(options, started_at or time.monotonic())
     )(arguments)
 
 
-def sweep(options: Options, began: float) -> int | str:
+def sweep(options: Options, started_at: float) -> int | str:
     study = load_study(options.study)
     rows = expand(study)
     folder = Path(options.out) / study.name
-    chosen = choose(rows, options)
+    selected = choose(rows, options)
     declaration = declare(study, rows, folder)
     rows = [placed(row, folder) for row in rows]
-    chosen = [placed(row, folder) for row in chosen]
+    selected = [placed(row, folder) for row in selected]
     if not (options.run or options.slurm):
-        return format_grid(chosen, folder, options)
-    check_predicted(chosen, folder)
+        return format_grid(selected, folder, options)
+    check_predicted(selected, folder)
     if options.slurm:
-        return format_slurm_script(chosen, options)
+        return format_slurm_script(selected, options)
     slots = slots_of(options)
-    if not_done(chosen, folder):
+    if not_done(selected, folder):
         check_data(rows, folder)
     write_declaration(declaration, folder)
-    return run(rows, chosen, folder, options, slots, began + (options.limit or math.inf))
+    return run(rows, selected, folder, options, slots, started_at + (options.limit or math.inf))
 
 
 def slots_of(options: Options) -> list[list[str]]:
@@ -139,15 +139,18 @@ def choose(rows: list[Row], options: Options) -> list[Row]:
         return [row for row in rows if not (row.held_out and is_running)]
     names: set[str | None] = set()
     for pattern in options.only.split(","):
-        matching = [row for row in rows if fnmatch.fnmatchcase(row.run, pattern)]
-        if not matching:
-            raise UserError(
-                f"only={pattern!r} matches no run of"
-                f" {options.study}{nearest(pattern, [row.run for row in rows])}"
-            )
-        matching = [row for row in matching if not row.held_out] or matching
-        names |= {row.run for row in matching} | {row.parent for row in matching}
+        for row in _matching(rows, pattern, options.study):
+            names |= {row.run, row.parent}
     return [row for row in rows if row.run in names]
+
+
+def _matching(rows: list[Row], pattern: str, study: str) -> list[Row]:
+    """The rows that one name or pattern stands for."""
+    matching = [row for row in rows if fnmatch.fnmatchcase(row.run, pattern)]
+    if not matching:
+        names = [row.run for row in rows]
+        raise UserError(f"only={pattern!r} matches no run of {study}{nearest(pattern, names)}")
+    return [row for row in matching if not row.held_out] or matching
 
 
 # ----------------------------------------------------------------------------- before the first run
@@ -210,11 +213,11 @@ def check_data(rows: list[Row], folder: Path) -> None:
         data = Data(config, *tokenizer.hashes)
     except UserError as error:
         raise UserError(f"{row.run}: {error}") from error
-    for other in rows:
-        summary = summary_of(other, folder) or {}
+    for done in rows:
+        summary = summary_of(done, folder) or {}
         if summary.get("data_sha256", data.train_sha256) != data.train_sha256:
             raise UserError(
-                f"{config.data.dir} holds other tokens than {other.run}, which is done, has seen:"
+                f"{config.data.dir} holds other tokens than {done.run}, which is done, has seen:"
                 " put those back"
             )
 

@@ -3,9 +3,12 @@ see."""
 
 import itertools
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
 from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
@@ -13,6 +16,9 @@ from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 ALPHA = 0.05
 POWER = 0.8
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)  # of an integral over -1 to 1
+EQUAL = 1e-12  # relative scatter below which values are copies of one another
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -20,56 +26,52 @@ class Estimate:
     """Mean of n independent values with its 95 % t-interval; sd to high are None where the values
     carry no spread."""
 
-    n: int
+    n: int  # independent values
     mean: float
-    sd: float | None = None
-    se: float | None = None
-    low: float | None = None
-    high: float | None = None
+    sd: float | None = None  # standard deviation of a value
+    se: float | None = None  # standard error of the mean
+    low: float | None = None  # lower end of the interval
+    high: float | None = None  # upper end of the interval
 
     @property
     def half(self) -> float | None:
-        return None if self.se is None else self.high - self.mean
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
+        """Half the length of the interval."""
+        return None if self.high is None else self.high - self.mean
 
 
-def estimate(values) -> Estimate:
+def estimate(values: ArrayLike) -> Estimate:
     """The Estimate of independent values, shape (n,); equal ones are copies, not a sample without
     noise: no interval."""
     values = np.asarray(values, dtype=float)
     n, mean = len(values), float(values.mean())
     sd = float(values.std(ddof=1)) if n > 1 else 0.0
-    if sd <= 1e-12 * abs(values).max():
+    if sd <= EQUAL * abs(values).max():
         return Estimate(n, mean)
     se = sd / math.sqrt(n)
     half = float(stdtrit(n - 1, 1 - ALPHA / 2)) * se
     return Estimate(n, mean, sd, se, mean - half, mean + half)
 
 
-def clusters(labels) -> list[np.ndarray]:
+def clusters(labels: Sequence[set]) -> list[np.ndarray]:
     """Indices of `labels`, the set of trajectories that each value rests on, in groups that share
     one, also through a third."""
-    count, group = connected_components(
-        np.array([[bool(mine & its) for its in labels] for mine in labels]), directed=False
-    )
-    return [np.flatnonzero(group == i) for i in range(count)]
+    shares_label = [[bool(first & second) for second in labels] for first in labels]
+    count, group = connected_components(np.array(shares_label), directed=False)
+    return [np.flatnonzero(group == index) for index in range(count)]
 
 
-def grouped(items, key) -> list[tuple]:
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> list[tuple[Any, list[Item]]]:
     """(key, the items that have it), in order of the keys."""
-    return [(one, list(some)) for one, some in itertools.groupby(sorted(items, key=key), key)]
+    groups = itertools.groupby(sorted(items, key=key), key)
+    return [(value, list(members)) for value, members in groups]
 
 
-def tost(found: Estimate, margin: float) -> float | None:
+def tost(gap: Estimate, margin: float) -> float | None:
     """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the
     larger; None: no interval."""
-    return (
-        None
-        if found.se is None
-        else float(stdtr(found.n - 1, -(margin - abs(found.mean)) / found.se))
-    )
+    if gap.se is None:
+        return None
+    return float(stdtr(gap.n - 1, -(margin - abs(gap.mean)) / gap.se))
 
 
 def chi2_quantiles(dof: int) -> np.ndarray:
@@ -83,8 +85,9 @@ def power(n: int, gap: float) -> float:
     where n is 2 or the shift large."""
     # of the sample's sd over the true one: even quantiles
     spreads = np.sqrt(chi2_quantiles(n - 1) / (n - 1))
-    spread, shift = float(stdtrit(n - 1, 1 - ALPHA / 2)) * spreads, abs(gap) * math.sqrt(n)
-    return 0.5 * float(WEIGHTS @ (ndtr(shift - spread) + ndtr(-(spread + shift))))
+    half = float(stdtrit(n - 1, 1 - ALPHA / 2)) * spreads
+    shift = abs(gap) * math.sqrt(n)
+    return 0.5 * float(WEIGHTS @ (ndtr(shift - half) + ndtr(-(half + shift))))
 
 
 def smallest_seen(sd: float, n: int) -> float:
