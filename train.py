@@ -1,13 +1,13 @@
 """Train one GPT, from a config file to summary.json.
 
-    python train.py configs/demo_s_fp8.py                                   one process, GPU or CPU
-    torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py             eight GPUs of one machine
-    python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value, each key once
-    python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
-    python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run
-    python train.py FILE start_from=out/<run>                               a training of its own on that run's weights
-    python train.py configs/continue_llama.py                               on from an imported model (step_00000000)
-    python train.py --help                                                  every key, its default and meaning
+    python train.py configs/demo_s_fp8.py                                one process, GPU or CPU
+    torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py          eight GPUs of one machine
+    python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=out    any section.key=value, once
+    python train.py configs/gpt1p5b_fp8.py --plan h100                   its cost; trains nothing
+    python train.py FILE start_from=out/<run>/checkpoints/step_00000400  another end of a wsd run
+    python train.py FILE start_from=out/<run>                            anew on that run's weights
+    python train.py configs/continue_llama.py                            on from an imported model
+    python train.py --help                                               keys, defaults, meanings
 
 What a config file imports is looked for beside it first: a copied pair of configs has its own _bf16
 file as its parent. A run lives in out/<run>/. The same command again resumes it from its newest

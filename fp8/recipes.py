@@ -4,8 +4,8 @@
     python -m fp8.recipes --write  put them there
 
 Config choices, refusals, the plan, the model of speed and the tables of the documentation are made
-from RECIPES. To add a recipe, add an entry here and its reference to tests/fp8/test_linears.py (OPERANDS);
-fp8/README.md has the steps."""
+from RECIPES. To add a recipe, add an entry here and its reference to tests/fp8/test_linears.py
+(OPERANDS); fp8/README.md has the steps."""
 
 import math
 import re

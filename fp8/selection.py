@@ -93,16 +93,16 @@ def _reason_to_keep_bf16(
     name: str, shape: tuple[int, int], n_blocks: int, config: FP8Config
 ) -> str:
     """Why the config leaves a Linear in BF16; "" where it does not."""
-    block = _block_of(name)
     if config.recipe == "off":
         return "fp8.recipe=off"
     if name == "head" and not config.head:
         return "head (fp8.head=false)"
-    for pattern in config.skip:
-        if _matches(name, pattern):
-            return f"fp8.skip={pattern}"
-    if config.include and not any(_matches(name, pattern) for pattern in config.include):
+    skipping = _first_match(name, config.skip)
+    if skipping is not None:
+        return f"fp8.skip={skipping}"
+    if config.include and _first_match(name, config.include) is None:
         return "not in fp8.include"
+    block = _block_of(name)
     if 0 <= block < config.first_bf16:
         return f"fp8.first_bf16={config.first_bf16}"
     if block >= max(0, n_blocks - config.last_bf16):
@@ -110,6 +110,10 @@ def _reason_to_keep_bf16(
     if config.recipe == "auto" and any(size % multiple_of("auto") for size in shape):
         return f"not a multiple of {multiple_of('auto')}"
     return ""
+
+
+def _first_match(name: str, patterns: Iterable[str]) -> str | None:
+    return next((pattern for pattern in patterns if _matches(name, pattern)), None)
 
 
 def _choose(
@@ -209,9 +213,13 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
         lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
     if converted and device_type == "cpu":
         lines.append("fp8: emulated on this CPU: real numerics, slower than BF16")
-    elif recipe in RECIPES and RECIPES[recipe].is_emulated_on_gpus and not is_native(recipe):
+    elif _is_emulated_on_this_gpu(recipe):
         lines.append("fp8: emulated on this GPU: real numerics, slower than BF16")
     return lines
+
+
+def _is_emulated_on_this_gpu(recipe: str) -> bool:
+    return recipe in RECIPES and RECIPES[recipe].is_emulated_on_gpus and not is_native(recipe)
 
 
 # ---------------------------------------------------------------------------------------- hardware

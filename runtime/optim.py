@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from lib.errors import UserError
+from lib.sharding import is_dtensor
 from model import GPT
 from runtime.config import Config, OptimConfig, changed_keys
 
@@ -82,10 +81,10 @@ class MuonAdamW:
     def __init__(self, model: GPT, config: OptimConfig):
         self.config = config
         parts = muon_parts(model)
-        self.is_sharded = isinstance(next(iter(parts)), DTensor)
+        self.is_sharded = is_dtensor(next(iter(parts)))
         ranks = dist.get_world_size() if self.is_sharded else 1
         owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()], ranks)
-        self.owned = [
+        self.owned: list[list[Any]] = [
             [p for p, owner in zip(parts, owners, strict=True) if owner == rank]
             for rank in range(ranks)
         ]
@@ -120,45 +119,18 @@ class MuonAdamW:
         return grad.lerp(momentum, beta).bfloat16()
 
     def _by_owners(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each matrix this rank's shard, orthogonalised; two exchanges between all ranks,
-        whatever the number of matrices.
+        """Of each matrix this rank's shard, orthogonalised by the matrix's owner. momenta: shards
+        in the order of self.parts."""
+        from runtime.shard_exchange import ShardExchange
 
-        Shards travel padded to one height. Replicas hold equal ones: an owner hears its own replica
-        alone, and answers all."""
-        me, ranks, any_of_them = (
-            dist.get_rank(),
-            range(dist.get_world_size()),
-            next(iter(self.parts)),
-        )
-        n = any_of_them.device_mesh.size(-1)  # ranks of a replica, which follow one another
-        # as FSDP2 cuts
-        near, heights = ranks[me // n * n :][:n], {p: math.ceil(p.shape[0] / n) for p in self.parts}
-        sizes = [[heights[p] * p.shape[1] for p in owned] for owned in self.owned]
-        counts = list(map(sum, sizes))
-        # by owner, as self.parts is
-        flat = torch.cat(
-            [
-                F.pad(m, (0, 0, 0, height - len(m))).flatten()
-                for m, height in zip(momenta, heights.values(), strict=True)
-            ]
-        )
-        mine = flat.new_empty(n, counts[me])
-        dist.all_to_all_single(
-            mine.view(-1),
-            flat[sum(counts[: near[0]]) : sum(counts[: near[-1] + 1])],
-            [counts[me] * (rank in near) for rank in ranks],
-            [counts[rank] * (rank in near) for rank in ranks],
-        )
-        for p, shards in zip(self.owned[me], mine.split(sizes[me], dim=1), strict=True):
-            result = _by_parts(shards.reshape(-1, p.shape[1])[: p.shape[0]], self.parts[p])
-            shards.copy_(F.pad(result, (0, 0, 0, n * heights[p] - len(result))).view(n, -1))
-        dist.all_to_all_single(
-            flat, mine.repeat(len(ranks) // n, 1).view(-1), counts, [counts[me]] * len(ranks)
-        )
-        return [
-            part[: m.numel()].view_as(m)
-            for m, part in zip(momenta, flat.split(sum(sizes, [])), strict=True)
-        ]
+        exchange = ShardExchange(self.owned)
+        flat = exchange.flatten(momenta)
+        gathered = exchange.gather(flat)
+        for matrix, shards in exchange.own_shards(gathered):
+            whole = exchange.join(shards, matrix)
+            exchange.cut(_by_parts(whole, self.parts[matrix]), shards)
+        exchange.scatter(gathered, flat)
+        return exchange.unflatten(flat, momenta)
 
 
 def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
@@ -193,7 +165,7 @@ def deal(costs: list[int], ranks: int) -> list[int]:
 
 def local(tensor: Any) -> torch.Tensor:
     """This rank's shard, or the whole tensor where it has no shards."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _by_parts(matrix: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
@@ -218,7 +190,8 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
-    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
+    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last
+            decay_share (2404.06395)
     """
     warmup = config.warmup_steps(steps)
     if step < warmup:
@@ -235,12 +208,12 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     """Raise UserError unless `config`, trained from scratch, would reach the state of `parent`
     after `step` updates but for its precision: the same model, data, seed and optimizer, and the
     same learning rate at every step before."""
-    where = f"start_from={config.start_from}"
+    key = f"start_from={config.start_from}"
     if config.parent is None or step != config.parent[1]:
-        raise UserError(f"{where} holds step {step}: give the folder the name it was written under")
+        raise UserError(f"{key} holds step {step}: give the folder the name it was written under")
     if changes := changed_keys(_fixed_for_branches(parent), _fixed_for_branches(config)):
         raise UserError(
-            f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in"
+            f"{key} is of another run: {'; '.join(changes)}; a branch differs from its parent in"
             f" run, out, precision, budget and decay alone; start_from=out/{parent.run} takes its"
             " weights"
         )
@@ -250,7 +223,7 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
         if old != new:
             share = parent.optim.warmup_steps(parent.total_steps) / config.total_steps
             raise UserError(
-                f"{where}: step {k + 1} of {parent.run} had the learning rate {old:g}, here"
+                f"{key}: step {k + 1} of {parent.run} had the learning rate {old:g}, here"
                 f" {new:g}: branches need optim.schedule=wsd in both runs,"
                 f" optim.warmup_share={share!r} and a checkpoint before the decay"
             )

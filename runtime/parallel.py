@@ -14,13 +14,11 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8 import bf16_in_fp32
@@ -30,9 +28,13 @@ from fp8.recipes import RECIPES, needs_precision_casts
 from fp8.selection import Layer
 from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
+from lib.sharding import is_dtensor, is_fsdp_module
 from model import GPT, Block
 from runtime import optim
 from runtime.config import Config
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # of activations in both arms; weights, gradients and moments are fp32
 COMPUTE_DTYPE = torch.bfloat16
@@ -53,7 +55,7 @@ class World:
     local_rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh | None = None  # ("replicate", "shard"), or None with one process
+    mesh: "DeviceMesh | None" = None  # ("replicate", "shard"), or None with one process
     # processes on this machine, which share its disks; 1 where the launcher does not tell
     local_size: int = 1
     # gloo; a save in the background must not meet the step's own
@@ -156,6 +158,8 @@ def _join(
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name
     # the cause.
     patience = timedelta(seconds=2 * p.start_timeout)
+    from torch.distributed.device_mesh import init_device_mesh
+
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -402,7 +406,9 @@ def build(config: Config, world: World) -> Built:
 
     def assign(p: torch.Tensor, full: torch.Tensor) -> None:
         # each rank has the same full value and keeps its part: nothing is sent
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
+            from torch.distributed.tensor import distribute_tensor
+
             full = distribute_tensor(
                 full.to(world.device), p.device_mesh, p.placements, src_data_rank=None
             )
@@ -509,6 +515,8 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
     no padded shards."""
     if world.mesh is None:
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     ranks = world.mesh["shard"].size()
     for name, p in model.named_parameters():
         if is_wrapped(p) and p.shape[0] % ranks:
@@ -538,14 +546,15 @@ def compile_model(model: GPT, is_whole: bool) -> None:
         module.compile(dynamic=False, fullgraph=True)
     # head and cross-entropy are one more piece: eager, they would hold three copies of the logits
     if not is_whole:
-        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
+        compiled: Any = torch.compile(model.token_losses, dynamic=False, fullgraph=True)
+        model.token_losses = compiled  # type: ignore[method-assign]
 
 
 def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
     """Reduce gradients over the ranks in the next backward pass, or (now=False: all but a step's
     last micro-batch) only add them up. reshard: as given to shard(); if False, gathered weights
     stay until the last micro-batch."""
-    if isinstance(model, FSDPModule):
+    if is_fsdp_module(model):
         model.set_requires_gradient_sync(now)
         model.set_reshard_after_backward(now or reshard)
 
@@ -554,4 +563,4 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients to a global L2 norm of at most `max_norm`; returns the norm before, on
     the device, ()."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm

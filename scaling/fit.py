@@ -46,7 +46,7 @@ from lib.text import listed, nearest, si
 from lib.values import FilePath
 from scaling import predict, records
 from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
-from scaling.gap_words import ARMS
+from scaling.gap_words import EVALUATION_WORDS, KIND
 from scaling.laws import (
     DELTA,
     HAS_OUTLIERS,
@@ -69,8 +69,10 @@ from scaling.laws import (
     unfitted,
     with_bootstrap,
 )
-from scaling.pairs import KIND, Pair, grouped, over, pairs
-from scaling.precision import LINES, table
+from scaling.pages import LINES, format_table
+from scaling.paired.estimates import grouped
+from scaling.paired.gaps import Pair, mean_gaps
+from scaling.pairing import pair_runs
 from scaling.tables import joined, read_table, unit_doubts
 
 SHOWN = 8  # points that a warning names
@@ -243,7 +245,7 @@ def _fit_runs(o: Options, folder: Path) -> None:
         )
     ]
     try:
-        found, alone = pairs(runs)
+        found, alone = pair_runs(runs)
     except UserError as error:  # the laws do not need the losses of single sequences
         found, alone = [], [f"no paired gap: {error}"]
     notes += alone
@@ -321,7 +323,7 @@ def _finish(
         lines += [
             "",
             f"{group.recipe}: every law",
-            table(
+            format_table(
                 [
                     {
                         "law": form,
@@ -340,7 +342,7 @@ def _finish(
         lines += [
             "",
             f"{group.recipe}: {group.headline} under other choices",
-            table(group.robustness),
+            format_table(group.robustness),
         ]
     notes = [note for note in law["notes"] if not note.startswith("WARNING")]
     lines, room = (
@@ -1163,7 +1165,7 @@ def _gaps_of(group: Group, pairs: list[Pair], axis: str, loss_key: str) -> list[
     gaps = []
     for _, cell in grouped(chosen, lambda pair: (pair.fp8.params_total, pair.fp8.tokens)):
         single = cell[0].gap[arm].se_percent if len(cell) == 1 else None
-        gaps.append(gap_at(at[cell[0].fp8.run_id], over(cell, "percent")[arm], single))
+        gaps.append(gap_at(at[cell[0].fp8.run_id], mean_gaps(cell, "percent")[arm], single))
     return gaps
 
 
@@ -1306,7 +1308,7 @@ def _title(groups, loss_key: str) -> str:
     arms = " and ".join(map(name_of, groups)) if len(groups) < 3 else f"{len(groups)} precisions"
     each = " each" * (len(groups) > 1 and "," not in n)
     return (
-        f"Validation loss of {arms}, evaluated {ARMS[loss_key.removeprefix('loss_')]} (n ="
+        f"Validation loss of {arms}, evaluated {EVALUATION_WORDS[loss_key.removeprefix('loss_')]} (n ="
         f" {n}{each})"
     )
 

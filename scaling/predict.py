@@ -22,7 +22,7 @@ from lib.errors import UserError
 from lib.machine import ROOT, git
 from lib.plots import write_files
 from lib.text import nearest
-from scaling import rivals
+from scaling.gap_words import KIND
 from scaling.laws import (
     COLLAPSED,
     DELTA,
@@ -39,9 +39,9 @@ from scaling.laws import (
     inefficiency,
     lack_of_fit,
     minima_of,
+    rivals,
     with_bootstrap,
 )
-from scaling.pairs import KIND
 from scaling.records import read_json, read_study
 
 FORMAT_VERSION = 1
@@ -167,7 +167,7 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     The union of t-intervals over forms. On the points of the target's ratio: the power law, rays
     with gamma in GAMMAS, from FREE_RAY points the ray with free gamma. Where those cannot speak:
     the same laws through the lowest loss for each compute, if the target is near that frontier, and
-    rival surfaces (scaling.rivals). Beside either, Chinchilla's law where all points, by their
+    rival surfaces (laws.rivals). Beside either, Chinchilla's law where all points, by their
     trajectories, identify it and it fits them. On the ray that law refutes forms that miss the
     points while it meets them, by an F-test with the freedom of sizes, not of runs: seeds and
     branches of a badly tuned size agree wrongly. Noise is the largest of seed_sd, FLOOR and the

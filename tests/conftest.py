@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,7 +27,10 @@ TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=
 
 
 def write_shards(
-    folder: Path, splits: dict[str, list[np.ndarray]], bytes_per_token: float = 1, **changes
+    folder: Path,
+    splits: dict[str, list[np.ndarray]],
+    bytes_per_token: float = 1,
+    **changes: object,
 ) -> None:
     """A source in the on-disk format, written by hand rather than by prepare_data.py, to hold the
     readers to the format.
@@ -34,63 +38,64 @@ def write_shards(
     splits: ids of each shard, of "<u2" or "<u4", 256 before each document. changes: other values
     for index.json."""
     folder.mkdir(parents=True)
-    described = {}
-    for split, arrays in splits.items():
-        tokens, documents, shards = (
-            sum(map(len, arrays)),
-            sum(int((ids == 256).sum()) for ids in arrays),
-            [],
-        )
-        for i, ids in enumerate(arrays):
-            ids.tofile(folder / (name := f"{split}_{i:05d}.bin"))
-            shards.append(
-                {
-                    "file": name,
-                    "tokens": len(ids),
-                    "sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
-                }
-            )
-        described[split] = {
-            "documents": documents,
-            "text_bytes": round(bytes_per_token * (tokens - documents)),
-            "tokens": tokens,
-            "shards": shards,
-        }
+    described = {
+        split: write_split(folder, split, shards, bytes_per_token)
+        for split, shards in splits.items()
+    }
     np.save(folder / "hashes.npy", np.arange(6, dtype="<u8"))
-    write_index(
-        folder,
-        **{
-            "format_version": 2,
-            "dtype": next(iter(sum(splits.values(), []))).dtype.name,
-            "source": folder.name,
-            "tokenizer": "byte",
-            "tokenizer_sha256": load_tokenizer("byte").sha256,
-            "vocab_size": 257,
-            "dataset": "random",
-            "revision": "1",
-            "license": "CC0-1.0",
-            "split_rule": "random",
-            "duplicates": {},
-            "empty": 0,
-            "contaminated": 0,
-            "decontaminated_against": [],
-            "skipped": [],
-            "files": [],
-            "selection": {},
-            "is_whole": True,
-            "budget": None,
-            "hashes_sha256": hashlib.sha256((folder / "hashes.npy").read_bytes()).hexdigest(),
-            "splits": described,
-            **changes,
-        },
-    )
+    first_shard = next(iter(splits.values()))[0]
+    index: dict[str, object] = {
+        "format_version": 2,
+        "dtype": first_shard.dtype.name,
+        "source": folder.name,
+        "tokenizer": "byte",
+        "tokenizer_sha256": load_tokenizer("byte").sha256,
+        "vocab_size": 257,
+        "dataset": "random",
+        "revision": "1",
+        "license": "CC0-1.0",
+        "split_rule": "random",
+        "duplicates": {},
+        "empty": 0,
+        "contaminated": 0,
+        "decontaminated_against": [],
+        "skipped": [],
+        "files": [],
+        "selection": {},
+        "is_whole": True,
+        "budget": None,
+        "hashes_sha256": hashlib.sha256((folder / "hashes.npy").read_bytes()).hexdigest(),
+        "splits": described,
+    }
+    write_index(folder, **index | changes)
 
 
-def write_index(folder: Path, **changes) -> None:
+def write_split(
+    folder: Path, split: str, shards: list[np.ndarray], bytes_per_token: float
+) -> dict[str, object]:
+    """What index.json says of a split, after writing its shards."""
+    described = []
+    for number, ids in enumerate(shards):
+        name = f"{split}_{number:05d}.bin"
+        ids.tofile(folder / name)
+        sha256 = hashlib.sha256(ids.tobytes()).hexdigest()
+        described.append({"file": name, "tokens": len(ids), "sha256": sha256})
+    tokens = sum(len(ids) for ids in shards)
+    documents = sum(int((ids == 256).sum()) for ids in shards)
+    return {
+        "documents": documents,
+        "text_bytes": round(bytes_per_token * (tokens - documents)),
+        "tokens": tokens,
+        "shards": described,
+    }
+
+
+def write_index(folder: Path, **changes: object) -> None:
     """Change keys of a folder's index.json, or write the first one, with the hash of itself that
     readers ask for."""
     path = folder / "index.json"
-    index = (json.loads(path.read_text()) if path.exists() else {}) | changes
+    index = json.loads(path.read_text()) if path.exists() else {}
+    index |= changes
     index.pop("sha256", None)
     sha256 = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(index | {"sha256": sha256}))
@@ -102,19 +107,20 @@ def write_source(
     """One source, its bytes drawn from a skewed distribution, so that there is something to
     learn."""
     rng = np.random.default_rng(seed)
-    train, val = (
-        np.minimum(rng.geometric(0.05, tokens), 255).astype("<u2")
-        for tokens in (train_tokens, val_tokens)
-    )
-    train[::500] = val[::500] = 256  # end-of-text before each document
-    write_shards(folder, {"train": [train], "val": [val]})
+    splits = {}
+    for split, tokens in ("train", train_tokens), ("val", val_tokens):
+        ids = np.minimum(rng.geometric(0.05, tokens), 255).astype("<u2")
+        ids[::500] = 256  # end-of-text before each document
+        splits[split] = [ids]
+    write_shards(folder, splits)
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory) -> Path:
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with two sources, "web" and "code"; shared, so no test may change it."""
     folder = tmp_path_factory.mktemp("data")
-    for seed, source in enumerate(("web", "code")):
-        write_source(folder / source, seed)
+    write_source(folder / "web", seed=0)
+    write_source(folder / "code", seed=1)
     return folder
 
 
@@ -140,24 +146,33 @@ def tiny_config(data_dir: Path, out: Path) -> Config:
     )
 
 
-tiny = pytest.fixture(lambda data_dir, tmp_path: tiny_config(data_dir, tmp_path / "out"))
+@pytest.fixture
+def tiny(data_dir: Path, tmp_path: Path) -> Config:
+    """tiny_config() with an `out` of the test's own."""
+    return tiny_config(data_dir, tmp_path / "out")
 
 
 @pytest.fixture
-def emulated_scaled_mm(monkeypatch):
+def emulated_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchao's Linears as on a GPU, all but the multiplication: torch's own float8 matmul is slow
     on some CPUs."""
-    monkeypatch.setattr(
-        torch,
-        "_scaled_mm",
-        lambda a, b, scale_a, scale_b, out_dtype=None, use_fast_accum=False, **_: scaled_mm(
-            a, scale_a, b, scale_b, out_dtype or torch.bfloat16, use_fast_accum
-        ),
-    )
+
+    def multiply(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+        **_: object,
+    ) -> torch.Tensor:
+        return scaled_mm(a, scale_a, b, scale_b, out_dtype or torch.bfloat16, use_fast_accum)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
 
 
 @pytest.fixture
-def no_figures(monkeypatch):
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of scaling/ draw and render nothing: it takes most of their time."""
     for name in (
         "fit.draw",
@@ -175,7 +190,8 @@ def changed(config: Config, words: str) -> Config:
 
 
 def write_config(config: Config, path: Path) -> Path:
-    """A config file that binds exactly `config`, for runs started as processes."""
+    """`path`, after writing a config file that binds exactly `config`, for runs started as
+    processes."""
     path.write_text(
         "from runtime.config import config_from_dict\nconfig ="
         f" config_from_dict({asdict(config)})\n"
@@ -183,7 +199,9 @@ def write_config(config: Config, path: Path) -> Path:
     return path
 
 
-def process(*command, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
+def process(
+    *command: str | Path, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """`python COMMAND`, finished, its output as text."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
@@ -196,26 +214,36 @@ def process(*command, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
-    """run(config, *overrides): what train.main() prints; on stderr where it returns another exit
-    code than 0."""
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """run(config, *overrides, code=0): what train.main() prints; on stderr where it returns another
+    exit code than 0."""
 
-    def start(config, *overrides, code=0):
+    def start(config: Config, *overrides: str, code: int = 0) -> str:
         capsys.readouterr()
-        returned = train.main(
-            [str(write_config(config, tmp_path / f"{config.run}.py")), *overrides]
-        )
+        file = write_config(config, tmp_path / f"{config.run}.py")
+        exit_code = train.main([str(file), *overrides])
         out, err = capsys.readouterr()
-        assert (returned, bool(err)) == (code, code > 0) and "Traceback" not in err, err
+        assert "Traceback" not in err, err
+        assert exit_code == code, err
+        assert bool(err) == (code > 0), err
         return err if code else out
 
     return start
 
 
-def asked(capsys, main, *words, code=0) -> str:
+def asked(
+    capsys: pytest.CaptureFixture[str],
+    main: Callable[[list[str]], int],
+    *words: object,
+    code: int = 0,
+) -> str:
     """What a command prints; where it refuses (code 2), its sentence, and nothing else."""
     capsys.readouterr()
-    assert main([*map(str, words)]) == code
+    assert main([str(word) for word in words]) == code
     out, err = capsys.readouterr()
-    assert not (out if code == 2 else err) and "Traceback" not in err, out + err
+    assert "Traceback" not in err, err
+    if code == 2:
+        assert not out, out
+    else:
+        assert not err, err
     return out + err

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scaling.gap_law import CannotFit, GapFit, GapPoints, fit_gap, power_axes
 from scaling.laws import (
     Fit,
     Points,
@@ -34,6 +33,7 @@ from scaling.laws import (
     shared_fault,
     with_bootstrap,
 )
+from scaling.paired.gap_law import CannotFit, GapFit, GapPoints, fit_gap, power_axes
 from scaling.predict import forecast
 
 # Besiroglu et al. 2024

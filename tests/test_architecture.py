@@ -104,10 +104,12 @@ def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, 
             ),
             {"torchao", "triton"},
         ),
+        ("import train", {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"}),
     ],
 )
 def test_what_is_not_needed_is_not_imported(code, unneeded):
-    """Readers of records start without torch, BF16 runs without torchao."""
+    """Readers of records start without torch, BF16 runs without torchao, a process that trains
+    alone without what shards."""
     code += f"\nimport sys; print({unneeded} & set(sys.modules))"
     assert process("-c", code).stdout == "set()\n"
 

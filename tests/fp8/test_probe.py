@@ -23,6 +23,7 @@ from tests.fp8.test_linears import build as build_model
 from tests.helpers.faults import summary
 from tests.test_model import reference_logits
 
+SATURATED, ERROR = probe.STATISTICS.index("saturated"), probe.STATISTICS.index("error")
 SCALE = 1 / 2048  # of the loss, as in a run with steps of 2,048 tokens
 
 
@@ -69,6 +70,7 @@ def reference(x, operand, noise=None):
         "underflow": ((x != 0) & (q == 0)).double().mean(),
         "saturated": over.double().mean(),
         "error": (q - x).norm() / x.norm(),
+        "kurtosis": (x**4).mean() / (x**2).mean() ** 2,
     }
 
 
@@ -120,22 +122,23 @@ def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(
 
 def test_statistics_of_zeros_of_the_smallest_values_and_of_a_largest_that_its_scale_lifts():
     for sharing in "tensor", "row", "block", "constant":
-        amax, *scales, underflow, saturated, error = statistics(
+        amax, *scales, underflow, saturated, error, kurtosis = statistics(
             torch.zeros(32, 64), Operand(E4M3, sharing)
         ).tolist()
-        assert (amax, underflow, saturated, error) == (0, 0, 0, 0) and all(
+        assert (amax, underflow, saturated, error, kurtosis) == (0, 0, 0, 0, 0) and all(
             0 < s < math.inf for s in scales
         )
     # In fp32 the squares of the smallest gradients would vanish, and those lost altogether would
     # show no error.
     g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     big, small = (
-        statistics(g * s, Operand(E4M3, "row", power_of_2=True))[-1].item() for s in (1.0, 2.0**-36)
+        statistics(g * s, Operand(E4M3, "row", power_of_2=True))[ERROR].item()
+        for s in (1.0, 2.0**-36)
     )
     assert small == pytest.approx(big, rel=1e-6) and 0.01 < big < 0.05
     # 448 / amax rounds up as often as down; the largest value times it is then slightly above 448.
     assert all(
-        statistics(a * torch.ones(1, 32), Operand(E4M3))[5] == 0
+        statistics(a * torch.ones(1, 32), Operand(E4M3))[SATURATED] == 0
         for a in torch.linspace(0.01, 3, 500).bfloat16()
     )
 

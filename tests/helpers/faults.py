@@ -3,8 +3,8 @@ the faults that are built in.
 
 A run is a process, or one per rank, forked off one that has imported train.py already, in a process
 group of its own; kill() takes the whole group, as the end of a machine would. `python -m
-tests.helpers.faults FAULT ... CONFIG.py section.key=value ...` is one rank of it. A fault is one of FAULTS
-and its arguments, joined by colons. Steps count from 1 and are steps of the data: what is injected
+tests.helpers.faults FAULT ... CONFIG.py section.key=value ...` is one rank of it. A fault is one of
+FAULTS and its arguments, joined by colons. Steps count from 1 and are steps of the data: what is injected
 belongs to the tokens, so a run that goes over the same tokens again meets it again."""
 
 import errno
@@ -20,10 +20,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -38,6 +40,8 @@ from runtime.data import Data
 from runtime.optim import local
 from tests.conftest import ROOT, write_config
 from tests.helpers.changes import on_change
+
+Value = TypeVar("Value")
 
 HANG_S = 300  # a run that is silent so long on a loaded machine hangs; its stacks are in its log
 # imports what follows once: that takes longer than a test's runs do
@@ -62,47 +66,33 @@ class Run:
         self,
         config: Config,
         *overrides: str,
-        faults: list[str] = (),
+        faults: Sequence[str] = (),
         ranks: int = 1,
         restarts: int | None = None,
     ):
         logs = Path(config.out).with_name("logs")
         logs.mkdir(exist_ok=True)
-        self.config, self.log, self.processes = (
-            config,
-            logs / f"{len(os.listdir(logs)):03d}_{config.run}.log",
-            [],
-        )
-        command, argv = (
-            main,
-            [
-                *faults,
-                str(write_config(config, self.log.with_suffix(".py"))),
-                *overrides,
-            ],
-        )
+        self.config = config
+        self.log = logs / f"{len(os.listdir(logs)):03d}_{config.run}.log"
+        self.processes: list[ForkServerProcess] = []
+        file = write_config(config, self.log.with_suffix(".py"))
+        argv = [*faults, str(file), *overrides]
+        command: Callable = main
         if restarts is not None:
-            command, argv = (
-                torchrun,
-                [
-                    f"--max-restarts={restarts}",
-                    "--standalone",
-                    "--nproc_per_node=2",
-                    "--monitor-interval=0.1",
-                    "-m",
-                    "tests.helpers.faults",
-                    *argv,
-                ],
-            )
-        env = {
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": get_free_port(),
-        }
+            command = torchrun
+            argv = [
+                f"--max-restarts={restarts}",
+                "--standalone",
+                "--nproc_per_node=2",
+                "--monitor-interval=0.1",
+                "-m",
+                "tests.helpers.faults",
+                *argv,
+            ]
+        port = get_free_port()
         for rank in range(ranks):
-            place = env | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-            leader = self.processes[0].pid if rank else 0
+            place = launch_environment(rank, ranks, port) if ranks > 1 else {}
+            leader = self.pid if rank else 0
             self.processes.append(
                 FORKS.Process(target=start_rank, args=(command, argv, place, self.log, leader))
             )
@@ -110,9 +100,17 @@ class Run:
 
     @property
     def output(self) -> str:
+        """What all ranks have printed so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait(self, timeout: float = HANG_S) -> list[int]:
+    @property
+    def pid(self) -> int:
+        """The process of the first rank, which leads their group, or of torchrun."""
+        pid = self.processes[0].pid
+        assert pid is not None, "it is started"
+        return pid
+
+    def wait(self, timeout: float = HANG_S) -> list[int | None]:
         """The exit codes of all ranks. A run that hangs leaves its stacks in the log and fails the
         test."""
         with suppress(AssertionError):
@@ -124,19 +122,25 @@ class Run:
             raise AssertionError(f"hangs after {timeout:.0f} s: {self.output[-4000:]}")
         return [process.exitcode for process in self.processes]
 
-    def wait_until(self, condition, timeout: float = HANG_S) -> None:
+    def wait_until(self, condition: Callable[[], object] | int, timeout: float = HANG_S) -> None:
         """Return as soon as condition() holds; fails where the run ends before. Of a number: as
         soon as that step is done."""
-        holds = condition if callable(condition) else lambda: len(rows(self.config)) >= condition
+        holds: Callable[[], object]
+        if isinstance(condition, int):
+            step = condition
+            holds = lambda: len(rows(self.config)) >= step  # noqa: E731
+        else:
+            holds = condition
         wait_for(lambda: holds() or not self.is_running(), timeout)
         assert holds(), f"ended before: {self.output[-4000:]}"
 
     def is_running(self) -> bool:
+        """Whether any of its ranks, or torchrun, is alive."""
         return any(process.exitcode is None for process in self.processes)
 
     def signal(self, number: int) -> None:
         """To all ranks, unless they are gone; those of torchrun lead groups of their own."""
-        for group in (self.processes[0].pid, *children(self.processes[0].pid)):
+        for group in (self.pid, *children(self.pid)):
             with suppress(ProcessLookupError):
                 os.killpg(group, number)
 
@@ -148,9 +152,11 @@ class Run:
             process.join(60)
 
 
-def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader: int) -> None:
+def start_rank(
+    command: Callable, argument: object, env: dict[str, object], log: Path, leader: int
+) -> None:
     """Become one rank, or torchrun, in a process just forked, in the process group of `leader` (0:
-    its own)."""
+    its own): command(argument), whose result is the exit code."""
     gc.freeze()  # what was imported stays shared with the other runs
     os.setpgid(0, 0)
     with suppress(OSError):  # the leader may have told of a mistake already and ended
@@ -162,10 +168,40 @@ def start_rank(command: Callable, argv: list[str], env: dict, log: Path, leader:
     os.environ.update({key: str(value) for key, value in env.items()})
     torch.set_num_threads(1)
     faulthandler.enable(2)
-    sys.exit(command(argv))
+    sys.exit(command(argument))
+
+
+def on_ranks(size: int, work: Callable, argument: object, log: Path) -> None:
+    """work(argument) in `size` processes, each with a rank's environment, forked off one that has
+    imported train.py. AssertionError with what they printed, which is in `log`, where one fails."""
+    port = get_free_port()
+    ranks = []
+    for rank in range(size):
+        place = launch_environment(rank, size, port)
+        process = FORKS.Process(target=start_rank, args=(work, argument, place, log, 0))
+        process.start()
+        ranks.append(process)
+    for process in ranks:
+        process.join(HANG_S)
+        process.kill()  # one that hangs
+    exit_codes = [process.exitcode for process in ranks]
+    assert exit_codes == [0] * size, log.read_text(errors="replace")[-4000:]
+
+
+def launch_environment(rank: int, ranks: int, port: int) -> dict[str, object]:
+    """The variables by which a launcher tells one of `ranks` processes of this machine its place."""
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
 
 
 def children(pid: int) -> list[int]:
+    """The processes that `pid` has started and that are alive or not yet waited for."""
     return sorted(
         int(child)
         for file in Path(f"/proc/{pid}/task").glob("*/children")
@@ -173,8 +209,8 @@ def children(pid: int) -> list[int]:
     )
 
 
-def wait_for(condition: Callable, seconds: float = 120):
-    """What condition() returns as soon as it is true."""
+def wait_for(condition: Callable[[], Value], seconds: float = 120) -> Value:
+    """What condition() returns as soon as it is true; AssertionError where that takes longer."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end
@@ -188,25 +224,30 @@ def wait_for(condition: Callable, seconds: float = 120):
 def record(config: Config) -> dict:
     """Of a finished run: everything that must be equal, bit for bit, whatever happened on the
     way."""
-    told = summary(config)
-    return {
+    result = {
         "weights": digest(config),
         "trajectory": trajectory(config),
         "validation": (config.run_dir / "val_losses.npz").read_bytes(),
-        **{
-            key: told[key]
-            for key in ("loss_as_trained", "loss_bf16", "skipped_steps", "tokens", "status")
-        },
     }
+    summary_of_run = summary(config)
+    for key in "loss_as_trained", "loss_bf16", "skipped_steps", "tokens", "status":
+        result[key] = summary_of_run[key]
+    return result
 
 
 def digest(config: Config) -> str:
     """SHA-256 over every weight and moment of the newest checkpoint, in the bytes of its files,
     which repeat; and its step."""
-    path = config.run_dir / f"checkpoints/step_{saved_steps(config)[-1]:08d}"
-    return hashlib.sha256(
-        b"".join([path.name.encode(), *(p.read_bytes() for p in sorted(path.glob("__*")))])
-    ).hexdigest()
+    newest = checkpoint_folder(config, saved_steps(config)[-1])
+    hashed = hashlib.sha256(newest.name.encode())
+    for file in sorted(newest.glob("__*")):
+        hashed.update(file.read_bytes())
+    return hashed.hexdigest()
+
+
+def checkpoint_folder(config: Config, step: int) -> Path:
+    """Where the run keeps the checkpoint of that step."""
+    return config.run_dir / f"checkpoints/step_{step:08d}"
 
 
 def trajectory(config: Config) -> list[tuple]:
@@ -218,6 +259,7 @@ def trajectory(config: Config) -> list[tuple]:
 
 
 def summary(config: Config) -> dict:
+    """The summary.json of a finished run."""
     return json.loads((config.run_dir / "summary.json").read_text())
 
 
@@ -227,10 +269,9 @@ def rows(config: Config, kind: str = "train") -> list[dict]:
 
 
 def saved_steps(config: Config) -> list[int]:
-    return sorted(
-        int(p.parent.name.removeprefix("step_"))
-        for p in (config.run_dir / "checkpoints").glob("step_*/DONE")
-    )
+    """The steps of the run's complete checkpoints, ascending."""
+    complete = (config.run_dir / "checkpoints").glob("step_*/DONE")
+    return sorted(int(mark.parent.name.removeprefix("step_")) for mark in complete)
 
 
 def leftovers(config: Config) -> list[str]:
@@ -246,28 +287,45 @@ def back_to(config: Config, step: int) -> None:
     """Leave of a finished run what a kill right after the save of `step` leaves."""
     (config.run_dir / "summary.json").unlink()
     for later in filter(step.__lt__, saved_steps(config)):
-        shutil.rmtree(config.run_dir / f"checkpoints/step_{later:08d}")
+        shutil.rmtree(checkpoint_folder(config, later))
 
 
-def flip_bit(file: Path, at: int) -> None:
-    """Another bit in each byte position, so that no test leans on one."""
+def flip_bit(file: Path, position: int) -> None:
+    """Change one bit of the byte at `position`; another bit for each byte, so that no test leans on
+    one."""
     data = bytearray(file.read_bytes())
-    data[at] ^= 1 << at % 8
+    data[position] ^= 1 << position % 8
     file.write_bytes(data)
 
 
 # ------------------------------------------------------------ the faults, in the run's own process
 
-NOW = SimpleNamespace(run=None, rank=0)  # of train.py in this process
+
+@dataclass
+class Now:
+    """What this process is doing."""
+
+    run: Any = None  # the train.Run under way
+    rank: int = 0
+
+
+NOW = Now()
 
 
 def main(argv: list[str]) -> int:
-    at = next(i for i, argument in enumerate(argv) if argument.endswith(".py"))
+    """The exit code of train.py, after FAULT ... CONFIG.py section.key=value ..."""
+    first_word = next(i for i, word in enumerate(argv) if word.endswith(".py"))
     NOW.rank = int(os.environ.get("RANK", 0))
-    wrap(train.Run, "next_step", lambda next_step, run: setattr(NOW, "run", run) or next_step(run))
-    for name, *words in (fault.split(":") for fault in argv[:at]):
-        FAULTS[name](*map(float, words))
-    sys.argv = ["train.py", *argv[at:]]
+
+    def next_step(original: Callable, run: train.Run) -> int | None:
+        NOW.run = run
+        return original(run)
+
+    wrap(train.Run, "next_step", next_step)
+    for fault in argv[:first_word]:
+        name, *numbers = fault.split(":")
+        FAULTS[name](*map(float, numbers))
+    sys.argv = ["train.py", *argv[first_word:]]
     return train.main(sys.argv[1:])
 
 
@@ -278,28 +336,30 @@ def wrap(owner: object, name: str, around: Callable) -> None:
 
 
 def now() -> tuple[int, int]:
-    return NOW.run.progress.step + NOW.run.progress.data_offset + 1, NOW.rank
+    """The step of the data that is being trained, and this process's rank."""
+    progress = NOW.run.progress
+    return progress.step + progress.data_offset + 1, NOW.rank
 
 
-def before_norm(call: Callable, *at: float) -> None:
-    """call() between backward pass and gradient norm; of one step, on one rank, where they are
-    named."""
+def before_norm(call: Callable[[], object], *place: float) -> None:
+    """call() between backward pass and gradient norm; at one step, on one rank, where `place` names
+    them."""
 
-    def clip_after(clip, *arguments):
-        if now()[: len(at)] == at:
+    def clip_after(clip: Callable, *arguments: object) -> object:
+        if now()[: len(place)] == place:
             call()
         return clip(*arguments)
 
     wrap(train.parallel, "clip_gradients", clip_after)
 
 
-def in_data(change: Callable) -> None:
+def in_data(change: Callable[[int, int], float]) -> None:
     """change(step, rank) -> the step whose data is read for it."""
-    wrap(
-        Data,
-        "batch",
-        lambda batch, data, step, *rest: batch(data, int(change(step + 1, NOW.rank)) - 1, *rest),
-    )
+
+    def batch(original: Callable, data: Data, step: int, *place: int) -> object:
+        return original(data, int(change(step + 1, NOW.rank)) - 1, *place)
+
+    wrap(Data, "batch", batch)
 
 
 def spoil(kind: str) -> None:
@@ -309,87 +369,164 @@ def spoil(kind: str) -> None:
     getattr(tensor, "_tensor", tensor).view(-1)[0] = float("nan")
 
 
-def in_save(step: float, call: Callable) -> None:
+def in_save(step: float, call: Callable[[int, str], object]) -> None:
     """call(count, change) before each change on disk from the first that names the step to the last
     before a later one's."""
-    seen = [0]  # steps that were named
-    on_change(
-        lambda path: (
-            "/checkpoints" in path
-            and (
-                seen.extend(map(int, re.findall(r"/checkpoints.*step_(\d{8})", path)))
-                or max(seen) == step
-            )
-        ),
-        call,
-    )
+    named_steps = [0]
+
+    def is_of_save(path: str) -> bool:
+        if "/checkpoints" not in path:
+            return False
+        named_steps.extend(map(int, re.findall(r"/checkpoints.*step_(\d{8})", path)))
+        return max(named_steps) == step
+
+    on_change(is_of_save, call)
 
 
 def fill_disk(change: str) -> None:
+    """Fail as a full disk does, on which only a removal succeeds."""
     if not change.startswith(("remove", "rmdir")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), change.split(" ", 1)[1])
 
 
-FAULTS = {
-    # kill -9 to the process group before the n-th change that the save of a step makes on disk
-    "kill_in_save": lambda step, n: in_save(
-        step, lambda count, _: count == n and os.killpg(0, signal.SIGKILL)
-    ),
-    # "No space left on device" from that change on, `many` times in all; where a rank is named,
-    # there alone
-    "fail_in_save": lambda step, n, many, *rank: in_save(
-        step,
-        lambda count, change: (
-            n <= count < n + many and NOW.rank in (rank or [NOW.rank]) and fill_disk(change)
-        ),
-    ),
-    # one rank alone cannot read what a checkpoint holds: EBADF
-    "fail_load": (
-        lambda rank: (
-            rank == NOW.rank and setattr(FileSystemReader, "read_data", lambda *_: os.read(-1, 1))
-        )
-    ),
-    # the loss, and with it its gradient, on the data of these steps; nan is a factor
-    "scale_loss": lambda first, last, factor: wrap(
-        GPT,
-        "forward",
-        lambda forward, *arguments: (
-            forward(*arguments)
-            * (factor if torch.is_grad_enabled() and first <= now()[0] <= last else 1)
-        ),
-    ),
-    # one element of one gradient, or of one weight from this update on, on one rank is NaN
-    "nan_gradient": lambda *at: before_norm(lambda: spoil("grad"), *at),
-    "nan_weight": lambda *at: before_norm(lambda: spoil("data"), *at),
-    # the optimizer is not called, once: what a skipped step should amount to
-    "omit_update": lambda step: before_norm(
-        lambda: setattr(NOW.run.optimizer, "step", lambda: delattr(NOW.run.optimizer, "step")), step
-    ),
-    # this signal to one rank in mid-step, when earlier steps' saves are on disk; not after a
-    # restart
-    "signal_in_step": lambda step, rank, number: (
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        and before_norm(
-            lambda: NOW.run.saver.wait() or os.kill(os.getpid(), int(number)), step, rank
-        )
-    ),
-    "lose_trunk": lambda step: before_norm(
-        lambda: shutil.rmtree(NOW.run.config.start_from), step, 0
-    ),
-    "slow_steps": lambda seconds: before_norm(lambda: time.sleep(seconds)),
-    # one rank reads the data of a step for ever, or fails there
-    "hang_in_data": lambda *at: in_data(lambda *now: time.sleep(600) if now == at else now[0]),
-    "fail_in_data": lambda *at: in_data(
-        lambda *now: {}["a damaged shard"] if now == at else now[0]
-    ),
-    # from this step on the data of `by` steps later: what a rollback should amount to
-    "move_data": lambda first, by: in_data(lambda step, _: step + by if step >= first else step),
-    # as `nohup` leaves SIGHUP to what it starts
-    "ignore": lambda number: signal.signal(int(number), signal.SIG_IGN),
-    # as a terminal leaves it, also where these tests run under nohup
-    "default": lambda number: signal.signal(int(number), signal.SIG_DFL),
-    # of a resource of this process, by its number, no more than so much
-    "limit": lambda what, most: resource.setrlimit(int(what), (int(most), resource.RLIM_INFINITY)),
+def kill_in_save(step: float, n: float) -> None:
+    """kill -9 to the process group before the n-th change that the save of a step makes on disk."""
+    in_save(step, lambda count, _: count == n and os.killpg(0, signal.SIGKILL))
+
+
+def fail_in_save(step: float, n: float, many: float, rank: float | None = None) -> None:
+    """ "No space left on device" from the n-th change of a save on, `many` times in all; where a
+    rank is named, there alone."""
+
+    def fail(count: int, change: str) -> None:
+        if n <= count < n + many and rank in (None, NOW.rank):
+            fill_disk(change)
+
+    in_save(step, fail)
+
+
+def fail_load(rank: float) -> None:
+    """One rank alone cannot read what a checkpoint holds: EBADF."""
+    if rank == NOW.rank:
+        setattr(FileSystemReader, "read_data", lambda *_: os.read(-1, 1))  # noqa: B010
+
+
+def scale_loss(first: float, last: float, factor: float) -> None:
+    """Multiply the loss, and with it its gradient, on the data of these steps; nan is a factor."""
+
+    def forward(original: Callable, *arguments: object) -> torch.Tensor:
+        losses = original(*arguments)
+        is_hit = torch.is_grad_enabled() and first <= now()[0] <= last
+        return losses * factor if is_hit else losses
+
+    wrap(GPT, "forward", forward)
+
+
+def nan_gradient(*place: float) -> None:
+    """One element of one gradient is NaN, at a step and, where it is named, on one rank."""
+    before_norm(lambda: spoil("grad"), *place)
+
+
+def nan_weight(*place: float) -> None:
+    """One element of one weight is NaN from this update on."""
+    before_norm(lambda: spoil("data"), *place)
+
+
+def omit_update(step: float) -> None:
+    """Do not call the optimizer, once: what a skipped step should amount to."""
+
+    def omit() -> None:
+        optimizer = NOW.run.optimizer
+        optimizer.step = lambda: delattr(optimizer, "step")
+
+    before_norm(omit, step)
+
+
+def signal_in_step(step: float, rank: float, number: float) -> None:
+    """This signal to one rank in mid-step, when earlier steps' saves are on disk; not after a
+    restart."""
+
+    def send() -> None:
+        NOW.run.saver.wait()
+        os.kill(os.getpid(), int(number))
+        NOW.run.stop.wait(1.0)  # the thread that hears it may wait for a core
+
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        before_norm(send, step, rank)
+
+
+def lose_trunk(step: float) -> None:
+    """Delete the checkpoint that a branch started from."""
+    before_norm(lambda: shutil.rmtree(NOW.run.config.start_from), step, 0)
+
+
+def slow_steps(seconds: float) -> None:
+    """Let each step last so much longer."""
+    before_norm(lambda: time.sleep(seconds))
+
+
+def hang_in_data(*place: float) -> None:
+    """One rank reads the data of a step for ever."""
+
+    def hang(*current: int) -> int:
+        if current == place:
+            time.sleep(600)
+        return current[0]
+
+    in_data(hang)
+
+
+def fail_in_data(*place: float) -> None:
+    """One rank fails as it reads the data of a step."""
+
+    def fail(*current: int) -> int:
+        if current == place:
+            raise KeyError("a damaged shard")
+        return current[0]
+
+    in_data(fail)
+
+
+def move_data(first: float, by: float) -> None:
+    """From this step on the data of `by` steps later: what a rollback should amount to."""
+    in_data(lambda step, _: step + by if step >= first else step)
+
+
+def ignore(number: float) -> None:
+    """Ignore a signal, as `nohup` leaves SIGHUP to what it starts."""
+    signal.signal(int(number), signal.SIG_IGN)
+
+
+def default(number: float) -> None:
+    """Die of a signal, as a terminal leaves SIGHUP, also where these tests run under nohup."""
+    signal.signal(int(number), signal.SIG_DFL)
+
+
+def limit(resource_number: float, most: float) -> None:
+    """This process may have no more than so much of a resource."""
+    resource.setrlimit(int(resource_number), (int(most), resource.RLIM_INFINITY))
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    fault.__name__: fault
+    for fault in (
+        kill_in_save,
+        fail_in_save,
+        fail_load,
+        scale_loss,
+        nan_gradient,
+        nan_weight,
+        omit_update,
+        signal_in_step,
+        lose_trunk,
+        slow_steps,
+        hang_in_data,
+        fail_in_data,
+        move_data,
+        ignore,
+        default,
+        limit,
+    )
 }
 
 

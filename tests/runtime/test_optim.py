@@ -2,12 +2,15 @@
 Muon over shards and resumed."""
 
 import math
-from dataclasses import replace
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,255 +21,403 @@ from model import GPT, GPTConfig
 from runtime import optim, parallel
 from runtime.config import OptimConfig
 from tests.conftest import changed
-from tests.helpers.faults import back_to, record, rows, summary
+from tests.helpers.faults import back_to, on_ranks, record, rows, summary
 from tests.runtime.test_faults import finish
 from tests.runtime.test_parallel import build
 
-
-def rates(steps, **changes):
-    return [
-        optim.learning_rate(step, steps, OptimConfig(lr=1.0, **changes)) for step in range(steps)
-    ]
+# --------------------------------------------------------------------------------- learning rates
 
 
-def test_schedules_by_hand():
-    got = rates(100, warmup_share=0.1, min_lr_ratio=0.1)
-    assert got[:11] == pytest.approx([*((i + 1) / 10 for i in range(10)), 1.0])
-    assert got[10:] == pytest.approx(
-        [0.1 + 0.9 * (1 + math.cos(math.pi * i / 90)) / 2 for i in range(90)]
-    )
-    got = rates(100, schedule="wsd", warmup_share=0.05, decay_share=0.2, min_lr_ratio=0.0)
-    assert got == pytest.approx(
-        [0.2, 0.4, 0.6, 0.8] + [1.0] * 76 + [1 - (i + 1) / 20 for i in range(20)]
-    )
-    assert all(
-        0 < lr <= 1
-        for schedule in ("cosine", "wsd")
-        for steps in (1, 2, 7)
-        for lr in rates(steps, schedule=schedule)
-    )
+def rates(steps: int, **changes: object) -> list[float]:
+    """The learning rate of each step, as a share of the highest."""
+    config = OptimConfig(lr=1.0, **changes)
+    return [optim.learning_rate(step, steps, config) for step in range(steps)]
 
+
+def test_cosine_warms_up_to_the_full_rate_and_ends_at_its_least():
+    computed = rates(100, warmup_share=0.1, min_lr_ratio=0.1)
+    assert computed[:11] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0])
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * i / 90)) / 2 for i in range(90)]
+    assert computed[10:] == pytest.approx(cosine)
+
+
+def test_wsd_stays_at_the_full_rate_and_decays_on_a_line():
+    computed = rates(100, schedule="wsd", warmup_share=0.05, decay_share=0.2, min_lr_ratio=0.0)
+    decay = [1 - (i + 1) / 20 for i in range(20)]
+    assert computed == pytest.approx([0.2, 0.4, 0.6, 0.8, *[1.0] * 76, *decay])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_no_step_of_a_short_run_has_a_rate_of_zero(schedule, steps):
+    assert all(0 < lr <= 1 for lr in rates(steps, schedule=schedule))
+
+
+# ----------------------------------------------------------------------- updates, against equations
 
 MODEL = GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, n_ctx=8, vocab_size=100)
-C = OptimConfig(
+MUON = OptimConfig(
     lr=0.01, kind="muon", momentum=0.7, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6
 )
+# Q, K, V; out; gate, up; down
+MUON_SHAPES = {(32, 32), (16, 32), (48, 32), (32, 48)}
 
 
-@pytest.mark.parametrize("kind, filled", [("adamw", False), ("adamw", True), ("muon", True)])
-def test_updates_against_the_equations_in_fp64_with_decay_of_matrices_only(kind, filled):
-    """The first state is what AdamW makes at its first step. Muon part by part: momentum,
-    Nesterov's step, five iterations."""
+@dataclass
+class Expected:
+    """A weight and its optimizer's moments, in fp64."""
+
+    weight: torch.Tensor
+    first: torch.Tensor  # AdamW's first moment, or Muon's momentum
+    second: torch.Tensor
+
+    def adamw(self, gradient: torch.Tensor, t: int, lr: float, decay: float) -> None:
+        """One update by AdamW's equations (1711.05101)."""
+        self.first = 0.8 * self.first + 0.2 * gradient
+        self.second = 0.9 * self.second + 0.1 * gradient**2
+        update = (self.first / (1 - 0.8**t)) / ((self.second / (1 - 0.9**t)).sqrt() + 1e-6)
+        self.weight = self.weight * (1 - lr * decay) - lr * update
+
+    def muon(self, gradient: torch.Tensor, part_rows: list[int], lr: float, decay: float) -> None:
+        """One update by Muon's equations, part by part: momentum, Nesterov's step, five iterations
+        of Newton and Schulz."""
+        self.first = 0.7 * self.first + 0.3 * gradient
+        nesterov = 0.3 * gradient + 0.7 * self.first
+        updates = []
+        for part in nesterov.split(part_rows):
+            x = part / part.norm()
+            for _ in range(5):
+                gram = x @ x.T
+                x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+            updates.append(0.2 * max(part.shape) ** 0.5 * x)
+        self.weight = self.weight * (1 - lr * decay) - lr * torch.cat(updates)
+
+
+@dataclass
+class Updated:
+    """A model after three updates, and what the equations say of it."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    initial: dict[str, torch.Tensor]
+    expected: dict[str, Expected]
+    parts: dict[nn.Parameter, list[int]]  # rows of each matrix that Muon updates apart
+
+
+def three_updates(kind: str, is_filled: bool = True) -> Updated:
+    """Random gradients; the first state is what AdamW makes at its first step, unless it is
+    filled."""
     model = GPT(MODEL)
     model.init_weights(0)
-    optimizer = optim.build_optimizer(model, replace(C, kind=kind))
-    if not filled:
+    optimizer = optim.build_optimizer(model, replace(MUON, kind=kind))
+    if not is_filled:
         optimizer.state.clear()
-    parts = optim.muon_parts(model) if kind == "muon" else {}
-    before = {name: p.detach().double() for name, p in model.named_parameters()}
-    expected = {name: (w, torch.zeros_like(w), 0.0) for name, w in before.items()}
+    parts = {}
+    if kind == "muon":
+        parts = {weight: list(sizes) for weight, sizes in optim.muon_parts(model).items()}
+    initial = {name: weight.detach().double() for name, weight in model.named_parameters()}
+    zeros = {name: torch.zeros_like(weight) for name, weight in initial.items()}
+    expected = {name: Expected(initial[name], zeros[name], zeros[name]) for name in initial}
     for t in range(1, 4):
-        lr = optim.set_learning_rate(optimizer, t, 10, C)
+        lr = optim.set_learning_rate(optimizer, t, 10, MUON)
         torch.manual_seed(t)
-        for name, p in model.named_parameters():
-            p.grad = torch.randn(p.shape)
-            (w, m, v), g, step = expected[name], p.grad.double(), []
-            if p in parts:
-                m = 0.7 * m + 0.3 * g
-                for x in (0.3 * g + 0.7 * m).split(list(parts[p])):
-                    size, x = max(x.shape), x / x.norm()
-                    for _ in range(5):
-                        x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
-                    step.append(0.2 * size**0.5 * x)
+        for name, weight in model.named_parameters():
+            weight.grad = torch.randn(weight.shape)
+            decay = 0.0 if "norm" in name else 0.1  # matrices alone decay
+            if weight in parts:
+                expected[name].muon(weight.grad.double(), parts[weight], lr, decay)
             else:
-                m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
-                step.append((m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-6))
-            expected[name] = (
-                w * (1 if "norm" in name else 1 - lr * 0.1) - lr * torch.cat(step),
-                m,
-                v,
-            )
-        versions = [p._version for p in model.parameters()]
+                expected[name].adamw(weight.grad.double(), t, lr, decay)
         optimizer.step()
-        assert all(p._version > old for p, old in zip(model.parameters(), versions, strict=True)), (
-            "FP8 copies become stale"
-        )
-    moments = optim.state_tensors(optimizer, model)
-    for name, p in model.named_parameters():
-        due, *states = expected[name]
-        if p in parts:
-            assert 0 < (p - due).norm() < 0.05 * (due - before[name]).norm(), "BF16's roundings"
-        else:
-            assert torch.allclose(p.double(), due, atol=1e-7), name
-        for key, state in zip(
-            ["momentum"] if p in parts else ["exp_avg", "exp_avg_sq"], states, strict=False
-        ):
-            assert torch.allclose(moments.pop(f"{name}.{key}").double(), state, atol=1e-7), name
-    assert not moments and len(parts) == 4 * (kind == "muon")
-    assert {(n, p.shape[1]) for p, rows in parts.items() for n in rows} == {
-        (32, 32),
-        (16, 32),
-        (48, 32),
-        (32, 48),
-    } or not parts
+    return Updated(model, optimizer, initial, expected, parts)
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_adamws_weights_and_moments_are_those_of_its_equations(is_filled):
+    updated = three_updates("adamw", is_filled)
+    moments = optim.state_tensors(updated.optimizer, updated.model)
+    assert len(moments) == 2 * len(updated.expected)
+    for name, weight in updated.model.named_parameters():
+        due = updated.expected[name]
+        first, second = moments[f"{name}.exp_avg"], moments[f"{name}.exp_avg_sq"]
+        torch.testing.assert_close(weight.double(), due.weight, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(first.double(), due.first, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(second.double(), due.second, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_muons_matrices_and_momenta_are_those_of_its_equations():
+    updated = three_updates("muon")
+    moments = optim.state_tensors(updated.optimizer, updated.model)
+    shapes = {(n, weight.shape[1]) for weight, sizes in updated.parts.items() for n in sizes}
+    assert shapes == MUON_SHAPES and len(updated.parts) == 4
+    for name, weight in updated.model.named_parameters():
+        due, momentum = updated.expected[name], moments.get(f"{name}.momentum")
+        if weight not in updated.parts:
+            torch.testing.assert_close(weight.double(), due.weight, rtol=1e-5, atol=1e-7, msg=name)
+            continue
+        error = (weight - due.weight).norm()
+        moved = (due.weight - updated.initial[name]).norm()
+        assert 0 < error < 0.05 * moved, f"{name}: BF16's roundings alone"
+        torch.testing.assert_close(momentum.double(), due.first, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_muon_keeps_one_momentum_of_matrices_and_adamws_two_of_others():
+    updated = three_updates("muon")
+    moments_of = {}
+    for key in optim.state_tensors(updated.optimizer, updated.model):
+        name, _, moment = key.rpartition(".")
+        moments_of.setdefault(name, []).append(moment)
+    for name, moments in moments_of.items():
+        assert moments == (["momentum"] if is_of_muon(name) else ["exp_avg", "exp_avg_sq"]), name
+    assert len(moments_of) == len(updated.expected)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_an_update_marks_every_weight_as_changed(kind):
+    """By which FP8 copies of weights are known to be stale."""
+    updated = three_updates(kind)
+    versions = {name: weight._version for name, weight in updated.model.named_parameters()}
+    updated.optimizer.step()
+    for name, weight in updated.model.named_parameters():
+        assert weight._version > versions[name], name
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_number_of_updates_can_be_set(kind):
+    optimizer = three_updates(kind).optimizer
     optim.set_updates(optimizer, 7)
-    assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {7.0}
+    counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    assert set(counts) == {7.0}
 
 
-@pytest.mark.parametrize(
-    "settings, compiled",
-    [("", "off"), ("", "block"), ("fp8.recipe=tensorwise_gw_hp fp8.kernels=true", "off")],
-)
-def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(
-    tiny, monkeypatch, settings, compiled
-):
-    """Bit by bit what autograd gives for each micro-batch, added in their order; twice, as the
-    first sum must be gone then."""
-    calls, add = [], add_weight_grad
-    torch.library.opcheck(
-        add,
-        (torch.zeros(4, 8), *(torch.randn(16, n).bfloat16() for n in (4, 8))),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-    if compiled == "off":
-        monkeypatch.setattr(
-            kernels, "add_weight_grad", lambda *tensors: calls.append(tensors) or add(*tensors)
-        )
-    one = tiny.data.micro_batch * tiny.model.n_ctx  # tokens of a micro-batch
-    model, alone = (
-        build(tiny, f"{settings} data.tokens_per_step={n * one} parallel.compile={compiled}").model
-        for n in (2, 1)
-    )
-    lasting = {
-        name: p.grad.data_ptr() for name, p in model.named_parameters() if p.grad is not None
-    }
-    assert len(lasting) == 4 * tiny.model.n_layer and all(
-        p.grad is None for p in alone.parameters()
-    )
-    for step in range(2):
-        torch.manual_seed(step)
-        batches = torch.randint(
-            tiny.model.vocab_size, (2, 2, tiny.data.micro_batch, tiny.model.n_ctx)
-        )
-        want = [
-            torch.autograd.grad(alone(x, y).sum(), list(alone.parameters())) for x, y in batches
-        ]
-        for x, y in batches:
+# -------------------------------------------------------------------------- gradients that add up
+
+
+@dataclass
+class Accumulating:
+    """A model whose Linears add up the gradients of two micro-batches, and one that does not."""
+
+    model: GPT
+    plain: GPT
+    lasting: dict[str, int]  # addresses of the gradients that stay, by the weight's name
+    calls: list[tuple]  # of add_weight_grad, so far
+
+
+@pytest.fixture(params=["", "fp8.recipe=tensorwise_gw_hp fp8.kernels=true"], ids=["bf16", "gw_hp"])
+def accumulating(request, tiny, monkeypatch) -> Accumulating:
+    calls: list[tuple] = []
+
+    def noted(*tensors: torch.Tensor) -> None:
+        calls.append(tensors)
+        add_weight_grad(*tensors)
+
+    monkeypatch.setattr(kernels, "add_weight_grad", noted)
+    tokens = tiny.data.micro_batch * tiny.model.n_ctx  # of a micro-batch
+    model = build(tiny, f"{request.param} data.tokens_per_step={2 * tokens}").model
+    plain = build(tiny, f"{request.param} data.tokens_per_step={tokens}").model
+    assert all(weight.grad is None for weight in plain.parameters())
+    lasting = lasting_gradients(model)
+    assert len(lasting) == 4 * tiny.model.n_layer
+    return Accumulating(model, plain, lasting, calls)
+
+
+def lasting_gradients(model: GPT) -> dict[str, int]:
+    """Addresses of the gradients that exist, by the weight's name."""
+    named = model.named_parameters()
+    return {name: weight.grad.data_ptr() for name, weight in named if weight.grad is not None}
+
+
+def micro_batches(model: GPT, seed: int) -> torch.Tensor:
+    """Inputs and targets of two micro-batches of four sequences, (2, 2, 4, T)."""
+    torch.manual_seed(seed)
+    return torch.randint(model.config.vocab_size, (2, 2, 4, model.config.n_ctx))
+
+
+def test_gradients_of_micro_batches_add_up_to_autograds_bits(accumulating):
+    """In their order; twice, as the first sum must be gone then. Compiled: test_compiled.py."""
+    model, plain = accumulating.model, accumulating.plain
+    for seed in range(2):
+        autograds = []
+        for x, y in micro_batches(model, seed):
+            autograds.append(torch.autograd.grad(plain(x, y).sum(), list(plain.parameters())))
             model(x, y).sum().backward()
-        for (name, p), first, second in zip(model.named_parameters(), *want, strict=True):
-            assert torch.equal(p.grad, first + second), name
-            assert p.grad.data_ptr() == lasting.get(name, p.grad.data_ptr()), (
-                "a gradient that the matmul no longer adds to"
-            )
+        for (name, weight), first, second in zip(model.named_parameters(), *autograds, strict=True):
+            assert torch.equal(weight.grad, first + second), name
         zero_gradients(model)
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == lasting.keys()
+
+
+def test_gradients_of_linears_are_added_within_their_matmul(accumulating):
+    model = accumulating.model
+    for x, y in micro_batches(model, 0):
+        model(x, y).sum().backward()
+    assert len(accumulating.calls) == 2 * len(accumulating.lasting)
+    assert lasting_gradients(model).items() >= accumulating.lasting.items()
+    zero_gradients(model)
+    assert lasting_gradients(model) == accumulating.lasting
+
+
+def test_gradients_that_the_optimizer_freed_are_an_error(accumulating):
+    model = accumulating.model
     model.zero_grad()
-    if compiled == "off":
-        assert len(calls) == 2 * 2 * len(lasting), "a product that is added behind its matmul"
-        with pytest.raises(AssertionError, match="zero_gradients"):
-            model(*batches[0])
+    with pytest.raises(AssertionError, match="zero_gradients"):
+        model(*micro_batches(model, 0)[0])
 
 
-def test_the_work_of_muon_is_dealt_evenly():  # FLOPs by hand: runtime/test_plan.py
+def test_the_operator_that_adds_keeps_torchs_rules():
+    operands = torch.randn(16, 4).bfloat16(), torch.randn(16, 8).bfloat16()
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(add_weight_grad, (torch.zeros(4, 8), *operands), test_utils=tests)
+
+
+# ------------------------------------------------------------------------------------ Muon's shares
+
+
+def test_muon_updates_q_k_and_v_of_heads_wider_than_their_share_apart():
+    wide = GPTConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=64, n_ffn=96, head_size=48)
+    parts = optim.muon_parts(GPT.on_meta(wide))
+    assert list(parts.values()) == [(96, 48, 48), (64,), (96, 96), (64,)]
+
+
+# FLOPs by hand: runtime/test_plan.py
+@pytest.mark.parametrize("ranks, most", [(1, 1), (3, 1.01), (8, 1.03), (64, 1.5)])
+def test_the_work_of_muon_is_dealt_evenly(ranks, most):
     parts = optim.muon_parts(GPT.on_meta(GPTConfig(n_layer=28, n_head=16, n_embd=2048, n_ffn=5632)))
-    wide = optim.muon_parts(
-        GPT.on_meta(GPTConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=64, n_ffn=96, head_size=48))
-    )
-    assert list(wide.values()) == [
-        (96, 48, 48),
-        (64,),
-        (96, 96),
-        (64,),
-    ], "q, k and v of heads wider than their share"
-    costs = [optim.newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()]
-    for ranks, most in ((1, 1), (3, 1.01), (8, 1.03), (64, 1.5)):
-        sums = torch.zeros(ranks).index_add_(
-            0, torch.tensor(optim.deal(costs, ranks)), torch.tensor(costs) / sum(costs)
-        )
-        assert sums.sum().item() == pytest.approx(1) and sums.max() <= most / ranks, ranks
+    costs = [optim.newton_schulz_flops(weight.shape[1], sizes) for weight, sizes in parts.items()]
+    shares = [0.0] * ranks
+    for cost, rank in zip(costs, optim.deal(costs, ranks), strict=True):
+        shares[rank] += cost / sum(costs)
+    assert sum(shares) == pytest.approx(1)
+    assert max(shares) <= most / ranks * (1 + 1e-6)
 
 
-def test_a_resumed_run_ends_in_the_same_bits_and_two_ranks_train_what_one_process_trains(tiny, run):
+# --------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def muon(tiny, run):
+    """A finished run with Muon."""
     config = changed(tiny, "optim.kind=muon")
     run(config)
-    whole = record(config)
-    back_to(config, 3)
-    run(config)
-    assert record(config) == whole and whole["trajectory"][-1][2] < whole["trajectory"][0][2]
-    assert "optim.kind was muon" in run(config, "optim.kind=adamw", code=2)
-    assert summary(config)["optimizer"] == "Muon"
-    two = finish(replace(config, run="two"), ranks=2)
-    for one, other in zip(rows(config), rows(two), strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=2e-3)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
+    return config
 
+
+def test_a_run_with_muon_learns_and_its_summary_says_so(muon):
+    losses = [row["loss"] for row in rows(muon)]
+    assert losses[-1] < losses[0] and summary(muon)["optimizer"] == "Muon"
+
+
+def test_a_resumed_run_with_muon_ends_in_the_same_bits(muon, run):
+    whole = record(muon)
+    back_to(muon, 3)
+    run(muon)
+    assert record(muon) == whole
+
+
+def test_a_run_with_muon_does_not_go_on_with_adamw(muon, run):
+    back_to(muon, 3)
+    assert "optim.kind was muon" in run(muon, "optim.kind=adamw", code=2)
+
+
+def test_two_ranks_with_muon_train_what_one_process_trains(muon):
+    two = finish(replace(muon, run="two"), ranks=2)
+    for key, rounding in ("loss", 2e-3), ("grad_norm", 2e-2):
+        alone, together = ([row[key] for row in rows(config)] for config in (muon, two))
+        assert together == pytest.approx(alone, rel=rounding)
+
+
+# ------------------------------------------------------------------------------- Muon over shards
 
 LAYOUTS = (1, 2), (1, 3), (2, 2), (4, 1)  # replicas x shards: three shards of 32 rows are not equal
 
 
-def test_a_matrix_has_one_owner_and_the_bits_of_one_process(tmp_path):
-    mp.spawn(ranks_of_muon, (str(tmp_path),), nprocs=4)
-    for replicas, shards in LAYOUTS:
-        seen = torch.load(tmp_path / f"{replicas}x{shards}.pt")
-        assert sum(seen["parts"]) == 7 and len(seen["parts"]) == replicas * shards
-        assert seen["parts"] == [0, 0, 7, 0] if replicas == 4 else max(seen["parts"]) < 5
-        assert seen["found"].keys() == seen["due"].keys()
+def is_of_muon(name: str) -> bool:
+    """Whether a weight or moment is of a matrix in a block."""
+    return name.startswith("layers") and "norm" not in name
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory) -> Callable[[tuple[int, int]], dict]:
+    """What ranks_of_muon() saw with each layout."""
+    folder = tmp_path_factory.mktemp("muon")
+    on_ranks(4, ranks_of_muon, folder, folder / "log")
+    return lambda layout: torch.load(folder / "{}x{}.pt".format(*layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_muon_has_the_bits_of_one_process(layouts, layout):
+    seen = layouts(layout)
+    assert seen["sharded"].keys() == seen["whole"].keys()
+    for name, due in seen["whole"].items():
         # AdamW's last values of a shard are rounded by other instructions
-        for name, due in seen["due"].items():
-            is_muons = name.startswith("layers") and "norm" not in name
-            torch.testing.assert_close(
-                seen["found"][name], due, rtol=0 if is_muons else 1e-6, atol=0 if is_muons else 1e-7
-            )
+        rtol, atol = (0, 0) if is_of_muon(name) else (1e-6, 1e-7)
+        torch.testing.assert_close(seen["sharded"][name], due, rtol=rtol, atol=atol, msg=name)
 
 
-def ranks_of_muon(rank, folder):
-    """Two updates of a sharded model and of a whole one by the same gradients; rank 0 keeps both
-    and how many each rank did."""
-    torch.set_num_threads(1)
-    calls, compute = [], optim.orthogonalised
-    optim.orthogonalised = lambda matrix: calls.append(1) or compute(matrix)
+@pytest.mark.parametrize(
+    "layout, most", [((1, 2), 4), ((1, 3), 4), ((2, 2), 4), ((4, 1), 7)], ids=str
+)
+def test_each_part_of_muon_is_computed_by_one_rank(layouts, layout, most):
+    parts = layouts(layout)["parts"]
+    assert len(parts) == math.prod(layout)
+    assert sum(parts) == 7 and max(parts) <= most
+
+
+def test_ranks_without_a_part_of_muon_get_the_others(layouts):
+    assert layouts((4, 1))["parts"] == [0, 0, 7, 0]
+
+
+def ranks_of_muon(folder: Path) -> None:
+    """One rank of four: two updates of a sharded model and of a whole one by the same gradients;
+    rank 0 writes both and how many parts each rank computed."""
+    rank = int(os.environ["RANK"])
     for replicas, shards in LAYOUTS:
-        if rank >= (size := replicas * shards):
+        size = replicas * shards
+        if rank >= size:
             continue
-        path = f"{folder}/{replicas}x{shards}"
+        path = folder / f"{replicas}x{shards}"
         dist.init_process_group(
-            "gloo", store=dist.FileStore(path, size), rank=rank, world_size=size
+            "gloo", store=dist.FileStore(str(path), size), rank=rank, world_size=size
         )
-        mesh, seen = (
-            init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")),
-            {},
-        )
+        mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
         world = parallel.World(rank, rank, size, torch.device("cpu"), mesh)
-        if replicas == 4:
-            # three ranks have nothing to do
+        if replicas == 4:  # three ranks have nothing to do
             optim.deal = lambda costs, ranks: [2 % ranks] * len(costs)
-        for kind in "found", "due":
-            model = GPT(MODEL)
-            model.init_weights(0)
-            if kind == "found":
-                parallel.shard(model, world)
-            optimizer = optim.build_optimizer(model, C)
-            torch.manual_seed(1)
-            for _ in range(2):
-                calls.clear()
-                for p in model.parameters():
-                    p.grad = torch.randn(p.shape)
-                    if isinstance(p, DTensor):
-                        p.grad = distribute_tensor(
-                            p.grad, p.device_mesh, p.placements, src_data_rank=None
-                        )
-                optimizer.step()
-            if kind == "found":
-                seen["parts"] = [
-                    int(n) for n in parallel.all_concatenate(torch.tensor(float(len(calls))), world)
-                ]
-            tensors = {
-                name: p.detach() for name, p in model.named_parameters()
-            } | optim.state_tensors(optimizer, model)
-            seen[kind] = {
-                name: t.full_tensor() if isinstance(t, DTensor) else t
-                for name, t in tensors.items()
-            }
+        sharded, count = two_updates(world)
+        parts = parallel.all_concatenate(torch.tensor(float(count)), world)
+        whole, _ = two_updates(None)
         if world.is_main:
+            seen = {"sharded": sharded, "whole": whole, "parts": [int(n) for n in parts]}
             torch.save(seen, f"{path}.pt")
         dist.destroy_process_group()
+
+
+def two_updates(world: parallel.World | None) -> tuple[dict[str, torch.Tensor], int]:
+    """Weights and moments after two updates, of a model that is sharded over `world`; how many
+    parts this rank has computed in the second."""
+    model = GPT(MODEL)
+    model.init_weights(0)
+    if world is not None:
+        parallel.shard(model, world)
+    optimizer = optim.build_optimizer(model, MUON)
+    calls, compute = [], optim.orthogonalised
+    optim.orthogonalised = lambda matrix: calls.append(1) or compute(matrix)
+    torch.manual_seed(1)
+    for _ in range(2):
+        calls.clear()
+        for weight in model.parameters():
+            gradient = torch.randn(weight.shape)
+            if isinstance(weight, DTensor):
+                gradient = distribute_tensor(
+                    gradient, weight.device_mesh, weight.placements, src_data_rank=None
+                )
+            weight.grad = gradient
+        optimizer.step()
+    optim.orthogonalised = compute
+    tensors = {name: weight.detach() for name, weight in model.named_parameters()}
+    tensors |= optim.state_tensors(optimizer, model)
+    return {name: full(tensor) for name, tensor in tensors.items()}, len(calls)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

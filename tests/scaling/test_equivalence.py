@@ -1,4 +1,4 @@
-"""scaling/equivalence.py: "equivalent" is judged at each size's largest budget, with at most 5 % of
+"""scaling/paired/equivalence.py: "equivalent" is judged at each size's largest budget, with at most 5 % of
 false verdicts."""
 
 import math
@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import linregress, ttest_1samp
 
 from scaling import precision
-from scaling.equivalence import (
+from scaling.paired.equivalence import (
     SizeGaps,
     fit_line,
     judge_equivalence,
@@ -18,7 +18,8 @@ from scaling.equivalence import (
     parts_of,
     tost_power,
 )
-from scaling.pairs import Gap, Pair, estimate, over, tost
+from scaling.paired.estimates import estimate, tost
+from scaling.paired.gaps import Gap, Pair, over
 from tests.conftest import asked
 from tests.helpers.scaling_runs import edit, strict, write_run
 

@@ -15,7 +15,7 @@ from lib.plots import STYLES, styles, write_with
 from scaling import fit
 from scaling.fit import draw, fit_group, fit_points, lines_of
 from scaling.laws import Points, minima_of
-from scaling.pairs import pairs
+from scaling.pairing import pairs
 from scaling.records import read_runs
 from tests.helpers.scaling_runs import (
     edit,

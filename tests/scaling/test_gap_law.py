@@ -1,4 +1,4 @@
-"""scaling/gap_law.py and gap_predictions.py: the law of the gap over size and tokens, its intervals,
+"""scaling/paired/gap_law.py and gap_predictions.py: the law of the gap over size and tokens, its intervals,
 what it refuses, predictions that are frozen and scored."""
 
 import json
@@ -12,7 +12,9 @@ from scipy.stats import t, ttest_1samp
 
 from lib.errors import UserError
 from scaling import gap_predictions, precision
-from scaling.gap_law import (
+from scaling.laws import sizes_of
+from scaling.paired.cost import EPOCH
+from scaling.paired.gap_law import (
     CannotFit,
     GapPoints,
     cells_of,
@@ -20,8 +22,6 @@ from scaling.gap_law import (
     fit_power,
     told_together,
 )
-from scaling.laws import sizes_of
-from scaling.pairs import EPOCH
 from tests.conftest import asked
 from tests.helpers.scaling_runs import edit, strict, surface, write_run
 from tests.law_trials import (

@@ -25,6 +25,7 @@ from scaling.laws import (
     fit_frontier,
     fit_isoflop,
     fit_law,
+    intervals,
     lack_of_fit,
     minima_of,
     near_zero,
@@ -32,7 +33,8 @@ from scaling.laws import (
     shared_fault,
     with_bootstrap,
 )
-from scaling.valleys import Valley, fit_valleys, lowest_part
+from scaling.laws import solver as searches
+from scaling.laws.valleys import Valley, fit_valleys, lowest_part
 from tests.conftest import ROOT
 from tests.law_trials import (
     ISOFLOP_DESIGNS,
@@ -194,10 +196,10 @@ def test_what_points_cannot_say_is_said():
 
 
 def test_unconverged_fits_are_flagged(monkeypatch):
-    least_squares = solver.least_squares
+    least_squares = searches.least_squares
     monkeypatch.setattr(solver.descend, "__defaults__", (3,))
     monkeypatch.setattr(
-        solver, "least_squares", lambda *a, **k: least_squares(*a, **{**k, "max_nfev": 1})
+        searches, "least_squares", lambda *a, **k: least_squares(*a, **{**k, "max_nfev": 1})
     )
     fit = fit_law("ray", C, NOISY)
     assert (
@@ -657,7 +659,7 @@ def test_the_interval_follows_the_number_of_trajectories_and_failed_resamples(mo
     # more than a twentieth is not believed
     for failed, interval in ((5, "bootstrap"), (6, "cluster")):
         monkeypatch.setattr(
-            solver,
+            intervals,
             "bootstrap",
             lambda fit, *_, failed=failed: replace(
                 fit, interval="bootstrap", resamples=100, failed=failed

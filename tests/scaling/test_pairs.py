@@ -1,4 +1,4 @@
-"""scaling/pairs.py: gaps, nulls, equivalence, ranking and what a gap costs, against scipy,
+"""scaling/paired and pairing.py: gaps, nulls, equivalence, ranking and what a gap costs, against scipy,
 simulation, published tables."""
 
 import itertools
@@ -12,10 +12,24 @@ from scipy.optimize import brentq, curve_fit
 from scipy.stats import linregress, nct, ttest_1samp
 from scipy.stats import t as student
 
-from scaling import pairs
-from scaling.pairs import EPOCH, Margin, Surface, estimate
+from scaling.paired.cost import (
+    EPOCH,
+    Surface,
+    costs,
+    local_surface,
+    own_surface,
+    surfaces,
+    throughput,
+)
+from scaling.paired.estimates import clusters, estimate, power, smallest_seen, tost
+from scaling.paired.gaps import Gap, Pair, over, over_sizes, over_tokens
+from scaling.paired.nulls import measure
+from scaling.paired.published import kumar_gap, sun_gap
+from scaling.paired.ranking import rank
+from scaling.pairing import pairs
 from scaling.precision import analyse
 from scaling.records import read_runs
+from scaling.verdicts import Margin, verdict
 from tests.helpers.scaling_runs import edit, strict, write_branches, write_run
 
 DECLARED = Margin(0.25, "study.json", True)
@@ -40,7 +54,7 @@ def sample(n, mean=0.0, sd=1.0, seed=0):
 
 def analysed(folder, convention=None):
     records = read_runs([folder], convention)[0]
-    return analyse(records, pairs.pairs(records)[0], "bf16", None)
+    return analyse(records, pairs(records)[0], "bf16", None)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +79,13 @@ def test_intervals_and_tost_are_scipys_and_verdicts_follow_them(n, mean, sd, wor
         ttest_1samp(values, -0.25, alternative="greater").pvalue,
         ttest_1samp(values, 0.25, alternative="less").pvalue,
     )
-    p = pairs.tost(found, 0.25)
-    assert p == pytest.approx(theirs, rel=1e-9) and pairs.verdict(found, DECLARED, p).startswith(
-        words
-    )
+    p = tost(found, 0.25)
+    assert p == pytest.approx(theirs, rel=1e-9) and verdict(found, DECLARED, p).startswith(words)
     for same in ([mean], [mean] * 3, [0.0, 0.0]):  # without spread
         found = estimate(same)
         assert (
             found.mean == pytest.approx(same[0])
-            and found.se is found.half is pairs.tost(found, 1) is None
+            and found.se is found.half is tost(found, 1) is None
         )
 
 
@@ -81,9 +93,9 @@ def test_power_is_the_noncentral_t():
     for n, gap in itertools.product((3, 10, 40), (0.0, 0.3, -1.0)):
         quantile, shift = student.ppf(0.975, n - 1), gap * math.sqrt(n)
         theirs = nct.sf(quantile, n - 1, shift) + nct.cdf(-quantile, n - 1, shift)
-        assert pairs.power(n, gap) == pytest.approx(theirs, abs=2e-6), (n, gap)
+        assert power(n, gap) == pytest.approx(theirs, abs=2e-6), (n, gap)
     for n in (2, 3, 100):  # n = 2: where scipy's noncentral t gives up
-        assert pairs.power(n, pairs.smallest_seen(0.4, n) / 0.4) == pytest.approx(0.8, abs=1e-6)
+        assert power(n, smallest_seen(0.4, n) / 0.4) == pytest.approx(0.8, abs=1e-6)
 
 
 def fake(
@@ -105,10 +117,10 @@ def fake(
         for arm in "bf"
     )
     gaps = {
-        arm: pairs.Gap(factor * percent, factor * percent, None)
+        arm: Gap(factor * percent, factor * percent, None)
         for arm, factor in (("bf16", 1), ("as_trained", 1.5))
     }
-    return pairs.Pair(bf16, fp8, gaps, speed, linears)
+    return Pair(bf16, fp8, gaps, speed, linears)
 
 
 def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
@@ -122,13 +134,13 @@ def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_r
             for _ in range(1 + i % 4)
         ]
         both = (
-            pairs.over(found, "percent")["bf16"],
+            over(found, "percent")["bf16"],
             estimate([pair.gap["bf16"].percent for pair in found]),
         )
         covered.append([one.low < 0.2 < one.high for one in both])
     honest, naive = np.mean(covered, axis=0)
     assert both[0].n == 6 and honest == pytest.approx(0.95, abs=0.015) and naive < 0.85
-    shared = pairs.clusters([{1, 2}, {5}, {3, 4}, {2, 3}, {5, 6}, {7}])  # through a third
+    shared = clusters([{1, 2}, {5}, {3, 4}, {2, 3}, {5, 6}, {7}])  # through a third
     assert [own.tolist() for own in shared] == [[0, 2, 3], [1, 4], [5]]
 
 
@@ -140,7 +152,7 @@ def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
         for shift in (1, -1)
     ]
     # a trunk's branches count once
-    theirs, found = linregress(np.log10(N), gaps), pairs.over_sizes(branches, "bf16")
+    theirs, found = linregress(np.log10(N), gaps), over_sizes(branches, "bf16")
     assert (found.mean, found.half) == pytest.approx(
         (theirs.slope, student.ppf(0.975, 10) * theirs.stderr), rel=1e-6
     )
@@ -148,7 +160,7 @@ def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
     two_sizes = [
         fake(1, size, trunk=i) for i, size in enumerate([1e8, 1e8 * (1 + 1e-14), 2e8, 2e8])
     ]
-    assert pairs.over_sizes(two_sizes, "bf16") is pairs.over_sizes(branches[:18:8], "bf16") is None
+    assert over_sizes(two_sizes, "bf16") is over_sizes(branches[:18:8], "bf16") is None
 
 
 def test_the_change_over_tokens_is_each_trunks_own_and_covers():
@@ -169,14 +181,14 @@ def test_the_change_over_tokens_is_each_trunks_own_and_covers():
                 )
                 for D in budgets
             ]
-        slope = pairs.over_tokens(found, "bf16")
+        slope = over_tokens(found, "bf16")
         line = linregress(
             [math.log2(p.fp8.tokens) for p in found], [p.gap["bf16"].percent for p in found]
         )
         covered += slope.low < truth < slope.high
         naive += abs(line.slope - truth) < student.ppf(0.975, len(found) - 2) * line.stderr
     assert slope.n == 6 and covered / 1000 == pytest.approx(0.95, abs=0.02) and naive / 1000 < 0.85
-    assert pairs.over_tokens(found[:1] + found[5:6], "bf16") is None
+    assert over_tokens(found[:1] + found[5:6], "bf16") is None
 
 
 def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
@@ -198,7 +210,7 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
             )
     runs, _ = read_runs([tmp_path])
     for order in (runs, runs[::-1]):
-        found, notes = pairs.pairs(order)
+        found, notes = pairs(order)
         assert sorted(
             (p.bf16.run_id, p.fp8.run_id, round(p.gap["bf16"].nats, 6)) for p in found
         ) == [
@@ -218,7 +230,7 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
     other = 100 * math.sqrt(2) * np.std(np.log([*LOSS.values()]), ddof=1)
     for pooled, sd, dof in ((null["same_seed"]["pooled"], same, 2), (null["pooled"], other, 1)):
         assert [*pooled.values()] == pytest.approx([2, dof, sd, student.ppf(0.975, dof) * sd])
-    found, notes = pairs.pairs([run for run in runs if run.run_id not in ("bf16_1", "fp8_2")])
+    found, notes = pairs([run for run in runs if run.run_id not in ("bf16_1", "fp8_2")])
     assert [pair.fp8.run_id for pair in found] == ["null_2"]
     assert {"unpaired bf16_2", "unpaired fp8_1", "unpaired null_1"} <= {
         note.split(":")[0] for note in notes
@@ -227,7 +239,7 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
 
 def test_equal_bits_are_no_null_and_branches_add_no_freedom():
     branches = [fake(percent, D=D) for D, percent in ((5, 0.1), (10, -0.3), (20, 0.2), (40, 0.0))]
-    same = pairs.measure([], branches, "bf16")["same_seed"]
+    same = measure([], branches, "bf16")["same_seed"]
     sd = math.hypot(0.1, 0.3, 0.2) / math.sqrt(3)
     assert same["equal"] == 1 and [*same["pooled"].values()] == pytest.approx(
         [3, 1, sd, student.ppf(0.975, 1) * sd]
@@ -284,7 +296,7 @@ def cells(recipes, sizes=BUDGETS, seeds=SEEDS, ratio=20, **more):
 
 def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties():
     some = cells({"rowwise": (0.1, 0.8), "tensorwise": (0.1025, 1.1), "cscale": (1.0, 1.3)})
-    found, trained = (pairs.rank(some, arm) for arm in ("bf16", "as_trained"))
+    found, trained = (rank(some, arm) for arm in ("bf16", "as_trained"))
     assert [(row["recipe"], row["ties"]) for row in found["recipes"]] == [
         ("rowwise", True),
         ("tensorwise", True),
@@ -314,7 +326,7 @@ def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties():
             "over 1 pairs",
         ),
     ):
-        found = pairs.rank(cells({"rowwise": rowwise, "tensorwise": tensorwise}, **more), "bf16")
+        found = rank(cells({"rowwise": rowwise, "tensorwise": tensorwise}, **more), "bf16")
         assert found["best"] == best and words in found["reason"]
 
 
@@ -326,7 +338,7 @@ def test_what_cannot_be_compared_is_not_ranked():
         fake(-25, N, 20 * N, "", seed, "auto", 2.0, linears=0 if (N, seed) == (40_000, 2) else 3)
         for N, seed in NOISE
     ]
-    found = pairs.rank(some, "bf16")
+    found = rank(some, "bf16")
     assert found["best"] == "rowwise" and found["recipes"][0]["gap"].n == 4
     assert (
         found["left_out"][0]["recipe"] == "auto"
@@ -335,12 +347,12 @@ def test_what_cannot_be_compared_is_not_ranked():
     # the chosen recipe's further sizes and budgets undo nothing
     for more in ({"sizes": (200_000,)}, {"ratio": 40}):
         some += cells({"rowwise": (25, 0.8)}, **more)
-    assert pairs.rank(some, "bf16") == found
-    found = pairs.rank(
+    assert rank(some, "bf16") == found
+    found = rank(
         cells({"rowwise": (0.1, 0.8), "tensorwise": (0.3, 1.1), "cscale": (0.05, 1.3)})[:-1], "bf16"
     )
     assert len(found["recipes"]) == 2 and "90k seed 2" in found["left_out"][0]["reason"]
-    found = pairs.rank(
+    found = rank(
         cells({"rowwise": (0.1, 0.8)}, BUDGETS[:1])
         + cells({"tensorwise": (0.1, 0.8)}, BUDGETS[1:]),
         "bf16",
@@ -349,22 +361,22 @@ def test_what_cannot_be_compared_is_not_ranked():
 
 
 def test_kumar_sun_and_speedups_give_the_published_tables():
-    assert np.round(pairs.kumar_gap(SIZES), 4).tolist() == [0.0091, 0.0065, 0.0055, 0.0027]
-    assert np.round(pairs.kumar_gap(SIZES, offsets=False), 4).tolist() == [
+    assert np.round(kumar_gap(SIZES), 4).tolist() == [0.0091, 0.0065, 0.0055, 0.0027]
+    assert np.round(kumar_gap(SIZES, offsets=False), 4).tolist() == [
         0.0164,
         0.0116,
         0.0098,
         0.0048,
     ]
-    assert np.round(pairs.sun_gap(SIZES, 20 * SIZES), 5).tolist() == [
+    assert np.round(sun_gap(SIZES, 20 * SIZES), 5).tolist() == [
         0.00011,
         0.00013,
         0.00014,
         0.00022,
     ]
     ends = SIZES[[0, 3]]
-    assert np.round(pairs.sun_gap(ends, 20 * ends, 5, 2), 5).tolist() == [0.00015, 0.00031]
-    assert np.round(pairs.sun_gap(ends, 20 * ends, 2, 1, block=32), 4).tolist() == [0.0061, 0.0123]
+    assert np.round(sun_gap(ends, 20 * ends, 5, 2), 5).tolist() == [0.00015, 0.00031]
+    assert np.round(sun_gap(ends, 20 * ends, 2, 1, block=32), 4).tolist() == [0.0061, 0.0123]
     for ratio, expected in {
         1.10: (1.076, 1.041, 0.985),
         1.17: (1.145, 1.108, 1.047),
@@ -396,7 +408,7 @@ def test_a_law_that_is_almost_flat_or_a_gap_beyond_it_gives_numbers_or_none():
     """Runs of one size whose losses fall by nothing: powers of it overflow."""
     for beta, gap in itertools.product((1e-17, 1e-5, 1e-3, EPOCH.beta), (-0.5, 0.0, 1.9)):
         law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
-        shown = pairs.costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
+        shown = costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
         for one in (
             shown["extra_tokens"],
             shown["speedup"],
@@ -434,7 +446,7 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     assert slope_se == pytest.approx((beta * B * D**-beta).std(), rel=0.03)
     nats = estimate([0.004, 0.006, 0.005])
     value, se_log = EPOCH.speedup(D, 0.005, nats.se, 1.2, 0.002)
-    shown, unknown = (pairs.costs(EPOCH, 3e8, D, nats, 1.2, error, None) for error in (0.002, None))
+    shown, unknown = (costs(EPOCH, 3e8, D, nats, 1.2, error, None) for error in (0.002, None))
     assert np.log(shown["speedup_ci95"]) == pytest.approx(
         math.log(value) + np.array([-1, 1]) * student.ppf(0.975, 2) * se_log
     )
@@ -454,7 +466,7 @@ def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver():
     def log_law(_, e, a, b, alpha, beta):
         return np.log(np.exp(e) + np.exp(a) * N**-alpha + np.exp(b) * D**-beta)
 
-    own, reason = pairs.own_surface(N, D, loss, np.arange(len(N)))
+    own, reason = own_surface(N, D, loss, np.arange(len(N)))
     start = [math.log(EPOCH.E), math.log(EPOCH.A), math.log(EPOCH.B), EPOCH.alpha, EPOCH.beta]
     best, covariance = curve_fit(log_law, N, np.log(loss), start)
     s = best[4] * math.exp(best[2]) * 6e9 ** -best[4]
@@ -466,13 +478,13 @@ def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver():
 
 def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
     N = np.geomspace(1e8, 1e9, 6)
-    own, reason = pairs.own_surface(N, 20 * N, EPOCH.loss(N, 20 * N), N)
+    own, reason = own_surface(N, 20 * N, EPOCH.loss(N, 20 * N), N)
     assert own is None and "need ratios at least 2x apart" in reason
     # a loss that rises
-    assert pairs.local_surface(np.array([1e6, 2e6]), np.array([2.0, 2.1])) is None
+    assert local_surface(np.array([1e6, 2e6]), np.array([2.0, 2.1])) is None
     large = (50_000_000, 200_000_000, 800_000_000)  # 6 N D does not fit 64 bits
     runs, _ = read_runs([write_branches(tmp_path, sizes=large, recipes=("bf16",))])
-    laws, reason = pairs.surfaces(runs, "loss_bf16")
+    laws, reason = surfaces(runs, "loss_bf16")
     own, epoch = laws[50_000_000]
     assert (
         reason is None
@@ -483,7 +495,7 @@ def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
 
 def test_throughput_is_a_geometric_mean():
     def of(*ratios):
-        return pairs.throughput([fake(0, speed=one) for one in ratios])
+        return throughput([fake(0, speed=one) for one in ratios])
 
     found = of(1.1, 1.3, None)
     assert [found["ratio"], found["se_log"]] == pytest.approx(

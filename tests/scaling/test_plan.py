@@ -15,7 +15,7 @@ from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
 from runtime.plan import plan as train_plan
 from scaling import plan
-from scaling.pairs import EPOCH
+from scaling.paired.cost import EPOCH
 from scaling.plan import PRIOR_SD, RHO, Options, Size, bound, gradient, optimum, tokens
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, asked

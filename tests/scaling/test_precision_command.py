@@ -10,9 +10,12 @@ from scipy.stats import ttest_1samp
 
 from scaling import precision
 from scaling.gap_figure import NULL_COLOURS
-from scaling.pairs import EPOCH, Margin, kumar_gap, pairs, sun_gap
+from scaling.paired.cost import EPOCH
+from scaling.paired.published import kumar_gap, sun_gap
+from scaling.pairing import pairs
 from scaling.precision import analyse, draw_precision
 from scaling.records import read_runs
+from scaling.verdicts import Margin
 from tests.conftest import asked
 from tests.helpers.scaling_runs import (
     cells,

@@ -14,9 +14,9 @@ import pytest
 from lib.errors import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
-from scaling import fit, predict, rivals
-from scaling.laws import GAMMAS, fit_law
-from scaling.pairs import EPOCH, Surface
+from scaling import fit, predict
+from scaling.laws import GAMMAS, fit_law, rivals
+from scaling.paired.cost import EPOCH, Surface
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT, asked

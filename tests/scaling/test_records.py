@@ -10,7 +10,7 @@ import pytest
 
 from lib.errors import UserError
 from scaling import records as room
-from scaling.pairs import pairs
+from scaling.pairing import pairs
 from scaling.records import check_comparable, read_curve, read_record, read_runs
 from tests.helpers.scaling_runs import edit, write_ladder, write_run
 

@@ -12,7 +12,7 @@ import pytest
 
 from lib.plots import STYLES
 from scaling import fit, precision, report
-from scaling.pairs import pairs
+from scaling.pairing import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
 from tests.conftest import asked, changed

@@ -26,20 +26,21 @@ from runtime.config import FP8Config, apply_overrides, load_config
 from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
 from runtime.roofline import modelled_ratio
-from scaling import sweep
+from scaling import scheduler, sweep
+from scaling.declaration import content_of
 from scaling.predict import digest
-from scaling.study import Size, Study, expand, load_study
-from scaling.sweep import (
+from scaling.run_states import (
     ENDED,
-    Options,
+    Cost,
     cost_of,
-    declare,
-    is_ready,
+    format_grid,
     placed,
     state_of,
-    table,
     tokens_left,
 )
+from scaling.scheduler import is_ready
+from scaling.study import Size, Study, expand, load_study
+from scaling.sweep import Options, declare
 from tests.conftest import ROOT, asked, write_config
 from tests.helpers.faults import wait_for
 from tests.helpers.scaling_runs import cells, edit, strict
@@ -146,8 +147,9 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
     """sweep.main() on a tiny study whose train.py is the given text; the call returns what it
     printed as it ended in `code`."""
     monkeypatch.setattr(sweep, "ROOT", tmp_path)
-    monkeypatch.setattr(sweep, "POLL_S", 0.02)
-    monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
+    monkeypatch.setattr(scheduler, "ROOT", tmp_path)
+    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
+    monkeypatch.setattr(scheduler, "LEAVE_S", 0.3)
     # handlers of sweep.main() would outlive the test
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -314,16 +316,16 @@ def test_an_impossible_study_gets_a_sentence(study, changes, told):
 
 def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path):
     rows, day = expand(study), "2026-01-01T00:00:00Z"
-    first = declare(study, rows, tmp_path)
+    first = content_of(declare(study, rows, tmp_path))
     del first["runs"][-1]["pair_id"]  # as older ones
     edit(tmp_path / "study.json", **{**first, "declared": day})
-    assert declare(study, rows, tmp_path)["declared"] == day
+    assert declare(study, rows, tmp_path).declared == day
     # nothing ran
-    assert declare(replace(study, margin_percent=0.5), rows, tmp_path)["declared"] > day
+    assert declare(replace(study, margin_percent=0.5), rows, tmp_path).declared > day
     finish(rows[0], tmp_path)
     grown = replace(study, sizes=(replace(study.sizes[0], seeds=(1, 2, 3)), study.sizes[1]))
     content = declare(grown, expand(grown), tmp_path)
-    assert content["declared"] == day and len(content["runs"]) == 20
+    assert content.declared == day and len(content.runs) == 20
     for change, told in (
         ({"margin_percent": 0.5}, "margin_percent"),
         ({"params": "nonembed", "tokens_per_param": (20, 40)}, "params"),
@@ -375,7 +377,7 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
 
 
 def test_the_table_by_hand(rows, tmp_path):
-    text, (trunk, branch, *_) = table(rows, tmp_path / "none", OPTIONS), rows
+    text, (trunk, branch, *_) = format_grid(rows, tmp_path / "none", OPTIONS), rows
     assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354) and not (
         tmp_path / "none"
     ).exists()
@@ -396,7 +398,7 @@ def test_the_table_by_hand(rows, tmp_path):
             f"left: 4 runs: {left:.3g} FLOPs, {duration(4 * 6 * 2 + left / (989.4e12 * 1e-7))} of a"
             " GPU\n"
         )
-        assert told in table(rows, tmp_path, options)
+        assert told in format_grid(rows, tmp_path, options)
 
 
 def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
@@ -412,7 +414,7 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
     )
     finish(rows[1], tmp_path, tok_per_s_median=1000.0, wall_s=88 * 512 / 1000 + 1.5)
     for gpus in (1, 8):  # a start occupies all of them
-        text = table(rows, tmp_path, replace(OPTIONS, gpus=gpus))
+        text = format_grid(rows, tmp_path, replace(OPTIONS, gpus=gpus))
         for line, steps, state in zip(
             cells(text)[1:], (884, 88), ("diverged", "done"), strict=False
         ):
@@ -439,7 +441,7 @@ def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_wh
             )
         )
     )
-    bf16, _, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS)[0] for row in rows)
+    bf16, _, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS).tok_per_s for row in rows)
     assert (
         fp8 == pytest.approx([modelled_ratio(config_of(rows[2]), "h100") * bf16, bf16])
         and fp8[0] != bf16
@@ -448,9 +450,9 @@ def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_wh
     finish(rows[1], tmp_path, tok_per_s_median=100.0, wall_s=1e4)
     bf16, null, tensorwise, _ = (cost_of(row, rows, tmp_path, OPTIONS) for row in rows)
     assert (bf16, null) == (
-        (1000.0, 5.0, "X"),
-        (100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
-    ) and tensorwise[-1] is None
+        Cost(1000.0, 5.0, "X"),
+        Cost(100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
+    ) and tensorwise.device is None
 
 
 def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path):
@@ -592,7 +594,7 @@ def test_two_jobs_run_side_by_side_each_with_gpus_of_its_own(fake, tmp_path, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
     seen, popen = [], subprocess.Popen
     monkeypatch.setattr(
-        sweep.subprocess,
+        scheduler.subprocess,
         "Popen",
         lambda command, **more: (
             seen.append(command),
@@ -657,7 +659,7 @@ def test_what_is_left_is_told_at_the_speed_of_the_runs_under_way(rows, tmp_path)
     )
     left = duration(flops / (500 * rows[2].flops_per_token))
     assert (
-        sweep.progress(rows, [rows[2]], tmp_path)
+        scheduler.progress(rows, [rows[2]], tmp_path)
         == f"1 of 4 runs done, about {left} left; b_bf16_t20_s1 10 / 1,124, loss 2.000, 500"
         " tokens/s"
     )

@@ -6,9 +6,10 @@ import re
 import pytest
 
 from scaling import fit
-from scaling.equivalence import Equivalence, Part
-from scaling.pairs import Estimate, Margin, estimate, judged, verdict
+from scaling.paired.equivalence import Equivalence, Part
+from scaling.paired.estimates import Estimate, estimate
 from scaling.precision import _equivalence_words
+from scaling.verdicts import Margin, judged, verdict
 from tests.conftest import ROOT
 
 MARGIN = Margin(1.0, "study.json", True)

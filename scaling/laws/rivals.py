@@ -12,7 +12,9 @@ from itertools import product
 import numpy as np
 from scipy.optimize import nnls
 
-from scaling.laws import DELTA, Points, centred, descend, log_law, terms
+from scaling.laws.forms import DELTA, centred, log_law, terms
+from scaling.laws.points import Points
+from scaling.laws.solver import descend
 
 SLOPES = (0.05, 0.1, 0.2)  # where the surface without E starts
 

@@ -8,6 +8,7 @@ the margin; no correction for the number of parts is needed. The mean over all s
 no part: a small gap at short budgets would hide a large one at the longest."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,16 +16,17 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, stdtr, stdtrit
 
-from scaling.pairs import (
+from scaling.paired.estimates import (
     ALPHA,
+    EQUAL,
     POWER,
     WEIGHTS,
     Estimate,
     chi2_quantiles,
     estimate,
     grouped,
-    trajectories,
 )
+from scaling.paired.gaps import Pair, independent_gaps
 
 MIN_SIZES = 3  # of a trend
 MIN_TRAJECTORIES = 4
@@ -62,12 +64,10 @@ class Equivalence:
     """The intersection-union test of one recipe."""
 
     parts: list[Part]
-    p: (
-        float | None
-    )  # the largest of the parts'; None without a margin, or where a part cannot be tested
-    could_show: (
-        float | None
-    )  # per cent: the narrowest margin that this design passes with 80 % where the gap is 0
+    # the largest of the parts'; null without a margin, or where a part cannot be tested
+    p: float | None
+    # the narrowest margin [%] that this design passes with 80 % where the gap is 0; null: none
+    could_show: float | None
 
 
 @dataclass(frozen=True)
@@ -80,37 +80,40 @@ class Line:
     dof: int
 
 
-def judge_equivalence(chosen, arm: str, margin_percent: float | None) -> Equivalence:
-    """The test of one recipe's Pairs under the evaluation `arm`; margin_percent: None if no margin
-    was declared."""
+def judge_equivalence(
+    pairs: Sequence[Pair], evaluation: str, margin_percent: float | None
+) -> Equivalence:
+    """The test of one recipe's pairs under one evaluation; margin_percent: None if no margin was
+    declared."""
     sizes = []
-    for N, pairs_of_size in grouped(chosen, lambda pair: pair.fp8.N):
-        budgets = [
-            (tokens, _independent_gaps(cell, arm))
-            for tokens, cell in grouped(pairs_of_size, lambda pair: pair.fp8.tokens)
-        ]
-        tokens, largest = budgets[-1]
-        richest = max(
-            (gaps for _, gaps in budgets[::-1]), key=len
-        )  # of equally many pairs the largest budget
-        sizes.append(SizeGaps(N, tokens, largest, richest))
+    for N, pairs_of_size in grouped(pairs, lambda pair: pair.fp8.N):
+        budgets = {
+            tokens: independent_gaps(pairs_of_budget, evaluation, "percent")
+            for tokens, pairs_of_budget in grouped(pairs_of_size, lambda pair: pair.fp8.tokens)
+        }
+        largest = max(budgets)
+        # of equally many pairs the largest budget
+        richest = max(budgets, key=lambda tokens: (len(budgets[tokens]), tokens))
+        sizes.append(SizeGaps(N, largest, budgets[largest], budgets[richest]))
     parts = parts_of(sizes, margin_percent)
-    known = [part.p for part in parts if part.p is not None]
-    p = max(known) if len(known) == len(parts) else None
+    p_values = [part.p for part in parts if part.p is not None]
+    p = max(p_values) if len(p_values) == len(parts) else None
     return Equivalence(parts, p, narrowest_margin(parts))
 
 
-def parts_of(sizes: list[SizeGaps], margin_percent: float | None) -> list[Part]:
+def parts_of(sizes: Sequence[SizeGaps], margin_percent: float | None) -> list[Part]:
     """The parts of the test: one for each of `sizes`, smallest first, then the trend where there is
     one."""
     line = fit_line(np.array([float(size.N) for size in sizes]), [size.gaps for size in sizes])
     shared_sd, shared_dof = _shared_spread(sizes, line)
     parts = []
     for size in sizes:
-        own = estimate(size.gaps)
-        is_borrowed = own.n == 1 and shared_sd is not None
-        se, dof = (shared_sd, shared_dof) if own.n == 1 else (own.se, own.n - 1)
-        parts.append(_part("size", size, own, se, dof, is_borrowed, margin_percent))
+        gap = estimate(size.gaps)
+        is_single = gap.n == 1
+        se = shared_sd if is_single else gap.se
+        dof = shared_dof if is_single else gap.n - 1
+        is_borrowed = is_single and shared_sd is not None
+        parts.append(_part("size", size, gap, se, dof, is_borrowed, margin_percent))
     if line is not None:
         fitted = Estimate(sum(len(size.gaps) for size in sizes), line.at_largest)
         parts.append(
@@ -133,7 +136,7 @@ def fit_line(sizes: np.ndarray, gaps: list[np.ndarray]) -> Line | None:
     residuals = y - y.mean() - slope * (x - x.mean())
     dof = len(y) - 2
     residual_sd = math.sqrt(float(residuals @ residuals) / dof)
-    if residual_sd <= 1e-12 * float(abs(y).max()):
+    if residual_sd <= EQUAL * float(abs(y).max()):
         return None
     distance = float(x[-1] - x.mean())
     se = residual_sd * math.sqrt(1 / len(y) + distance**2 / spread_of_x)
@@ -194,13 +197,7 @@ def _part(
     return Part(kind, size.N, size.tokens, gap.n, gap.mean, se, dof, is_borrowed, p)
 
 
-def _independent_gaps(cell, arm: str) -> np.ndarray:
-    """Gaps in per cent, a mean for each trajectory."""
-    percent = np.array([pair.gap[arm].percent for pair in cell])
-    return np.array([percent[own].mean() for own in trajectories(cell)])
-
-
-def _shared_spread(sizes: list[SizeGaps], line: Line | None) -> tuple[float | None, int | None]:
+def _shared_spread(sizes: Sequence[SizeGaps], line: Line | None) -> tuple[float | None, int | None]:
     """(SD of one pair's gap [%], its degrees of freedom), pooled over the richest budget of each
     size.
 
