@@ -7,7 +7,7 @@
     python -m eval.harness --fetch DIR tasks=core  saves the tasks' data; then --offline DIR needs no network
 
 tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours:
-demo (val_ppl and val_cloze, made from the run's own validation shards, eval/demo_questions.py; no,
+demo (val_ppl and val_cloze, made from the run's own validation shards; no network),
 core (wikitext, lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, openbookqa, boolq, sciq,
 winogrande, without examples shown) and full (core, mmlu with five examples and commonsense_qa, at
 chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts,

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -27,6 +27,40 @@ class Document:
 
 
 @dataclass(frozen=True)
+class CleanRow:
+    """The text of a row: (text,), (prompt, response), or what a chat template made of messages."""
+
+    texts: list[str]  # as the hash has them; the last is what is learned
+    chat: Rendered | None = None
+
+    @cached_property
+    def utf8(self) -> list[bytes]:
+        return [text.encode() for text in self.texts]
+
+    @property
+    def hash(self) -> int:
+        """The name of a document: blake2b-64 of its UTF-8 bytes; NO_DOCUMENT where there is no text
+        to be learned."""
+        learned = self.texts[-1]
+        if not learned or learned.isspace():
+            return NO_DOCUMENT
+        digest = blake2b(BORDER.join(self.utf8), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+def clean_row(tokenizer: Tokenizer, row: Row, reading: Reading) -> CleanRow | None:
+    """A row with halves of UTF-16 pairs replaced; None for a conversation that cannot be used,
+    where odd rows are skipped. Raises UserError and BadFile."""
+    if row.conversation is None:
+        return CleanRow([clean(text) for text in row.texts])
+    chat = _render(tokenizer, row, reading)
+    if chat is None:
+        return None
+    learned = "".join(chat.text[first:last] for first, last in chat.spans)
+    return CleanRow([chat.text, learned], chat)
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Turns rows into documents."""
 
@@ -37,29 +71,18 @@ class Encoder:
     def encode(self, row: Row) -> Document | None:
         """None for a conversation that cannot be used, where odd rows are skipped. Raises
         UserError and BadFile."""
-        chat = None
-        texts = [clean(text) for text in row.texts]
-        if row.conversation is not None:
-            chat = render_row(self.tokenizer, row, self.reading)
-            if chat is None:
-                return None
-            texts = chat_texts(chat)
-        raw = [text.encode() for text in texts]
-        name = document_hash(texts, raw)
-        if name is None:
+        cleaned = clean_row(self.tokenizer, row, self.reading)
+        if cleaned is None:
+            return None
+        name = cleaned.hash
+        if name == NO_DOCUMENT:
             return Document(NO_DOCUMENT, 0, [])
-        if len(self.grams) and found_in(self.grams, " ".join(texts)):
-            return Document(name, len(raw[-1]), [])
-        ids = _chat_ids(self.tokenizer, chat) if chat else _ids(self.tokenizer, texts)
-        return Document(name, len(raw[-1]), ids)
-
-
-def document_hash(texts: list[str], raw: list[bytes]) -> int | None:
-    """The name of a document, which is its text, or a prompt and a response: blake2b-64 of their
-    UTF-8 bytes, `raw`; None where there is no text to be learned."""
-    if not texts[-1] or texts[-1].isspace():
-        return None
-    return int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little")
+        n_bytes = len(cleaned.utf8[-1])
+        if len(self.grams) and found_in(self.grams, " ".join(cleaned.texts)):
+            return Document(name, n_bytes, [])
+        if cleaned.chat:
+            return Document(name, n_bytes, _chat_ids(self.tokenizer, cleaned.chat))
+        return Document(name, n_bytes, _ids(self.tokenizer, cleaned.texts))
 
 
 def borders_of(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -85,7 +108,7 @@ def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     return [start[:1], LOSS_MASK_BIT | start[1:], LOSS_MASK_BIT | context, response]
 
 
-def render_row(tokenizer: Tokenizer, row: Row, reading: Reading) -> Rendered | None:
+def _render(tokenizer: Tokenizer, row: Row, reading: Reading) -> Rendered | None:
     """The conversation by the tokenizer folder's chat template, halves of UTF-16 pairs replaced;
     None where it cannot be used and odd rows are skipped. Raises UserError and BadFile."""
     template = cached_template(tokenizer.name)
@@ -98,11 +121,6 @@ def render_row(tokenizer: Tokenizer, row: Row, reading: Reading) -> Rendered | N
         return None
     reading.joined_lists += rendered.joined_parts
     return rendered
-
-
-def chat_texts(chat: Rendered) -> list[str]:
-    """A conversation as its hash has it: the whole text, and what the assistant wrote, together."""
-    return [chat.text, "".join(chat.text[first:last] for first, last in chat.spans)]
 
 
 def _chat_ids(tokenizer: Tokenizer, chat: Rendered) -> list[np.ndarray]:

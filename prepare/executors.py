@@ -22,15 +22,16 @@ def run_here(tasks: list[Callable], processes: int, tick: Callable[[], None]) ->
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that
     was killed, for want of memory mostly, and leaves workers behind that write on when it is killed
     itself. `tick` is called once a second."""
-    if (workers := min(processes, len(tasks))) <= 1:
+    workers = min(processes, len(tasks))
+    if workers <= 1:
         for task in tasks:
             task(tick)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker) as pool:
         try:
-            left = {pool.submit(task) for task in tasks}
-            while left:
-                done, left = wait(left, TICK_S, FIRST_COMPLETED)
+            running = {pool.submit(task) for task in tasks}
+            while running:
+                done, running = wait(running, TICK_S, FIRST_COMPLETED)
                 for future in done:
                     future.result()
                 tick()

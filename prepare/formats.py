@@ -17,13 +17,13 @@ def format_of(path: PurePath) -> str:
     return PurePath(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
-def check_format(path: PurePath, formats: tuple[str, ...], where: str) -> None:
+def check_format(path: PurePath, formats: tuple[str, ...], subject: str) -> None:
     if format_of(path) == ".parquet" and path.suffix != ".parquet":
         raise UserError(
-            f"{where} is parquet packed as a whole: unpack it, parquet packs its columns itself"
+            f"{subject} is parquet packed as a whole: unpack it, parquet packs its columns itself"
         )
     if format_of(path) not in formats:
         raise UserError(
-            f"{where} cannot be read: its name must end in {', '.join(formats)}, text optionally"
+            f"{subject} cannot be read: its name must end in {', '.join(formats)}, text optionally"
             f" followed by {', '.join(PACKINGS)}"
         )

@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import PurePath
+from typing import Any, TypeVar
 
 from lib.errors import UserError
 from prepare.formats import FORMATS, check_format
 from prepare.readers import read_file, read_records, value_of
 from prepare.records import brief
 from prepare.sources import BadFile, InputFile, Reading, Row, Source
+
+T = TypeVar("T")
 
 TIMEOUT_S = 8.0  # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)  # seconds before a question is asked again
@@ -28,24 +31,33 @@ HEAD_BYTES, HEAD_LINES = 1 << 16, 1000
 
 
 def list_files(source: Source) -> list[InputFile]:
-    """The input files in the order in which they are taken in: those of the Hub, which is asked
-    for them, by a hash of their names. A prefix, which is what a budget takes, is then a random
-    sample, where the first names may be one crawl."""
+    """The input files in the order in which they are taken in: those of the Hub, which is asked for
+    them, by a hash of their names. A prefix, which is what a budget takes, is then a random sample,
+    where the first names may be one crawl."""
     if source.local_files:
         return list(source.local_files)
-    from fsspec.utils import glob_translate
+    sizes = _list_repository(source)
+    paths = [path for path in sorted(sizes) if _is_wanted(source, path)]
+    for path in paths:
+        check_format(
+            PurePath(path), FORMATS, f"files= of {source.dataset}@{source.revision}: {path}"
+        )
+    if source.grouped_by:
+        paths = _of_group(source, paths, source.grouped_by, source.keep[source.grouped_by])
+    if not paths:
+        raise _no_files(source, list(sizes))
+    paths.sort(key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
+    return [
+        InputFile(path, sizes[path], source.revision, partial(_read_hub, source, path))
+        for path in paths
+    ]
+
+
+def _list_repository(source: Source) -> dict[str, int]:
+    """Path -> bytes of each file of the data set."""
     from huggingface_hub import HfApi
 
-    is_pattern = isinstance(source.files, str)
-    globs = expand_braces(source.files) if is_pattern else []
-    patterns = [re.compile(glob_translate(glob)) for glob in globs]
-
-    def is_wanted(path: str) -> bool:
-        if not is_pattern:
-            return path in source.files
-        return any(pattern.fullmatch(path) for pattern in patterns)
-
-    def ask() -> dict[str, int]:
+    def question() -> dict[str, int]:
         # fails soon, the listing tries long
         HfApi().dataset_info(source.dataset, revision=source.revision, timeout=TIMEOUT_S)
         entries = HfApi().list_repo_tree(
@@ -53,26 +65,32 @@ def list_files(source: Source) -> list[InputFile]:
         )
         return {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
 
-    there = _ask(ask, source)
-    found = sorted(filter(is_wanted, there))
-    for path in found:
-        where = f"files= of {source.dataset}@{source.revision}: {path}"
-        check_format(PurePath(path), FORMATS, where)
-    if source.grouped_by:
-        found = _of_group(source, found, source.grouped_by, source.keep[source.grouped_by])
-    if not found:
-        wanted = source.files if is_pattern else ", ".join(source.files)
-        values = "; ".join(f"{column}={', '.join(kept)}" for column, kept in source.keep.items())
-        raise UserError(
-            f"{source.dataset}@{source.revision} has no file"
-            f" {wanted}{f' with {values}' if values else ''}: correct the pattern; there are"
-            f" {', '.join([*there][:5]) or 'none'}"
-        )
-    found.sort(key=lambda path: hashlib.blake2b(path.encode(), digest_size=8).digest())
-    return [
-        InputFile(path, there[path], source.revision, partial(_read_hub, source, path))
-        for path in found
-    ]
+    return _ask(question, source)
+
+
+def _is_wanted(source: Source, path: str) -> bool:
+    if not isinstance(source.files, str):
+        return path in source.files
+    return any(pattern.fullmatch(path) for pattern in _patterns(source.files))
+
+
+@cache
+def _patterns(files: str) -> list[re.Pattern]:
+    """What a pattern of files means, braces and all."""
+    from fsspec.utils import glob_translate
+
+    return [re.compile(glob_translate(glob)) for glob in expand_braces(files)]
+
+
+def _no_files(source: Source, there_are: list[str]) -> UserError:
+    pattern = source.files if isinstance(source.files, str) else ", ".join(source.files)
+    values = "; ".join(f"{column}={', '.join(names)}" for column, names in source.keep.items())
+    if values:
+        pattern = f"{pattern} with {values}"
+    return UserError(
+        f"{source.dataset}@{source.revision} has no file {pattern}: correct the pattern; there are"
+        f" {', '.join(there_are[:5]) or 'none'}"
+    )
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -132,34 +150,41 @@ def any_dataset(
         license=license or "",
     )
     info = _ask(lambda: HfApi().dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), source)
-    licenses = [
-        tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")
-    ]
-    source = replace(
-        source, revision=info.sha, license=license or ", ".join(licenses) or "not stated"
-    )
+    assert info.sha is not None
+    source = replace(source, revision=info.sha, license=license or _stated_license(info.tags or []))
     if files:
         return source
+    return replace(source, files=_train_files(source))
+
+
+def _stated_license(tags: list[str]) -> str:
+    """What the data set's card says."""
+    names = [tag.removeprefix("license:") for tag in tags if tag.startswith("license:")]
+    return ", ".join(names) or "not stated"
+
+
+def _train_files(source: Source) -> tuple[str, ...]:
+    """Paths of the data set's train split, as datasets finds it. Raises UserError."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False  # it would be loaded for nothing: 4 s, 180 MB
     try:
-        builder = _ask(lambda: datasets.load_dataset_builder(dataset, revision=info.sha), source)
-        paths = [
-            path.partition(f"@{info.sha}/")[2]
-            for path in (builder.config.data_files or {}).get("train", [])
-        ]
+        builder = _ask(
+            lambda: datasets.load_dataset_builder(source.dataset, revision=source.revision), source
+        )
+        urls = (builder.config.data_files or {}).get("train", [])
+        paths = [url.partition(f"@{source.revision}/")[2] for url in urls]
         if not all(paths or [""]):  # files of another repository have no path here
             raise FileNotFoundError("it has no train split of its own")
     except UserError:
         raise
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         raise UserError(
-            f"{dataset}: {brief(error)}: give files= a pattern, such as files=data/*.parquet, or"
-            " take revision=refs/convert/parquet"
+            f"{source.dataset}: {brief(error)}: give files= a pattern, such as"
+            " files=data/*.parquet, or take revision=refs/convert/parquet"
         ) from error
-    return replace(source, files=tuple(sorted(paths)))
+    return tuple(sorted(paths))
 
 
 def check(source: Source) -> None:
@@ -181,36 +206,41 @@ def check(source: Source) -> None:
     print(f"  {first[:100]!r}", flush=True)
 
 
-def _of_group(source: Source, paths: list[str], column: str, wanted: tuple[str, ...]) -> list[str]:
+def _of_group(source: Source, paths: list[str], column: str, values: tuple[str, ...]) -> list[str]:
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group
     may begin in mid-file."""
 
     def first_value(path: str) -> str | None:
         """The column of the first record that has it, by a request for the file's first bytes."""
-        opened, where = partial(_opened, source, path, HEAD_BYTES), f"{source.dataset}/{path}"
-        rows = read_records(opened, where, (), (column,), Reading())
-        values = (value_of(record.values, column) for record, _ in islice(rows, HEAD_LINES))
-        return next(filter(None, values), None)
+        opened = partial(_opened, source, path, HEAD_BYTES)
+        rows = read_records(opened, f"{source.dataset}/{path}", (), (column,), Reading())
+        for record, _ in islice(rows, HEAD_LINES):
+            value = value_of(record.values, column)
+            if value:
+                return value
+        return None
 
     with ThreadPoolExecutor(8) as pool:
         begins = list(pool.map(first_value, paths))
-    chosen = [
+    ends = [*begins[1:], None]  # what the next file begins with
+    members = [
         path
-        for path, *starts in zip(paths, begins, [*begins[1:], None], strict=True)
-        if {*starts} & {*wanted}
+        for path, first, last in zip(paths, begins, ends, strict=True)
+        if first in values or last in values
     ]
     print(
-        f"{source.dataset}: {len(chosen)} of {len(paths)} files may hold {', '.join(wanted)}",
+        f"{source.dataset}: {len(members)} of {len(paths)} files may hold {', '.join(values)}",
         file=sys.stderr,
     )
-    return chosen
+    return members
 
 
 def _read_hub(source: Source, path: str, reading: Reading) -> Iterator[Row]:
     """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the
     rows that were read."""
-    opened, where = partial(_opened, source, path, NETWORK_BLOCK), f"{source.dataset}/{path}"
-    read = partial(read_file, opened, where, (source.column,), source.keep, False)
+    opened = partial(_opened, source, path, NETWORK_BLOCK)
+    full_name = f"{source.dataset}/{path}"
+    read = partial(read_file, opened, full_name, (source.column,), source.keep, False)
     reading.skips_broken_lines = False  # one may be the transfer's fault: a second reading skips it
     try:
         yield from read(reading)
@@ -231,10 +261,10 @@ def _opened(source: Source, path: str, block: int):
     network fails."""
     from huggingface_hub import HfFileSystem
 
-    where = f"datasets/{source.dataset}@{source.revision}/{path}"
+    url = f"datasets/{source.dataset}@{source.revision}/{path}"
     # A new file system each time: the size it knows of a file may have mended.
     file = _ask(
-        lambda: HfFileSystem(skip_instance_cache=True).open(where, "rb", block_size=block),
+        lambda: HfFileSystem(skip_instance_cache=True).open(url, "rb", block_size=block),
         source,
         is_reading=True,
     )
@@ -251,7 +281,7 @@ def _opened(source: Source, path: str, block: int):
     return file
 
 
-def _ask(question: Callable, source: Source, is_reading: bool = False):
+def _ask(question: Callable[[], T], source: Source, is_reading: bool = False) -> T:
     """question(), asked again while the network fails. Raises UserError: a refusal;
     ConnectionError: no answer.
 
@@ -260,11 +290,6 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
     or a server that is unwell."""
     import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()
@@ -273,26 +298,40 @@ def _ask(question: Callable, source: Source, is_reading: bool = False):
         try:
             return question()
         except (OSError, httpx2.HTTPError) as error:
-            cause: BaseException | None = error
-            while cause and not isinstance(cause, HfHubHTTPError):
-                cause = cause.__cause__
-            is_final = isinstance(cause, HfHubHTTPError) and (
-                cause.response.status_code in (401, 403)
-                or isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError))
-            )
-            if is_final and (not is_reading or "X-Error-Code" in cause.response.headers):
-                raise UserError(
-                    f"{source.dataset}@{source.revision} is refused by the Hub"
-                    f" ({type(cause).__name__}): correct its name or revision, accept its terms at"
-                    f" https://huggingface.co/datasets/{source.dataset} if it is gated, and log in"
-                    " with `hf auth login` or HF_TOKEN if it is private"
-                ) from error
+            _refuse_if_final(error, source, is_reading)
             if isinstance(error, FileNotFoundError) and not is_reading:
                 raise
-            if (wait := next(waits, None)) is None:
+            wait_s = next(waits, None)
+            if wait_s is None:
                 raise ConnectionError(
                     f"{HfApi().endpoint} gives no sound answer about"
                     f" {source.dataset} ({brief(error)}): check the network, then the data set"
                 ) from error
-            print(f"{source.dataset}: {brief(error)}; asked again in {wait} s", file=sys.stderr)
-            time.sleep(wait)
+            print(f"{source.dataset}: {brief(error)}; asked again in {wait_s} s", file=sys.stderr)
+            time.sleep(wait_s)
+
+
+def _refuse_if_final(error: BaseException, source: Source, is_reading: bool) -> None:
+    """Raises UserError where the error is the Hub's word that it will not answer."""
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cause: Any = error
+    while cause and not isinstance(cause, HfHubHTTPError):
+        cause = cause.__cause__
+    if cause is None:
+        return
+    is_missing = isinstance(cause, (RepositoryNotFoundError, RevisionNotFoundError))
+    if not is_missing and cause.response.status_code not in (401, 403):
+        return
+    if is_reading and "X-Error-Code" not in cause.response.headers:
+        return
+    raise UserError(
+        f"{source.dataset}@{source.revision} is refused by the Hub"
+        f" ({type(cause).__name__}): correct its name or revision, accept its terms at"
+        f" https://huggingface.co/datasets/{source.dataset} if it is gated, and log in"
+        " with `hf auth login` or HF_TOKEN if it is private"
+    ) from error

@@ -6,6 +6,8 @@ from typing import Literal
 
 from lib.values import FilePath
 
+HASH_STEPS = 10_000  # the share of validation documents is kept in steps of 1 / this
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -25,9 +27,15 @@ class Job:
 
     @property
     def workers(self) -> int:
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        return self.processes or (cores if self.on == "local" else 100)
+        """Tasks at the same time."""
+        if self.processes:
+            return self.processes
+        if self.on != "local":
+            return 100
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+    @property
+    def val_per_10k(self) -> int:
+        return round(self.val_share * HASH_STEPS)

@@ -21,25 +21,12 @@ def local_source(
 ) -> Source:
     """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing
     or of another kind."""
-    paths, files = [Path(word) for word in words], []
     if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
+    paths = [Path(word) for word in words]
     if columns == PAIR and _holds_messages(paths[0]):
         columns = MESSAGES
-    is_masked = columns in (PAIR, MESSAGES)
-    alike = Counter(path.name for path in paths)
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
-        check_format(path, PAIR_FORMATS if is_masked else FORMATS, str(path))
-        # Files of one name in several folders need their folders to be told apart.
-        known_as, stat, where = (
-            path.name if alike[path.name] == 1 else str(path),
-            path.stat(),
-            str(path.absolute()),
-        )
-        read = partial(read_file, partial(open, where, "rb"), where, columns, {}, True)
-        files.append(InputFile(known_as, stat.st_size, stat.st_mtime_ns, read))
+    files = _input_files(paths, columns)
     stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
     return Source(
         name=name,
@@ -47,9 +34,25 @@ def local_source(
         revision=hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
         license=license or "not stated",
         local_files=tuple(files),
-        is_masked=is_masked,
+        is_masked=columns in (PAIR, MESSAGES),
         is_chat=columns == MESSAGES,
     )
+
+
+def _input_files(paths: list[Path], columns: tuple[str, ...]) -> list[InputFile]:
+    formats = PAIR_FORMATS if columns in (PAIR, MESSAGES) else FORMATS
+    count_of_name = Counter(path.name for path in paths)
+    files = []
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
+        check_format(path, formats, str(path))
+        # Files of one name in several folders need their folders to be told apart.
+        known_as = path.name if count_of_name[path.name] == 1 else str(path)
+        stat, absolute = path.stat(), str(path.absolute())
+        read = partial(read_file, partial(open, absolute, "rb"), absolute, columns, {}, True)
+        files.append(InputFile(known_as, stat.st_size, stat.st_mtime_ns, read))
+    return files
 
 
 def _holds_messages(path: Path) -> bool:

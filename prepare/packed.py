@@ -5,7 +5,7 @@ import io
 import lzma
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 # Of .xz and .zst that are unpacked at once: at most 64 MB, of a file of zeros.
 PACKED_BYTES = 1 << 11
@@ -18,7 +18,9 @@ class FramesReader(io.RawIOBase):
     which the reader of `lzma` takes for the end behind a first frame."""
 
     def __init__(self, file: io.BufferedIOBase, new_frame: Callable[[], Any]):
-        self._file, self._new_frame, self._frame = file, new_frame, None
+        self._file = file
+        self._new_frame = new_frame
+        self._frame: Any = None
         self._left = b""  # packed bytes behind the last frame
         self._is_behind_frame = False  # whether a frame has just ended
         self._unpacked = memoryview(b"")
@@ -26,7 +28,7 @@ class FramesReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self._unpacked:
             packed = self._left or self._file.read(PACKED_BYTES)
             self._left = b""
@@ -49,10 +51,10 @@ class FramesReader(io.RawIOBase):
         return count
 
 
-def unpacked(file: io.BufferedIOBase, packing: str) -> io.BufferedIOBase:
+def unpacked(file: io.BufferedIOBase, packing: str) -> io.BufferedReader:
     """The content of a file of that packing, of one of none itself."""
     if packing == ".gz":
-        return gzip.open(file)
+        return cast(io.BufferedReader, gzip.open(file))  # as far as it is used
     if packing == ".xz":
         return io.BufferedReader(
             FramesReader(file, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)), 1 << 18
@@ -64,4 +66,6 @@ def unpacked(file: io.BufferedIOBase, packing: str) -> io.BufferedIOBase:
         # much memory.
         decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         return io.BufferedReader(FramesReader(file, decompressor.decompressobj), 1 << 18)
-    return file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 18)
+    if hasattr(file, "peek"):
+        return cast(io.BufferedReader, file)
+    return io.BufferedReader(cast(io.RawIOBase, file), 1 << 18)

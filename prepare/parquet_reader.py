@@ -14,48 +14,58 @@ ROWS = 64  # of parquet in memory at once: documents of a megabyte must not fill
 
 def parquet_rows(
     file: io.BufferedIOBase,
-    where: str,
+    path: str,
     columns: tuple[str, ...],
-    kept: tuple[str, ...],
+    keep_columns: tuple[str, ...],
     reading: Reading,
 ) -> Iterator[Record]:
-    """Raises UserError or, where odd rows are skipped, BadFile: a column is missing or of a type
-    that is no text."""
+    """The rows of the file called `path`. Raises UserError or, where odd rows are skipped, BadFile:
+    a column is missing or of a type that is no text."""
     import pyarrow.parquet
 
     # By themselves pyarrow and `datasets` read a row group, which may be the whole file, into
     # memory at once.
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    schema = table.schema_arrow
-    if problem := _schema_problem(schema, columns):
-        if reading.skips_odd_rows:
-            raise BadFile(where + problem[0])
-        raise UserError(
-            f"{where}{': '.join(problem)}, or add skip_bad=true to leave out such files"
-        )
-    more = MESSAGES_MORE if columns == MESSAGES else ()
-    # What lies within a value of type JSON is looked up in each row, once the value is decoded.
-    needed = dict.fromkeys(
-        name.partition(".")[0] if _is_within_json(schema, name) else name
-        for name in [*columns, *kept, *more]
-        if _type_of(schema, name) is not None
-    )
+    _check_schema(table.schema_arrow, path, columns, reading)
+    needed = _needed_columns(table.schema_arrow, columns, keep_columns)
     number = 0
-    for batch in table.iter_batches(ROWS, columns=list(needed)):
-        arrays = [_values(_array_of(batch, name), name, where) for name in needed]
+    for batch in table.iter_batches(ROWS, columns=needed):
+        arrays = [_values(_array_of(batch, name), name, path) for name in needed]
         for row in zip(*arrays, strict=True):
             number += 1
-            values = dict(zip(needed, row, strict=True))
-            broken = [name for name, value in values.items() if isinstance(value, BrokenJson)]
-            if broken:
-                problem = (
-                    f": column {broken[0]!r} is of type JSON, but what it holds is not valid JSON"
-                )
-                yield Record(number, {}, ", row ", problem)
-                continue
-            if columns == MESSAGES:
-                values = _without_nulls(values)
-            yield Record(number, values, label=", row ")
+            yield _record(number, dict(zip(needed, row, strict=True)), columns)
+
+
+def _check_schema(schema: Any, path: str, columns: tuple[str, ...], reading: Reading) -> None:
+    problem = _schema_problem(schema, columns)
+    if problem is None:
+        return
+    if reading.skips_odd_rows:
+        raise BadFile(path + problem[0])
+    raise UserError(f"{path}{': '.join(problem)}, or add skip_bad=true to leave out such files")
+
+
+def _needed_columns(
+    schema: Any, columns: tuple[str, ...], keep_columns: tuple[str, ...]
+) -> list[str]:
+    """The columns to read. What lies within a value of type JSON is looked up in each row, once
+    the value is decoded: then it is the value's column."""
+    template_columns = MESSAGES_MORE if columns == MESSAGES else ()
+    needed = []
+    for name in [*columns, *keep_columns, *template_columns]:
+        if _type_of(schema, name) is not None:
+            needed.append(name.partition(".")[0] if _is_within_json(schema, name) else name)
+    return list(dict.fromkeys(needed))
+
+
+def _record(number: int, values: dict[str, Any], columns: tuple[str, ...]) -> Record:
+    for name, value in values.items():
+        if isinstance(value, BrokenJson):
+            problem = f": column {name!r} is of type JSON, but what it holds is not valid JSON"
+            return Record(number, {}, ", row ", problem)
+    if columns == MESSAGES:
+        values = _without_nulls(values)
+    return Record(number, values, label=", row ")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -68,7 +78,7 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
 
 
-def _schema_problem(schema, columns: tuple[str, ...]) -> tuple[str, str] | None:
+def _schema_problem(schema: Any, columns: tuple[str, ...]) -> tuple[str, str] | None:
     """What keeps a file of parquet from being used, and the remedy."""
     for column in columns:
         kind = _type_of(schema, column)
@@ -84,7 +94,7 @@ def _schema_problem(schema, columns: tuple[str, ...]) -> tuple[str, str] | None:
     return None
 
 
-def _type_of(schema, column: str):
+def _type_of(schema: Any, column: str):
     """The type of a column, nested by dots unless that is its own name; None where there is
     none."""
     import pyarrow
@@ -102,7 +112,7 @@ def _type_of(schema, column: str):
     return kind
 
 
-def _is_within_json(schema, column: str) -> bool:
+def _is_within_json(schema: Any, column: str) -> bool:
     """Whether a column that _type_of() knows lies in values of type JSON."""
     import pyarrow
 
@@ -117,7 +127,7 @@ def _is_within_json(schema, column: str) -> bool:
     return False
 
 
-def _array_of(batch, column: str):
+def _array_of(batch: Any, column: str):
     """The values of a column that _type_of() knows."""
     import pyarrow.compute
 
@@ -127,11 +137,11 @@ def _array_of(batch, column: str):
     return pyarrow.compute.struct_field(batch.column(first), inner)  # null where an outer one is
 
 
-def _schema_names(fields, prefix: str = "") -> list[str]:
+def _schema_names(fields: Any, prefix: str = "") -> list[str]:
     """The columns of a schema or of a struct, those within structs by dots."""
     import pyarrow
 
-    names = []
+    names: list[str] = []
     for field_ in fields:
         name = prefix + field_.name
         is_struct = pyarrow.types.is_struct(field_.type)
@@ -139,7 +149,7 @@ def _schema_names(fields, prefix: str = "") -> list[str]:
     return names
 
 
-def is_list_type(kind) -> bool:
+def is_list_type(kind: Any) -> bool:
     """Whether values of an Arrow type are lists, in any of its layouts."""
     from pyarrow import types
 
@@ -153,7 +163,7 @@ def is_list_type(kind) -> bool:
     return any(is_layout(kind) for is_layout in layouts)
 
 
-def _holds_text(kind, is_list_allowed: bool) -> bool:
+def _holds_text(kind: Any, is_list_allowed: bool) -> bool:
     """Whether values of an Arrow type are texts, or nulls; of type JSON the values decide."""
     from pyarrow import JsonType, types
 
@@ -174,7 +184,7 @@ def _holds_text(kind, is_list_allowed: bool) -> bool:
     return any(is_text(kind) for is_text in texts) or isinstance(kind, JsonType)
 
 
-def _type_name(kind) -> str:
+def _type_name(kind: Any) -> str:
     """An Arrow type as messages name it: numbers by Python's names, as those of other formats."""
     from pyarrow import types
 
@@ -185,13 +195,13 @@ def _type_name(kind) -> str:
     return str(kind)
 
 
-def _values(array, column: str, where: str) -> list:
+def _values(array: Any, column: str, path: str) -> list:
     """Of a column of parquet: texts that are not UTF-8, and binary ones, as bytes; what JSON
     spells decoded. Raises BadFile."""
     import pyarrow
 
     if isinstance(array.type, pyarrow.JsonType):
-        texts = _values(array.storage, column, where)
+        texts = _values(array.storage, column, path)
         return [_decoded_json(text, array.type) for text in texts]
     try:
         values = array.to_pylist()
@@ -206,11 +216,11 @@ def _values(array, column: str, where: str) -> list:
         ValueError,
     ) as error:  # dates beyond Python's years, time zones it does not know
         raise BadFile(
-            f"{where}: column {column!r} holds {array.type} that cannot be read ({brief(error)})"
+            f"{path}: column {column!r} holds {array.type} that cannot be read ({brief(error)})"
         ) from error
 
 
-def _as_binary(kind):
+def _as_binary(kind: Any):
     """The type of the same values as bytes, of an Arrow type of texts or of lists of them."""
     import pyarrow
 
@@ -223,7 +233,7 @@ class BrokenJson:
     """In place of a value that is not the JSON which the type of its column promises."""
 
 
-def _holds_json(kind) -> bool:
+def _holds_json(kind: Any) -> bool:
     """Whether an Arrow type has the type JSON within it."""
     import pyarrow
 
@@ -234,7 +244,7 @@ def _holds_json(kind) -> bool:
     return False
 
 
-def _decoded_json(value: Any, kind) -> Any:
+def _decoded_json(value: Any, kind: Any) -> Any:
     """A value of an Arrow type, that which has the type JSON decoded; BrokenJson where it cannot
     be."""
     try:
@@ -243,7 +253,7 @@ def _decoded_json(value: Any, kind) -> Any:
         return BrokenJson()
 
 
-def _with_json(value: Any, kind) -> Any:
+def _with_json(value: Any, kind: Any) -> Any:
     import pyarrow
 
     if value is None:

@@ -1,4 +1,5 @@
-"""What a task makes of an input file: its piece, ids as in the shards and a table of the documents."""
+"""What a task makes of an input file: its piece, ids as in the shards and a table of the
+documents."""
 
 import json
 import re
@@ -13,6 +14,7 @@ import numpy as np
 
 from lib.files import new_file, read_bytes, write_json
 from prepare.encoding import Encoder, borders_of, cached_tokenizer
+from prepare.job import HASH_STEPS
 from prepare.records import ENCODING_REMEDY
 from prepare.sources import BadFile, InputFile, Reading, Row
 
@@ -21,7 +23,6 @@ TELL_S = 1.0  # between two words of a task about its progress
 # those of a prompt left out. A document that was left out has a row too, with no tokens: an empty
 # one no bytes either, a contaminated one its bytes.
 DOCUMENT = np.dtype([("hash", "<u8"), ("tokens", "<u4"), ("bytes", "<u4")])
-HASH_STEPS = 10_000  # the share of validation documents is kept in steps of 1 / this
 # Where a document goes, or why it is left out. COPY + 1 + i: the first is in the i-th of the
 # earlier sources.
 TRAIN, VAL, EMPTY, CONTAMINATED, COPY = range(5)
@@ -53,8 +54,18 @@ class Piece:
     joined_lists: int = 0  # texts that were lists of strings
     odd_rows: int = 0  # left out by skip_bad=true
     first_odd_row: str = ""  # where it is and why
-    # uint16 (documents in use,): where each goes; None before Work._lay_out()
+    # uint16 (documents in use,): where each goes; None before lay_out()
     homes: np.ndarray | None = None
+
+    @property
+    def known_homes(self) -> np.ndarray:
+        assert self.homes is not None, "lay_out() has not seen this piece"
+        return self.homes
+
+    @property
+    def input_name(self) -> str:
+        assert self.input is not None
+        return self.input[0]
 
     def save(self) -> None:
         write_json(self.stem.with_suffix(".json"), {**vars(self), "stem": self.stem.name})
@@ -82,7 +93,7 @@ class Piece:
     def split_residues(self, is_by_document: bool) -> np.ndarray:
         """uint64: what val_share is compared with, of each document that goes to a split, or of
         each of its pieces."""
-        table, rows = self.table(), np.flatnonzero(self.homes <= VAL)
+        table, rows = self.table(), np.flatnonzero(self.known_homes <= VAL)
         if is_by_document:
             rows = np.unique(self.document_of_rows()[rows])
         return table["hash"][rows] % np.uint64(HASH_STEPS)
@@ -90,7 +101,7 @@ class Piece:
 
 def named_reason(piece: Piece) -> str:
     """Why a file could not be read, with its name once."""
-    name = piece.input[0]
+    name = piece.input_name
     is_named = name in re.split(r"[ :,]", piece.reason, maxsplit=1)[0]
     return piece.reason if is_named else f"{name}: {piece.reason}"
 
@@ -170,9 +181,9 @@ def _write_documents(
             if document is None:
                 continue
             for part in document.ids:
-                ids.write(part)
+                ids.write(part.data)
             tokens = sum(map(len, document.ids))
-            table.write(np.array((document.hash, tokens, document.bytes), DOCUMENT))
+            table.write(np.array((document.hash, tokens, document.bytes), DOCUMENT).tobytes())
             is_continuation = row.is_continued and has_begun
             if is_continuation:
                 cuts.append(piece.documents)

@@ -1,6 +1,7 @@
 """Read the rows of a file, whatever its format: the texts of the columns wanted."""
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -25,23 +26,23 @@ HEAD_LOOKED_AT = 4096  # bytes at the begin of a file whose NULs tell UTF-16 and
 
 def read_file(
     opened: Callable,
-    where: str,
+    path: str,
     columns: tuple[str, ...],
     keep: dict,
     is_strict: bool,
     reading: Reading,
 ) -> Iterator[Row]:
-    """InputFile.read of the file `where`, whose name says its format: the texts of the columns of
+    """InputFile.read of the file `path`, whose name says its format: the texts of the columns of
     each row, a null as an empty one. keep: column, nested by dots -> values of the rows wanted.
     is_strict: each row must have the columns, not the first one alone."""
     is_first = True
-    for record, share in read_records(opened, where, columns, tuple(keep), reading):
+    for record, share in read_records(opened, path, columns, tuple(keep), reading):
         is_wanted = all(value_of(record.values, name) in values for name, values in keep.items())
         if not record.problem and not is_wanted:
             is_first = False
             continue
         problem, remedy = _problem(record, columns, is_strict or is_first)
-        place = f"{where}{record.label}{record.number}"
+        place = f"{path}{record.label}{record.number}"
         if problem:
             reading.skip_or_refuse(place, problem, remedy)
             continue
@@ -57,7 +58,7 @@ def read_file(
 
 
 def _problem(record: Record, columns: tuple[str, ...], is_strict: bool) -> tuple[str, str]:
-    """What keeps a row from being used, "" where nothing does, and the remedy for a wrong
+    """What keeps a row from being used, "" path nothing does, and the remedy for a wrong
     column."""
     if record.problem:
         return record.problem, ""
@@ -78,13 +79,12 @@ def _problem(record: Record, columns: tuple[str, ...], is_strict: bool) -> tuple
     return "", ""
 
 
-def _kind(value) -> str:
+def _kind(value: Any) -> str:
     """What a value is, as messages say it."""
     if isinstance(value, list) and any(isinstance(element, str | bytes) for element in value):
-        others = {
-            type(element).__name__ for element in value if not isinstance(element, str | bytes)
-        }
-        return " and ".join(["a list with text", *sorted(others)]) if others else "list"
+        kinds = {type(element).__name__ for element in value}
+        other_kinds = sorted(kinds - {"str", "bytes"})
+        return " and ".join(["a list with text", *other_kinds]) if other_kinds else "list"
     return type(value).__name__
 
 
@@ -136,9 +136,8 @@ def _decoded(raw: bytes) -> tuple[str, int]:
         return raw.decode(), 0
     except UnicodeDecodeError:
         text = raw.decode(errors="replace")
-        return text, text.count(REPLACEMENT) - raw.count(
-            REPLACEMENT.encode()
-        )  # the text may have had some itself
+        had_already = raw.count(REPLACEMENT.encode())
+        return text, text.count(REPLACEMENT) - had_already
 
 
 def value_of(values: dict, column: str) -> Any:
@@ -146,33 +145,23 @@ def value_of(values: dict, column: str) -> Any:
 
 
 def read_records(
-    opened: Callable, where: str, columns: tuple[str, ...], kept: tuple[str, ...], reading: Reading
+    opened: Callable,
+    path: str,
+    columns: tuple[str, ...],
+    keep_columns: tuple[str, ...],
+    reading: Reading,
 ) -> Iterator[tuple[Record, float]]:
-    """The rows of a file, each with the share of the file that was read. kept: columns that are
-    looked at as well. Raises BadFile and UserError."""
+    """The rows of a file, each with the share of the file that was read. keep_columns: those that
+    are looked at as well. Raises BadFile and UserError."""
     import pyarrow
     import zstandard
 
-    packing = PurePath(where).suffix
     try:
         with opened() as file:
             size = max(1, file.seek(0, os.SEEK_END))
             file.seek(0)
-            if packing == ".parquet":
-                rows = parquet_rows(file, where, columns, kept, reading)
-            else:
-                stream = unpacked(file, packing)
-                _refuse_wide_characters(stream.peek(HEAD_LOOKED_AT)[:HEAD_LOOKED_AT], where)
-                if is_text_file(where):
-                    rows = text_stretches(stream, columns[0], reading)
-                elif ARRAY[format_of(PurePath(where))].match(
-                    stream.peek(HEAD_LOOKED_AT).lstrip(BLANK)
-                ):
-                    rows = json_array(stream, where)
-                else:
-                    rows = json_lines(stream, where, reading)
-            for row in rows:
-                yield row, file.tell() / size
+            for record in _records(file, path, columns, keep_columns, reading):
+                yield record, file.tell() / size
     except (
         OSError,
         EOFError,
@@ -181,32 +170,52 @@ def read_records(
         zstandard.ZstdError,
         pyarrow.ArrowException,
     ) as error:
-        # Of the disk or the network; pyarrow and gzip have OSErrors for content.
-        is_unread = isinstance(error, OSError) and (
-            type(error) not in (OSError, gzip.BadGzipFile) or error.errno is not None
-        )
-        if isinstance(error, ConnectionError):
-            sentence = f"{where} cannot be read: {brief(error)}"
-        elif is_unread:
-            sentence = (
-                f"{where} cannot be read ({brief(error)}): check its permissions and the disk"
-            )
-        else:
-            sentence = f"{where} is damaged or was cut short ({brief(error)}): fetch it again"
-        raise BadFile(sentence) from error
+        raise BadFile(_why_unreadable(path, error)) from error
 
 
-def _refuse_wide_characters(head: bytes, where: str) -> None:
-    """Raises BadFile where the first bytes of a file are those of UTF-16 or UTF-32."""
+def _records(
+    file: io.BufferedIOBase,
+    path: str,
+    columns: tuple[str, ...],
+    keep_columns: tuple[str, ...],
+    reading: Reading,
+) -> Iterator[Record]:
+    """By the reader of the format that the path names."""
+    packing = PurePath(path).suffix
+    if packing == ".parquet":
+        return parquet_rows(file, path, columns, keep_columns, reading)
+    stream = unpacked(file, packing)
+    head = stream.peek(HEAD_LOOKED_AT)
+    _refuse_wide_characters(head[:HEAD_LOOKED_AT], path)
+    if is_text_file(path):
+        return text_stretches(stream, columns[0], reading)
+    if ARRAY[format_of(PurePath(path))].match(stream.peek(HEAD_LOOKED_AT).lstrip(BLANK)):
+        return json_array(stream, path)
+    return json_lines(stream, path, reading)
+
+
+def _why_unreadable(path: str, error: Exception) -> str:
+    """What is said of a file that could not be read to its end."""
+    if isinstance(error, ConnectionError):
+        return f"{path} cannot be read: {brief(error)}"
+    # pyarrow and gzip have OSErrors for content, without a number.
+    is_of_content = type(error) in (OSError, gzip.BadGzipFile)
+    if isinstance(error, OSError) and (error.errno is not None or not is_of_content):
+        # of the disk or the network
+        return f"{path} cannot be read ({brief(error)}): check its permissions and the disk"
+    return f"{path} is damaged or was cut short ({brief(error)}): fetch it again"
+
+
+def _refuse_wide_characters(head: bytes, path: str) -> None:
+    """Raises BadFile path the first bytes of a file are those of UTF-16 or UTF-32."""
     nuls = head.count(0)
-    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or nuls > 0.6 * len(
-        head
-    ):  # three of four bytes of Latin text
+    # three of four bytes of Latin text are zero in UTF-32, one of two in UTF-16
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or nuls > 0.6 * len(head):
         encoding = "UTF-32"
     elif head[:2] in (b"\xff\xfe", b"\xfe\xff") or nuls > 0.2 * len(head):
         encoding = "UTF-16"
     else:
         return
     raise BadFile(
-        f"{where} is {encoding}: save it as UTF-8, such as by `iconv -f {encoding} -t UTF-8 FILE`"
+        f"{path} is {encoding}: save it as UTF-8, such as by `iconv -f {encoding} -t UTF-8 FILE`"
     )

@@ -531,6 +531,23 @@ def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(tmp_path, 
     assert found(tmp_path / "out/mine") == due([*others[0], *others[1]])
 
 
+def test_a_skipped_file_does_not_end_a_source_whose_copies_left_the_budget_unfilled(
+    tmp_path: Path,
+) -> None:
+    """The first pieces hold tokens enough, but half of them are copies: more files are read."""
+    texts = [some_documents(60, seed) for seed in range(2)]
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(b"no gzip")
+    files = [
+        broken,
+        write(tmp_path / "a.jsonl", texts[0] + texts[0]),
+        write(tmp_path / "b.jsonl", texts[1]),
+    ]
+    budget = sum(len(text.encode()) for text in texts[0])
+    assert local(*files, out=tmp_path / "out", skip_bad="true", tokens=budget) == 0
+    assert found(tmp_path / "out/mine") == due(texts[0] + texts[1], budget=budget)
+
+
 def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("no json")
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
