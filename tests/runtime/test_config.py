@@ -538,3 +538,27 @@ def test_a_config_json_of_the_first_version_is_the_run_of_today(tiny):
 def test_the_keys_of_the_first_version_are_history():
     """A key more here, and no older run would match."""
     assert digest(sorted(FIRST_KEYS))[:8] == "1a7c73ff"
+
+
+# Keys of the identity that came after the first version -> what the code did before each of them.
+DONE_BEFORE = {
+    "model.head_size": None,  # n_embd / n_head
+    "optim.kind": "adamw",
+    "fp8.scaling": "current",
+    "fp8.fast_backward": False,
+}
+
+
+LATER_KEYS = [
+    key
+    for key in sorted(DEFAULTS.keys() - FIRST_KEYS - FREE_KEYS)
+    if key.partition(".")[0] in ("model", "data", "fp8", "optim")  # on which weights depend
+]
+
+
+@pytest.mark.parametrize("key", LATER_KEYS)
+def test_the_default_of_a_later_key_is_what_the_code_did_before(key):
+    """A config.json of an older version lacks the key, and its run goes on with the default: any
+    other value than what trained its first steps would change it without a word."""
+    assert key in DONE_BEFORE, f"{key} is new: name in DONE_BEFORE what the code did without it"
+    assert DEFAULTS[key] == DONE_BEFORE[key], f"{key}: runs of before it would go on differently"

@@ -7,6 +7,7 @@ import re
 import signal
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from multiprocessing import forkserver
 from unittest import mock
 
 import pytest
@@ -30,7 +31,7 @@ from runtime.roofline import (
     step,
 )
 from tests.conftest import ALONE, ROOT, asked, changed
-from tests.helpers.faults import children, wait_for
+from tests.helpers.faults import FORKS, children, wait_for
 
 FULL, BROKEN = MemoryError(), MachineError("a kernel's offset")
 FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")  # T=2048
@@ -498,19 +499,34 @@ class Killer:
         return signal.raise_signal, (signal.SIGKILL,)
 
 
-def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
-    # 15 TB of weights
-    vast = changed(tiny, f"model.n_embd={2**16} model.n_ffn={2**18} model.n_layer=64")
-    refused = changed(tiny, "fp8.recipe=tensorwise fp8.skip=nothing")  # no micro-batch mends it
-    for config, error, told in (
-        (Killer(), MemoryError, None),
-        (vast, MemoryError, None),
-        (refused, UserError, "fp8.skip"),
-        (tiny.data, MachineError, "AttributeError.*give data"),
-    ):
-        with pytest.raises(error, match=told):
-            try_one(config, ALONE.device)
-        assert not multiprocessing.active_children()
+@pytest.fixture
+def forks(monkeypatch):
+    """Trials fork off a process that has imported train.py, which takes a second less; one that is
+    spawned, as users have it: test_a_run_finds_its_micro_batch_and_keeps_it."""
+    monkeypatch.setattr(plan.multiprocessing, "get_context", lambda method: FORKS)
+    forkserver.ensure_running()
+
+
+@pytest.mark.parametrize(
+    "kind, error, sentence",
+    [
+        ("killed", MemoryError, None),
+        ("vast", MemoryError, None),
+        ("refused", UserError, "fp8.skip"),
+        ("broken", MachineError, "AttributeError.*give data"),
+    ],
+)
+def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny, forks, kind, error, sentence):
+    configs = {
+        "killed": Killer(),
+        # 15 TB of weights
+        "vast": changed(tiny, f"model.n_embd={2**16} model.n_ffn={2**18} model.n_layer=64"),
+        "refused": changed(tiny, "fp8.recipe=tensorwise fp8.skip=nothing"),
+        "broken": tiny.data,
+    }
+    with pytest.raises(error, match=sentence):
+        try_one(configs[kind], ALONE.device)
+    assert not multiprocessing.active_children()
 
 
 def test_a_trial_ends_with_its_parent(tiny):
