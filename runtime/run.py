@@ -145,6 +145,7 @@ class Run:
         self.loss_scale = built.loss_scale
         self.precision = built.precision
         self.layers = built.layers
+        self._cast_by = built.cast_by
         self._assign = built.assign
         self._flags = built.flags
         self._identity = {
@@ -235,7 +236,7 @@ class Run:
             ),
             *self._flags,
             *self.data.describe(),
-            *selection.table(self.layers, config.fp8.recipe, self.world.device.type),
+            *selection.table(self.layers, config.fp8.recipe, self.world.device.type, self._cast_by),
             starting,
         ]
 
