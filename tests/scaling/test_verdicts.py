@@ -8,8 +8,7 @@ import pytest
 from scaling import fit
 from scaling.paired.equivalence import Equivalence, Part
 from scaling.paired.estimates import Estimate, estimate
-from scaling.precision import _equivalence_words
-from scaling.verdicts import Margin, judged, verdict
+from scaling.verdicts import Margin, format_equivalence, format_verdict
 from tests.conftest import ROOT
 
 MARGIN = Margin(1.0, "study.json", True)
@@ -18,17 +17,17 @@ FAILED = Part("size", 10**6, 10**7, 3, 0.9, 0.3, 2, p=0.3)
 UNKNOWN = Part("size", 10**6, 10**7, 1, 0.9)
 
 VERDICTS = [
-    verdict(Estimate(1, 0.3), MARGIN, None),
-    verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.3),
-    verdict(estimate([-0.3, -0.31, -0.32]), MARGIN, 0.3),
-    verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.01),
-    verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.01),
-    verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.3),
-    judged([], Estimate(1, 0.0), None, None)["verdict"],
-    _equivalence_words(Equivalence([PASSED], 0.01, 0.4), MARGIN),
-    _equivalence_words(Equivalence([FAILED], 0.3, 0.4), MARGIN),
-    _equivalence_words(Equivalence([UNKNOWN], None, None), MARGIN),
-    _equivalence_words(Equivalence([UNKNOWN], None, None), None),
+    format_verdict(Estimate(1, 0.3), MARGIN, None),
+    format_verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.3),
+    format_verdict(estimate([-0.3, -0.31, -0.32]), MARGIN, 0.3),
+    format_verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.01),
+    format_verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.01),
+    format_verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.3),
+    format_verdict(Estimate(1, 0.0), None, None, is_idle=True),
+    format_equivalence(Equivalence([PASSED], 0.01, 0.4), MARGIN),
+    format_equivalence(Equivalence([FAILED], 0.3, 0.4), MARGIN),
+    format_equivalence(Equivalence([UNKNOWN], None, None), MARGIN),
+    format_equivalence(Equivalence([UNKNOWN], None, None), None),
 ]
 
 
