@@ -7,9 +7,10 @@ import pytest
 
 from scaling import fit
 from scaling.paired.equivalence import Equivalence, Part
-from scaling.paired.estimates import Estimate, estimate
+from scaling.paired.estimates import Estimate, estimate, tost
 from scaling.verdicts import Margin, format_equivalence, format_verdict
 from tests.conftest import ROOT
+from tests.helpers.paired_runs import exact_sample
 
 MARGIN = Margin(1.0, "study.json", True)
 PASSED = Part("size", 10**6, 10**7, 3, 0.1, 0.05, 2, p=0.01)
@@ -70,3 +71,24 @@ def test_every_law_that_fit_may_headline_has_its_row():
     rows = first_column("what fit.py says")
     assert len(headlines) == 5
     assert all(any(row.startswith(f"{form}:") for row in rows) for form in headlines)
+
+
+@pytest.mark.parametrize(
+    "n, mean, sd, words",
+    [
+        (2, 0.1, 0.1, "undecided"),
+        (6, 0.1, 0.21, "undecided"),  # p between .05 and .1
+        (30, 0.24, 0.1, "costs 0.24 %"),
+        (5, 0.5, 0.1, "costs 0.5 %"),
+        (5, -0.5, 0.1, "gains 0.5 %"),
+        (6, 0.1, 0.05, "costs 0.1 %, within ±0.25 % (TOST, p="),
+        (8, 0.01, 0.1, "equivalent within ±0.25 % (TOST, p="),
+        (5, 0.01, 0.5, "undecided: interval -0.61 to +0.63"),
+    ],
+)
+def test_a_verdict_follows_the_interval_and_the_test(
+    n: int, mean: float, sd: float, words: str
+) -> None:
+    gap = estimate(exact_sample(n, mean, sd))
+    margin = Margin(0.25, "study.json", True)
+    assert format_verdict(gap, margin, tost(gap, 0.25)).startswith(words)
