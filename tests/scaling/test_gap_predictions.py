@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from scipy.stats import t
 
 from lib.errors import UserError
 from scaling import gap_predictions, precision
+from scaling.paired.gap_cells import GapPoints
 from scaling.paired.gap_law import fit_gap
 from scaling.precision_result import read_precision
 from tests.conftest import asked
@@ -222,3 +224,65 @@ def test_a_recipe_without_pairs_is_not_predicted(tmp_path):
     run = FakeRun()
     with pytest.raises(UserError, match="train smaller sizes in its recipe first"):
         gap_predictions.freeze(targets, {}, [], [run], tmp_path, "bf16", None)
+
+
+def write_table(path: Path, points: GapPoints) -> list[str]:
+    """The pairs as a table; the words that name it."""
+    lines = ["precision,seed,loss,N,D"]
+    columns = (points.N, points.D, points.percent, points.trajectory)
+    for N, D, percent, label in zip(*columns, strict=True):
+        lines.append(f"bf16,{label},2.0,{N:.0f},{D:.0f}")
+        lines.append(f"fp8,{label},{2 * math.exp(percent / 100):.9f},{N:.0f},{D:.0f}")
+    path.write_text("\n".join(lines))
+    out = f"out={path.parent / 'report'}"
+    return [f"points={path}", "arm=precision", "pair=seed", "loss=loss", "n=N", "d=D", out]
+
+
+def test_a_gap_of_a_tables_arm_is_frozen(tmp_path, capsys, no_figures):
+    words = write_table(tmp_path / "losses.csv", gap_points(0, NOISY, STEEP))
+    output = asked(capsys, precision.main, *words, "at=1e7:20")
+    assert "predicted gap of fp8" in output and "commit it" in output
+    frozen = gap_predictions.read_prediction(tmp_path / "report/gap_prediction_fp8_n1e+07_r20.json")
+    assert frozen.forecast.low < STEEP.at(1e7, 2e8) < frozen.forecast.high
+    assert frozen.inputs[0].fp8 == "losses.csv line 3"
+
+
+def test_the_rows_of_a_later_table_are_scored_and_enter_no_law(tmp_path, capsys, no_figures):
+    points = gap_points(0, NOISY, STEEP)
+    words = write_table(tmp_path / "losses.csv", points)
+    asked(capsys, precision.main, *words, "at=1e7:20")
+    come = GapPoints(
+        np.append(points.N, 1e7),
+        np.append(points.D, 2e8),
+        np.append(points.percent, STEEP.at(1e7, 2e8)),
+        np.append(points.trajectory, 99),
+    )
+    write_table(tmp_path / "losses.csv", come)
+    output = asked(capsys, precision.main, *words, "--score")
+    assert "of 1 independent pair" in output and ": inside the interval" in output
+    law = read_precision(tmp_path / "report/precision.json").gap_laws["fp8"]
+    assert law.pair_count == len(points.N)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["predict=x", "n=N", "d=D"], "for a table give at=N:RATIO"),
+        (["at=1e9:20"], "need the table's columns n= and d="),
+        (["score=true"], "need the table's columns n= and d="),
+    ],
+)
+def test_what_a_table_cannot_predict_gets_a_sentence(tmp_path, capsys, words, message):
+    table = write_table(tmp_path / "losses.csv", gap_points(0, NOISY, STEEP))
+    named = [word for word in table if not word.startswith(("n=", "d="))]
+    assert message in asked(capsys, precision.main, *named, *words, code=2)
+
+
+def test_what_is_held_out_is_no_warning(tmp_path, capsys, no_figures):
+    write_study(tmp_path)
+    asked(capsys, precision.main, tmp_path, "at=300000:40")
+    write_pairs(tmp_path, SIZES, seeds=(9,), t_start="2100-01-01T00:00:00Z")
+    edit(tmp_path / "study.json", held_out=[f"s{SIZES[0]}_tensorwise_t20_s9"])
+    output = asked(capsys, precision.main, tmp_path)
+    assert f"\nheld out of the law of the gap: s{SIZES[0]}_tensorwise_t20_s9" in output
+    assert "WARNING" not in output

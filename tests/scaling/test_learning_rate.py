@@ -1,14 +1,17 @@
 """scaling/learning_rate.py: the optimum of a sweep with a known one, refused where the rates do not
 hold it."""
 
+import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 
 from configs import h100_3m_bf16 as h100
 from scaling import learning_rate
-from scaling.learning_rate import format_result, main
+from scaling.learning_rate import check_settings, format_result, main
 from scaling.rate_sweep import Trial, analyse, read_result
+from scaling.records import read_record
 from tests.conftest import asked
 from tests.helpers.scaling_runs import cells, edit, write_run
 
@@ -183,3 +186,25 @@ def test_every_rate_is_drawn(tmp_path, capsys):
     assert panel.get_ylim()[1] < 10 and {0.032, 0.064} <= {x for x, _ in points}
     asked(capsys, main, write_sweep(tmp_path / "b", RATES[:2]), code=3)
     assert (tmp_path / "b/law/learning_rate.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_runs_whose_configs_differ_in_any_setting_are_refused_with_the_key(tiny, tmp_path, capsys):
+    """Also in one that summary.json does not have."""
+    for lr in RATES[:3]:
+        path = write_sweep(tmp_path, (lr,)) / f"lr{lr:g}/config.json"
+        config = replace(tiny, run=f"lr{lr:g}", optim=replace(tiny.optim, lr=lr))
+        if lr == RATES[2]:
+            config = replace(config, model=replace(config.model, rope_theta=5e5))
+        path.write_text(json.dumps(asdict(config)))
+    assert "differ in model.rope_theta" in asked(capsys, main, tmp_path, code=2)
+
+
+def test_sizes_and_seeds_may_differ_in_their_configs(tiny, tmp_path):
+    first, second = tiny, replace(tiny, seed=7, model=replace(tiny.model, n_layer=3, n_ffn=64))
+    records = []
+    for lr, config in ((0.001, first), (0.002, second)):
+        write_sweep(tmp_path, (lr,))
+        folder = tmp_path / f"lr{lr:g}"
+        (folder / "config.json").write_text(json.dumps(asdict(config)))
+        records.append(read_record(folder))
+    check_settings(records)

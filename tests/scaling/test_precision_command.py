@@ -361,3 +361,14 @@ def test_the_margin_can_be_read_whatever_the_gaps_and_nulls_are(tmp_path, gap):
     ticks = [tick for tick in panel.get_yticks() if low <= tick <= high]
     assert 0 in ticks and len(ticks) >= 3
     assert all(low < mean < high for _, mean, *_ in errorbars(panel))
+
+
+def test_bars_that_reach_nought_end_in_an_arrow_on_the_logarithmic_panel(tmp_path):
+    write_seeds(tmp_path, [0.010, -0.004, 0.002])
+    records, _ = read_runs([tmp_path])
+    panel = draw_precision(analyse(records, pair_runs(records)[0], "bf16", None)).axes[1]
+    ((_, _, low, high),) = errorbars(panel)
+    floor = panel.get_ylim()[0]
+    arrows = [line for line in panel.lines if line.get_marker() == "v"]
+    assert low == pytest.approx(floor) and high > 0.01
+    assert [line.get_ydata() for line in arrows] == [[floor]]
