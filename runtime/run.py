@@ -62,8 +62,8 @@ class Run:
     ranks call it together.
 
     Attributes: config; world; progress; guard; data; model, optimizer, loss_scale, precision and
-    layers as parallel.Built has them; saver; stop, set by a request to stop; start, where it began; log,
-    which is silent but on rank 0."""
+    layers as parallel.Built has them; saver; stop, set by a request to stop; start, where it began;
+    log, which is silent but on rank 0."""
 
     @classmethod
     @contextmanager
