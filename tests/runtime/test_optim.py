@@ -245,7 +245,8 @@ def ranks_of_muon(rank, folder):
             model.init_weights(0)
             if kind == "found":
                 parallel.shard(model, world)
-            optimizer = optim.build_optimizer(model, C)
+            are_replicas = kind == "found" and shards == 1
+            optimizer = optim.build_optimizer(model, C, replicas if are_replicas else 1)
             torch.manual_seed(1)
             for _ in range(2):
                 calls.clear()
