@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fp8 import bf16_in_fp32
 from fp8.convert import convert, keep_bf16_copies
+from fp8.inductor_repair import repair_clamps
 from fp8.precision import Precision
 from fp8.recipes import RECIPES, needs_precision_casts
 from fp8.selection import Casting, Layer, casting
@@ -473,7 +474,7 @@ def build(config: Config, world: World) -> Built:
     )
 
 
-def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:
+def set_torch_flags(config: Config, world: World, recipes: Collection[str]) -> list[str]:
     """Set every process-wide switch of torch that a run depends on, also back to off; returns those
     set as lines for people.
 
@@ -504,6 +505,10 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
             for recipe in recipes
         )
         torch.set_float32_matmul_precision("highest" if needs_fp32 else "high")
+        if config.parallel.compile and recipes and repair_clamps():
+            flags.append(
+                "inductor writes clamps as tl.where (else float8 stores may be wrong: triton#11111)"
+            )
         if config.parallel.compile and needs_precision_casts(recipes):
             import torch._inductor.config as inductor
 
