@@ -24,7 +24,11 @@ def test_docs_schemas_is_made_of_the_classes_of_today() -> None:
     assert (ROOT / "docs/schemas.md").read_text() == whole_page()
 
 
-@pytest.mark.parametrize("cls", sorted(set(SECTIONS.values()), key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls",
+    sorted(set(SECTIONS.values()), key=lambda cls: cls.__name__),
+    ids=lambda cls: cls.__name__,
+)
 def test_every_key_has_a_meaning(cls: type) -> None:
     meanings = field_meanings(cls)
     assert [field.name for field in fields(cls) if not meanings.get(field.name)] == []
