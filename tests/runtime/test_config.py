@@ -286,7 +286,7 @@ def test_what_weights_depend_on_is_in_the_identity_and_that_of_the_pair(tiny, ch
         "start_from=o/r/checkpoints/step_00000002",  # a branch ends as from scratch
     ],
 )
-def test_precision_and_branch_are_in_the_identity_but_not_in_that_of_the_pair(tiny, change):
+def test_precision_and_branch_are_in_the_identity_but_not_the_pairs(tiny, change):
     other = apply_overrides(tiny, [change])
     assert other.identity() != tiny.identity()
     assert pair_id(other) == pair_id(tiny)
