@@ -558,8 +558,8 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert val.text_bytes == round(val.tokens * sum(sizes) / (raw < MASK).sum())
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.json").write_text(json.dumps(asdict(config)))
-    ((_, *texts),) = demo_questions._sources(str(config.run_dir))
-    found = demo_questions._pick(*texts, 999, "seed", lambda text: text)
+    (source,) = demo_questions._sources(str(config.run_dir))
+    found = demo_questions._pick(source, 999, "seed", lambda text: text)
     assert len(found) == len(sizes) and set(found) <= {p + r for p, r in PAIRS if r.strip()}
     conftest.write_index(tmp_path / "data/chat", is_masked=False)  # a mark is no token id
     with pytest.raises(UserError, match=r"holds the id \d{10}, "):
