@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from fp8 import selection
-from fp8.recipes import fp8_overrides
+from fp8.recipes import KERNELS, fp8_overrides
 from lib.errors import UserError
 from lib.machine import ROOT
 from runtime.config import Config, load_config
@@ -100,6 +100,8 @@ def config_of(cell: Cell) -> Config:
         "run": "cell",  # no text is read
         "parallel.compile": "block",
     }  # as studies, as runs on several GPUs
+    if cell.label != BASELINE and KERNELS not in cell.label:
+        changes["fp8.kernels"] = "false"  # a cell without them measures torchao's casts
     return load_config(
         ROOT / "configs" / f"gpt{'50m' if cell.model else cell.size}_bf16.py",
         [*(f"{key}={value}" for key, value in changes.items()), *fp8_overrides(cell.label)],

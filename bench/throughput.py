@@ -3,6 +3,7 @@ in FP8 between two in BF16.
 
     python -m bench.throughput --suite h100 --budget 560  on one GPU what is missing, the most valuable first
     python -m bench.throughput --suite toy                the same path on a CPU: a rehearsal, says nothing about a GPU
+    python -m bench.throughput --suite fourway --budget 480  BF16 eager and compiled, rowwise, tensorwise: whole trainings
     python -m bench.throughput --table                    rows of OUT as Markdown, a figure beside OUT
     python -m bench.throughput --check NEW.jsonl          exit code 1 where a ratio of NEW lost more than 3 % against OUT
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench import fourway
 from bench.cells import Cell, groups_of
 from bench.judging import check
 from bench.measuring import measure
@@ -37,7 +39,8 @@ from lib.values import FilePath
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    suite: Literal["h100", "toy"] = "h100"  # what to time: on one GPU, or a rehearsal on a CPU
+    # what to time: on one GPU, or a rehearsal on a CPU; fourway: whole trainings, eager and compiled
+    suite: Literal["h100", "toy", "fourway", "fourway-toy"] = "h100"
     budget: float = 560.0  # seconds after which nothing runs any more
     # JSON lines that receive the rows; none = a file of the suite's name in bench/results
     out: FilePath | None = None
@@ -73,6 +76,13 @@ def run(
     failed, 2 the user's mistake."""
 
     def work(options: Options) -> int | str:
+        if options.suite in fourway.SUITES:
+            if name != "throughput":
+                raise UserError(f"suite={options.suite} is one of bench.throughput alone")
+            folder = Path(options.out or ROOT / "bench" / "results" / options.suite)
+            if options.table:
+                return fourway.page(folder)
+            return fourway.run(options.suite, options.budget, folder)
         file = f"{options.suite}.jsonl" if name == "throughput" else f"{options.suite}_{name}.jsonl"
         out, cells = Path(options.out or ROOT / "bench" / "results" / file), options.cells
         if options.check:

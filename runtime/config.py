@@ -462,7 +462,8 @@ def check_compiled_chunks(config: Config) -> Iterator[str]:
     without a word."""
     n_ctx = config.model.n_ctx
     chunk = config.model.loss_chunk
-    if chunk is None or not (config.fp8.head and config.fp8.kernels and config.parallel.compile):
+    has_kernels_on_cpu = config.fp8.kernels is True or config.fp8.scaling == "delayed"
+    if chunk is None or not (config.fp8.head and has_kernels_on_cpu and config.parallel.compile):
         return
     if n_ctx % chunk and chunk % n_ctx:
         allowed = math.lcm(n_ctx, multiple_of(config.fp8.recipe))

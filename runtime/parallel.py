@@ -25,7 +25,7 @@ from fp8 import bf16_in_fp32
 from fp8.convert import convert, keep_bf16_copies
 from fp8.precision import Precision
 from fp8.recipes import RECIPES, needs_precision_casts
-from fp8.selection import Layer
+from fp8.selection import Casting, Layer, casting
 from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
 from lib.sharding import is_dtensor, is_fsdp_module
@@ -65,6 +65,11 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether each rank holds all of every weight."""
+        return self.mesh is None
 
     @property
     def share_of_machine(self) -> tuple[int, int]:
@@ -376,6 +381,7 @@ class Built:
     # gives a parameter, sharded or not, its full value
     assign: Callable[[torch.Tensor, torch.Tensor], None]
     layers: list[Layer]  # the choice of recipe for every Linear
+    cast_by: Casting  # what fp8.kernels has come to
     loss_scale: float  # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]  # lines for people: torch's global switches that were set
     precision: Precision  # what the training loop asks of FP8
@@ -388,7 +394,8 @@ def build(config: Config, world: World) -> Built:
     model = GPT.on_meta(config.model, COMPUTE_DTYPE)
     # mean over the step's tokens; FSDP averages over ranks, so x size
     loss_scale = world.size / config.data.tokens_per_step
-    layers = convert(model, config.fp8, loss_scale, world.device.type)
+    cast_by = casting(config.fp8, world.device.type, world.has_whole_weights)
+    layers = convert(model, config.fp8, loss_scale, world.device.type, cast_by.is_ours)
     if config.parallel.cpu_fp32:
         bf16_in_fp32.convert(model)
     elif world.size == 1:
@@ -418,7 +425,7 @@ def build(config: Config, world: World) -> Built:
     if world.size == 1 and config.accumulation(1) > 1:
         precision.keep_gradients()
     optimizer = optim.build_optimizer(model, config.optim)
-    return Built(model, optimizer, assign, layers, loss_scale, flags, precision)
+    return Built(model, optimizer, assign, layers, cast_by, loss_scale, flags, precision)
 
 
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:

@@ -21,6 +21,7 @@ from typing import Literal
 
 from fp8.casts import BF16_CASTS, ZERO_CASTS, Casts
 from fp8.recipes import RECIPES
+from fp8.selection import casting
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.machine import ROOT
@@ -122,12 +123,14 @@ def step(
     bf16: Casts = CASTS["bf16"],
     gated: bool = True,
     rope: int = 10 + 12,
+    head: Casts | None = None,
 ) -> dict[str, float]:
     """Modelled seconds of a micro-batch of `label`, a key of CASTS with or without +head, with its
     part of the optimizer step, by BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 /
     `shard` of the weights; norms' parameters are left out.
 
-    bf16: what the Linears do that stay in BF16. For other people's models: gated as in linears();
+    bf16: what the Linears do that stay in BF16. head: what the head does with +head, where another
+    recipe's casts are meant than the blocks'. For other people's models: gated as in linears();
     rope: bytes per value of attention's output, forward and backward, which lays q, k, v side by
     side again."""
     recipe = label.removesuffix("+head")
@@ -136,8 +139,11 @@ def step(
     buckets = dict.fromkeys(BUCKETS, 0.0)
     params_added_within = 0  # parameters whose gradients their matmul adds up
     for name, K, N, count in linears(model, gated):
-        is_bf16 = recipe == "bf16" or (name == "head" and recipe == label)
-        casts = bf16 if is_bf16 else CASTS[recipe]
+        casts = CASTS[recipe]
+        if recipe == "bf16" or (name == "head" and recipe == label):
+            casts = bf16
+        elif name == "head" and head is not None:
+            casts = head
         buckets["matmul"] += count * _linear_seconds(bandwidth, casts, tokens, K, N)
         buckets["cast"] += count * _cast_seconds(bandwidth, casts, name, tokens, K, N, accumulation)
         if casts.adds and name != "head" and accumulation > 1:
@@ -209,41 +215,36 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     tells: another GPU, a recipe or choice of Linears without casts here, eager or recomputed
     blocks."""
     f, p, m = config.fp8, config.parallel, config.model
-    name = next(
-        (
-            name
-            for name in GPUS
-            if re.search(rf"\b{name}\b", gpu, re.I) and peak_flops(gpu) == peak_flops(name)
-        ),
-        None,
-    )
-    # Under FSDP2 our kernels cast at each use.
-    if (
-        name is None
-        or f.label.removesuffix("+head") not in CASTS
-        or p.recompute
-        or not p.compile
-        or (gpus > 1 and f.kernels)
-    ):
+    has_whole_weights = (p.shard or 1) == 1
+    has_kernels = casting(f, "cuda", has_whole_weights).is_ours
+    label = replace(f, kernels=has_kernels).label
+    name = _modelled_gpu(gpu)
+    if name is None or label.removesuffix("+head") not in CASTS or p.recompute or not p.compile:
         return None
-    micro_batch = (
-        max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
-    )
-    bf16, quantised = (
-        sum(
-            step(
-                GPUS[name],
-                m,
-                label,
-                micro_batch,
-                config.data.tokens_per_step // gpus,
-                p.shard or 1,
-                replace(CASTS["bf16"], adds=gpus == 1),
-            ).values()
-        )
-        for label in ("bf16", f.label)
-    )
-    return bf16 / quantised
+    if has_kernels and not has_whole_weights:  # under FSDP2 our kernels cast at each use
+        return None
+    head = None
+    if f.head and f.kernels == "auto":
+        # whose loss is not within its matmul: ours, alone, are taken to cost what torchao's do
+        head = CASTS[f.recipe]
+    is_known = config.data.micro_batch != "auto"
+    micro_batch = config.micro_batch if is_known else max(1, TOKENS // m.n_ctx)
+    tokens = config.data.tokens_per_step // gpus
+    bf16 = replace(CASTS["bf16"], adds=gpus == 1)
+
+    def seconds(arm: str) -> float:
+        buckets = step(GPUS[name], m, arm, micro_batch, tokens, p.shard or 1, bf16=bf16, head=head)
+        return sum(buckets.values())
+
+    return seconds("bf16") / seconds(label)
+
+
+def _modelled_gpu(gpu: str) -> str | None:
+    """The key of GPUS that a GPU's name means, such as that of "NVIDIA H100 80GB HBM3"."""
+    for name in GPUS:
+        if re.search(rf"\b{name}\b", gpu, re.I) and peak_flops(gpu) == peak_flops(name):
+            return name
+    return None
 
 
 def highest_ratio(

@@ -62,8 +62,8 @@ class Run:
     ranks call it together.
 
     Attributes: config; world; progress; guard; data; model, optimizer, loss_scale, precision and
-    layers as parallel.Built has them; saver; stop, set by a request to stop; start, where it began; log,
-    which is silent but on rank 0."""
+    layers as parallel.Built has them; saver; stop, set by a request to stop; start, where it began;
+    log, which is silent but on rank 0."""
 
     @classmethod
     @contextmanager
@@ -145,6 +145,7 @@ class Run:
         self.loss_scale = built.loss_scale
         self.precision = built.precision
         self.layers = built.layers
+        self._cast_by = built.cast_by
         self._assign = built.assign
         self._flags = built.flags
         self._identity = {
@@ -235,7 +236,7 @@ class Run:
             ),
             *self._flags,
             *self.data.describe(),
-            *selection.table(self.layers, config.fp8.recipe, self.world.device.type),
+            *selection.table(self.layers, config.fp8.recipe, self.world.device.type, self._cast_by),
             starting,
         ]
 

@@ -130,8 +130,8 @@ def missing_source(folders: list[Path]) -> str:
     return (
         f"there is no {paths} ({out} holds {sources}): make {them} of your own text by `python"
         f" prepare_data.py {words} out={out}`, or, in place of `{words}`, give `demo` for the"
-        " demo's sources or the name of one of configs/sources.py, or set data.mixture= and data.dir= to"
-        " what there is"
+        " demo's sources or the name of one of configs/sources.py, or set data.mixture= and"
+        " data.dir= to what there is"
     )
 
 

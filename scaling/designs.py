@@ -68,7 +68,8 @@ def gradient(
 ) -> np.ndarray:
     """d ln L / d (ln E, ln of either term at target = (N, D), alpha, beta) at N, D of shape (n,) or
     numbers; (n, 5) or (5,)."""
-    terms = np.array([law.E + 0 * N, law.A * N**-law.alpha, law.B * D**-law.beta]) / law.loss(N, D)
+    values = np.array([law.E + 0 * N, law.A * N**-law.alpha, law.B * D**-law.beta])
+    terms: np.ndarray = values / law.loss(N, D)
     of_alpha = -terms[1] * np.log(N / target[0])
     of_beta = -terms[2] * np.log(D / target[1])
     return np.array([*terms, of_alpha, of_beta]).T

@@ -63,7 +63,7 @@ class PairInput:
     input_D: int  # training tokens
     percent: float  # its gap
     bf16_sha256: str  # of its summary.json, or of the table
-    fp8_sha256: str
+    fp8_sha256: str  # likewise
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,19 @@ class GapPrediction:
     """What gap_prediction_NAME.json holds."""
 
     schema_version: int  # of this list of keys
-    target: GapTarget
+    target: GapTarget  # which pairs it is of
     date: str  # UTC, ISO
     git_commit: str | None  # of the code
     loss: str  # "bf16" or "as_trained": how the runs are evaluated
     unit: str  # of the gaps
     level: float  # of the intervals
     convention: str  # which parameters N counts
-    forecast: GapForecast
-    law: GapLaw
+    forecast: GapForecast  # the gap there
+    law: GapLaw  # of the recipe's gap, behind the forecast
     bf16_law: Surface | None  # behind the effective parameters
     tokenizer_sha256: str  # "" for a table, as the next
-    val_sha256: str
-    inputs: list[PairInput]
+    val_sha256: str  # of the validation tokens
+    inputs: list[PairInput]  # the pairs that the law was fitted to
     sha256: str  # of the content without this field, as canonical JSON
 
 
@@ -93,15 +93,15 @@ class GapScore:
 
     schema_version: int  # of this list of keys
     target: str  # name of the prediction's target
-    prediction_sha256: str
+    prediction_sha256: str  # of the prediction's file
     runs: list[str]  # the FP8 runs
-    independent_pairs: int
+    independent_pairs: int  # that have come
     measured: float  # per cent, mean over independent pairs
     measured_low: float | None  # its own 95 % t-interval; null: one pair
-    measured_high: float | None
+    measured_high: float | None  # upper end
     predicted: float  # per cent
     predicted_low: float  # 95 % interval for the mean of so many pairs, seed noise included
-    predicted_high: float
+    predicted_high: float  # upper end
     is_inside: bool  # whether the measured gap lies within that interval
     # measured minus predicted over the standard error that this interval has on that side
     z: float

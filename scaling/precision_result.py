@@ -42,8 +42,8 @@ class RecipeGap:
 
     bf16: Estimate  # of both runs evaluated through BF16 matmuls
     as_trained: Estimate  # of each run evaluated in the precision that it was trained in
-    pairs: int
-    sizes: int
+    pairs: int  # how many
+    sizes: int  # how many it has pairs of
     over_sizes: Estimate | None  # its change per decade of N; null below three sizes
     over_tokens: Estimate | None  # its change per doubling of D at a size; null without two budgets
     verdict: str  # in words
@@ -57,16 +57,16 @@ class RecipeGap:
 class SizeGap(Place):
     """The gap of one recipe at one size and budget, per cent of the BF16 loss."""
 
-    recipe: str
+    recipe: str  # of the FP8 runs
     runs: list[str]  # the FP8 runs
     bf16: Estimate  # as in a recipe's gap
-    as_trained: Estimate
+    as_trained: Estimate  # of each run as it was trained
     nats: Estimate  # the judged gap in nats per token
-    throughput: Throughput
+    throughput: Throughput  # FP8's against BF16's
     costs: list[Cost]  # under each law
     verdict: str  # in words
-    tost_p: float | None
-    smallest_seen: float | None
+    tost_p: float | None  # p of the test that it lies within the margin; null without one
+    smallest_seen: float | None  # as in a recipe's gap
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class RankingResult:
 class PairResult(Place):
     """One pair of runs; its place is the FP8 run's."""
 
-    pair_id: str
+    pair_id: str  # equal in runs that differ in precision alone
     bf16: str  # run_id
     fp8: str  # run_id
     recipe: str  # of the FP8 run
-    gap_bf16: Gap
-    gap_as_trained: Gap
+    gap_bf16: Gap  # both runs evaluated through BF16 matmuls
+    gap_as_trained: Gap  # each run evaluated as it was trained
     tok_per_s_ratio: float | None  # FP8 over BF16; null where not only the precision differs
-    device: str
+    device: str  # of the FP8 run; "" where unknown
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,17 @@ class PrecisionResult:
     schema_version."""
 
     schema_version: int  # of this list of keys
-    conventions: Conventions
+    conventions: Conventions  # how N is counted
     loss: str  # the evaluation that is judged: bf16 or as_trained
     margin: Margin | None  # null: none was declared or given
     null: Null  # what two BF16 runs differ by
     common: dict[str, RecipeGap]  # recipe -> its gap over all sizes
-    ranking: RankingResult
+    ranking: RankingResult  # which recipe is the best
     gap_laws: dict[str, GapLaw]  # recipe -> its gap as a law of size and tokens
-    sizes: list[SizeGap]
+    sizes: list[SizeGap]  # the gap of each recipe at each size and budget
     laws: dict[str, str]  # name of a law of the loss -> where it comes from
     no_own_law: str | None  # why the BF16 runs give none
-    pairs: list[PairResult]
+    pairs: list[PairResult]  # the pairs behind it, nulls apart
     table: TableColumns | None = None  # null: of runs
     notes: list[str] = field(default_factory=list)  # what was left out, or is worth knowing
     inputs: list[dict[str, str]] = field(default_factory=list)  # runs or the table, with sha256

@@ -194,8 +194,11 @@ def _log_norm(positive: np.ndarray) -> LogNorm:
 def _set_block_axis(panel: Axes, blocks: Sequence[float], edges: np.ndarray) -> None:
     step = math.ceil(len(edges) / MOST_BLOCK_LABELS)
     labelled = edges[::step]
-    middles = [edge + blocks.count(blocks[edge]) / 2 for edge in labelled]
-    names = ["head" if blocks[edge] == math.inf else f"{blocks[edge]}" for edge in labelled]
+    middles, names = [], []
+    for edge in labelled:
+        block = blocks[edge]
+        middles.append(edge + blocks.count(block) / 2)
+        names.append("head" if block == math.inf else f"{block}")
     panel.set_yticks(middles, names)
     panel.set_ylim(len(blocks), 0)
 

@@ -45,8 +45,8 @@ class RateRow:
     """The runs of one rate."""
 
     lr: float  # peak rate
-    runs: list[str]
-    seeds: list[int]
+    runs: list[str]  # their names
+    seeds: list[int]  # of the runs
     status: str  # "ok", or what befell the first run that is not
     # geometric mean over the seeds that every rate has, nats per token; null: it diverged, or lacks
     # a seed
@@ -58,7 +58,7 @@ class RateRow:
 class Optimum:
     """Where the parabola of ln loss over ln rate is lowest."""
 
-    lr: float
+    lr: float  # peak rate
     loss: float  # nats per token
     bracket: list[float]  # the rates below and above the best one
     curvature: float  # of ln loss by ln rate squared
@@ -71,10 +71,10 @@ class Sweep:
     """The runs of one size and number of tokens."""
 
     N: int  # non-embedding parameters
-    tokens: int
+    tokens: int  # that each run was trained on
     seeds: list[int]  # that every rate has
     rows: list[RateRow]  # in rising order of the rate
-    optimum: Optimum | None
+    optimum: Optimum | None  # null: the rates do not hold it
     reason: str | None = None  # why there is no optimum
 
 
@@ -83,8 +83,8 @@ class Base:
     """What the rule starts from: the optimum of the smallest size."""
 
     N: int  # non-embedding parameters
-    tokens: int
-    lr: float
+    tokens: int  # of its runs
+    lr: float  # peak rate
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class RateResult:
     N: str  # key of summary.json that counts the parameters
     loss: str  # key of summary.json
     rules: dict[str, float]  # name -> exponent of N
-    sweeps: list[Sweep]
+    sweeps: list[Sweep]  # smallest size first
     base: Base | None = None  # null: the smallest size has no optimum
     # N (non-embedding parameters) and the rate by each rule
     rates: list[dict[str, float]] = field(default_factory=list)

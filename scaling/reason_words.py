@@ -7,7 +7,7 @@ from typing import Any
 from lib.text import listed, si
 from scaling.paired.reasons import Reason
 
-AXIS_WORDS = {"N": "size", "D/N": "ratio of tokens to parameters"}
+AXIS_WORDS = {"N": "sizes", "D/N": "ratios of tokens to parameters"}
 
 
 def sentence_of(reason: Reason | str | None) -> str | None:
@@ -73,6 +73,6 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "exponent_not_told": lambda axis: f"the exponent of {axis} is not told from zero",
     "misses_means": lambda p: f"it misses the cells' means (p={p:.2g})",
     "axis_not_varied": lambda axis, needed: (
-        f"the pairs have fewer than {needed} {AXIS_WORDS[axis]}s, and none such as this"
+        f"the pairs have fewer than {needed} {AXIS_WORDS[axis]}, and none such as this"
     ),
 }

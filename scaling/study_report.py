@@ -42,12 +42,12 @@ class StudyRun:
     N: int  # parameters by the study's convention
     recipe: str  # " null" behind it where they are repeats
     tokens: int  # trained on
-    tokens_per_param: float
-    lr_peak: float | None
-    runs: list[str]
-    seeds: list[int]
-    device: str
-    n_gpu: int
+    tokens_per_param: float  # tokens over N
+    lr_peak: float | None  # peak learning rate; null in older summaries
+    runs: list[str]  # their names
+    seeds: list[int]  # of the runs
+    device: str  # name of the GPU, or of the CPU
+    n_gpu: int  # ranks
     loss_bf16: float  # mean over the seeds, nats per token
     tok_per_s_median: float  # median over the runs
     loss_as_trained: float  # mean over the seeds
@@ -63,7 +63,7 @@ class StudyReport:
     declared: str | None  # UTC time, ISO 8601
     missing: list[str]  # declared runs that are not finished
     N: str  # key of summary.json that counts the parameters
-    runs: list[StudyRun]
+    runs: list[StudyRun]  # a row for each group of runs
     inputs: dict[str, str]  # run -> sha256 of its summary.json
 
 

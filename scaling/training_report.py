@@ -34,12 +34,12 @@ class Arm:
 class Spread:
     """The finite values of a series, in their order."""
 
-    max: float
-    min: float
-    mean: float
+    max: float  # largest value
+    min: float  # smallest value
+    mean: float  # of the values
     final: float  # the last one
     sd: float | None  # with n - 1; null for one value
-    n: int
+    n: int  # values
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class EvaluatedGap:
 class StepTime:
     """Seconds of all steps as they passed, undone ones too."""
 
-    with_compile: float
-    without_compile: float
+    with_compile: float  # all of it
+    without_compile: float  # less what compilation took
     compile: float  # what the first step after each start took beyond the median of the others
 
 
@@ -65,28 +65,28 @@ class StepTime:
 class ArmReport:
     """One run of the training."""
 
-    run_id: str
+    run_id: str  # its name
     label: str  # its recipe, with the run's name where several have that recipe
-    recipe: str
+    recipe: str  # label of its precision
     status: str  # ok or diverged
-    device: str
-    n_gpu: int
-    is_compiled: bool
+    device: str  # name of the GPU, or of the CPU
+    n_gpu: int  # ranks
+    is_compiled: bool  # whether torch.compile was used
     tokens: int  # trained on
     steps: int  # with a row in metrics.jsonl
-    summary_sha256: str
+    summary_sha256: str  # of its summary.json
     loss_as_trained: float  # nats per token
-    loss_bf16: float
+    loss_bf16: float  # the same weights through BF16 matmuls
     train_loss: Spread | None  # nats per token
-    val_loss: Spread | None
+    val_loss: Spread | None  # as trained, nats per token
     gap: dict[str, EvaluatedGap] | None  # evaluation -> gap; null: no BF16 run
-    tok_per_s_median: float
+    tok_per_s_median: float  # tokens per second, median over steps
     speed_against_bf16: float | None  # tokens per second over those of the BF16 run
-    step_time_s: StepTime
+    step_time_s: StepTime  # time of its steps
     memory_percent: Spread | None  # allocated of the first rank's GPU, after the first step
     utilisation_percent: Spread | None  # of the first rank's GPU
     wall_s: float | None  # of the whole run
-    mem_peak_gib: float | None
+    mem_peak_gib: float | None  # largest memory allocated; null on a CPU
 
 
 @dataclass(frozen=True)

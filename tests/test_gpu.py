@@ -24,19 +24,12 @@ from runtime.config import CheckpointConfig, load_config
 from runtime.guard import diagnose
 from runtime.parallel import World
 from tests.conftest import ROOT, changed, process, write_config, write_source
-from tests.fp8.test_kernels import (
-    entropy_case,
-    entropy_grad,
-    head_case,
-    head_loss,
-    is_near,
-    quantised,
-    same,
-    step,
-)
-from tests.fp8.test_linears import (
-    E4M3,
-    E5M2,
+from tests.fp8.test_head_loss import head_case, head_loss
+from tests.fp8.test_kernels import step
+from tests.fp8.test_linears import E4M3, E5M2, reference
+from tests.fp8.test_triton_kernels import entropy_case, entropy_grad, is_near, quantised, same
+from tests.helpers.faults import back_to, record, rows, summary
+from tests.helpers.fp8_models import (
     KERNELS,
     NATIVE,
     build,
@@ -44,10 +37,8 @@ from tests.fp8.test_linears import (
     linear,
     operands,
     passes,
-    reference,
     tokens,
 )
-from tests.helpers.faults import back_to, record, rows, summary
 from tests.runtime.test_run import watched_steps
 
 pytestmark = pytest.mark.gpu

@@ -22,13 +22,13 @@ Number = TypeVar("Number", float, np.ndarray)
 class Surface:
     """L(N, D) = E + A N^-alpha + B D^-beta in nats per token, D in tokens."""
 
-    name: str
+    name: str  # own, Epoch, Hoffmann
     source: str  # where it comes from, for people
     E: float  # nats
-    A: float
-    B: float
-    alpha: float
-    beta: float
+    A: float  # nats, at one parameter
+    B: float  # nats, at one token
+    alpha: float  # exponent of N
+    beta: float  # exponent of D
     # of (ln B, beta); null: the constants are taken as exact
     covariance: np.ndarray | None = None
     counts: str = "total"  # which parameters N is: params_total, params_nonembed

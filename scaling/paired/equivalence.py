@@ -50,10 +50,10 @@ class Part:
     # "size": the largest budget of one size; "trend": the line over sizes, at the largest run
     kind: str
     N: int  # parameters, as the study counts them
-    tokens: int
-    independent_pairs: int
-    mean: float
-    se: float | None = None
+    tokens: int  # trained on
+    independent_pairs: int  # behind the gap
+    mean: float  # the gap, per cent
+    se: float | None = None  # its standard error; null: no spread is known
     dof: int | None = None  # degrees of freedom of se
     is_borrowed: bool = False  # one pair alone: its spread is that of the other sizes
     p: float | None = None  # of the two one-sided tests against the margin, the larger
@@ -63,7 +63,7 @@ class Part:
 class Equivalence:
     """The intersection-union test of one recipe."""
 
-    parts: list[Part]
+    parts: list[Part]  # each of which must lie within the margin
     # the largest of the parts'; null without a margin, or where a part cannot be tested
     p: float | None
     # the narrowest margin [%] that this design passes with 80 % where the gap is 0; null: none

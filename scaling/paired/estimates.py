@@ -27,7 +27,7 @@ class Estimate:
     carry no spread."""
 
     n: int  # independent values
-    mean: float
+    mean: float  # of the values
     sd: float | None = None  # standard deviation of a value
     se: float | None = None  # standard error of the mean
     low: float | None = None  # lower end of the interval

@@ -34,9 +34,9 @@ class Exponent:
     """An exponent of the law with its 95 % interval; a: gap falls as N^-a, b: grows as (D/N)^b."""
 
     name: str  # "a" or "b"
-    value: float
+    value: float  # the exponent
     low: float  # -LIMIT or LIMIT: the interval has no end within them
-    high: float
+    high: float  # upper end
     # the larger of two tests that it is zero: by the scatter of trajectories, by the pooled noise
     p: float
     exponent_dof: float  # degrees of freedom of the first, and of the interval
@@ -50,7 +50,7 @@ class NestedForm:
     """A form held against the means of all cells (a size at a budget)."""
 
     form: str  # zero, constant, a, b, both, effective
-    parameter_count: int
+    parameter_count: int  # of the form
     squares: float  # weighted squares beyond the scatter within cells
     # of so large squares if the form were true; None: no cell has a second pair, or none is spare
     p_of_fit: float | None
@@ -63,7 +63,7 @@ class EffectiveParameters:
     law: str  # which BF16 law
     f: float  # effective share of the parameters
     f_low: float | None  # 95 % interval; None: no number gives so large a gap
-    f_high: float | None
+    f_high: float | None  # upper end
     f_p_of_fit: float | None  # as in NestedForm
 
 
@@ -74,29 +74,29 @@ class GapLaw:
 
     N0: float  # reference size: k is the gap there
     ratio0: float  # reference tokens per parameter
-    pair_count: int
-    trajectory_count: int
-    size_count: int
-    ratio_count: int
+    pair_count: int  # pairs
+    trajectory_count: int  # independent trajectories among them
+    size_count: int  # sizes
+    ratio_count: int  # ratios of tokens to parameters
     # names of the exponents that are told from zero; None: no trend can be told
     trend: list[str] | None
     reason: Reason | str | None  # why no trend can be told; in a file its sentence
     # the gap in per cent if it were the same everywhere, with its 95 % interval; None: no spread
     constant: float
-    constant_low: float | None = None
-    constant_high: float | None = None
+    constant_low: float | None = None  # lower end of the interval
+    constant_high: float | None = None  # upper end
     k: float | None = None  # per cent at N0 and ratio0
-    k_low: float | None = None
-    k_high: float | None = None
+    k_low: float | None = None  # lower end of its 95 % interval
+    k_high: float | None = None  # upper end
     a: Exponent | None = None  # None: the pairs have fewer than three sizes
     b: Exponent | None = None  # None: fewer than three ratios of tokens to parameters
-    noise: Noise | None = None
-    forms: list[NestedForm] | None = None
+    noise: Noise | None = None  # what one pair's gap scatters by
+    forms: list[NestedForm] | None = None  # from the simplest on
     starts: int | None = None  # of the solver
     starts_at_best: int | None = None  # that end at the best objective
     # largest over smallest singular value of the scaled Jacobian
     condition: float | None = None
-    effective: EffectiveParameters | None = None
+    effective: EffectiveParameters | None = None  # the gap as a loss of parameters
     # why the effective form was not fitted; in a file its sentence
     no_effective: Reason | str | None = None
     # "power law", "effective parameters", or None: the pairs do not tell which fits better
@@ -108,9 +108,9 @@ class FormForecast:
     """One form's gap in per cent at a point, with its own 95 % interval."""
 
     form: str  # power law, constant, effective parameters
-    gap: float
-    gap_low: float
-    gap_high: float
+    gap: float  # per cent
+    gap_low: float  # lower end of its 95 % interval
+    gap_high: float  # upper end
     # why it is not in the union; in a file its sentence
     refuted_because: Reason | str | None
 
@@ -120,19 +120,19 @@ class GapForecast:
     """The gap in per cent at a size and a number of tokens, the union of the forms that the pairs
     do not refute."""
 
-    N: float
-    D: float
+    N: float  # parameters, as the study counts them
+    D: float  # training tokens
     headline: str  # the form that gives `gap`
-    gap: float
+    gap: float  # per cent
     low: float  # 95 % interval of the law: parameters and doubt in the form
-    high: float
+    high: float  # upper end
     one_pair_low: float  # the same for a single pair to come, whose seeds scatter
-    one_pair_high: float
+    one_pair_high: float  # upper end
     pair_sd: float  # per cent: that scatter
-    pair_sd_dof: int
+    pair_sd_dof: int  # degrees of freedom of pair_sd
     beyond_sizes: float  # N over the largest size; below the smallest: N over that; else 1
     beyond_ratios: float  # the same of tokens per parameter
-    forecasts: list[FormForecast]
+    forecasts: list[FormForecast]  # each form's own
 
 
 @dataclass(frozen=True, eq=False)

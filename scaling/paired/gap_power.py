@@ -45,8 +45,10 @@ class PowerFit:
     def derivatives(self, axes: np.ndarray) -> np.ndarray:
         """(..., 1 + free) of the gap by k and the free exponents; axes: (2, ...)."""
         shape = np.exp(np.tensordot(self.exponents, axes, 1))
+        of_exponents = {"a": axes[0], "b": axes[1]}
         columns = [shape]
-        columns += [self.k * shape * axes["ab".index(name)] for name in self.free]
+        for name in self.free:
+            columns.append(self.k * shape * of_exponents[name])
         return np.stack(columns, axis=-1)
 
     @cached_property
@@ -60,18 +62,24 @@ class PowerFit:
     def interval_at(self, axes: np.ndarray) -> tuple[float, float]:
         """95 % profile interval of the gap where ln |gap / k| has these axes, shape (2,)."""
         spread = self.sandwich.of(self.derivatives(axes))
-        return self.profile(spread.threshold).gap_interval(axes, self.squares + spread.threshold)
+        profile = self.profile(spread.threshold)
+        limit = self.squares + spread.threshold
+        return profile.gap_interval(axes, limit)
 
     def profile(self, rise: float) -> "Profile":
         """The squares over a grid of exponents, refined to where they rise by at most this."""
-        ranges = [(-LIMIT, LIMIT) if name in self.free else (0.0, 0.0) for name in "ab"]
+        ranges = [(0.0, 0.0), (0.0, 0.0)]
+        for name in self.free:
+            ranges["ab".index(name)] = (-LIMIT, LIMIT)
         for _ in range(REFINED):
-            grid = _grid(ranges)
-            profile = profile_of(self.cells, self.axes, np.vstack([grid, self.exponents]))
+            exponents = np.vstack([_grid(ranges), self.exponents])
+            profile = profile_of(self.cells, self.axes, exponents)
             # the optimum is its last row: its squares stay the least whatever was rounded
             profile.squares[-1] = min(profile.squares[-1], self.squares)
-            inside = profile.exponents[profile.squares <= self.squares + rise]
-            ranges = [_widened(inside[:, i], high - low) for i, (low, high) in enumerate(ranges)]
+            is_inside = profile.squares <= self.squares + rise
+            inside = profile.exponents[is_inside]
+            for axis, (low, high) in enumerate(ranges):
+                ranges[axis] = _widened(inside[:, axis], high - low)
         return profile
 
 
@@ -88,8 +96,11 @@ class Profile:
         """Smallest and largest gap at these axes (2,) whose squares are at most the limit."""
         allowed = self.squares <= limit
         scale = np.exp(self.exponents[allowed] @ axes)
-        half = np.sqrt((limit - self.squares[allowed]) / self.information[allowed])
-        low, high = scale * (self.k[allowed] - half), scale * (self.k[allowed] + half)
+        room = limit - self.squares[allowed]
+        half = np.sqrt(room / self.information[allowed])
+        k = self.k[allowed]
+        low = scale * (k - half)
+        high = scale * (k + half)
         return float(low.min()), float(high.max())
 
     def exponent_interval(self, index: int, limit: float) -> tuple[float, float]:
@@ -97,7 +108,9 @@ class Profile:
         values, of_value = np.unique(self.exponents[:, index], return_inverse=True)
         lowest = np.full(len(values), np.inf)
         np.minimum.at(lowest, of_value.ravel(), self.squares)
-        return _crossing(values, lowest, limit), _crossing(values[::-1], lowest[::-1], limit)
+        low = _crossing(values, lowest, limit)
+        high = _crossing(values[::-1], lowest[::-1], limit)
+        return low, high
 
 
 def _crossing(values: np.ndarray, squares: np.ndarray, limit: float) -> float:
@@ -122,7 +135,8 @@ def profile_of(cells: Cells, axes: np.ndarray, exponents: np.ndarray) -> Profile
     shapes = np.exp(exponents @ axes) @ cells.root.T  # (g, cells)
     information = np.sum(shapes**2, axis=1)
     k = shapes @ cells.height / information
-    squares = float(cells.height @ cells.height) - k**2 * information
+    without_law = float(cells.height @ cells.height)
+    squares = without_law - k**2 * information
     return Profile(exponents, k, information, squares)
 
 
@@ -136,15 +150,25 @@ def fit_power(cells: Cells, N0: float, ratio0: float, free: tuple[str, ...]) -> 
     profile = profile_of(cells, axes, ends)
     best = int(profile.squares.argmin())
     squares = float(profile.squares[best])
-    at_best = int(np.sum(profile.squares <= squares * (1 + SAME_OPTIMUM) + SAME_OPTIMUM))
-    k = float(profile.k[best])
-    return PowerFit(cells, N0, ratio0, free, k, ends[best], squares, len(ends), at_best)
+    limit = squares * (1 + SAME_OPTIMUM) + SAME_OPTIMUM
+    return PowerFit(
+        cells=cells,
+        N0=N0,
+        ratio0=ratio0,
+        free=free,
+        k=float(profile.k[best]),
+        exponents=ends[best],
+        squares=squares,
+        starts=len(ends),
+        starts_at_best=int(np.sum(profile.squares <= limit)),
+    )
 
 
 def descend(cells: Cells, axes: np.ndarray, starts: np.ndarray, indices: list[int]) -> np.ndarray:
     """Where Levenberg and Marquardt's steps of the exponents lead from each of `starts`, shape
     (starts, 2); indices: those that move. k is solved for at every step (variable projection)."""
-    exponents, damping = starts.copy(), np.full(len(starts), 1e-3)
+    exponents = starts.copy()
+    damping = np.full(len(starts), 1e-3)
     squares = profile_of(cells, axes, exponents).squares
     for _ in range(STEPS):
         slope, residual = _linearised(cells, axes, exponents, indices)
@@ -156,7 +180,8 @@ def descend(cells: Cells, axes: np.ndarray, starts: np.ndarray, indices: list[in
         change = np.abs(squares - reached)
         exponents = np.where(is_lower[:, None], moved, exponents)
         squares = np.where(is_lower, reached, squares)
-        damping = np.clip(damping * np.where(is_lower, 0.2, 10.0), 1e-9, 1e9)
+        factor = np.where(is_lower, 0.2, 10.0)
+        damping = np.clip(damping * factor, 1e-9, 1e9)
         if np.all(change <= SETTLED * (1 + squares)):
             break
     return exponents
@@ -191,11 +216,15 @@ def _damped_step(slope: np.ndarray, residual: np.ndarray, damping: np.ndarray) -
 
 def _grid(ranges: Sequence[tuple[float, float]]) -> np.ndarray:
     """Pairs of exponents, shape (g, 2)."""
-    values = [np.linspace(low, high, GRID if high > low else 1) for low, high in ranges]
+    values = []
+    for low, high in ranges:
+        count = GRID if high > low else 1
+        values.append(np.linspace(low, high, count))
     return np.array(np.meshgrid(*values)).reshape(2, -1).T
 
 
 def _widened(values: np.ndarray, width: float) -> tuple[float, float]:
     """The values' range with a step of the grid on either side, within the limits."""
     step = width / (GRID - 1)
-    return max(-LIMIT, values.min() - step), min(LIMIT, values.max() + step)
+    low, high = values.min() - step, values.max() + step
+    return max(-LIMIT, low), min(LIMIT, high)

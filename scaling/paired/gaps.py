@@ -98,8 +98,8 @@ class Place:
     """Where a run stands in the plane of size and tokens."""
 
     N: int  # parameters by the study's convention
-    params_total: int
-    params_nonembed: int
+    params_total: int  # all parameters
+    params_nonembed: int  # without embedding and head
     tokens: int  # trained on
     tokens_per_param: float  # tokens over N
 

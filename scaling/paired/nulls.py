@@ -17,7 +17,7 @@ from scaling.paired.gaps import Pair, Place, Run, loss_of, mean_gaps, place_of, 
 class SeedNull(Place):
     """BF16 runs of other seeds at one size and budget."""
 
-    runs: int
+    runs: int  # how many, of different trunks
     dof: int  # degrees of freedom of sd_percent
     sd_percent: float  # standard deviation of the difference of two runs, per cent of the loss
 
@@ -26,9 +26,9 @@ class SeedNull(Place):
 class PooledSeedNull:
     """The same over all sizes and budgets."""
 
-    runs: int
+    runs: int  # how many
     dof: int  # branches of one trunk add none
-    sd_percent: float
+    sd_percent: float  # standard deviation of the difference of two runs, per cent
     band: float  # half of what holds 95 % of the differences, per cent of the loss
 
 
@@ -36,16 +36,16 @@ class PooledSeedNull:
 class RepeatNull(Place):
     """Repeats of one seed at one size and budget."""
 
-    pairs: int
+    pairs: int  # of a run with its repeat
     bf16: Estimate  # their difference under each evaluation, per cent of the loss
-    as_trained: Estimate
+    as_trained: Estimate  # the same, as they were trained
 
 
 @dataclass(frozen=True)
 class PooledRepeatNull:
     """The same over all sizes and budgets."""
 
-    pairs: int
+    pairs: int  # of a run with its repeat
     dof: int  # independent trajectories
     sd_percent: float  # root mean square around 0, as the order of two runs is arbitrary
     band: float  # half of what holds 95 % of the differences, per cent of the loss
@@ -53,7 +53,7 @@ class PooledRepeatNull:
 
 @dataclass(frozen=True)
 class SameSeedNull:
-    sizes: list[RepeatNull]
+    sizes: list[RepeatNull]  # a row for each size and budget
     equal: int  # repeats that are equal to the last bit: no null
     pooled: PooledRepeatNull | None  # null: no repeat differs
 
@@ -64,7 +64,7 @@ class Null:
 
     sizes: list[SeedNull]  # of other seeds
     pooled: PooledSeedNull | None  # null: no size has two seeds
-    same_seed: SameSeedNull
+    same_seed: SameSeedNull  # of one seed, rounded differently
 
 
 def measure_nulls(records: Sequence[Run], repeats: Sequence[Pair], evaluation: str) -> Null:

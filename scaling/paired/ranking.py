@@ -31,19 +31,19 @@ class Cell(NamedTuple):
 class Ranked:
     """One recipe's gap where all are compared, in 100 ln(L_FP8 / L_BF16)."""
 
-    recipe: str
+    recipe: str  # its arm
     gap: Estimate  # per cent
     difference: Estimate | None  # to the first, over pairs; null of the first
     ties: bool  # with the first
-    throughput: Throughput
+    throughput: Throughput  # FP8's against BF16's, over the same pairs
 
 
 @dataclass(frozen=True)
 class LeftOut:
     """A recipe that is not ranked."""
 
-    recipe: str
-    reason: Reason
+    recipe: str  # its arm
+    reason: Reason | str  # why; in a file its sentence
 
 
 @dataclass(frozen=True)

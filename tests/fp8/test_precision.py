@@ -10,7 +10,7 @@ from fp8.precision import Precision
 from runtime.parallel import build
 from runtime.training_step import end_unjudged_step, forward_backward
 from tests.conftest import ALONE, changed
-from tests.fp8.test_linears import tokens
+from tests.helpers.fp8_models import tokens
 
 LABELS = ["off", "fp8.recipe=tensorwise", "fp8.recipe=tensorwise fp8.kernels=true fp8.head=true"]
 

@@ -18,9 +18,10 @@ from fp8.recipes import Operand
 from fp8.rounding import noise_at
 from runtime.checkpoint import checkpoints, seal
 from tests.conftest import changed
-from tests.fp8.test_linears import E4M3, E5M2, LARGEST, NAMES, NATIVE, OPERANDS, quantised, tokens
-from tests.fp8.test_linears import build as build_model
+from tests.fp8.test_linears import E4M3, E5M2, LARGEST, OPERANDS, quantised
 from tests.helpers.faults import summary
+from tests.helpers.fp8_models import NAMES, NATIVE, tokens
+from tests.helpers.fp8_models import build as build_model
 from tests.test_model import reference_logits
 
 SATURATED, ERROR = probe.STATISTICS.index("saturated"), probe.STATISTICS.index("error")

@@ -20,7 +20,8 @@ from lib.plots import name_recipe
 from model import GPT, GPTConfig
 from runtime import parallel, plan
 from tests.conftest import ROOT, changed
-from tests.fp8.test_linears import KERNELS, OPERANDS, SIZE
+from tests.fp8.test_linears import OPERANDS
+from tests.helpers.fp8_models import KERNELS, SIZE
 
 WIDE = Operand(E5M2)
 STRANGER = Recipe(name="stranger", input=WIDE, weight=WIDE, grad=WIDE)  # E5M2 for all operands

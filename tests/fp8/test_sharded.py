@@ -18,8 +18,8 @@ from runtime import parallel
 from runtime.config import Config
 from runtime.optim import local
 from tests.conftest import changed, tiny_config
-from tests.fp8.test_linears import tokens
 from tests.helpers.faults import on_ranks
+from tests.helpers.fp8_models import tokens
 from tests.runtime.test_parallel import build
 
 LINEAR, OTHER = "layers.0.attn.qkv", "layers.1.attn.qkv"

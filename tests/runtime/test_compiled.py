@@ -1,5 +1,5 @@
 """torch.compile in one process, by Inductor: the whole model with recomputed blocks and gradients
-that are added up within their matmuls. On two ranks, by blocks: runtime/test_parallel.py; the FP8
+that are added up within their matmuls. On two ranks, by blocks: runtime/test_two_ranks.py; the FP8
 Linears: fp8/test_compiled.py."""
 
 import pytest
@@ -9,7 +9,7 @@ from fp8.copies import zero_gradients
 from model import GPT
 from runtime.config import Config
 from tests.conftest import changed, tiny_config
-from tests.fp8.test_linears import tokens
+from tests.helpers.fp8_models import tokens
 from tests.runtime.test_parallel import build
 
 MICRO_BATCHES = 2

@@ -24,6 +24,7 @@ from runtime.config import (
     FREE_KEYS,
     KEYS,
     SECTIONS,
+    FP8Config,
     OptimConfig,
     apply_overrides,
     config_from_dict,
@@ -164,7 +165,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
         ],
         *[
             (f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling")
-            for how in ("off", "tensorwise", "auto fp8.kernels=true")
+            for how in ("off", "tensorwise fp8.kernels=false", "auto fp8.kernels=true")
         ],
         ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"),
         ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
@@ -211,6 +212,23 @@ def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, told):
         apply_overrides(tiny, overrides.split())
     else:
         assert re.search(told, refused(apply_overrides, tiny, overrides.split()))
+
+
+@pytest.mark.parametrize("kernels", ["auto", True, False])
+@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
+def test_who_casts_is_no_part_of_a_run_and_stored_choices_load(tiny, recipe, kernels):
+    if recipe == "off" and kernels is True:
+        return  # which converts nothing
+    stored = json.loads(json.dumps(asdict(apply_overrides(tiny, [f"fp8.recipe={recipe}"]))))
+    stored["fp8"]["kernels"] = kernels
+    loaded = config_from_dict(stored)
+    assert loaded.fp8.kernels == kernels
+    assert loaded.identity() == apply_overrides(tiny, [f"fp8.recipe={recipe}"]).identity()
+
+
+@pytest.mark.parametrize("kernels, label", [("auto", "tensorwise"), (False, "tensorwise")])
+def test_an_arm_is_called_by_its_recipe_whoever_casts(kernels, label):
+    assert FP8Config(recipe="tensorwise", kernels=kernels).label == label
 
 
 def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
@@ -538,3 +556,27 @@ def test_a_config_json_of_the_first_version_is_the_run_of_today(tiny):
 def test_the_keys_of_the_first_version_are_history():
     """A key more here, and no older run would match."""
     assert digest(sorted(FIRST_KEYS))[:8] == "1a7c73ff"
+
+
+# Keys of the identity that came after the first version -> what the code did before each of them.
+DONE_BEFORE = {
+    "model.head_size": None,  # n_embd / n_head
+    "optim.kind": "adamw",
+    "fp8.scaling": "current",
+    "fp8.fast_backward": False,
+}
+
+
+LATER_KEYS = [
+    key
+    for key in sorted(DEFAULTS.keys() - FIRST_KEYS - FREE_KEYS)
+    if key.partition(".")[0] in ("model", "data", "fp8", "optim")  # on which weights depend
+]
+
+
+@pytest.mark.parametrize("key", LATER_KEYS)
+def test_the_default_of_a_later_key_is_what_the_code_did_before(key):
+    """A config.json of an older version lacks the key, and its run goes on with the default: any
+    other value than what trained its first steps would change it without a word."""
+    assert key in DONE_BEFORE, f"{key} is new: name in DONE_BEFORE what the code did without it"
+    assert DEFAULTS[key] == DONE_BEFORE[key], f"{key}: runs of before it would go on differently"

@@ -15,7 +15,7 @@ import torch
 
 from runtime.config import GuardConfig
 from runtime.guard import Guard, Verdict, diagnose
-from tests.fp8.test_linears import build, tokens
+from tests.helpers.fp8_models import build, tokens
 
 SMALL = GuardConfig(window=16, skips=4, rollbacks=2)
 OK, SPIKE, SKIP, ROLLBACK, STOP, NO_TARGET = Verdict

@@ -26,8 +26,8 @@ from runtime import parallel
 from runtime.config import Config
 from runtime.parallel import World
 from tests.conftest import ALONE, changed
-from tests.fp8.test_linears import tokens
 from tests.helpers.faults import record
+from tests.helpers.fp8_models import tokens
 
 # what tiny models can have
 SHARDED = ("off", *(name for name, recipe in RECIPES.items() if recipe.multiple <= 32))

@@ -27,8 +27,8 @@ from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
 from runtime.validation import evaluate
 from tests.conftest import ALONE, changed, tiny_config
-from tests.fp8.test_linears import tokens
 from tests.helpers.faults import back_to, on_ranks, record, rows, summary
+from tests.helpers.fp8_models import tokens
 from tests.runtime.test_parallel import SHARDED, Step, build, step
 
 WIDE_HEADS = "model.head_size=48 model.n_kv_head=1"  # 96 channels of attention in a width of 32

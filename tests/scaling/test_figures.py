@@ -13,6 +13,10 @@ from matplotlib.colors import to_hex
 
 from lib.plots import BLUE, GREY
 from scaling import figures
+from scaling.histories import read_history
+from scaling.probe_figures import draw_outliers, draw_scales, draw_underflow
+from scaling.probes import OPERANDS, SHARES, format_worst, read_probe
+from scaling.run_figure import MARKS, draw
 from tests.conftest import asked
 from tests.helpers.scaling_runs import cells, legend
 
@@ -90,7 +94,7 @@ def eventful():
 
 
 def drawn(run):
-    return figures.draw(figures.read_history(run), run.name)
+    return draw(read_history(run), run.name)
 
 
 def points(panel, shape, color):
@@ -103,11 +107,11 @@ def points(panel, shape, color):
 
 
 def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(tmp_path):
-    history = figures.read_history(
+    history = read_history(
         write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)])
     )
     assert list(history.train["loss"]) == [6.0, 4.0, 8.0]
-    history = figures.read_history(
+    history = read_history(
         write(
             tmp_path / "two",
             [
@@ -149,10 +153,10 @@ def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
         "resume": [(10, low), (15, low)],
         "ROLLBACK": [(24, low), (24, high)],
     }.items():
-        assert np.array(points(loss, *figures.MARKS[name])) == pytest.approx(
-            np.array(sorted(expected))
-        ), name
-    assert points(norm, *figures.MARKS["SKIP"])[:2] == [
+        assert np.array(points(loss, *MARKS[name])) == pytest.approx(np.array(sorted(expected))), (
+            name
+        )
+    assert points(norm, *MARKS["SKIP"])[:2] == [
         (5, norm.get_ylim()[1]),
         (9, norm.get_ylim()[1]),
     ]
@@ -236,7 +240,7 @@ def linear_row(step, block, kind, **changes):
         "step": step,
         "layer": f"layers.{block}.{LINEARS[kind]}",
         "recipe": "tensorwise",
-        **{name: operand(name, block, kind, step) for name in figures.OPERANDS},
+        **{name: operand(name, block, kind, step) for name in OPERANDS},
         **changes,
     }
 
@@ -263,7 +267,7 @@ def rows_of(blocks=3):
 
 
 def probe_of(folder, rows):
-    return figures.read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
+    return read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
 
 
 def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
@@ -277,13 +281,13 @@ def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
         / "probe.jsonl"
     )
     path.write_text(path.read_text() + '{"kind": "linear", "ste')
-    probe = figures.read_probe(path)
+    probe = read_probe(path)
     assert np.isnan(probe.linear["weight", "scale"]).all()
     assert "no scale: these stay in BF16" in [
-        text.get_text() for text in figures.draw_scales(probe, {}, "run").axes[0].texts
+        text.get_text() for text in draw_scales(probe, {}, "run").axes[0].texts
     ]
-    assert any(line[-1] == "-" for line in cells(figures.table(probe)))
-    logit, ratio = figures.draw_outliers(probe, "run").axes[:2]
+    assert any(line[-1] == "-" for line in cells(format_worst(probe)))
+    logit, ratio = draw_outliers(probe, "run").axes[:2]
     want = [
         [block_row(step, block)["attention_logit_max"] for step in STEPS] for block in range(12)
     ]
@@ -306,8 +310,8 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
     inference = probe_of(
         tmp_path / "eval", [linear_row(300, block, kind, gradient=None) for block, kind in every]
     )
-    figure = figures.draw_scales(probe, {"rowwise": inference}, "run")
-    for column, name in enumerate(figures.OPERANDS):
+    figure = draw_scales(probe, {"rowwise": inference}, "run")
+    for column, name in enumerate(OPERANDS):
         top, bottom = figure.axes[column], figure.axes[3 + column]
         for kind in range(4):
             want = [math.log2(operand(name, block, kind, 300)["scale"]) for block in range(3)]
@@ -331,11 +335,9 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
 
 def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
     head = [linear_row(step, 0, 0, layer="head") for step in STEPS]
-    figure = figures.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
+    figure = draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
     places = [*itertools.product(range(12), range(4)), (0, 0)]  # the head last
-    for panel, (share, name) in zip(
-        figure.axes, itertools.product(figures.SHARES, figures.OPERANDS), strict=False
-    ):
+    for panel, (share, name) in zip(figure.axes, itertools.product(SHARES, OPERANDS), strict=False):
         want = np.array(
             [[operand(name, *where, step)[share] for step in STEPS] for where in places]
         )

@@ -15,7 +15,7 @@ from lib.plots import STYLES, styles, write_with
 from scaling import fit
 from scaling.fit import draw, fit_group, fit_points, lines_of
 from scaling.laws import Points, minima_of
-from scaling.pairing import pairs
+from scaling.pairing import pair_runs
 from scaling.records import read_runs
 from tests.helpers.scaling_runs import (
     edit,
@@ -58,7 +58,7 @@ def study(folder, runs=(), **declared):
         fit_group([r for r in records if r.recipe == recipe], "loss_bf16", resamples=0)
         for recipe in recipes
     ]
-    return groups, pairs(records)[0], "loss_bf16"
+    return groups, pair_runs(records)[0], "loss_bf16"
 
 
 def table(N, D, loss, name="points.csv", axes="NDC"):

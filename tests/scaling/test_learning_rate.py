@@ -1,15 +1,19 @@
 """scaling/learning_rate.py: the optimum of a sweep with a known one, refused where the rates do not
 hold it."""
 
+import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 
 from configs import h100_3m_bf16 as h100
 from scaling import learning_rate
-from scaling.learning_rate import Trial, analyse, main, tables
+from scaling.learning_rate import check_settings, format_result, main
+from scaling.rate_sweep import Trial, analyse, read_result
+from scaling.records import read_record
 from tests.conftest import asked
-from tests.helpers.scaling_runs import cells, edit, strict, write_run
+from tests.helpers.scaling_runs import cells, edit, write_run
 
 RATES = (0.002, 0.004, 0.008, 0.016, 0.032)
 
@@ -28,18 +32,17 @@ def trials(rates=RATES, loss=known, diverged=(), seed=1337, N=1000, tokens=20_00
 @pytest.mark.parametrize("best", [0.0031, 0.008, 0.0158])
 def test_a_known_optimum_is_found_with_its_loss_and_its_curvature(best):
     found = analyse(trials(loss=lambda lr: known(lr, best), diverged=(0.064,)))
-    one = found["sweeps"][0]["optimum"]
-    assert one["lr"] == pytest.approx(best, rel=1e-9) == found["base"]["lr"] and one[
-        "loss"
-    ] == pytest.approx(3.2, rel=1e-12)
-    assert one["curvature"] == pytest.approx(0.01)
-    low, high = one["flat"]  # by the definition: there the loss is 0.1 % higher
+    one = found.sweeps[0].optimum
+    assert one.lr == pytest.approx(best, rel=1e-9) == found.base.lr
+    assert one.loss == pytest.approx(3.2, rel=1e-12)
+    assert one.curvature == pytest.approx(0.01)
+    low, high = one.flat  # by the definition: there the loss is 0.1 % higher
     assert (
         known(low, best) / 3.2 == pytest.approx(math.exp(0.001)) == known(high, best) / 3.2
         and low < best < high
     )
-    assert f"Optimum {best:.3g}" in tables(found) and ["0.064", "diverged"] in [
-        row[::3] for row in cells(tables(found))
+    assert f"Optimum {best:.3g}" in format_result(found) and ["0.064", "diverged"] in [
+        row[::3] for row in cells(format_result(found))
     ]
 
 
@@ -51,32 +54,27 @@ def test_the_lowest_rate_and_its_neighbours_alone_are_fitted():
     before, lowest, after = (math.log(one.loss) for one in runs[1:4])
     # in steps of ln 2 from the middle one of three
     vertex = 0.5 * (before - after) / (before - 2 * lowest + after)
-    assert analyse(runs)["base"]["lr"] == pytest.approx(0.008 * 2**vertex)
+    assert analyse(runs).base.lr == pytest.approx(0.008 * 2**vertex)
     runs = (
         trials(RATES[:4], seed=1)
         + trials(RATES[:4], seed=2)
         + trials((0.032,), lambda lr: 3.0, (0.032,), seed=1)
     )
     found = analyse(runs)  # at 0.032 one seed diverged: shown, not fitted
-    assert (
-        found["base"]["lr"] == pytest.approx(0.0061)
-        and found["sweeps"][0]["rows"][-1]["status"] == "diverged"
-    )
+    assert found.base.lr == pytest.approx(0.0061) and found.sweeps[0].rows[-1].status == "diverged"
     # uneven rates count where they are
-    found = analyse(trials((0.001, 0.005, 0.0066, 0.03)))["sweeps"][0]["optimum"]
-    assert found["lr"] == pytest.approx(0.0061)
+    found = analyse(trials((0.001, 0.005, 0.0066, 0.03))).sweeps[0].optimum
+    assert found.lr == pytest.approx(0.0061)
 
 
 def test_seeds_that_every_rate_has_are_averaged():
     runs = trials((0.016,), loss=lambda lr: 2.0, seed=3)  # averaged in, it would move the optimum
     for seed, best in ((1, 0.005), (2, 0.0075)):
         runs += trials(loss=lambda lr, best=best: known(lr, best), seed=seed)
-    found = analyse(runs)["sweeps"][0]
+    found = analyse(runs).sweeps[0]
     # equal curvature
-    assert found["seeds"] == [1, 2] and found["optimum"]["lr"] == pytest.approx(
-        math.sqrt(0.005 * 0.0075)
-    )
-    assert found["optimum"]["loss"] == pytest.approx(
+    assert found.seeds == [1, 2] and found.optimum.lr == pytest.approx(math.sqrt(0.005 * 0.0075))
+    assert found.optimum.loss == pytest.approx(
         3.2 * math.exp(0.01 * math.log(0.0075 / 0.005) ** 2 / 4)
     )
 
@@ -97,8 +95,8 @@ def test_seeds_that_every_rate_has_are_averaged():
 )
 def test_an_optimum_at_an_end_is_refused(runs, told):
     found = analyse(runs)
-    assert told in found["sweeps"][0]["reason"] and found["sweeps"][0]["reason"] in tables(found)
-    assert found["base"] is None and found["rates"] == [] and found["sweeps"][0]["optimum"] is None
+    assert told in found.sweeps[0].reason and found.sweeps[0].reason in format_result(found)
+    assert found.base is None and found.rates == [] and found.sweeps[0].optimum is None
 
 
 def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
@@ -107,8 +105,9 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     found = analyse(
         short + trials() + trials(loss=lambda lr: known(lr, 0.0042), N=4000), (1e6, 9e6)
     )
-    assert found["base"] == {"N": 1000, "tokens": 20_000, "lr": pytest.approx(0.0061)}
-    assert [[*one.values()] for one in found["rates"]] == [
+    assert (found.base.N, found.base.tokens) == (1000, 20_000)
+    assert found.base.lr == pytest.approx(0.0061)
+    assert [[*one.values()] for one in found.rates] == [
         pytest.approx([N, 0.0061 * (1000 / N) ** 0.5, 0.0061 * (1000 / N) ** 0.25])
         for N in (1000, 1e6, 9e6)
     ]
@@ -116,7 +115,7 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     for N in (h100.NONEMBED, 25_402_240):
         rate = h100.build(run="one", n_layer=4, n_embd=256, n_ffn=704, nonembed=N).optim.lr
         assert rate == pytest.approx(h100.LR * (h100.NONEMBED / N) ** 0.5, abs=1e-6)
-    (check,) = found["checks"]
+    (check,) = found.checks
     assert check["lr"] == pytest.approx(0.0042) and check["exponent"] == pytest.approx(
         math.log(0.0042 / 0.0061) / math.log(4)
     )
@@ -180,10 +179,32 @@ def test_every_rate_is_drawn(tmp_path, capsys):
     write_sweep(tmp_path / "a", (0.032,), loss=7.9)
     write_sweep(tmp_path / "a", (0.064,), status="diverged")
     asked(capsys, main, tmp_path / "a", "at=1e6")
-    found = strict(tmp_path / "a/law/learning_rate.json")
+    found = read_result(tmp_path / "a/law/learning_rate.json")
     (panel,) = learning_rate.draw(found, "a").axes
     points = [xy for line in panel.get_lines() for xy in line.get_xydata().tolist()]
-    assert all([row["lr"], row["percent"]] in points for row in found["sweeps"][0]["rows"][:4])
+    assert all([row.lr, row.percent] in points for row in found.sweeps[0].rows[:4])
     assert panel.get_ylim()[1] < 10 and {0.032, 0.064} <= {x for x, _ in points}
     asked(capsys, main, write_sweep(tmp_path / "b", RATES[:2]), code=3)
     assert (tmp_path / "b/law/learning_rate.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_runs_whose_configs_differ_in_any_setting_are_refused_with_the_key(tiny, tmp_path, capsys):
+    """Also in one that summary.json does not have."""
+    for lr in RATES[:3]:
+        path = write_sweep(tmp_path, (lr,)) / f"lr{lr:g}/config.json"
+        config = replace(tiny, run=f"lr{lr:g}", optim=replace(tiny.optim, lr=lr))
+        if lr == RATES[2]:
+            config = replace(config, model=replace(config.model, rope_theta=5e5))
+        path.write_text(json.dumps(asdict(config)))
+    assert "differ in model.rope_theta" in asked(capsys, main, tmp_path, code=2)
+
+
+def test_sizes_and_seeds_may_differ_in_their_configs(tiny, tmp_path):
+    first, second = tiny, replace(tiny, seed=7, model=replace(tiny.model, n_layer=3, n_ffn=64))
+    records = []
+    for lr, config in ((0.001, first), (0.002, second)):
+        write_sweep(tmp_path, (lr,))
+        folder = tmp_path / f"lr{lr:g}"
+        (folder / "config.json").write_text(json.dumps(asdict(config)))
+        records.append(read_record(folder))
+    check_settings(records)

@@ -14,9 +14,13 @@ from lib.command import read_options
 from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
 from runtime.plan import plan as train_plan
-from scaling import plan
+from scaling import plan, precision
+from scaling.budgets import Size, optimum, tokens
+from scaling.designs import PRIOR_SD, RHO, bound, gradient
 from scaling.paired.cost import EPOCH
-from scaling.plan import PRIOR_SD, RHO, Options, Size, bound, gradient, optimum, tokens
+from scaling.plan import Options
+from scaling.precision_result import PrecisionResult, read_precision
+from scaling.reason_words import worded
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, asked
 from tests.helpers.scaling_runs import cells, edit, write_run
@@ -72,6 +76,19 @@ def write_law(
         json.dumps((laws if is_table else {"groups": {"bf16": laws}, "inputs": runs}) | changes)
     )
     return path
+
+
+def measured_gaps(folder) -> PrecisionResult:
+    """Gaps of tensorwise at 10^8 parameters, .5 % in all, and of rowwise at 10^5."""
+    for recipe, params in (("tensorwise", 10**8), ("rowwise", 10**5)):
+        for name in ("bf16", recipe):
+            write_run(folder / f"{name}_{params}", recipe=name, params=params, gap=0.01)
+    asked_folder = folder / "law"
+    precision.main([str(folder)])
+    result = read_precision(asked_folder / "precision.json")
+    gap = result.common["tensorwise"]
+    half_percent = replace(gap, bf16=replace(gap.bf16, mean=0.5))
+    return replace(result, common={**result.common, "tensorwise": half_percent})
 
 
 def output(capsys, *arguments, budget=BUDGET, code=0):
@@ -168,16 +185,9 @@ def test_a_law_is_told_with_its_reach_and_runs_of_another_world_say_nothing_of_t
     )
 
 
-def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys):
+def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys, no_figures):
     law, none = write_law(tmp_path), output(capsys, "gap=0")
-    edit(
-        tmp_path / "precision.json",
-        common={"tensorwise": {"bf16": {"mean": 0.5}}},
-        sizes=[
-            {"recipe": recipe, "params_total": params}
-            for recipe, params in (("tensorwise", 10**8), ("rowwise", 10**5))
-        ],
-    )
+    edit(tmp_path / "precision.json", **worded(measured_gaps(tmp_path / "runs")))
     for arguments, gap in (
         ((), 0),
         (["gap=0.3"], 0.003),
@@ -281,11 +291,13 @@ def study_rows():
 def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
     rows, found = study_rows(), plan.candidates_of(STUDY, ())
     trunks = {row.run: row.flops_per_token * row.tokens for row in rows if row.parent is None}
-    assert {runs[0][2] for _, runs, _ in found} == set(trunks) and len(found) == 10
-    for _, runs, flops in found:
-        assert len(runs) == 4 and flops == pytest.approx(
-            trunks[runs[0][2]] * (1 + 0.2 * 35 / 40), rel=0.01
-        )
+    assert {candidate.points[0].trajectory for candidate in found} == set(trunks) and len(
+        found
+    ) == 10
+    for candidate in found:
+        whole = trunks[candidate.points[0].trajectory]
+        assert len(candidate.points) == 4
+        assert candidate.flops == pytest.approx(whole * (1 + 0.2 * 35 / 40), rel=0.01)
     assert not plan.candidates_of(STUDY, {row.run for row in rows})
     # no repeat, none held out
     assert len(plan.candidates_of(ROOT / "configs/study_h100.py", ())) == 6

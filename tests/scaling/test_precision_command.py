@@ -9,11 +9,11 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from scaling import precision
-from scaling.gap_figure import NULL_COLOURS
 from scaling.paired.cost import EPOCH
 from scaling.paired.published import kumar_gap, sun_gap
-from scaling.pairing import pairs
-from scaling.precision import analyse, draw_precision
+from scaling.pairing import pair_runs
+from scaling.precision_figure import NULL_COLOURS, draw_precision
+from scaling.precision_result import analyse, read_precision
 from scaling.records import read_runs
 from scaling.verdicts import Margin
 from tests.conftest import asked
@@ -269,7 +269,7 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
     write_seeds(tmp_path, [0.004], params=300_000)
     write_run(tmp_path / "again", loss=BF16[0] + 1e-3, params=40_000, seed=1, repeat=1)
     records, _ = read_runs([tmp_path])
-    result = analyse(records, pairs(records)[0], "bf16", Margin(0.25, "study.json", True))
+    result = analyse(records, pair_runs(records)[0], "bf16", Margin(0.25, "study.json", True))
     figure = draw_precision(result)
     left, right = figure.axes
     theirs = ttest_1samp(
@@ -277,14 +277,16 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
     ).confidence_interval()
     first, alone = errorbars(left, "#D55E00")
     assert first[1:] == pytest.approx((np.mean(percent), theirs.low, theirs.high), rel=1e-6)
-    se = next(pair.gap["bf16"].se_percent for pair in pairs(records)[0] if pair.fp8.N == 300_000)
+    se = next(
+        pair.gap["bf16"].se_percent for pair in pair_runs(records)[0] if pair.fp8.N == 300_000
+    )
     mean = 100 * 0.004 / 2.2
     # one pair: the bar is the evaluation's noise, not the seeds'
     assert alone == pytest.approx((300_000, mean, mean - 1.96 * se, mean + 1.96 * se), rel=1e-4)
     (other,) = errorbars(left, "#009E73")
     # two recipes of one size stand side by side
     assert other[0] < 40_000 < first[0] and other[1] < 0
-    bands = [result["null"]["pooled"]["band"], result["null"]["same_seed"]["pooled"]["band"]]
+    bands = [result.null.pooled.band, result.null.same_seed.pooled.band]
     # the null of other seeds leaves the panel, that of the same seed does not
     assert 0.25 < left.get_ylim()[1] < 1.2 < bands[0] and bands[1] < left.get_ylim()[1]
     assert null_ends(left, "v") == [-left.get_ylim()[1]] == [-end for end in null_ends(left, "^")]
@@ -329,9 +331,9 @@ def test_few_and_extreme_pairs_are_drawn(tmp_path, capsys):
             1.5 * np.mean(gaps)
         )
         limit = (
-            draw_precision(found := precision.load(out / "precision.json")).axes[0].get_ylim()[1]
+            draw_precision(found := read_precision(out / "precision.json")).axes[0].get_ylim()[1]
         )
-        mean = abs(found["sizes"][0]["as_trained"].mean)
+        mean = abs(found.sizes[0].as_trained.mean)
         if len(gaps) == 2:
             assert limit == pytest.approx(1.2 * mean), "two pairs' bar may leave the panel"
         else:
@@ -349,7 +351,7 @@ def test_the_margin_can_be_read_whatever_the_gaps_and_nulls_are(tmp_path, gap):
     """Its lines lie a tenth of the axis away from the edges and from each other."""
     write_seeds(tmp_path, [gap * loss / 100 for loss in BF16], params=40_000)
     records, _ = read_runs([tmp_path])
-    result = analyse(records, pairs(records)[0], "bf16", Margin(0.25, "study.json", True))
+    result = analyse(records, pair_runs(records)[0], "bf16", Margin(0.25, "study.json", True))
     panel = draw_precision(result).axes[0]
     heights = panel.transAxes.inverted().transform(
         panel.transData.transform([(40_000, side * 0.25) for side in (-1, 1)])
@@ -359,3 +361,14 @@ def test_the_margin_can_be_read_whatever_the_gaps_and_nulls_are(tmp_path, gap):
     ticks = [tick for tick in panel.get_yticks() if low <= tick <= high]
     assert 0 in ticks and len(ticks) >= 3
     assert all(low < mean < high for _, mean, *_ in errorbars(panel))
+
+
+def test_bars_that_reach_nought_end_in_an_arrow_on_the_logarithmic_panel(tmp_path):
+    write_seeds(tmp_path, [0.010, -0.004, 0.002])
+    records, _ = read_runs([tmp_path])
+    panel = draw_precision(analyse(records, pair_runs(records)[0], "bf16", None)).axes[1]
+    ((_, _, low, high),) = errorbars(panel)
+    floor = panel.get_ylim()[0]
+    arrows = [line for line in panel.lines if line.get_marker() == "v"]
+    assert low == pytest.approx(floor) and high > 0.01
+    assert [line.get_ydata() for line in arrows] == [[floor]]

@@ -10,7 +10,7 @@ import pytest
 
 from lib.errors import UserError
 from scaling import records as room
-from scaling.pairing import pairs
+from scaling.pairing import pair_runs
 from scaling.records import check_comparable, read_curve, read_record, read_runs
 from tests.helpers.scaling_runs import edit, write_ladder, write_run
 
@@ -233,7 +233,7 @@ def test_paired_gap_by_hand(tmp_path):
             n_tokens=[10, 10, 20, 30, 0],
             **nats,
         )
-    (elsewhere, pair), notes = pairs(read_runs([tmp_path])[0])
+    (elsewhere, pair), notes = pair_runs(read_runs([tmp_path])[0])
     assert notes == [] and pair.bf16.run_id == "x" and pair.fp8.run_id == "y"
     assert elsewhere.fp8.run_id == "z" and elsewhere.tok_per_s_ratio is None
     # In BF16: source p gains (1+3)/20 = 0.2, q (2+8)/50 = 0.2 nats per token.

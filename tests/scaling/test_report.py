@@ -12,9 +12,13 @@ import pytest
 
 from lib.plots import STYLES
 from scaling import fit, precision, report
-from scaling.pairing import pairs
+from scaling.pairing import pair_runs
+from scaling.precision_result import read_precision
+from scaling.precision_tables import format_tables
 from scaling.records import read_runs
-from scaling.report import draw_losses, read_arms
+from scaling.study_report import format_laws
+from scaling.training_figure import draw_losses
+from scaling.training_report import read_arms, spread
 from tests.conftest import asked, changed
 from tests.helpers.scaling_runs import cells, edit, strict, write_branches, write_run
 from tests.law_trials import bent_valleys
@@ -156,7 +160,7 @@ def test_gaps_are_those_of_the_pairs_a_repeat_has_one_too_and_two_machines_are_t
         "b_rowwise",
         "a_tensorwise",
     ]
-    for pair in pairs(read_runs(runs)[0])[0]:
+    for pair in pair_runs(read_runs(runs)[0])[0]:
         row = next(one for one in result["runs"] if one["run_id"] == pair.fp8.run_id)
         assert row["gap"] == {
             arm: asdict(gap) | {"se_percent": pytest.approx(100 * gap.se / 2.6)}
@@ -221,7 +225,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys, no_
     )
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
     assert result["runs"][0]["train_loss"] == counted(losses) and len(losses) == 37
-    assert report.spread([3.0])["sd"] is None  # of one validation; strict JSON holds no NaN
+    assert spread([3.0]).sd is None  # of one validation; strict JSON holds no NaN
     assert "3 steps had no target" in result["notes"][0] and "'diverged'" in result["notes"][1]
     # they took their time
     assert result["runs"][0]["step_time_s"]["with_compile"] == pytest.approx(28)
@@ -382,7 +386,7 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
         and "![precision](law/precision.png)" in page
         and "Missing" not in page
     )
-    assert "\n\n".join(precision.tables(precision.load(study / "law/precision.json"))) in page
+    assert "\n\n".join(format_tables(read_precision(study / "law/precision.json"))) in page
     summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
     assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
     for row in said["runs"]:
@@ -399,7 +403,7 @@ def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path):
         "groups": {"bf16": group.plain()},
     }
     (tmp_path / "law.json").write_text(json.dumps(law))
-    rows = cells(report._laws(tmp_path / "law.json"))[1:]
+    rows = cells(format_laws(tmp_path / "law.json"))[1:]
     assert [row[1] for row in rows] == [
         "isoflop (headline)",
         f"{group.frontier.form} through the minima (frontier)",

@@ -201,3 +201,16 @@ def test_a_huge_gap_over_all_sizes_is_given_in_both_units(
         monkeypatch.setitem(GAPS, seed, gap)
     page = asked(capsys, precision.main, *write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D")
     assert "+60 % here is a loss that differs by +82.2 %" in page
+
+
+def test_some_counts_in_millions_among_others_are_doubted(tmp_path, capsys, no_figures):
+    words = write_table(tmp_path / "t.csv", sizes=(100, 2 * 10**8, 4 * 10**8))
+    page = asked(capsys, precision.main, *words, "--n", "N", "--d", "D")
+    assert "WARNING: t.csv: N is below" in page and "up to 4e+08 at others" in page
+
+
+def test_an_arm_with_a_bar_in_its_name_keeps_its_row(tmp_path, capsys, no_figures):
+    page = asked(capsys, precision.main, *other_table(tmp_path / "t.csv", arms=("int8|sym",)))
+    rows = [line for line in page.splitlines() if r"int8\|sym" in line]
+    heads = page.splitlines()[0]
+    assert rows[0].replace(r"\|", "").count("|") == heads.count("|")

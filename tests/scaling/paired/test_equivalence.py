@@ -1,5 +1,5 @@
-"""scaling/paired/equivalence.py: "equivalent" is judged at each size's largest budget, with at most 5 % of
-false verdicts."""
+"""scaling/paired/equivalence.py: "equivalent" is judged at each size's largest budget, with at most
+5 % of false verdicts."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,9 @@ from scaling.paired.equivalence import (
     tost_power,
 )
 from scaling.paired.estimates import estimate, tost
-from scaling.paired.gaps import Gap, Pair, over
+from scaling.paired.gaps import Gap, Pair, mean_gap
+from scaling.precision_result import read_precision
+from scaling.precision_tables import format_tables
 from tests.conftest import asked
 from tests.helpers.scaling_runs import edit, strict, write_run
 
@@ -78,7 +80,7 @@ def test_a_gap_that_grows_past_the_margin_with_the_tokens_is_not_equivalent(seed
         chosen = study(rng, lambda N, ratio: gaps[ratio], seeds_of_size)
         p = judge_equivalence(chosen, "bf16", MARGIN).p
         by_parts.append(p is not None and p < 0.05)
-        by_mean.append(tost(over(chosen, "percent")["bf16"], MARGIN) < 0.05)
+        by_mean.append(tost(mean_gap(chosen, "bf16", "percent"), MARGIN) < 0.05)
     assert share_equivalent([0.6] * 3, seeds_of_size) <= 0.05
     assert not any(by_parts) and np.mean(by_mean) >= 0.6
 
@@ -187,4 +189,4 @@ def test_a_precision_json_of_older_code_is_still_shown(tmp_path, capsys, no_figu
     result = strict(path)
     del result["common"]["tensorwise"]["equivalence"]
     edit(path, **result)
-    assert "| tensorwise |" in precision.tables(precision.load(path))[0]
+    assert "| tensorwise |" in format_tables(read_precision(path))[0]

@@ -1,7 +1,6 @@
-"""scaling/paired/gap_law.py and gap_predictions.py: the law of the gap over size and tokens, its intervals,
-what it refuses, predictions that are frozen and scored."""
+"""scaling/paired/gap_law.py: the law of the gap over size and tokens, its intervals, what it
+refuses, its forecasts."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -10,20 +9,13 @@ import pytest
 from scipy.optimize import minimize
 from scipy.stats import t, ttest_1samp
 
-from lib.errors import UserError
-from scaling import gap_predictions, precision
+from scaling.gap_prediction_words import format_gap_law
 from scaling.laws import sizes_of
 from scaling.paired.cost import EPOCH
-from scaling.paired.gap_law import (
-    CannotFit,
-    GapPoints,
-    cells_of,
-    fit_gap,
-    fit_power,
-    told_together,
-)
-from tests.conftest import asked
-from tests.helpers.scaling_runs import edit, strict, surface, write_run
+from scaling.paired.gap_cells import CannotFit, GapPoints, cells_of
+from scaling.paired.gap_law import fit_gap, told_together
+from scaling.paired.gap_power import fit_power
+from scaling.reason_words import sentence_of
 from tests.law_trials import (
     GAP_DESIGNS,
     GAP_TARGET,
@@ -176,9 +168,9 @@ def test_an_exponent_must_be_told_by_the_pooled_noise_too():
 
 def test_a_gap_that_is_noise_has_no_exponent_but_a_constant_with_its_interval():
     law = fit_gap(gap_points(4, NOISY, GapTruth(0, 0, 0)), None).law
-    assert law.trend is None and law.reason == "the gap itself is not told from zero"
+    assert law.trend is None and sentence_of(law.reason) == "the gap itself is not told from zero"
     assert law.constant_low < 0 < law.constant_high and law.a.could_show is None
-    words = gap_predictions.law_words("rowwise", law)
+    words = format_gap_law("rowwise", law)
     assert "no trend of the gap can be told" in words and "^" not in words
 
 
@@ -203,27 +195,27 @@ def test_the_exponent_that_a_design_could_have_shown_is_told_in_eighty_of_hundre
 )
 def test_too_little_for_a_law_is_said(design, reason):
     law = fit_gap(gap_points(0, design, GapTruth(0.4, 0, 0)), None).law
-    assert reason in law.reason and law.trend is None and law.k is None
+    assert reason in sentence_of(law.reason) and law.trend is None and law.k is None
 
 
 def test_a_gap_that_is_no_power_law_is_not_given_exponents():
     points = gap_points(0, GapDesign((5,) * 5, (5, 10, 20), 0.02), GapTruth(0.5, 0, 0))
     bump = 0.4 * np.exp(-(np.log(points.N / 2e5) ** 2))
     law = fit_gap(replace(points, percent=points.percent + bump), None).law
-    assert law.trend is None and "no power law fits" in law.reason
+    assert law.trend is None and "no power law fits" in sentence_of(law.reason)
 
 
 def test_a_gap_that_changes_its_sign_over_the_sizes_is_not_called_noise():
     """It is 0 on average, and each of its sizes tells it from 0."""
     points = gap_points(0, GapDesign((5,) * 3, (5, 10, 20), 0.02), GapTruth(0, 0, 0))
     law = fit_gap(replace(points, percent=points.percent + np.log10(points.N / 1.73e5)), None).law
-    assert law.trend is None and "no power law fits" in law.reason
-    assert "which the pairs refute" in gap_predictions.law_words("rowwise", law)
+    assert law.trend is None and "no power law fits" in sentence_of(law.reason)
+    assert "which the pairs refute" in format_gap_law("rowwise", law)
 
 
 def test_an_exponent_is_called_by_its_axis_where_no_law_names_it():
     law = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.2), GapTruth(0.5, 0, 0)), None).law
-    assert law.reason == "the exponent of N is not told from zero"
+    assert sentence_of(law.reason) == "the exponent of N is not told from zero"
 
 
 def test_one_ratio_leaves_the_exponent_of_size_alone():
@@ -259,7 +251,7 @@ def test_which_form_fits_better_is_told_only_where_the_pairs_tell_it():
     assert refuted["effective parameters"] and refuted["power law"] is None
     single = gap_points(1, GapDesign((1,) * 8, (5, 10, 20, 40), 0.05), GapTruth(0.5, -0.1, 0.5))
     fit = fit_gap(replace(single, N=1e3 * single.N, D=1e3 * single.D), EPOCH)
-    assert "fits better" in fit.forecast(1e10, 2e11).forecasts[2].refuted_because
+    assert "fits better" in sentence_of(fit.forecast(1e10, 2e11).forecasts[2].refuted_because)
 
 
 def test_without_a_law_of_the_losses_the_reason_is_given():
@@ -292,221 +284,20 @@ def test_a_told_trend_refutes_the_constant():
     assert forecast.high < 1.02 * STEEP.at(*GAP_TARGET)
     # also where no cell has a second pair, so that the misfit of its means says nothing
     single = fit_gap(gap_points(1, GapDesign((1,) * 8, (5, 10, 20, 40), 0.05), STEEP), None)
-    assert "trend in a and b" in single.forecast(*GAP_TARGET).forecasts[1].refuted_because
+    refuted = single.forecast(*GAP_TARGET).forecasts[1].refuted_because
+    assert "trend in a and b" in sentence_of(refuted)
 
 
 def test_an_interval_that_says_nothing_is_no_prediction():
     fit = fit_gap(gap_points(4, NOISY, GapTruth(0, 0, 0)), None)
-    with pytest.raises(CannotFit, match="says nothing: train more seeds"):
+    with pytest.raises(CannotFit) as error:
         fit.forecast(1.5e9, 3e10)
+    assert "says nothing: train more seeds" in sentence_of(error.value.reason)
 
 
 def test_an_axis_that_the_pairs_do_not_vary_is_not_extrapolated():
     fit = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.01), STEEP), None)
     assert fit.forecast(1e7, 2e8).gap > 0
-    with pytest.raises(CannotFit, match="ratio of tokens"):
+    with pytest.raises(CannotFit) as error:
         fit.forecast(1e7, 4e8)
-
-
-# --------------------------------------------------------------------- a study, frozen and scored
-
-SIZES, RATIOS, HELD = (30_000, 100_000, 300_000), (5, 10, 20), 1_000_000
-
-
-def write_pairs(
-    folder, sizes, seeds=(1, 2, 3), truth=STEEP, noise=0.05, recipe="tensorwise", **changes
-):
-    """A BF16 and an FP8 trunk of each size and seed, their shorter budgets as branches."""
-    for N in sizes:
-        for seed in seeds:
-            rng = np.random.default_rng(N + seed)
-            shared = rng.normal()
-            for ratio in RATIOS:
-                loss = surface(N, ratio * N) * math.exp(5e-4 * rng.normal())
-                percent = truth.at(N, ratio * N) + noise * math.sqrt(0.5) * (shared + rng.normal())
-                for arm, gap in (("bf16", 0.0), (recipe, loss * math.expm1(percent / 100))):
-                    name, trunk = (
-                        f"s{N}_{arm}_t{ratio}_s{seed}",
-                        f"s{N}_{arm}_t{RATIOS[-1]}_s{seed}",
-                    )
-                    lineage = {}
-                    if name != trunk:
-                        lineage = {"parent_run": trunk, "parent_step": 8 * ratio}
-                    if (folder / name).exists():
-                        continue
-                    write_run(
-                        folder / name,
-                        recipe=arm,
-                        params=N,
-                        tokens=ratio * N,
-                        loss=loss,
-                        gap=gap,
-                        seed=seed,
-                        **lineage | changes,
-                    )
-    return folder
-
-
-def plan_of(name, recipe="tensorwise", N=HELD, ratio=20):
-    counts = dict.fromkeys(("params_total", "params_nonembed", "params_matmul"), N)
-    return {"run": name, "recipe": recipe, "tokens": ratio * N, "flops_per_token": 6 * N, **counts}
-
-
-def write_study(folder, **changes):
-    name = f"s{HELD}_tensorwise_t20_s1"
-    edit(
-        folder / "study.json",
-        margin_percent=0.25,
-        declared="2026-11-19T00:00:00Z",
-        held_out=[name],
-        runs=[plan_of(name)],
-    )
-    write_pairs(folder, SIZES, **changes)
-    return name
-
-
-def test_a_study_shows_a_law_of_each_recipe_and_stores_it_typed(tmp_path, capsys, no_figures):
-    write_study(tmp_path)
-    write_pairs(tmp_path, SIZES, truth=GapTruth(0, 0, 0), recipe="rowwise")
-    output = asked(capsys, precision.main, tmp_path)
-    assert "tensorwise: gap = " in output and "rowwise: no trend of the gap can be told" in output
-    assert "As effective parameters f = " in output
-    typed = precision.load(tmp_path / "law/precision.json")["gap_laws"]["tensorwise"]
-    assert typed.a.low < 0.2 < typed.a.high and typed.trajectory_count == 9
-    content = strict(tmp_path / "law/precision.json")["gap_laws"]["tensorwise"]
-    assert content["effective"]["law"] == "own"
-
-
-def test_a_prediction_is_frozen_once_and_scored_when_its_pairs_have_come(
-    tmp_path, capsys, no_figures
-):
-    name = write_study(tmp_path)
-    output = asked(capsys, precision.main, tmp_path, f"predict={name}")
-    assert "extrapolated 3.33-fold beyond the sizes of the pairs" in output
-    path = tmp_path / f"law/gap_prediction_{name}.json"
-    frozen = gap_predictions.read_prediction(path)
-    assert frozen.forecast.low < STEEP.at(HELD, 20 * HELD) < frozen.forecast.high
-    assert len(frozen.inputs) == 27 and frozen.bf16_law.name == "own"
-    output = asked(capsys, precision.main, tmp_path, f"predict={name}", code=2)
-    assert "is not made anew" in output
-    assert "not there yet" in asked(capsys, precision.main, tmp_path, "--score")
-    before = typed_law(tmp_path)
-    write_pairs(tmp_path, (HELD,), seeds=(1, 2), t_start="2100-01-01T00:00:00Z")
-    output = asked(capsys, precision.main, tmp_path, "--score")
-    assert "of 2 independent pairs" in output and ": inside the interval" in output
-    scored = strict(tmp_path / f"law/gap_score_{name}.json")
-    assert scored["is_inside"] and scored["prediction_sha256"] == frozen.sha256
-    law_half = frozen.forecast.high - frozen.forecast.gap
-    of_two = t.ppf(0.975, 6) * frozen.law.noise.pair_sd / math.sqrt(2)
-    assert scored["predicted_high"] - scored["predicted"] == pytest.approx(
-        math.hypot(law_half, of_two)
-    )
-    shift = scored["measured"] - scored["predicted"]
-    end = scored["predicted_high"] if shift > 0 else scored["predicted_low"]
-    assert scored["z"] == pytest.approx(1.959964 * shift / abs(end - scored["predicted"]), rel=1e-6)
-    # only the budgets that nobody predicted enter the law
-    after = typed_law(tmp_path)
-    assert (before.pair_count, after.pair_count) == (27, 27 + 4)
-
-
-def typed_law(folder):
-    return precision.load(folder / "law/precision.json")["gap_laws"]["tensorwise"]
-
-
-def test_a_place_is_frozen_for_every_recipe_and_scored_within_five_per_cent(
-    tmp_path, capsys, no_figures
-):
-    write_study(tmp_path)
-    output = asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
-    assert "extrapolated 5e+03-fold beyond the sizes" in output
-    path = tmp_path / "law/gap_prediction_tensorwise_n1.5e+09_r20.json"
-    target = gap_predictions.read_prediction(path).target
-    assert target.is_of("tensorwise", 1.53e9, 30.9e9) and not target.is_of("rowwise", 1.5e9, 30e9)
-    assert not target.is_of("tensorwise", 1.5e9, 33e9) and not target.is_of(
-        "tensorwise", 1.6e9, 32e9
-    )
-
-
-def test_a_place_within_five_per_cent_of_a_frozen_one_is_not_frozen_again(
-    tmp_path, capsys, no_figures
-):
-    """Both would be scored by the same pairs, and the better one could be shown."""
-    write_study(tmp_path)
-    asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
-    output = asked(capsys, precision.main, tmp_path, "at=1.53e9:20", code=2)
-    assert "gap_prediction_tensorwise_n1.5e+09_r20.json predicts the same pairs" in output
-    asked(capsys, precision.main, tmp_path, "at=1.7e9:20")
-
-
-def test_what_has_begun_is_not_predicted(tmp_path, capsys, no_figures):
-    name = write_study(tmp_path)
-    output = asked(capsys, precision.main, tmp_path, "at=300000:20", code=2)
-    assert "has begun or is finished" in output
-    edit(tmp_path / name / "metrics.jsonl")
-    output = asked(capsys, precision.main, tmp_path, f"predict={name}", code=2)
-    assert f"{name} has begun or is finished" in output
-    edit(tmp_path / "study.json", runs=[plan_of("twin", recipe="bf16")])
-    assert "has no gap" in asked(capsys, precision.main, tmp_path, "predict=twin", code=2)
-    assert not list((tmp_path / "law").glob("gap_*"))
-
-
-def test_an_edited_prediction_and_one_younger_than_its_run_are_not_scored(
-    tmp_path, capsys, no_figures
-):
-    name = write_study(tmp_path)
-    asked(capsys, precision.main, tmp_path, f"predict={name}")
-    path = tmp_path / f"law/gap_prediction_{name}.json"
-    original = path.read_text()
-    content = json.loads(original)
-    content["forecast"]["high"] *= 2
-    path.write_text(json.dumps(content))
-    assert "was edited" in asked(capsys, precision.main, tmp_path, "--score", code=2)
-    path.write_text(original)
-    write_pairs(tmp_path, (HELD,), seeds=(1,))
-    assert "is not older than its run" in asked(capsys, precision.main, tmp_path, "--score", code=2)
-    for summary in tmp_path.glob("*/summary.json"):
-        edit(summary, tokenizer_sha256="u" * 64)
-    assert "has another tokenizer" in asked(capsys, precision.main, tmp_path, "--score", code=2)
-
-
-def test_a_table_with_sizes_and_tokens_has_a_law_too(tmp_path, capsys, no_figures):
-    points = gap_points(0, NOISY, STEEP)
-    lines = ["precision,seed,loss,N,D"]
-    for N, D, percent, label in zip(
-        points.N, points.D, points.percent, points.trajectory, strict=True
-    ):
-        lines += [f"bf16,{label},2.0,{N:.0f},{D:.0f}"]
-        lines += [f"fp8,{label},{2 * math.exp(percent / 100):.9f},{N:.0f},{D:.0f}"]
-    (tmp_path / "losses.csv").write_text("\n".join(lines))
-    columns = ["arm=precision", "pair=seed", "loss=loss", "n=N", "d=D"]
-    words = [f"points={tmp_path / 'losses.csv'}", *columns]
-    out = f"out={tmp_path / 'report'}"
-    assert "fp8: gap = " in asked(capsys, precision.main, *words, out)
-    typed = precision.load(tmp_path / "report/precision.json")["gap_laws"]["fp8"]
-    expected = fit_gap(points, None).law
-    assert typed.a.value == pytest.approx(expected.a.value, abs=1e-3)
-    output = asked(capsys, precision.main, *words, out, "at=1e9:20", code=2)
-    assert "at: only for runs" in output
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("at=1.5e9", "such as at=1.5e9:20"),
-        ("at=-1:20", "such as at=1.5e9:20"),
-        ("at=1e308:1e308", "such as at=1.5e9:20"),
-        ("predict=nothing", "there is no run 'nothing'"),
-        ("--score", "holds no gap_prediction_"),
-    ],
-)
-def test_mistakes_get_a_sentence(tmp_path, capsys, no_figures, words, message):
-    write_pairs(tmp_path, SIZES[:1], seeds=(1,))
-    assert message in asked(capsys, precision.main, tmp_path, words, code=2)
-
-
-def test_a_recipe_without_pairs_is_not_predicted(tmp_path):
-    targets = gap_predictions.targets_at("1e9:20", ["mxfp8"])
-    run = type("Run", (), {"folder": tmp_path / "run", "convention": "total"})
-    run.recipe, run.N, run.tokens = "bf16", 1, 1
-    with pytest.raises(UserError, match="train smaller sizes in its recipe first"):
-        gap_predictions.freeze(targets, {}, [], [run], tmp_path, "bf16", None)
+    assert "ratios of tokens" in sentence_of(error.value.reason)

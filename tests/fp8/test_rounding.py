@@ -1,0 +1,100 @@
+"""Rounding to FP8 against torch's casts; what nvfp4 has besides: rotation and stochastic rounding."""
+
+import numpy as np
+import pytest
+import torch
+
+from fp8.linears import set_position
+from fp8.recipes import E4M3, E5M2, RECIPES, Operand
+from fp8.rounding import fake_quantise, noise_at, rotated
+from tests.helpers.fp8_models import build
+
+
+def hard_values(format: torch.dtype) -> torch.Tensor:
+    """All of BF16, all midpoints of the format's values, random bits, all sizes; fp32."""
+    torch.manual_seed(0)
+    all_bf16 = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).float()
+    grid = torch.arange(256, dtype=torch.uint8).view(format).float()
+    midpoints = ((grid[:, None] + grid) / 2).flatten()
+    random_bits = torch.randint(-(2**31), 2**31, (10**6,)).int().view(torch.float32)
+    all_sizes = torch.randn(10**6) * torch.logspace(-9, 6, 10**6)
+    return torch.cat((all_bf16, midpoints, random_bits, all_sizes))
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_rounding_is_torchs_cast(format):
+    """The same as a cast to float8 and back, bit for bit."""
+    values, largest = hard_values(format), torch.finfo(format).max
+    expected = values.clamp(-largest, largest).to(format).float()
+    computed = fake_quantise(values, Operand(format, "constant"))
+    is_nan = expected.isnan()
+    assert torch.equal(computed.isnan(), is_nan)
+    assert torch.equal(computed[~is_nan], expected[~is_nan])
+
+
+# ------------------------------------------------------------------------------------ the rotation
+
+
+def test_the_rotation_is_orthogonal_and_so_keeps_products():
+    torch.manual_seed(1)
+    x = torch.randn(64, 8)
+    mix = rotated(torch.eye(64)).double()
+    assert torch.allclose(mix @ mix.t(), torch.eye(64).double(), atol=1e-6)
+    assert torch.allclose(rotated(x).double(), mix @ x.double(), rtol=1e-5, atol=1e-4)
+
+
+def test_the_rotation_spreads_outliers():
+    """One token of 1,000 becomes 16 of 250."""
+    torch.manual_seed(1)
+    x = torch.randn(64, 8)
+    x[20] = 1000.0
+    assert rotated(x).abs().max() < 260
+
+
+def test_the_rotation_makes_no_constant_one_value():
+    """By random signs."""
+    assert rotated(torch.ones(64, 1)).abs().max() < 3
+
+
+# ------------------------------------------------------------------- the noise of stochastic rounding
+
+
+@pytest.fixture(scope="module")
+def noise() -> torch.Tensor:
+    """That of a layer's first 4,096 tokens, (tokens, channels)."""
+    return noise_at((4096, 64), torch.tensor(0), 5)
+
+
+def test_noise_is_uniform_from_0_to_1(noise):
+    assert noise.min() >= 0 and noise.max() < 1
+    assert noise.mean().item() == pytest.approx(0.5, abs=2e-3)
+    assert noise.std().item() == pytest.approx(12**-0.5, abs=2e-3)
+
+
+def test_the_noise_of_neighbours_is_independent(noise):
+    correlation = np.corrcoef(noise[1:].flatten(), noise[:-1].flatten())[0, 1]
+    assert abs(correlation) < 0.01
+
+
+def test_a_token_keeps_its_noise_in_any_batch(noise):
+    assert torch.equal(noise[100:200], noise_at((100, 64), torch.tensor(100), 5))
+
+
+def test_each_salt_has_its_own_noise(noise):
+    assert not torch.equal(noise[:100], noise_at((100, 64), torch.tensor(0), 6))
+
+
+def test_each_layer_of_each_seed_has_a_salt_of_its_own():
+    salts = set()
+    for seed in range(2):
+        model, _ = build("nvfp4")
+        set_position(model, 0, seed)
+        salts |= {m.salt.item() for m in model.modules() if hasattr(m, "salt")}
+    assert len(salts) == 2 * 8
+
+
+def test_what_the_format_holds_stays_whatever_the_noise():
+    exact = torch.tensor([[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2])
+    largest_noise = torch.full((1, 16), 1 - 2**-24)
+    rounded = fake_quantise(exact, RECIPES["nvfp4"].grad, noise=largest_noise)
+    assert rounded.tolist() == exact.tolist()
