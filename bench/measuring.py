@@ -7,11 +7,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
 
-from bench.cells import Cell, build_ours
+from bench.cells import Cell, Subject, build_ours
 from bench.peer_models import load
 from lib.machine import GIB, nvidia_smi
 
@@ -73,48 +75,32 @@ def measure(cell: Cell) -> dict:
     accumulation = cell.tokens_per_step // (cell.micro_batch * cell.T)
     x, y = tokens_like_text(4 * cell.micro_batch, cell.T, subject.vocab, device)
     batches = list(zip(x.split(cell.micro_batch), y.split(cell.micro_batch), strict=True))
-    losses, seconds, norms = [], [], None
-    rates = [(group, group["lr"]) for group in subject.optimizer.param_groups]
-    for i in range(SANITY_STEPS):  # on one batch, which stands for all of a step's
-        start = time.perf_counter()
-        for group, rate in rates:
-            group["lr"] = rate * SANITY_RATE * (i + 1) / SANITY_STEPS
-        losses.append(subject.micro_step(*batches[0]).item())
-        norms = norms or gradient_norms(subject.model)
-        torch._foreach_mul_(
-            [p.grad for p in subject.model.parameters() if p.grad is not None], float(accumulation)
-        )
-        subject.update()
-        seconds.append(time.perf_counter() - start)
+    first = _first_updates(subject, batches[0], accumulation)
+    usual_s = statistics.median(first.seconds[1:])
 
     def step() -> float:
-        start, loss = time.perf_counter(), 0.0
+        """Seconds of one optimizer step."""
+        start = time.perf_counter()
+        loss: Any = 0.0  # a tensor from the first micro-step on
         for micro in range(accumulation):
             loss += subject.micro_step(*batches[micro % len(batches)])
         subject.update()
         loss.item()  # train.py's host read, which waits for all of it
         return time.perf_counter() - start
 
-    told, expected_s = None, accumulation * statistics.median(seconds[1:])
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the compiler's own trials are no part of a step
-        told = dict(
-            zip(CLOCKS, map(to_number, nvidia_smi(*CLOCKS.values(), work=step)), strict=True)
-        )
-    else:
-        step()  # nor is the first one timed
+    clocks = _read_clocks(step, device)
     graphs = counters["stats"]["unique_graphs"]
-    steps_s = [step() for _ in range(min(20, max(2, math.ceil(TIMED_S[device.type] / expected_s))))]
+    n_steps = math.ceil(TIMED_S[device.type] / (accumulation * usual_s))
     row = {
         **subject.counts,
-        "compile_s": max(0.0, seconds[0] - statistics.median(seconds[1:])),
-        "steps_s": steps_s,
-        "losses": losses,
-        "gradient_norms": norms,
+        "compile_s": max(0.0, first.seconds[0] - usual_s),
+        "steps_s": [step() for _ in range(min(20, max(2, n_steps)))],
+        "losses": first.losses,
+        "gradient_norms": first.norms,
         "graph_breaks": sum(counters["graph_break"].values()),
         "recompiles": counters["stats"]["unique_graphs"] - graphs,
         "peak_gib": None,
-        "clocks": told,
+        "clocks": clocks,
         "kernels": None,
     }
     if device.type == "cuda":
@@ -124,6 +110,45 @@ def measure(cell: Cell) -> dict:
             "kernels": _kernels(lambda: subject.micro_step(*batches[0])),
         }
     return row
+
+
+@dataclass(frozen=True)
+class FirstUpdates:
+    """SANITY_STEPS updates on one batch."""
+
+    losses: list[float]  # before each
+    seconds: list[float]  # of each
+    norms: dict[str, float]  # of the first gradients, by kind of parameter
+
+
+def _first_updates(
+    subject: Subject, batch: tuple[torch.Tensor, torch.Tensor], accumulation: int
+) -> FirstUpdates:
+    """The batch stands for all of a step's."""
+    rates = [(group, group["lr"]) for group in subject.optimizer.param_groups]
+    losses, seconds = [], []
+    norms: dict[str, float] = {}
+    for i in range(SANITY_STEPS):
+        start = time.perf_counter()
+        for group, rate in rates:
+            group["lr"] = rate * SANITY_RATE * (i + 1) / SANITY_STEPS
+        losses.append(subject.micro_step(*batch).item())
+        norms = norms or gradient_norms(subject.model)
+        gradients = [p.grad for p in subject.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, float(accumulation))
+        subject.update()
+        seconds.append(time.perf_counter() - start)
+    return FirstUpdates(losses, seconds, norms)
+
+
+def _read_clocks(step: Callable[[], float], device: torch.device) -> dict | None:
+    """What the GPU says of its clocks under steps, which warm it; None on a CPU."""
+    if device.type != "cuda":
+        step()  # the first one is not timed
+        return None
+    torch.cuda.reset_peak_memory_stats()  # the compiler's own trials are no part of a step
+    values = nvidia_smi(*CLOCKS.values(), work=step)
+    return dict(zip(CLOCKS, map(to_number, values), strict=True))
 
 
 def to_number(text: str | None) -> float | None:
@@ -138,11 +163,11 @@ def _kernels(work: Callable) -> list[tuple[str, float]]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             torch.cuda.synchronize()
-        found = [
+        kernels = [
             (event.key[:160], event.self_device_time_total / 1e3)
             for event in profile.key_averages()
         ]
     except Exception:  # must not cost the row
         traceback.print_exc()
         return []
-    return sorted(found, key=lambda row: -row[1])[:30]
+    return sorted(kernels, key=lambda row: -row[1])[:30]

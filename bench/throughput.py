@@ -1,11 +1,11 @@
 """Time training of each size in FP8 against BF16 of the same size, one process a cell, up to four
 in FP8 between two in BF16.
 
-    python -m bench.throughput --suite h100 --budget 560  on one GPU what is missing, the most valuable first
-    python -m bench.throughput --suite toy                the same path on a CPU: a rehearsal, says nothing about a GPU
-    python -m bench.throughput --suite fourway --budget 480  BF16 eager and compiled, rowwise, tensorwise: whole trainings
+    python -m bench.throughput --suite h100 --budget 560  what is missing on one GPU
+    python -m bench.throughput --suite toy                a rehearsal on a CPU
+    python -m bench.throughput --suite fourway --budget 480  whole trainings in turns
     python -m bench.throughput --table                    rows of OUT as Markdown, a figure beside OUT
-    python -m bench.throughput --check NEW.jsonl          exit code 1 where a ratio of NEW lost more than 3 % against OUT
+    python -m bench.throughput --check NEW.jsonl          exit code 1 where a ratio lost 3 %
 
 A cell builds, compiles and initialises the model as train.py does, takes eight updates on one batch
 (their losses and the first gradients are held against BF16's), then times whole optimizer steps:
@@ -17,11 +17,11 @@ fails costs its row alone; where BF16 is out of memory its size is repeated at h
 import json
 import shlex
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bench import fourway
 from bench.cells import Cell, groups_of
@@ -54,60 +54,92 @@ class Options:
 def main(arguments: list[str]) -> int:
     # the process of a cell, given as JSON: writes its row, or a "failure", to a file
     if arguments[:1] == ["--cell"]:
-        try:
-            row = measure(Cell(**json.loads(arguments[1])))
-        except Exception as error:
-            traceback.print_exc()
-            said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-            row = {"failure": said, "oom": memory_error(error) is not None}
-        Path(arguments[2]).write_bytes(to_line(row))
+        Path(arguments[2]).write_bytes(to_line(_measure(arguments[1])))
         return 0
     return run(__doc__, "throughput", Options, arguments, lambda options: groups_of(options.suite))
 
 
+def _measure(cell: str) -> dict:
+    """The answer of a cell, given as JSON; {"failure", "oom"} where it fails."""
+    try:
+        return measure(Cell(**json.loads(cell)))
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+        return {"failure": reason, "oom": memory_error(error) is not None}
+
+
 def run(
-    doc: str,
+    doc: str | None,
     name: str,
     cls: type,
     arguments: list[str],
-    groups_for: Callable[[Options], list[list[Cell]]],
+    groups_for: Callable[[Any], list[list[Cell]]],
 ) -> int:
     """The command bench/<name>.py. Returns the exit code: 0 done or out of budget, 1 a check
     failed, 2 the user's mistake."""
 
     def work(options: Options) -> int | str:
         if options.suite in fourway.SUITES:
-            if name != "throughput":
-                raise UserError(f"suite={options.suite} is one of bench.throughput alone")
-            folder = Path(options.out or ROOT / "bench" / "results" / options.suite)
-            if options.table:
-                return fourway.page(folder)
-            return fourway.run(options.suite, options.budget, folder)
-        file = f"{options.suite}.jsonl" if name == "throughput" else f"{options.suite}_{name}.jsonl"
-        out, cells = Path(options.out or ROOT / "bench" / "results" / file), options.cells
+            return _run_fourway(options, name)
+        out = Path(options.out or _default_out(options.suite, name))
         if options.check:
-            lost = check(rows_of(out), rows_of(Path(options.check)))
-            print("\n".join(lost) or f"{options.check} has lost nothing against {out}")
-            return 1 if lost else 0
+            return _check(out, Path(options.check))
         if not options.table:
-            groups = groups_for(options)
-            known = [cell.name for _, *members in groups for cell in members]
-            if wrong := next((cell for cell in cells if cell not in known), None):
-                raise UserError(
-                    f"cells={wrong!r} is no FP8 cell of this suite{nearest(wrong, known)}"
-                )
-            groups = [
-                [group[0], *(cell for cell in group[1:] if not cells or cell.name in cells)]
-                for group in groups
-            ]
-            told = shlex.join(["python", "-m", f"bench.{name}", *arguments])
-            Timer(out, groups[0][0].device, options.budget, told, options.commit, cells).run(groups)
-        rows, figure = rows_of(out), out.with_suffix(".png")
-        with suppress(ImportError):  # a machine for an hour may lack matplotlib
-            draw(rows, figure)
-        return f"\n{table(rows)}\n" + f"\n{figure}" * figure.exists()
+            groups = choose(groups_for(options), options.cells)
+            words = shlex.join(["python", "-m", f"bench.{name}", *arguments])
+            device = groups[0][0].device
+            timer = Timer(out, device, options.budget, words, options.commit, options.cells)
+            timer.run(groups)
+        return _report(out)
 
     return command(doc, cls)(work)(arguments)
+
+
+def _run_fourway(options: Options, name: str) -> int | str:
+    if name != "throughput":
+        raise UserError(f"suite={options.suite} is one of bench.throughput alone")
+    folder = Path(options.out or ROOT / "bench" / "results" / options.suite)
+    if options.table:
+        return fourway.page(folder)
+    return fourway.run(options.suite, options.budget, folder)
+
+
+def _default_out(suite: str, name: str) -> Path:
+    file = f"{suite}.jsonl" if name == "throughput" else f"{suite}_{name}.jsonl"
+    return ROOT / "bench" / "results" / file
+
+
+def _check(out: Path, new: Path) -> int:
+    losses = check(rows_of(out), rows_of(new))
+    print("\n".join(losses) or f"{new} has lost nothing against {out}")
+    return 1 if losses else 0
+
+
+def choose(groups: list[list[Cell]], names: Sequence[str]) -> list[list[Cell]]:
+    """Each group's BF16 cell and those of `names`, all where there are none. Raises UserError for a
+    name that no cell has."""
+    cell_names = [cell.name for _, *members in groups for cell in members]
+    for name in names:
+        if name not in cell_names:
+            raise UserError(
+                f"cells={name!r} is no FP8 cell of this suite{nearest(name, cell_names)}"
+            )
+    chosen_groups = []
+    for baseline, *members in groups:
+        members = [cell for cell in members if not names or cell.name in names]
+        chosen_groups.append([baseline, *members])
+    return chosen_groups
+
+
+def _report(out: Path) -> str:
+    """The table, and the path of the figure, which is drawn anew."""
+    rows = rows_of(out)
+    figure = out.with_suffix(".png")
+    with suppress(ImportError):  # a machine for an hour may lack matplotlib
+        draw(rows, figure)
+    page = f"\n{table(rows)}\n"
+    return f"{page}\n{figure}" if figure.exists() else page
 
 
 if __name__ == "__main__":

@@ -1,54 +1,86 @@
-"""Batches of token sequences that compute a shared beginning once."""
+"""Batches of token sequences that compute a shared beginning once.
+
+A row is a sequence of tokens, named by its place in the caller's list."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
 
 LEAST_SHARED = 8  # tokens: below, the second forward pass costs more than it saves
 # sequences share a beginning while it is at least this part of what their neighbours share
 LIKE = 0.75
-# (past, groups of rows) for one forward pass; with `past`, for one over each group's first `past`
-# tokens and some over what follows. Rows are told by their indices; those of a group are alike in
-# their first `past` tokens.
-Batch = tuple[int, list[list[int]]]
 
 
-def plan(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one forward pass; with a shared beginning, for one over each group's first `shared`
+    tokens and some over what follows."""
+
+    shared: int  # tokens that the rows of a group have in common; 0: nothing is computed twice
+    groups: list[list[int]]  # rows
+
+    @property
+    def n_rows(self) -> int:
+        return sum(map(len, self.groups))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows that share their first `shared` tokens; a row alone shares nothing."""
+
+    shared: int
+    rows: list[int]
+
+
+def make_batches(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
     """Batches of all rows (different from each other, none empty), padded to at most `budget`
     tokens where one row has no more. Those without a shared beginning go first, the longest
     leading: memory runs out at once or never."""
-    order = sorted(range(len(rows)), key=rows.__getitem__)  # neighbours share most
-    # of tuples too: each with the next
-    shared = [len(commonprefix([rows[a], rows[b]])) for a, b in pairwise(order)] + [0]
-    # (0, [row]) of a row alone; (length of the shared beginning, rows that share it)
-    alone, alike, i = [], [], 0
+    groups = _group_by_beginning(rows)
+    alone = [group.rows for group in groups if not group.shared]
+    sharing = [group for group in groups if group.shared]
+    batches = []
+    for places in chunks([len(rows[row]) for (row,) in alone], 0, budget, like=0):
+        batches.append(Batch(0, [alone[place] for place in places]))
+    for places in chunks([group.shared for group in sharing], 0, budget):
+        shortest = sharing[places[-1]].shared
+        batches.append(Batch(shortest, [sharing[place].rows for place in places]))
+    return batches
+
+
+def _group_by_beginning(rows: Sequence[tuple[int, ...]]) -> list[_Group]:
+    """Every row once, in groups of neighbours that share most."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    # tokens that each has in common with the next; commonprefix knows tuples too
+    with_next = [len(commonprefix([rows[a], rows[b]])) for a, b in pairwise(order)] + [0]
+    groups = []
+    i = 0
     while i < len(order):
-        start, past = i, 0
-        while shared[i] >= LEAST_SHARED:
-            joined = min(past, shared[i]) if past else shared[i]
+        start, shared = i, 0
+        while with_next[i] >= LEAST_SHARED:
+            joined = min(shared, with_next[i]) if shared else with_next[i]
             # the next has more in common with those behind it
-            if joined < LIKE * max(past, shared[i + 1]):
+            if joined < LIKE * max(shared, with_next[i + 1]):
                 break
-            past, i = joined, i + 1
-        (alike if past else alone).append((past, order[start : i + 1]))
+            shared, i = joined, i + 1
+        groups.append(_Group(shared, order[start : i + 1]))
         i += 1
-    parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
-    batches = [(0, [alone[i][1] for i in part]) for part in parts]
-    parts = chunks([past for past, _ in alike], 0, budget)
-    return batches + [(alike[part[-1]][0], [alike[i][1] for i in part]) for part in parts]
+    return groups
 
 
 def chunks(lengths: Sequence[int], past: int, budget: int, like: float = LIKE) -> list[list[int]]:
     """Places of `lengths`, longest first, in chunks of at most `budget` tokens, padding and the
     past included; in a chunk each is at least `like` times the longest."""
-    order, out = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
-    for i in order:
-        if (
-            out
-            and (longest := lengths[out[-1][0]]) * like <= lengths[i]
-            and (len(out[-1]) + 1) * (past + longest) <= budget
-        ):
-            out[-1].append(i)
-        else:
-            out.append([i])
-    return out
+    longest_first = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    chunks_so_far: list[list[int]] = []
+    for place in longest_first:
+        if chunks_so_far:
+            chunk = chunks_so_far[-1]
+            longest = lengths[chunk[0]]
+            fits = (len(chunk) + 1) * (past + longest) <= budget
+            if fits and longest * like <= lengths[place]:
+                chunk.append(place)
+                continue
+        chunks_so_far.append([place])
+    return chunks_so_far

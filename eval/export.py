@@ -1,8 +1,8 @@
 """Turn a run into a folder that Hugging Face's transformers loads, or such a folder into a run.
 
     python -m eval.export out/RUN DIR                 the newest checkpoint -> DIR
-    python -m eval.export out/RUN DIR float8=rowwise  its Linears as float8 weights, for torchao's inference
-    python -m eval.export --from-hf DIR out/RUN       a Llama-family checkpoint -> a run, to sample, score, continue
+    python -m eval.export out/RUN DIR float8=rowwise  its Linears in float8, for torchao's inference
+    python -m eval.export --from-hf DIR out/RUN       a Llama-family checkpoint -> a run
 
 DIR must be new or empty. It gets the weights (model.safetensors, in several files beyond 5 GB),
 config.json, the tokenizer, generation_config.json and a model card, README.md; written under

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 -m eval.harness out/RUN --tasks core
     python -m eval.harness hf:gpt2 --tasks core    a public model, scored by the same command
     python -m eval.harness --table out/*           all that was scored, as a table and a figure
-    python -m eval.harness --fetch DIR tasks=core  saves the tasks' data; then --offline DIR needs no network
+    python -m eval.harness --fetch DIR tasks=core  their data; then --offline DIR needs no network
 
 tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours:
 demo (val_ppl and val_cloze, made from the run's own validation shards; no network),
@@ -32,11 +32,12 @@ import os
 import re
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,10 @@ import torch.distributed as dist
 from eval import tasks
 from eval.inference import Recipe, load_for_inference, pick_device
 from eval.public_models import public_lm
-from eval.scores import evaluate, stands_for
+from eval.results import Metric, ScoreRecord, TaskScores, write_scores
+from eval.scores import evaluate
 from fp8 import selection
+from fp8.selection import Layer
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import write_atomically
@@ -76,7 +79,7 @@ class Options:
     fp8: Recipe = "off"
     step: int | None = None  # of a checkpoint that was kept; none = the newest
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit={self.limit} must be at least 1")
         names = tasks.expand(self.tasks)
@@ -84,9 +87,8 @@ class Options:
             raise UserError(
                 "tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa"
             )
-        if self.public and (
-            self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)
-        ):
+        needs_a_run = self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)
+        if self.public and needs_a_run:
             raise UserError(
                 f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop"
                 " them"
@@ -113,70 +115,95 @@ class FetchOptions:
     include: FilePath | None = None
 
 
-def score(options: Options, world: World) -> dict:
-    """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
+@dataclass(frozen=True)
+class Prepared:
+    """What scoring needs, on each rank."""
+
+    lm: Any  # answers the requests: lm-eval's LM
+    loaded: dict  # the tasks that make them, lm-eval's TaskDict
+    layers: list[Layer]  # the verdict on every Linear
+    step: int | None  # of the checkpoint; None for a public model
+
+
+def score(options: Options, world: World) -> ScoreRecord:
+    """Run the tasks, write the scores, return them.
 
     The ranks of a `world` share the work, each returns the record, and the first writes. What one
     rank raises is raised on all."""
     start = time.perf_counter()
     if options.public is None:
         read_config(options.run)  # before the seconds that lm-eval takes to start
-    done: list = []  # by this rank: a model does not travel
-    together(lambda: done.append(_prepare(options, world)), world)
-    lm, loaded, layers, step = done[0]
-    if len(set(gather(step, world))) > 1:
+    prepared: Prepared = _on_all_ranks(lambda: _prepare(options, world), world)
+    if len(set(gather(prepared.step, world))) > 1:
         raise UserError(
             f"{options.run} wrote a checkpoint while the processes read it, each another one: start"
             " again"
         )
-    together(lambda: done.append(evaluate(lm, loaded, options.limit)), world)
-    scores, samples = done[1]
-    record = {
-        "run": str(options.run),
-        "step": step,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tasks": scores,
-        "limit": options.limit,
-        "dtype": options.dtype,
-        "fp8": options.fp8,
-        "layers_fp8": [layer.name for layer in layers if layer.recipe],
-        "micro_batch": options.micro_batch,
-        "device": str(lm.device),
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        "truncated_requests": getattr(lm, "n_truncated", None),
-        "shortened_answers": getattr(lm, "n_shortened", None),
-        "wall_s": round(time.perf_counter() - start, 1),
-    }
+    lm = prepared.lm
+    scores, samples = _on_all_ranks(lambda: evaluate(lm, prepared.loaded, options.limit), world)
+    kind = _kind(options)
+    for task in samples:
+        scores[task] = replace(scores[task], samples=f"samples_{task}{kind}.jsonl.gz")
+    record = ScoreRecord(
+        run=str(options.run),
+        step=prepared.step,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        tasks=scores,
+        limit=options.limit,
+        dtype=options.dtype,
+        fp8=options.fp8,
+        layers_fp8=[layer.name for layer in prepared.layers if layer.recipe],
+        micro_batch=options.micro_batch,
+        device=str(lm.device),
+        lm_eval=importlib.metadata.version("lm_eval"),
+        truncated_requests=getattr(lm, "n_truncated", None),
+        shortened_answers=getattr(lm, "n_shortened", None),
+        wall_s=round(time.perf_counter() - start, 1),
+    )
     if world.is_main:
         write(options, record, samples)
     return record
 
 
-def _prepare(options: Options, world: World) -> tuple:
-    """What answers the requests, the tasks that make them, the verdict on every Linear, and the
-    checkpoint's step. Raises OSError where nothing can be written, as into a run of others: hours
-    of scoring would be lost."""
-    loaded = tasks.load(tasks.expand(options.tasks), options.include, options.run, options.offline)
-    device, layers, step = options.device, [], None
-    if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
-        torch.cuda.set_device(world.local_rank)
-        device = f"cuda:{world.local_rank}"
-    if options.public is None:
-        from eval.lm import CheckpointLM
+def _on_all_ranks(work: Callable[[], Any], world: World) -> Any:
+    """What work() returns on this rank: a model does not travel. What one rank raises is raised on
+    all."""
+    results: list = []
+    together(lambda: results.append(work()), world)
+    return results[0]
 
-        model, tokenizer, where, layers, step = load_for_inference(
-            options.run, device, options.dtype, options.fp8, options.step
-        )
-        lm = CheckpointLM(model, tokenizer, options.micro_batch, where, world)
+
+def _prepare(options: Options, world: World) -> Prepared:
+    """Raises OSError where nothing can be written, as into a run of others: hours of scoring would
+    be lost."""
+    loaded = tasks.load(tasks.expand(options.tasks), options.include, options.run, options.offline)
+    device_name = options.device
+    if world.size > 1 and device_name in ("auto", "cuda") and torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank)
+        device_name = f"cuda:{world.local_rank}"
+    if options.public is None:
+        prepared = _prepare_run(options, world, device_name, loaded)
     elif world.size == 1:
-        lm = public_lm(options.public, pick_device(device), options.dtype, options.micro_batch)
+        device = pick_device(device_name)
+        lm = public_lm(options.public, device, options.dtype, options.micro_batch)
+        prepared = Prepared(lm, loaded, [], None)
     else:
         raise UserError(f"{options.run} is scored by one process: start it without torchrun")
-    if world.is_main and options.fp8 != "off":
-        print("\n".join(selection.table(layers, options.fp8, where.type)), flush=True)
     (options.folder / "eval").mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.folder / "eval").close()
-    return lm, loaded, layers, step
+    return prepared
+
+
+def _prepare_run(options: Options, world: World, device_name: str, loaded: dict) -> Prepared:
+    from eval.lm import CheckpointLM  # after tasks.load(), which sets what lm-eval reads
+
+    model, tokenizer, device, layers, step = load_for_inference(
+        options.run, device_name, options.dtype, options.fp8, options.step
+    )
+    if world.is_main and options.fp8 != "off":
+        print("\n".join(selection.table(layers, options.fp8, device.type)), flush=True)
+    lm = CheckpointLM(model, tokenizer, options.micro_batch, device, world)
+    return Prepared(lm, loaded, layers, step)
 
 
 def join() -> World:
@@ -189,76 +216,92 @@ def join() -> World:
     return World(rank, local_rank, size, torch.device("cpu"))
 
 
-def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
-    """Put record and logs into the run's eval/. The file names tell what may not be compared: FP8,
-    another dtype, a part of the documents, the step that was asked for. A log is named in its
-    task's row."""
-    kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
-    kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
-    kind += f"_limit{record['limit']}" if record["limit"] else ""
-    kind += "" if options.step is None else f"_step{options.step}"
-    folder, names = (
-        options.folder / "eval",
-        "+".join(dict.fromkeys(word.strip() for word in options.tasks)),
-    )
+def _kind(options: Options) -> str:
+    """What the file names tell because it may not be compared: FP8, another dtype, a part of the
+    documents, the step that was asked for."""
+    parts = []
+    if options.fp8 != "off":
+        parts.append(f"_fp8_{options.fp8}")
+    if options.dtype != "bfloat16":
+        parts.append(f"_{options.dtype}")
+    if options.limit:
+        parts.append(f"_limit{options.limit}")
+    if options.step is not None:
+        parts.append(f"_step{options.step}")
+    return "".join(parts)
+
+
+def write(options: Options, record: ScoreRecord, samples: dict[str, list[dict]]) -> None:
+    """Put record and logs into the run's eval/. A log is named in its task's row."""
+    folder = options.folder / "eval"
     for task, rows in samples.items():
-        name = record["tasks"][task]["samples"] = f"samples_{task}{kind}.jsonl.gz"
+        log_name = record.tasks[task].samples
+        assert log_name is not None
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        write_atomically(
-            folder / name,
-            gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0),
-        )
+        content = lines.encode(errors="backslashreplace")
+        write_atomically(folder / log_name, gzip.compress(content, compresslevel=5, mtime=0))
+    names = "+".join(dict.fromkeys(word.strip() for word in options.tasks))
     if len(names) > 100:  # file names end at 255 bytes
         names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
-    write_atomically(folder / f"{names}{kind}.json", json.dumps(record, indent=1) + "\n")
+    write_scores(folder / f"{names}{_kind(options)}.json", record)
 
 
-def table(record: dict) -> str:
-    """The scores as Markdown; of a group's tasks the group's row alone."""
+def scores_page(record: ScoreRecord) -> str:
+    """The scores as Markdown; of a group's tasks the group's row alone. Notes below say what was
+    left out."""
     lines = [["task", "metric", "score", "± se", "chance", "n"]]
-    hidden = {name for row in record["tasks"].values() for name in stands_for(row)}
-    for name, row in record["tasks"].items():
-        for metric in (key for key in row if f"{key}_se" in row and name not in hidden):
-            error, chance = (
-                row[f"{metric}_se"],
-                (row.get("chance") if metric.startswith("acc") else None),
-            )
-            error, chance = (
-                "-" if error is None else f"{error:.4f}",
-                ("-" if chance is None else f"{chance:.2f}"),
-            )
-            lines.append([name, metric, f"{row[metric]:.4f}", error, chance, str(row["n"] or "-")])
-    notes = [
-        f"limit={record['limit']}: a part of each task, not to be compared with published scores"
-    ] * bool(record["limit"])
-    if record["truncated_requests"]:
+    hidden = {task for scores in record.tasks.values() for task in scores.covers}
+    for task, scores in record.tasks.items():
+        if task in hidden:
+            continue
+        for name, metric in scores.metrics.items():
+            lines.append(_row(task, name, metric, scores))
+    return "\n".join([grid(lines), *_notes(record)])
+
+
+def _row(task: str, name: str, metric: Metric, scores: TaskScores) -> list[str]:
+    error = "-" if metric.se is None else f"{metric.se:.4f}"
+    has_chance = name.startswith("acc") and scores.chance is not None
+    chance = f"{scores.chance:.2f}" if has_chance else "-"
+    return [task, name, f"{metric.value:.4f}", error, chance, str(scores.n or "-")]
+
+
+def _notes(record: ScoreRecord) -> list[str]:
+    notes = []
+    if record.limit:
         notes.append(
-            f"{record['truncated_requests']} requests were longer than the context and lost their"
+            f"limit={record.limit}: a part of each task, not to be compared with published scores"
+        )
+    if record.truncated_requests:
+        notes.append(
+            f"{record.truncated_requests} requests were longer than the context and lost their"
             " beginning"
         )
-    if record["shortened_answers"]:
+    if record.shortened_answers:
         notes.append(
-            f"{record['shortened_answers']} answers were cut by the end of the context, before the"
+            f"{record.shortened_answers} answers were cut by the end of the context, before the"
             " length that their task asks for"
         )
-    for name, row in record["tasks"].items():
-        if row.get("not_scored"):
+    for task, scores in record.tasks.items():
+        if scores.not_scored:
             notes.append(
-                f"{name}: no number was computed for {', '.join(row['not_scored'])}, which its YAML"
+                f"{task}: no number was computed for {', '.join(scores.not_scored)}, which its YAML"
                 " asks for"
             )
-    return "\n".join([grid(lines), *notes])
+    return notes
 
 
 def main(arguments: list[str]) -> int:
+    is_shown = os.environ.get("RANK", "0") == "0"
     if "--table" in arguments:
-        from eval import table as scores_table
+        from eval import table
 
-        return scores_table.main([word for word in arguments if word != "--table"])
-    cls, work = (Options, "run"), lambda options: table(score(options, join()))
+        return table.main([word for word in arguments if word != "--table"])
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
-        cls, work = (FetchOptions,), lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
-    return command(__doc__, *cls, is_shown=os.environ.get("RANK", "0") == "0")(work)(arguments)
+        fetch = command(__doc__, FetchOptions, is_shown=is_shown)
+        return fetch(lambda o: tasks.fetch(o.fetch, o.tasks, o.include))(arguments)
+    scoring = command(__doc__, Options, "run", is_shown=is_shown)
+    return scoring(lambda options: scores_page(score(options, join())))(arguments)
 
 
 if __name__ == "__main__":

@@ -94,24 +94,27 @@ def load_for_inference(
     the losses are those of training, the memory is not that of an FP8 server. Raises UserError
     where the run cannot be read, the device does not exist, or the recipe cannot run on it or on
     this model."""
-    where, config = pick_device(device), read_config(run_dir)
+    torch_device, config = pick_device(device), read_config(run_dir)
     if recipe != "off" and dtype != "bfloat16":
         raise UserError(
             f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop"
             " one of the two"
         )
-    settings = check_recipe(config, recipe, where)
+    settings = check_recipe(config, recipe, torch_device)
     tokenizer, newest = read_tokenizer(config, run_dir), latest(Path(run_dir))
     # a run that trains keeps it until two newer ones are whole
     step = step_of(newest) if newest and step is None else step
-    model, _ = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=step)
-    layers = convert(model, settings, device_type=where.type)
+    model, _ = load_model(
+        run_dir, device=torch_device, compute_dtype=getattr(torch, dtype), step=step
+    )
+    layers = convert(model, settings, device_type=torch_device.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.recipe}
     for p in model.parameters():
         if id(p) not in quantised:
             # parameters only: BF16 RoPE tables would blur the positions
             p.data = p.data.to(model.compute_dtype)
-    return Inference(model.eval(), tokenizer, where, layers, step)
+    assert step is not None  # else load_model() has refused
+    return Inference(model.eval(), tokenizer, torch_device, layers, step)
 
 
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
@@ -155,8 +158,8 @@ def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
         load_tokenizer(tokenizer_of(run_dir, config.data.tokenizer)),
         latest(run_dir),
     )
-    state = read_json(newest / "manifest.json").get("state", {}) if newest else {}
-    holders = (state, state.get("imported", {}), read_json(run_dir / "summary.json"))
+    state = read_json_or_empty(newest / "manifest.json").get("state", {}) if newest else {}
+    holders = (state, state.get("imported", {}), read_json_or_empty(run_dir / "summary.json"))
     trained = next(filter(None, (holder.get("tokenizer_sha256") for holder in holders)), None)
     if trained is not None and not tokenizer.goes_by(trained):
         raise UserError(
@@ -166,7 +169,7 @@ def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def read_json(path: Path) -> dict:
+def read_json_or_empty(path: Path) -> dict:
     """A JSON object; {} where there is none, or a damaged one: who needs the rest of the file says
     so."""
     try:

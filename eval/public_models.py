@@ -2,13 +2,14 @@
 
 import os
 import sys
+from typing import Any
 
 import torch
 
 from lib.errors import UserError, memory_error
 
 
-def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
+def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int) -> Any:
     """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's
     format."""
     try:
@@ -19,11 +20,12 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
         transformers.utils.logging.set_verbosity_error()
 
         class PublicLM(HFLM):
-            def _create_tokenizer(self, pretrained, *args, **kwargs):
+            def _create_tokenizer(self, pretrained: Any, *args: Any, **kwargs: Any) -> None:
                 super()._create_tokenizer(pretrained, *args, **kwargs)
-                self.tokenizer = _by_the_file(pretrained, self.tokenizer)
+                by_class: Any = self.tokenizer
+                self.tokenizer: Any = _by_the_file(pretrained, by_class)
 
-            def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list:
                 # it mixes up windows of equal tokens whose scored parts begin elsewhere
                 self.logits_cache = False
                 scores = super().loglikelihood_rolling(requests, disable_tqdm)
@@ -40,12 +42,13 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
             use_safetensors=True,
             softmax_dtype="float32",
         )
-    except Exception as error:  # foreign code and foreign files: whatever it raises, name the model
+    except Exception as error:
+        # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
             raise
-        said = (str(error).strip().splitlines() or [""])[0][:300]
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
         raise UserError(
-            f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install"
+            f"hf:{name} could not be loaded ({type(error).__name__}: {reason}): it takes `pip install"
             " transformers accelerate` and safetensors, on the Hub or in a folder, without code of"
             " their own"
         ) from error
@@ -62,8 +65,8 @@ PROBE_TEXTS = (
 )
 
 
-def _by_the_file(name: str, theirs):
-    """The tokenizer of a public model: `theirs`, transformers' own, or where that makes other ids
+def _by_the_file(name: str, by_class: Any) -> Any:
+    """The tokenizer of a public model: `by_class`, transformers' own, or where that makes other ids
     than the model's tokenizer.json, one that takes its rules from that file; says so on stderr.
 
     By the name of one of its own classes transformers 5 takes vocabulary and merges alone from
@@ -75,20 +78,20 @@ def _by_the_file(name: str, theirs):
 
     path = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if path is None:
-        return theirs
+        return by_class
     file = tokenizers.Tokenizer.from_file(path)
     file.no_truncation()
     file.no_padding()
     differing = [
         text
         for text in PROBE_TEXTS
-        if theirs.encode(text, add_special_tokens=False)
+        if by_class.encode(text, add_special_tokens=False)
         != file.encode(text, add_special_tokens=False).ids
     ]
     if not differing:
-        return theirs
+        return by_class
     print(
-        f"hf:{name}: transformers' {type(theirs).__name__} makes other tokens than the model's"
+        f"hf:{name}: transformers' {type(by_class).__name__} makes other tokens than the model's"
         f" tokenizer.json, of {differing[0]!r} for one: scored with those of tokenizer.json",
         file=sys.stderr,
     )

@@ -41,9 +41,10 @@ class Options:
     fp8: Recipe = "off"
     step: int | None = None  # of a checkpoint that was kept; none = the newest
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least in (("n", 1), ("tokens", 1), ("top_k", 1), ("temperature", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
+            value = getattr(self, name)
+            if value is not None and value < least:
                 raise UserError(f"{name}={value} must be at least {least}")
 
 
@@ -52,23 +53,29 @@ def show(
 ) -> None:
     """Print n continuations one below the other, the first as it grows. `steps`: the next token of
     each, of one that has ended a token that ends texts."""
-    begin, ends = prompt_ids(tokenizer, prompt), tokenizer.ends
-    rows, skipped = [list(begin) for _ in range(n)], len(tokenizer.decode(begin))
-    shown = skipped
-    headings = [f"{'-' * 32} {row + 1} of {n}\n" * (n > 1) + prompt for row in range(n)]
-    out.write(headings[0])
+    begin = prompt_ids(tokenizer, prompt)
+    rows = [list(begin) for _ in range(n)]
+    prompt_letters = len(tokenizer.decode(begin))
+    printed = prompt_letters  # letters of the first row
+    out.write(_heading(0, n) + prompt)
     for tokens in steps:
-        for row, token in enumerate(tokens):
-            if token not in ends:
-                rows[row].append(token)
+        for row, token in zip(rows, tokens, strict=True):
+            if token not in tokenizer.ends:
+                row.append(token)
         # without a character that a later token may complete
         whole = tokenizer.decode(rows[0]).rstrip(REPLACEMENT)
-        out.write(whole[shown:])
+        out.write(whole[printed:])
         out.flush()
-        shown = max(shown, len(whole))
-    out.write(tokenizer.decode(rows[0])[shown:] + "\n")
-    for heading, row in zip(headings[1:], rows[1:], strict=True):
-        out.write(f"{heading}{tokenizer.decode(row)[skipped:]}\n")
+        printed = max(printed, len(whole))
+    out.write(tokenizer.decode(rows[0])[printed:] + "\n")
+    for number in range(1, n):
+        text = tokenizer.decode(rows[number])[prompt_letters:]
+        out.write(f"{_heading(number, n)}{prompt}{text}\n")
+
+
+def _heading(number: int, n: int) -> str:
+    """Above each of several continuations."""
+    return f"{'-' * 32} {number + 1} of {n}\n" if n > 1 else ""
 
 
 @command(__doc__, Options, "run", "prompt")
@@ -76,10 +83,10 @@ def main(options: Options) -> None:
     model, tokenizer, device, layers, _ = load_for_inference(
         options.run, options.device, options.dtype, options.fp8, options.step
     )
-    for line in (
-        selection.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ()
-    ):
-        print(line, file=sys.stderr)  # how many Linears, and what this device makes of it
+    if options.fp8 != "off":
+        # how many Linears, and what this device makes of it
+        for line in selection.table(layers, options.fp8, device.type)[-2:]:
+            print(line, file=sys.stderr)
     ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx
     if len(ids) > n_ctx:
         raise UserError(

@@ -5,13 +5,18 @@ import functools
 import io
 import math
 import numbers
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import torch
 
 from eval import tasks
+from eval.results import Metric, TaskScores
 
+# Metrics that are a function of sum(nats) / sum(size): exp() of it, or it in bits.
 RATIOS = {
     "word_perplexity": "exp",
     "byte_perplexity": "exp",
@@ -20,10 +25,11 @@ RATIOS = {
 }
 
 
-def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
-    """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: ..,
-    docs_sha256: ..}} and lm-eval's log of each task's documents. A group's row also names its
-    `subtasks`, the tasks at its leaves."""
+def evaluate(
+    lm: Any, loaded: dict, limit: int | None
+) -> tuple[dict[str, TaskScores], dict[str, list[dict]]]:
+    """Scores of each task and group of `loaded`, lm-eval's TaskDict, and lm-eval's log of each
+    task's documents."""
     from lm_eval import evaluator
     from lm_eval.api import task as lm_eval_task
 
@@ -33,72 +39,114 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
     lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)
     with contextlib.redirect_stdout(io.StringIO()):  # "bootstrapping for stddev"
         results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
-    out: dict[str, dict] = {}
-    for name, metrics in results["results"].items():
-        samples = results["samples"].get(name, [])
-        row = out[name] = {}
-        scored: set[str] = set()
-        unscored: set[str] = set()
-        for key, value in metrics.items():
-            # "acc,none", "acc_stderr,none", "exact_match,strict-match"
-            metric, _, which = key.partition(",")
-            if not which or metric.endswith("_stderr"):
-                continue
-            number = to_number(value)
-            if number is None:
-                unscored.add(metric)
-                continue
-            scored.add(metric)
-            label = metric if which == "none" else f"{metric}.{which}"
-            error = metrics.get(f"{metric}_stderr,{which}")
-            if not isinstance(error, (int, float)):
-                influences = (
-                    influence(metric, [s[metric] for s in samples if metric in s])[1]
-                    if metric in RATIOS
-                    else ()
-                )
-                # lm-eval gives a perplexity none
-                error = spread(influences) if len(influences) else None
-            row[label], row[f"{label}_se"] = number, None if error is None else float(error)
-        row["version"] = results["versions"].get(name)
+    samples = results["samples"]
+    scores: dict[str, TaskScores] = {}
+    for name, values in results["results"].items():
+        metrics = read_metrics(values, samples.get(name, []))
+        version = results["versions"].get(name)
         task = loaded["tasks"].get(name)
-        if task:
-            unscored |= metrics_asked(task) - scored
-        if unscored:
-            row["not_scored"] = sorted(unscored)
-        if task:  # chance: of guessing, where one of several answers is right
-            guesses = [
-                1 / len(task.doc_to_choice(s["doc"]))
-                for s in samples
-                if task.OUTPUT_TYPE == "multiple_choice"
-            ]
-            row |= {
-                "n": len({s["doc_id"] for s in samples}),
-                "num_fewshot": task.config.num_fewshot or 0,
-                "chance": sum(guesses) / len(guesses) if guesses else None,
-                "docs_sha256": hash_of(s["doc_hash"] for s in samples),
-            }
+        scores[name] = _task_scores(metrics, version, task, samples.get(name, []))
     for name, group in loaded["groups"].items():
-        if name in out:  # the tasks at its leaves weigh by their questions
+        if name in scores:
             subtasks = [task.task_name for task in group.get_all_tasks()]
-            leaves = [out[task] for task in subtasks]
-            n, chances = sum(row["n"] for row in leaves), [row["chance"] for row in leaves]
-            shots = {row["num_fewshot"] for row in leaves}
-            out[name] |= {
-                "n": n,
-                "num_fewshot": shots.pop() if len(shots) == 1 else None,
-                "chance": (
-                    sum(row["chance"] * row["n"] for row in leaves) / n
-                    if n and None not in chances
-                    else None
-                ),
-                "docs_sha256": hash_of(row["docs_sha256"] for row in leaves),
-                "subtasks": subtasks,
-            }
-    return out, results["samples"]
+            scores[name] = _group_scores(scores[name], scores, subtasks)
+    return scores, samples
 
 
-def to_number(value) -> float | None:
+@dataclass
+class ReadMetrics:
+    """The metrics of lm-eval's result of a task."""
+
+    scored: dict[str, Metric] = field(default_factory=dict)  # label -> its number
+    names: set[str] = field(default_factory=set)  # of those, without the filter
+    unscored: set[str] = field(default_factory=set)  # names of what is no number
+
+
+def read_metrics(values: dict[str, Any], samples: list[dict]) -> ReadMetrics:
+    """values: lm-eval's, with keys such as "acc,none" and "acc_stderr,none"; the part behind the
+    comma is the filter."""
+    metrics = ReadMetrics()
+    for key, value in values.items():
+        name, _, filter_name = key.partition(",")
+        if not filter_name or name.endswith("_stderr"):
+            continue
+        number = to_number(value)
+        if number is None:
+            metrics.unscored.add(name)
+            continue
+        metrics.names.add(name)
+        label = name if filter_name == "none" else f"{name}.{filter_name}"
+        error = values.get(f"{name}_stderr,{filter_name}")
+        metrics.scored[label] = Metric(number, _standard_error(name, error, samples))
+    return metrics
+
+
+def _standard_error(name: str, error: object, samples: list[dict]) -> float | None:
+    """lm-eval's, or where it gives none, as for a perplexity, that of the ratio."""
+    if isinstance(error, (int, float)):
+        return float(error)
+    if name not in RATIOS:
+        return None
+    _, influences = influence(name, [sample[name] for sample in samples if name in sample])
+    return spread(influences) if len(influences) else None
+
+
+def _task_scores(metrics: ReadMetrics, version: Any, task: Any, samples: list[dict]) -> TaskScores:
+    """task: lm-eval's, None for a group."""
+    unscored = metrics.unscored
+    if task is None:
+        return TaskScores(metrics=metrics.scored, version=version, not_scored=sorted(unscored))
+    unscored = unscored | (metrics_asked(task) - metrics.names)
+    return TaskScores(
+        metrics=metrics.scored,
+        version=version,
+        not_scored=sorted(unscored),
+        n=len({sample["doc_id"] for sample in samples}),
+        num_fewshot=task.config.num_fewshot or 0,
+        chance=_chance(task, samples),
+        docs_sha256=hash_of(sample["doc_hash"] for sample in samples),
+    )
+
+
+def _chance(task: Any, samples: list[dict]) -> float | None:
+    """Accuracy of guessing, where one of several answers is right."""
+    if task.OUTPUT_TYPE != "multiple_choice" or not samples:
+        return None
+    guesses = [1 / len(task.doc_to_choice(sample["doc"])) for sample in samples]
+    return sum(guesses) / len(guesses)
+
+
+def _group_scores(
+    group: TaskScores, scores: dict[str, TaskScores], subtasks: list[str]
+) -> TaskScores:
+    """The tasks at a group's leaves weigh by their questions."""
+    leaves = [scores[task] for task in subtasks]
+    shots = {leaf.num_fewshot for leaf in leaves}
+    return TaskScores(
+        metrics=group.metrics,
+        version=group.version,
+        not_scored=group.not_scored,
+        n=sum(leaf.n or 0 for leaf in leaves),
+        num_fewshot=shots.pop() if len(shots) == 1 else None,
+        chance=_mean_chance(leaves),
+        docs_sha256=hash_of(leaf.docs_sha256 or "" for leaf in leaves),
+        subtasks=subtasks,
+    )
+
+
+def _mean_chance(leaves: list[TaskScores]) -> float | None:
+    """Weighted by the questions of each; None where it is not known of all."""
+    n = 0
+    total = 0.0
+    for leaf in leaves:
+        if leaf.chance is None or leaf.n is None:
+            return None
+        n += leaf.n
+        total += leaf.chance * leaf.n
+    return total / n if n else None
+
+
+def to_number(value: Any) -> float | None:
     """A metric's value; of NumPy's and torch's numbers too. None where it is none, as a matrix of
     confusions."""
     if hasattr(value, "item") and getattr(value, "size", 1) in (1, torch.Size([])):
@@ -106,7 +154,7 @@ def to_number(value) -> float | None:
     return float(value) if isinstance(value, numbers.Real) else None
 
 
-def metrics_asked(task) -> set[str]:
+def metrics_asked(task: Any) -> set[str]:
     """The names in a task's metric_list under which lm-eval must have a value."""
     if task.OUTPUT_TYPE == "generate_until" and not callable(task.config.process_results):
         # lm-eval computes each; one function may give values of other names, as rouge gives rouge1
@@ -117,8 +165,8 @@ def metrics_asked(task) -> set[str]:
 
 
 def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
-    """A metric over documents, and how much each of them moves it, to first order: what the delta
-    method needs.
+    """A metric over documents, and how much each of them moves it, (n,) to first order: what the
+    delta method needs. (None, (0,)) where documents or values lack.
 
     A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits
     (Cochran 1977, 6.3)."""
@@ -128,26 +176,24 @@ def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
         return None, np.empty(0)
     if metric not in RATIOS:
         return float(table.mean()), (table - table.mean()) / len(table)
-    nats, size = (-table, np.ones(len(table))) if table.ndim == 1 else (-table[:, 0], table[:, 1])
+    if table.ndim == 1:
+        nats, size = -table, np.ones(len(table))
+    else:
+        nats, size = -table[:, 0], table[:, 1]
     ratio = nats.sum() / size.sum()
-    value, slope = (
-        (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
-    )
+    if RATIOS[metric] == "exp":
+        value = slope = np.exp(ratio)
+    else:
+        value, slope = ratio / math.log(2), 1 / math.log(2)
     return float(value), slope * (nats - ratio * size) / size.sum()
 
 
 def spread(influences: np.ndarray) -> float:
-    """The standard error that documents of these influences give."""
+    """The standard error that documents of these influences, (n,), give."""
     n = len(influences)
     return float(np.sqrt(n / (n - 1) * np.sum(influences**2)))
 
 
-def hash_of(hashes) -> str:
+def hash_of(hashes: Iterable[str]) -> str:
     """Of the documents scored, in order: equal for two runs whose scores may be compared."""
     return sha256("".join(hashes).encode()).hexdigest()
-
-
-def stands_for(row: dict) -> list[str]:
-    """The tasks that a group's row tells of; none where the group, as openllm, has no score of its
-    own."""
-    return row.get("subtasks", []) if any(key.endswith("_se") for key in row) else []

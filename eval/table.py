@@ -17,16 +17,16 @@ from eval.table_figure import draw
 from eval.table_rows import (
     BEYOND,
     Column,
-    Row,
+    ScoredModel,
     base_of,
-    chance,
+    chance_of,
     heading,
     is_accuracy,
     label,
     paired_difference,
-    read_rows,
+    read_models,
     sort_columns,
-    sort_rows,
+    sort_models,
 )
 from eval.tasks import FULL
 from lib.command import command, run_command
@@ -43,98 +43,92 @@ class Options:
     out: FilePath = "out/table"  # folder that gets the files
 
 
-LEGEND = """± is one standard error over documents; of a difference, over the documents that both models answered. It holds
-nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the row says otherwise.
-Rows without tokens: public models, and runs that have not finished."""
+LEGEND = (
+    "± is one standard error over documents; of a difference, over the documents that both"
+    " models answered. It holds\nnothing of what another seed would change. FP8 runs are scored with plain"
+    " BF16 matmuls unless the row says otherwise.\nRows without tokens: public models, and runs that"
+    " have not finished."
+)
 
 
-def build(rows: list[Row]) -> str:
+def build(models: list[ScoredModel]) -> str:
     """The page: a table of whole tasks, one for each limit=, what the marks mean, the published
     numbers."""
-    columns, parts = sort_columns(rows), ["# Scores"]
-    for limit in sorted({c.limit for c in columns}, key=lambda limit: limit or 0):
-        parts.append(
-            f"## limit={limit}: parts of tasks, to be compared with nothing else"
-            if limit
-            else "## By this command"
-        )
-        parts.append(grid(table_of(rows, [c for c in columns if c.limit == limit])))
-    parts += [
-        LEGEND,
-        *([PUBLISHED.read_text("utf-8").rstrip()] if {c.task for c in columns} & set(FULL) else []),
-    ]
+    columns = sort_columns(models)
+    parts = ["# Scores"]
+    for limit in sorted({column.limit for column in columns}, key=lambda limit: limit or 0):
+        title = "By this command"
+        if limit:
+            title = f"limit={limit}: parts of tasks, to be compared with nothing else"
+        parts.append(f"## {title}")
+        parts.append(grid(table_of(models, [c for c in columns if c.limit == limit])))
+    parts.append(LEGEND)
+    if {column.task for column in columns} & set(FULL):
+        parts.append(PUBLISHED.read_text("utf-8").rstrip())
     return "\n\n".join(parts) + "\n"
 
 
-def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
+def table_of(models: list[ScoredModel], columns: list[Column]) -> list[list[str]]:
     """Cells: a heading, chance, each model, its difference from what it is compared with."""
-    rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
-    lines = [
-        [
-            "model",
-            "parameters",
-            "tokens",
-            "precision",
-            *("<br>".join(heading(c, columns)) for c in columns),
-        ]
-    ]
-    if any(chance(rows, c) is not None for c in columns):
-        lines.append(["*chance*", "", "", "", *(_value(c, chance(rows, c)) for c in columns)])
-    for row in rows:
-        precision = name_recipe(row.recipe) if row.recipe else ""
-        lines.append(
-            [
-                label(row),
-                *(si(n) if n else "" for n in (row.params, row.tokens)),
-                precision,
-                *(
-                    _value(c, row.scores[c].value, row.scores[c].se) if c in row.scores else ""
-                    for c in columns
-                ),
-            ]
-        )
-        base = base_of(row, rows)
-        if base and row.scores.keys() & base.scores.keys() & set(columns):
-            lines.append(
-                [
-                    f"*minus {label(base)}*",
-                    "",
-                    "",
-                    "",
-                    *(
-                        (
-                            _value(
-                                c, *paired_difference(c, row.scores[c], base.scores[c]), signed=True
-                            )
-                            if c in row.scores and c in base.scores
-                            else ""
-                        )
-                        for c in columns
-                    ),
-                ]
-            )
+    models = [model for model in sort_models(models) if model.has_any(columns)]
+    headings = ["<br>".join(heading(column, columns)) for column in columns]
+    lines = [["model", "parameters", "tokens", "precision", *headings]]
+    chances = [chance_of(models, column) for column in columns]
+    if any(chance is not None for chance in chances):
+        cells = [_value(column, chance) for column, chance in zip(columns, chances, strict=True)]
+        lines.append(["*chance*", "", "", "", *cells])
+    for model in models:
+        lines.append(_model_line(model, columns))
+        base = base_of(model, models)
+        if base and model.scores.keys() & base.scores.keys() & set(columns):
+            cells = [_difference(column, model, base) for column in columns]
+            lines.append([f"*minus {label(base)}*", "", "", "", *cells])
     return lines
+
+
+def _model_line(model: ScoredModel, columns: list[Column]) -> list[str]:
+    cells = []
+    for column in columns:
+        score = model.scores.get(column)
+        cells.append("" if score is None else _value(column, score.value, score.se))
+    return [
+        label(model),
+        si(model.params) if model.params else "",
+        si(model.tokens) if model.tokens else "",
+        name_recipe(model.recipe) if model.recipe else "",
+        *cells,
+    ]
+
+
+def _difference(column: Column, model: ScoredModel, base: ScoredModel) -> str:
+    if column not in model.scores or column not in base.scores:
+        return ""
+    difference, error = paired_difference(column, model.scores[column], base.scores[column])
+    return _value(column, difference, error, signed=True)
 
 
 def _value(
     column: Column, value: float | None, error: float | None = None, signed: bool = False
 ) -> str:
+    """A score or a difference with its standard error, in the column's unit."""
     if value is None:
         return ""
-    factor, digits = (
-        (100, 1) if is_accuracy(column) else (1, 4 if column.metric == "bits_per_byte" else 2)
-    )
+    factor = 100 if is_accuracy(column) else 1
+    digits = 1 if is_accuracy(column) else 2
+    if column.metric == "bits_per_byte":
+        digits = 4
     form = ".3g" if abs(value) * factor >= BEYOND else f".{digits}f"
-    text = f"{value * factor:{'+' if signed else ''}{form}}".replace("-", "−")
-    return text + ("" if error is None else f" ± {error * factor:{form}}")
+    sign = "+" if signed else ""
+    text = f"{value * factor:{sign}{form}}".replace("-", "−")
+    return text if error is None else f"{text} ± {error * factor:{form}}"
 
 
 @command(__doc__, Options, "paths")
 def main(options: Options) -> str:
     """Write the files, return the page."""
-    rows = read_rows(options.paths)
-    page = build(rows)
-    return f"{page}\n{write_with(Path(options.out), 'scores', draw(rows), {'table.md': page})}"
+    models = read_models(options.paths)
+    page = build(models)
+    return f"{page}\n{write_with(Path(options.out), 'scores', draw(models), {'table.md': page})}"
 
 
 if __name__ == "__main__":

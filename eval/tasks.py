@@ -102,21 +102,23 @@ def _task_manager(names: list[str], include: str | None, run_dir: str | None) ->
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()  # of each data set that it finds in the folder
-    theirs = Path(lm_eval.__file__).parent / "tasks"
-    folders = dict.fromkeys(theirs / FOLDERS.get(name, name) for name in names if name in FULL)
+    their_folder = Path(lm_eval.__file__).parent / "tasks"
+    folders = dict.fromkeys(
+        their_folder / FOLDERS.get(name, name) for name in names if name in FULL
+    )
     for is_whole_index in (False, True):
         manager = TaskManager(
             include_path=[*folders, DEMO_TASKS, *([include] if include else [])],
             include_defaults=is_whole_index,
             metadata={"run_dir": run_dir} if set(DEMO) & set(names) else None,
         )
-        unknown = [name for name in names if name not in manager.all_tasks]
-        if not unknown:
+        absent = [name for name in names if name not in manager.all_tasks]
+        if not absent:
             return manager
     choices = [*GROUPS, *manager.all_tasks]
-    close_names = difflib.get_close_matches(unknown[0], choices, 3, cutoff=0.5)
+    close_names = difflib.get_close_matches(absent[0], choices, 3, cutoff=0.5)
     raise UserError(
-        f"there is no task {unknown[0]!r}; `lm-eval ls tasks` lists all; near:"
+        f"there is no task {absent[0]!r}; `lm-eval ls tasks` lists all; near:"
         f" {', '.join(close_names) or 'none'}"
     )
 
@@ -249,13 +251,13 @@ def check_include(include: str | None) -> None:
             ) from error
 
 
-def watch_requests(task) -> None:
+def watch_requests(task: Any) -> None:
     """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError
     where it fails, and where an answer is empty: without a token its log-likelihood is 0, above
     that of every other, and acc_norm divides by its length."""
     build = task.build_all_requests
 
-    def build_and_check(*args, **settings) -> None:
+    def build_and_check(*args: Any, **settings: Any) -> None:
         try:
             build(*args, **settings)
         except MemoryError:
@@ -279,7 +281,7 @@ def watch_requests(task) -> None:
     task.build_all_requests = build_and_check
 
 
-def empty_answer(request) -> UserError:
+def empty_answer(request: Any) -> UserError:
     """What is said of a request of lm-eval whose answer has nothing that could be scored."""
     return UserError(
         f"the task {request.task_name!r} has an empty answer in its document"

@@ -1,9 +1,10 @@
-"""config.json of Hugging Face's format: written for a model of ours, read as one."""
+"""config.json of Hugging Face's format: written for a model of our_name, read as one."""
 
 import json
 import math
 import re
 from dataclasses import dataclass, fields
+from typing import Any
 
 from lib.errors import UserError
 from lib.values import type_problems
@@ -24,14 +25,7 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
 
     The position encoding stands there twice: as transformers 5 writes it, and as the versions
     before read it."""
-    scaling = (
-        None
-        if config.rope_factor is None
-        else {
-            "rope_type": "llama3",
-            **{theirs: getattr(config, ours) for ours, theirs in ROPE.items()},
-        }
-    )
+    scaling = _rope_scaling(config)
     architecture = _architecture_of(config)
     # else its default of 4,096 tokens
     window = {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
@@ -63,6 +57,13 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def _rope_scaling(config: GPTConfig) -> dict | None:
+    if config.rope_factor is None:
+        return None
+    values = {hf_name: getattr(config, our_name) for our_name, hf_name in ROPE.items()}
+    return {"rope_type": "llama3", **values}
 
 
 def _architecture_of(config: GPTConfig) -> str:
@@ -150,18 +151,16 @@ def architecture_named(raw: dict) -> str:
 
     Raises UserError where it is none that model.py computes, or the two say different things:
     transformers goes by model_type, vLLM by architectures."""
-    known = ", ".join(MODEL_TYPES)
+    choices = ", ".join(MODEL_TYPES)
     named, model_type = raw.get("architectures"), raw.get("model_type")
     if named is None:
-        architecture = next(
-            (name for name, kind in MODEL_TYPES.items() if kind == model_type), None
+        for name, kind in MODEL_TYPES.items():
+            if kind == model_type:
+                return name
+        raise UserError(
+            f"config.json has architectures=None and model_type={model_type!r}: only"
+            f" {choices} can be held here"
         )
-        if architecture is None:
-            raise UserError(
-                f"config.json has architectures=None and model_type={model_type!r}: only"
-                f" {known} can be held here"
-            )
-        return architecture
     if isinstance(named, str):
         raise UserError(
             f"config.json has architectures={named!r}, a text, where a list is needed: write"
@@ -170,7 +169,7 @@ def architecture_named(raw: dict) -> str:
     if not isinstance(named, list) or len(named) != 1 or named[0] not in MODEL_TYPES:
         biased = " (Qwen2's q, k and v have biases)" if named == ["Qwen2ForCausalLM"] else ""
         raise UserError(
-            f"config.json has architectures={named!r}: only {known} can be held here{biased}"
+            f"config.json has architectures={named!r}: only {choices} can be held here{biased}"
         )
     architecture = named[0]
     if model_type not in (None, MODEL_TYPES[architecture]):
@@ -189,41 +188,22 @@ def gpt_config(raw: dict) -> GPTConfig:
     Raises UserError in one sentence for whatever model.py cannot compute exactly, or where a size
     is missing."""
     architecture = architecture_named(raw)
-    if missing := [theirs for theirs in SIZES.values() if not raw.get(theirs)]:
-        raise UserError(f"config.json lacks {', '.join(missing)}: download it again")
-    known = {f.name for f in fields(HFConfig)}
-    given = HFConfig(
-        **DEFAULTS[architecture] | {key: value for key, value in raw.items() if key in known}
-    )
-    if problems := type_problems("", given):
-        raise UserError(
-            f"config.json has a value of the wrong kind: {'; '.join(problems)}; correct it or"
-            " download it again"
-        )
-    never_null = NEVER_NULL.get(architecture)
-    if never_null and getattr(given, never_null) is None:
-        default = DEFAULTS[architecture][never_null]
-        raise UserError(
-            f"config.json has {never_null}=None: {architecture} needs a number, or the key left out"
-            f" for {default}"
-        )
-    if refused := [*_refused(given, architecture), *_refused_rope(given)]:
+    hf = _read_config(raw, architecture)
+    refused = [*_refused(hf, architecture), *_refused_rope(hf)]
+    if refused:
         raise UserError(f"config.json has {'; '.join(refused)}; this model cannot be held exactly")
-    sizes = {ours: getattr(given, theirs) for ours, theirs in SIZES.items()}
-    is_equal_share = (
-        given.head_dim is None or given.head_dim * given.num_attention_heads == given.hidden_size
-    )
     config = GPTConfig(
-        **sizes,
-        **_rope_of(given),
-        n_kv_head=given.num_key_value_heads or given.num_attention_heads,
-        head_size=None if is_equal_share else given.head_dim,
+        **{our_name: getattr(hf, hf_name) for our_name, hf_name in SIZES.items()},
+        **_rope_of(hf),
+        n_kv_head=hf.num_key_value_heads or hf.num_attention_heads,
+        head_size=_head_size(hf),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        vocab_multiple=1 if given.vocab_size % 128 else 128,
-        tied=given.tie_word_embeddings,
-        norm_eps=given.rms_norm_eps,
+        vocab_multiple=1 if hf.vocab_size % 128 else 128,
+        tied=hf.tie_word_embeddings,
+        norm_eps=hf.rms_norm_eps,
     )
-    if problems := type_problems("model.", config) or config.problems():
+    problems = type_problems("model.", config) or config.problems()
+    if problems:
         raise UserError(
             "config.json describes no model that can be built:"
             f" {_in_their_words('; '.join(problems))}"
@@ -231,10 +211,43 @@ def gpt_config(raw: dict) -> GPTConfig:
     return config
 
 
-def _refused(given: HFConfig, architecture: str) -> list[str]:
+def _read_config(raw: dict, architecture: str) -> HFConfig:
+    """The keys that count, with the defaults of the architecture. Raises UserError."""
+    missing = [hf_name for hf_name in SIZES.values() if not raw.get(hf_name)]
+    if missing:
+        raise UserError(f"config.json lacks {', '.join(missing)}: download it again")
+    names = {f.name for f in fields(HFConfig)}
+    values = {key: value for key, value in raw.items() if key in names}
+    hf = HFConfig(**DEFAULTS[architecture] | values)
+    problems = type_problems("", hf)
+    if problems:
+        raise UserError(
+            f"config.json has a value of the wrong kind: {'; '.join(problems)}; correct it or"
+            " download it again"
+        )
+    never_null = NEVER_NULL.get(architecture)
+    if never_null and getattr(hf, never_null) is None:
+        default = DEFAULTS[architecture][never_null]
+        raise UserError(
+            f"config.json has {never_null}=None: {architecture} needs a number, or the key left out"
+            f" for {default}"
+        )
+    return hf
+
+
+def _head_size(hf: HFConfig) -> int | None:
+    """None where a head has its equal share of the width."""
+    if hf.head_dim is None or hf.head_dim * hf.num_attention_heads == hf.hidden_size:
+        return None
+    return hf.head_dim
+
+
+def _refused(hf: HFConfig, architecture: str) -> list[str]:
     """One phrase, with the key, its value and what would fit, for each value by which the
     computation is another than model.py's."""
-    fits = {  # key -> the values with which it is the same, what would fit
+    fits: dict[
+        str, tuple[tuple, str]
+    ] = {  # key -> the values with which it is the same, what would fit
         "attention_bias": ((False,), "false: there are no biases here"),
         "mlp_bias": ((False,), "false: there are no biases here"),
         "hidden_act": (("silu", "swish"), "silu or swish"),
@@ -247,26 +260,25 @@ def _refused(given: HFConfig, architecture: str) -> list[str]:
         "auto_map": ((None, {}), "none: the folder's own code is never run"),
     }
     phrases = [
-        f"{key}={getattr(given, key)!r} where what fits is {what}"
+        f"{key}={getattr(hf, key)!r} where what fits is {what}"
         for key, (values, what) in fits.items()
-        if getattr(given, key) not in values
+        if getattr(hf, key) not in values
     ]
-    n_layer, n_ctx = given.num_hidden_layers, given.max_position_embeddings
-    if given.layer_types is not None:
-        if not all(kind in ("full_attention", "attention") for kind in given.layer_types):
+    n_layer, n_ctx = hf.num_hidden_layers, hf.max_position_embeddings
+    if hf.layer_types is not None:
+        if not all(kind in ("full_attention", "attention") for kind in hf.layer_types):
             phrases.append(
-                f"layer_types={given.layer_types!r} where what fits is full_attention in every"
-                " layer"
+                f"layer_types={hf.layer_types!r} where what fits is full_attention in every layer"
             )
-        elif len(given.layer_types) != n_layer:
+        elif len(hf.layer_types) != n_layer:
             phrases.append(
-                f"layer_types of {len(given.layer_types)} layers where what fits is"
+                f"layer_types of {len(hf.layer_types)} layers where what fits is"
                 f" num_hidden_layers={n_layer}"
             )
-    window = _window_of(given, architecture)
+    window = _window_of(hf, architecture)
     if window is not None and window < n_ctx:
         switch = (
-            f"use_sliding_window={given.use_sliding_window} and "
+            f"use_sliding_window={hf.use_sliding_window} and "
             if architecture == "Qwen3ForCausalLM"
             else ""
         )
@@ -278,34 +290,35 @@ def _refused(given: HFConfig, architecture: str) -> list[str]:
     return phrases
 
 
-def _window_of(given: HFConfig, architecture: str) -> int | None:
+def _window_of(hf: HFConfig, architecture: str) -> int | None:
     """Tokens that a token sees in some layer, none = all before it."""
     if architecture == "Qwen3ForCausalLM":
-        has_windows = given.use_sliding_window and given.max_window_layers < given.num_hidden_layers
-        if not has_windows or given.layer_types is not None:  # which say it of each layer
+        has_windows = hf.use_sliding_window and hf.max_window_layers < hf.num_hidden_layers
+        if not has_windows or hf.layer_types is not None:  # which say it of each layer
             return None
-    return given.sliding_window
+    return hf.sliding_window
 
 
-def _rope_dict(given: HFConfig) -> dict:
+def _rope_dict(hf: HFConfig) -> dict:
     """What a config.json says of the position encoding in an object, where transformers looks, in
     the same order."""
-    return given.rope_scaling or given.rope_parameters or {}
+    return hf.rope_scaling or hf.rope_parameters or {}
 
 
-def _rope_type(given: HFConfig):
-    rope = _rope_dict(given)
+def _rope_type(hf: HFConfig) -> Any:
+    rope = _rope_dict(hf)
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _refused_rope(given: HFConfig) -> list[str]:
+def _refused_rope(hf: HFConfig) -> list[str]:
     """The same as _refused() for the position encoding."""
-    rope, kind, phrases = _rope_dict(given), _rope_type(given), []
+    rope, kind, phrases = _rope_dict(hf), _rope_type(hf), []
     if kind not in ("default", "llama3"):
         phrases.append(f"rope_type={kind!r} where what fits is default or llama3")
-    if unknown := sorted(map(str, rope.keys() - ROPE_KEYS)):
+    surplus = sorted(map(str, rope.keys() - ROPE_KEYS))
+    if surplus:
         phrases.append(
-            f"rope_keys={unknown!r} where what fits is one encoding for all layers, of"
+            f"rope_keys={surplus!r} where what fits is one encoding for all layers, of"
             f" {', '.join(sorted(ROPE_KEYS))}"
         )
     if rope.get("partial_rotary_factor") not in (None, 1):
@@ -313,7 +326,7 @@ def _refused_rope(given: HFConfig) -> list[str]:
             f"partial_rotary_factor={rope['partial_rotary_factor']!r} where what fits is 1: the"
             " whole head is rotated"
         )
-    numbers = {"rope_theta": rope.get("rope_theta", given.rope_theta)}
+    numbers = {"rope_theta": rope.get("rope_theta", hf.rope_theta)}
     if kind == "llama3":
         numbers |= {key: rope.get(key) for key in ROPE.values() if key != ORIGINAL_CTX}
     phrases += [
@@ -324,23 +337,24 @@ def _refused_rope(given: HFConfig) -> list[str]:
     return phrases
 
 
-def _rope_of(given: HFConfig) -> dict:
+def _rope_of(hf: HFConfig) -> dict:
     """The keys of GPTConfig that say how positions are encoded."""
-    rope = _rope_dict(given)
-    keys = {"rope_theta": float(rope.get("rope_theta", given.rope_theta))}
-    if _rope_type(given) == "llama3":
-        keys |= {ours: rope.get(theirs) for ours, theirs in ROPE.items()}
+    rope: dict[str, Any] = _rope_dict(hf)
+    theta: Any = rope.get("rope_theta", hf.rope_theta)  # a number: _refused_rope() has looked
+    keys: dict[str, Any] = {"rope_theta": float(theta)}
+    if _rope_type(hf) == "llama3":
+        keys |= {our_name: rope.get(hf_name) for our_name, hf_name in ROPE.items()}
         keys["rope_original_ctx"] = (
-            given.original_max_position_embeddings
+            hf.original_max_position_embeddings
             or rope.get(ORIGINAL_CTX)
-            or given.max_position_embeddings
+            or hf.max_position_embeddings
         )
     return keys
 
 
 def _in_their_words(sentence: str) -> str:
     """A sentence about keys of the model section with the names of config.json."""
-    theirs = (
+    hf_names = (
         SIZES
         | ROPE
         | {
@@ -351,4 +365,4 @@ def _in_their_words(sentence: str) -> str:
             "tied": "tie_word_embeddings",
         }
     )
-    return re.sub(r"\bmodel\.(\w+)", lambda match: theirs.get(match[1], match[0]), sentence)
+    return re.sub(r"\bmodel\.(\w+)", lambda match: hf_names.get(match[1], match[0]), sentence)

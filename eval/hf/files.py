@@ -30,7 +30,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def as_json(content) -> str:
+def as_json(content: object) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from eval.hf.files import as_json
 from runtime import tokenizer as gpt2
@@ -38,15 +39,15 @@ def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder:
             (folder / name).write_text(content, encoding="utf-8")
     path = folder / GENERATION_FILE
     ends = with_ends(end_ids(path), tokenizer.ends)
-    roles = {"bos_token_id": tokenizer.start, "eos_token_id": ends}
+    roles: dict[str, Any] = {"bos_token_id": tokenizer.start, "eos_token_id": ends}
     # transformers' generate() stops at what this file names alone, whatever config.json says.
     generation = (
         json.loads(path.read_bytes()) | {"eos_token_id": ends} if path.is_file() else dict(roles)
     )
-    if unused := set(range(tokenizer.vocab_size, vocab_padded)):
-        generation["suppress_tokens"] = sorted(
-            unused | set(generation.get("suppress_tokens") or [])
-        )
+    unused = set(range(tokenizer.vocab_size, vocab_padded))
+    if unused:
+        suppressed = set(generation.get("suppress_tokens") or [])
+        generation["suppress_tokens"] = sorted(unused | suppressed)
     path.write_text(as_json(generation))
     return roles
 

@@ -28,75 +28,74 @@ def write_safetensors(
     package's own writer aligns to 8 bytes: of one token's matmul the last bit depends on where in
     memory the weights begin, and readers map the file."""
     # odd ones push nobody out of line
-    tensors = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0))
-    header, end = {"__metadata__": metadata}, 0
-    for name, t in tensors.items():
-        begin, end = end, end + t.nbytes
+    in_order = sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0)
+    header: dict[str, dict] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in in_order:
+        begin, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": NAMES[t.dtype],
-            "shape": list(t.shape),
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for t in tensors.values():
+        for _, tensor in in_order:
             # The bytes as they lie: numpy knows no bfloat16.
-            file.write(t.contiguous().flatten().view(torch.uint8).numpy().data)
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def layout(config: GPTConfig) -> Parts:
     """Our name -> {name: shape} of the tensors that lie in it, one below the other; in the order of
     the modules."""
-    C, D, H, K, F, V = (
-        config.n_embd,
-        config.head_dim,
-        config.n_head,
-        config.kv_heads,
-        config.n_ffn,
-        config.vocab_padded,
-    )
-    out: Parts = {"wte.weight": {"model.embed_tokens.weight": (V, C)}}
+    C, V = config.n_embd, config.vocab_padded
+    parts: Parts = {"wte.weight": {"model.embed_tokens.weight": (V, C)}}
     for i in range(config.n_layer):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        block: Parts = {
-            "norm1.weight": {"input_layernorm.weight": (C,)},
-            "attn.qkv.weight": {
-                f"self_attn.{name}_proj.weight": (n * D, C)
-                for name, n in (("q", H), ("k", K), ("v", K))
-            },
-            "attn.out.weight": {"self_attn.o_proj.weight": (C, H * D)},
-            "norm2.weight": {"post_attention_layernorm.weight": (C,)},
-            "mlp.gate_up.weight": {"mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C)},
-            "mlp.down.weight": {"mlp.down_proj.weight": (C, F)},
-        }
-        if config.qk_norm:
-            block |= {
-                f"attn.{name}.weight": {f"self_attn.{name}.weight": (D,)}
-                for name in ("q_norm", "k_norm")
+        for name, parts_of_name in _block(config).items():
+            parts[f"layers.{i}.{name}"] = {
+                f"model.layers.{i}.{part}": shape for part, shape in parts_of_name.items()
             }
-        out |= {
-            ours + name: {theirs + part: shape for part, shape in parts.items()}
-            for name, parts in block.items()
-        }
-    out["norm.weight"] = {"model.norm.weight": (C,)}
+    parts["norm.weight"] = {"model.norm.weight": (C,)}
     if not config.tied:
-        out["head.weight"] = {"lm_head.weight": (V, C)}
-    return out
+        parts["head.weight"] = {"lm_head.weight": (V, C)}
+    return parts
+
+
+def _block(config: GPTConfig) -> Parts:
+    """layout() within one block."""
+    C, D, F = config.n_embd, config.head_dim, config.n_ffn
+    q_rows, kv_rows = config.n_head * D, config.kv_heads * D
+    block: Parts = {
+        "norm1.weight": {"input_layernorm.weight": (C,)},
+        "attn.qkv.weight": {
+            "self_attn.q_proj.weight": (q_rows, C),
+            "self_attn.k_proj.weight": (kv_rows, C),
+            "self_attn.v_proj.weight": (kv_rows, C),
+        },
+        "attn.out.weight": {"self_attn.o_proj.weight": (C, q_rows)},
+        "norm2.weight": {"post_attention_layernorm.weight": (C,)},
+        "mlp.gate_up.weight": {"mlp.gate_proj.weight": (F, C), "mlp.up_proj.weight": (F, C)},
+        "mlp.down.weight": {"mlp.down_proj.weight": (C, F)},
+    }
+    if config.qk_norm:
+        block["attn.q_norm.weight"] = {"self_attn.q_norm.weight": (D,)}
+        block["attn.k_norm.weight"] = {"self_attn.k_norm.weight": (D,)}
+    return block
 
 
 def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tensors under their names: views of `weights`, which has the names of
     GPT.named_parameters()."""
-    out = {}
-    for ours, parts in layout(config).items():
-        out |= dict(
-            zip(parts, weights[ours].split([shape[0] for shape in parts.values()]), strict=True)
-        )
-    return out
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parts in layout(config).items():
+        rows = [shape[0] for shape in parts.values()]
+        tensors |= dict(zip(parts, weights[name].split(rows), strict=True))
+    return tensors
 
 
+HEAD = "lm_head.weight"
 EXACT = (torch.float32, torch.bfloat16, torch.float16)  # fp32 holds each of their values
 
 
@@ -107,8 +106,31 @@ def weight_files(source: Path, named: str | None = None) -> list[Path]:
 
     Raises UserError where there is none, one of the index is not there, or the folder is an
     adapter's."""
-    every = sorted(source.glob("*.safetensors"))
-    if not every:
+    all_files = sorted(source.glob("*.safetensors"))
+    _refuse_no_model(source, all_files)
+    single, index = source / "model.safetensors", source / "model.safetensors.index.json"
+    if named is not None:
+        single = index = _inside(source, named, "config.json's transformers_weights")
+    if single.is_file() and single.suffix == ".safetensors":
+        files, reason = [single], "is the model"
+    elif index.is_file():
+        files, reason = _files_of_index(index), f"are what {index.name} names"
+    elif named is not None:
+        raise UserError(
+            f"config.json has transformers_weights={named!r}, but {source} has no such file:"
+            " download it again"
+        )
+    else:
+        return all_files
+    left_out = [path.name for path in all_files if path not in files]
+    if left_out:
+        names = [path.name for path in files]
+        print(f"{source}: left out {listed(left_out, 5)}: {listed(names, 5)} {reason}", flush=True)
+    return files
+
+
+def _refuse_no_model(source: Path, files: list[Path]) -> None:
+    if not files:
         raise UserError(
             f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can"
             " run code"
@@ -119,27 +141,6 @@ def weight_files(source: Path, named: str | None = None) -> list[Path]:
             " this adapter on it; merge it first (peft's merge_and_unload, then save_pretrained),"
             " or remove adapter_config.json if model.safetensors is the whole model"
         )
-    single, index = source / "model.safetensors", source / "model.safetensors.index.json"
-    if named is not None:
-        single = index = _inside(source, named, "config.json's transformers_weights")
-    if single.is_file() and single.suffix == ".safetensors":
-        chosen, because = [single], "is the model"
-    elif index.is_file():
-        chosen, because = _files_of_index(index), f"are what {index.name} names"
-    elif named is not None:
-        raise UserError(
-            f"config.json has transformers_weights={named!r}, but {source} has no such file:"
-            " download it again"
-        )
-    else:
-        return every
-    if left_out := [path.name for path in every if path not in chosen]:
-        print(
-            f"{source}: left out {listed(left_out, 5)}:"
-            f" {listed([path.name for path in chosen], 5)} {because}",
-            flush=True,
-        )
-    return chosen
 
 
 def _files_of_index(index: Path) -> list[Path]:
@@ -155,7 +156,8 @@ def _files_of_index(index: Path) -> list[Path]:
     if not names:
         raise UserError(f"{index} names no file: download it again")
     files = [_inside(index.parent, name, str(index)) for name in names]
-    if absent := [path.name for path in files if not path.is_file()]:
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
         raise UserError(
             f"{index} names {listed(absent, 3)}, which the folder lacks: the download is"
             " incomplete, repeat it"
@@ -163,11 +165,11 @@ def _files_of_index(index: Path) -> list[Path]:
     return files
 
 
-def _inside(folder: Path, name: str, where: str) -> Path:
-    """A file of the folder that `where` names. Raises UserError where the name leads out of it."""
+def _inside(folder: Path, name: str, holder: str) -> Path:
+    """A file of the folder that `holder` names. Raises UserError where the name leads out of it."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise UserError(
-            f"{where} names {name!r}, which lies outside {folder}: only files of that folder are"
+            f"{holder} names {name!r}, which lies outside {folder}: only files of that folder are"
             " read"
         )
     return folder / name
@@ -187,7 +189,8 @@ def open_weights(source: Path, named: str | None = None) -> dict:
                 f"{path} is no whole safetensors file ({error}): the download is incomplete,"
                 " repeat it"
             ) from error
-        if twice := files.keys() & opened.keys():
+        twice = files.keys() & opened.keys()
+        if twice:
             raise UserError(
                 f"{path} and another file of the folder both hold {listed(sorted(twice), 3)}: keep"
                 " those of one download"
@@ -205,41 +208,53 @@ def from_hf(
     Raises UserError, before anything is read, where a tensor is missing or has no place in the
     model, then where one has another shape than config.json says, a dtype that fp32 cannot hold, or
     a tied head differs from the embedding."""
-    names, head = set(names), "lm_head.weight"
+    names = set(names)
     if config.n_layer > len(names):  # of a layout of a billion layers nothing is built
         raise UserError(
             f"config.json has num_hidden_layers={config.n_layer}, but the files hold"
             f" {len(names)} tensors: take config.json and weights of one download"
         )
     parts_of = layout(config)
-    wanted = {name for parts in parts_of.values() for name in parts}
+    _check_names(parts_of, names)
+    for our_name, parts in parts_of.items():
+        tensors = []
+        for name, shape in parts.items():
+            tensor = read(name)
+            _check_tensor(name, tensor, shape)
+            tensors.append(tensor.float())
+        whole = torch.cat(tensors)
+        if our_name == "wte.weight" and config.tied and HEAD in names:
+            _check_tied_head(read(HEAD), whole)
+        yield our_name, whole
+
+
+def _check_names(parts_of: Parts, names: set[str]) -> None:
+    """Raises UserError where the files lack a tensor of the model, or hold one that has no place in
+    it."""
+    needed = {name for parts in parts_of.values() for name in parts}
     # Old checkpoints carry the frequencies of RoPE, which follow from config.json.
-    there = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
-    missing, strange = wanted - there, there - wanted - {head}
-    if missing or strange:
-        lacking = missing and f"of config.json's model the files lack {listed(sorted(missing), 3)}"
-        extra = strange and f"{listed(sorted(strange), 3)} has no place in the model of config.json"
+    held = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    missing, surplus = needed - held, held - needed - {HEAD}
+    problems = []
+    if missing:
+        problems.append(f"of config.json's model the files lack {listed(sorted(missing), 3)}")
+    if surplus:
+        problems.append(f"{listed(sorted(surplus), 3)} has no place in the model of config.json")
+    if problems:
+        raise UserError(f"{'; '.join(problems)}: take config.json and weights of one download")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype not in EXACT or tuple(tensor.shape) != shape:
         raise UserError(
-            "; ".join(filter(None, (lacking, extra)))
-            + ": take config.json and weights of one download"
+            f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, but must be"
+            f" {shape} in 16 or 32 bits"
         )
-    for ours, parts in parts_of.items():
-        tensors = {name: read(name) for name in parts}
-        for name, tensor in tensors.items():
-            if tensor.dtype not in EXACT or tuple(tensor.shape) != parts[name]:
-                raise UserError(
-                    f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, but must be"
-                    f" {parts[name]} in 16 or 32 bits"
-                )
-        whole = torch.cat([tensor.float() for tensor in tensors.values()])
-        if (
-            ours == "wte.weight"
-            and config.tied
-            and head in there
-            and not torch.equal(read(head).float(), whole)
-        ):
-            raise UserError(
-                f"{head} is not the embedding: set tie_word_embeddings to false in config.json if"
-                " it shall not be"
-            )
-        yield ours, whole
+
+
+def _check_tied_head(head: torch.Tensor, embedding: torch.Tensor) -> None:
+    if not torch.equal(head.float(), embedding):
+        raise UserError(
+            f"{HEAD} is not the embedding: set tie_word_embeddings to false in config.json if"
+            " it shall not be"
+        )

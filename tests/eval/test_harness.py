@@ -251,26 +251,25 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     names = tuple(task for task, *_ in LAYOUTS.values())
     scores = harness.score(
         harness.Options(run=str(run), tasks=names, dtype="float32"), harness.join()
-    )["tasks"]
+    ).tasks
     assert scores.keys() == set(names)
     for task, row in scores.items():
-        assert [row["acc"], row.get("acc_norm", row["acc"])] == pytest.approx(
-            [row["chance"]] * 2, abs=1e-12
-        ), task
+        accuracies = [metric.value for metric in row.metrics.values()]
+        assert accuracies == pytest.approx([row.chance] * len(accuracies), abs=1e-12), task
         samples = [
             *map(
                 json.loads,
-                gzip.decompress((run / "eval" / row["samples"]).read_bytes()).splitlines(),
+                gzip.decompress((run / "eval" / row.samples).read_bytes()).splitlines(),
             )
         ]
         preferred = {
             int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples
         }
         # and the model sees something, else this would hold as well
-        assert len(samples) == row["n"]
+        assert len(samples) == row.n
         assert len(preferred) > 1 or task == "winogrande"
     assert (
-        scores["mmlu_anatomy"]["num_fewshot"] == 5
+        scores["mmlu_anatomy"].num_fewshot == 5
         and str(samples[0]["arguments"]).count("Answer:") == 4 * 6
     )
 
