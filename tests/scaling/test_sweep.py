@@ -78,6 +78,7 @@ def tiny_study(
     sizes=(64, 128),
     null=False,
     max_epochs=100,
+    micro_batch=4,
 ):
     """A study file of tiny sizes, each given by its n_ffn: 64 and 128 have 22.6k and 28.8k
     parameters."""
@@ -90,7 +91,7 @@ def tiny_study(
             tokens_per_param=20,
             log=replace(tiny.log, every=100),
             model=replace(tiny.model, n_layer=1, n_ffn=n_ffn),
-            data=replace(tiny.data, max_epochs=max_epochs),
+            data=replace(tiny.data, max_epochs=max_epochs, micro_batch=micro_batch),
             checkpoint=replace(tiny.checkpoint, every=None, keep=1),
             optim=replace(tiny.optim, warmup_share=0.05),
         )
@@ -215,7 +216,7 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
             row.flops_per_token
             == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_dim * m.n_ctx
         )
-        base = load_config(ROOT / row.config)
+        base = file_config(ROOT / row.config)
         assert config.optim.warmup_steps(row.steps) == base.optim.warmup_steps(base.total_steps)
         if row.parent:
             trunk = config_of(rows[row.parent], tmp_path)
@@ -347,7 +348,7 @@ def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path
 def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study, tiny, tmp_path):
     trunk, branch = expand(study)[:2]
     alone = replace(branch, parent=None, parent_step=None)
-    switched = replace(branch, recipe="tensorwise>bf16")
+    switched = replace(branch, recipe="tensorwise>bf16", switched_from="tensorwise")
     assert [placed(trunk, tmp_path), placed(branch, tmp_path)] == [trunk, branch] and not is_ready(
         branch, tmp_path
     )
@@ -698,74 +699,97 @@ def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
     assert len(summaries(tmp_path)) == 4
 
 
-def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbroken_study(
-    tiny, tmp_path, capsys, monkeypatch
-):
-    """Real runs. First Ctrl-C, then the sweep alone is killed, while its run lives on and nobody
-    else may write there."""
-    file, folder = tiny_study(tiny, tmp_path, budgets=(3, 6), sizes=(64,)), tmp_path / "out/tiny"
-    call = [sys.executable, "scaling/sweep.py", str(file), "--run", f"out={tmp_path}/out"]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+LEFT_ALONE = "a_bf16_t4_s1 is being run by another sweep: left to it"
+EQUAL_KEYS = (
+    "pair_id",
+    "loss_bf16",
+    "loss_as_trained",
+    "sources",
+    "train_loss_last",
+    "steps",
+    "tokens",
+    "is_annealed",
+)
 
-    def begin(steps):
+
+class RealSweep:
+    """Sweeps of a tiny study as processes; their runs are real."""
+
+    def __init__(self, file: Path, out: Path) -> None:
+        self.rows = expand(load_study(file))
+        self.folder = out / "tiny"
+        self.words = [str(file), "--run", f"out={out}"]
+
+    @property
+    def trunk_rows(self) -> int:
+        return len(read_rows(self.folder / self.rows[0].run / "metrics.jsonl"))
+
+    def begin(self, steps: int) -> subprocess.Popen:
+        """A sweep whose trunk has done so many steps."""
         process = subprocess.Popen(
-            [*call, "limit=1000"],
+            [sys.executable, "scaling/sweep.py", *self.words, "limit=1000"],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        wait_for(
-            lambda: (
-                len(read_rows(folder / "a_bf16_t6_s1/metrics.jsonl")) >= steps
-                or process.poll() is not None
-            )
-        )
+        wait_for(lambda: self.trunk_rows >= steps or process.poll() is not None)
         assert process.poll() is None, process.stdout.read()
         return process
 
-    rows = expand(load_study(file))
-    first = begin(20)
+    def state(self) -> str:
+        return state_of(self.rows[0], self.folder)
+
+
+def child_of(process: subprocess.Popen) -> int:
+    """The process id of the one run that a sweep has started."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
+def test_a_study_interrupted_killed_and_run_again_ends_as_an_unbroken_one(
+    tiny, tmp_path, capsys, monkeypatch
+):
+    """First Ctrl-C, then the sweep alone is killed, while its run lives on and nobody else may
+    write there."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tiny_study(tiny, tmp_path, budgets=(2, 4), sizes=(64,), micro_batch=16)
+    real = RealSweep(file, tmp_path / "out")
+    trunk, branch = real.rows
+
+    first = real.begin(20)
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does, to all it started
     told = first.communicate(timeout=60)[0]
     assert first.returncode == 3 and "asking the runs to save and leave" in told, told
     # torch's import counts
     assert 900 < float(re.search(r"; (\S+) s are left of limit=1000\n", told)[1]) < 999.7
-    at = int(re.fullmatch(r"at step (\d+)", state_of(rows[0], folder))[1])
-    assert 20 <= at < rows[0].steps
+    saved_at = int(re.fullmatch(r"at step (\d+)", real.state())[1])
+    assert 20 <= saved_at < trunk.steps
 
-    second = begin(at + 20)
+    second = real.begin(saved_at + 20)
+    run = child_of(second)
+    os.kill(run, signal.SIGSTOP)  # it shall not end before it has been looked at
     second.kill()
     second.communicate()
-    assert (
-        state_of(rows[0], folder) == "running" and sweep.main([*call[2:], "only=a_bf16_t6_s1"]) == 3
-    )
-    assert "a_bf16_t6_s1 is being run by another sweep: left to it" in capsys.readouterr().out
-    wait_for(lambda: state_of(rows[0], folder) != "running")
+    assert real.state() == "running"
+    assert sweep.main([*real.words, f"only={trunk.run}"]) == 3
+    assert LEFT_ALONE in capsys.readouterr().out
+    os.kill(run, signal.SIGCONT)
+    wait_for(lambda: real.state() != "running")
 
-    assert sweep.main(call[2:]) == 0, capsys.readouterr()
-    assert (folder / "a_bf16_t3_s1.log").read_text().endswith(f"{ENDED}0\n")
+    assert sweep.main(real.words) == 0, capsys.readouterr()
+    assert (real.folder / f"{branch.run}.log").read_text().endswith(f"{ENDED}0\n")
     torch.set_num_threads(1)  # as the runs of the sweep, or sums would be rounded otherwise
-    for row in rows:
-        assert train.main(replace(row, parent=None).arguments(tmp_path / "whole")) == 0, (
-            capsys.readouterr().err
-        )
-        ours, theirs = (
-            strict(base / row.run / "summary.json") for base in (folder, tmp_path / "whole")
-        )
-        assert (ours["parent_run"], ours["parent_step"]) == (row.parent, row.parent_step)
-        for key in (
-            "pair_id",
-            "loss_bf16",
-            "loss_as_trained",
-            "sources",
-            "train_loss_last",
-            "steps",
-            "tokens",
-            "is_annealed",
-        ):
-            assert ours[key] == theirs[key], (row.run, key)
-        steps = [
-            r["step"] for r in read_rows(folder / row.run / "metrics.jsonl") if r["kind"] == "train"
-        ]
-        assert steps == list(range((row.parent_step or 0) + 1, row.steps + 1))
+    for row in real.rows:
+        whole = replace(row, parent=None).arguments(tmp_path / "whole")
+        assert train.main(whole) == 0, capsys.readouterr().err
+        check_equal(row, real.folder, tmp_path / "whole")
+
+
+def check_equal(row, folder: Path, whole: Path) -> None:
+    """A run of a broken study has done each step once and says what the unbroken one says."""
+    summary, expected = (strict(base / row.run / "summary.json") for base in (folder, whole))
+    assert (summary["parent_run"], summary["parent_step"]) == (row.parent, row.parent_step)
+    assert {key: summary[key] for key in EQUAL_KEYS} == {key: expected[key] for key in EQUAL_KEYS}
+    rows = read_rows(folder / row.run / "metrics.jsonl")
+    steps = [line["step"] for line in rows if line["kind"] == "train"]
+    assert steps == list(range((row.parent_step or 0) + 1, row.steps + 1))
