@@ -284,8 +284,8 @@ def schema_page() -> str:
     parts = [
         (
             "# What a run leaves in summary.json\n\nMade of the comments in `runtime/summary.py`; a"
-            " test compares the two. To write this page anew:\n`python -c 'from scaling.schemas import"
-            ' whole_page; print(whole_page(), end="")\' > docs/schemas.md`.\n'
+            " test compares the two. To write it anew:\n`python -c 'from runtime.summary import"
+            ' schema_page; print(schema_page(), end="")\' > docs/schemas.md`.\n'
         )
     ]
     for cls, title in (

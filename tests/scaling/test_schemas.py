@@ -13,7 +13,7 @@ from scaling.declaration import Declaration, read_declaration
 from scaling.precision_result import PrecisionResult, SizeGap, read_precision
 from scaling.rate_sweep import RateResult, read_result
 from scaling.reason_words import worded
-from scaling.schemas import SECTIONS, whole_page
+from scaling.schemas import SECTIONS, schema_page
 from scaling.study_report import StudyReport
 from scaling.training_report import ArmReport, TrainingReport
 from tests.conftest import ROOT
@@ -21,7 +21,7 @@ from tests.helpers.scaling_runs import strict, write_ladder, write_run
 
 
 def test_docs_schemas_is_made_of_the_classes_of_today() -> None:
-    assert (ROOT / "docs/schemas.md").read_text() == whole_page()
+    assert schema_page() in (ROOT / "docs/schemas.md").read_text()
 
 
 @pytest.mark.parametrize("cls", set(SECTIONS.values()), ids=lambda cls: cls.__name__)
