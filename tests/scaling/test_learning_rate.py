@@ -3,11 +3,14 @@ hold it."""
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from configs import h100_3m_bf16 as h100
+from runtime.config import Config
 from scaling import learning_rate
 from scaling.learning_rate import check_settings, format_result, main
 from scaling.rate_sweep import Trial, analyse, read_result
@@ -18,19 +21,26 @@ from tests.helpers.scaling_runs import cells, edit, write_run
 RATES = (0.002, 0.004, 0.008, 0.016, 0.032)
 
 
-def known(lr, best=0.0061):
+def known(lr: float, best: float = 0.0061):
     """A loss of which ln is a parabola in ln lr."""
     return 3.2 * math.exp(0.01 * math.log(lr / best) ** 2)
 
 
-def trials(rates=RATES, loss=known, diverged=(), seed=1337, N=1000, tokens=20_000):
+def trials(
+    rates: Sequence[float] = RATES,
+    loss: Callable[[float], float] = known,
+    diverged: Sequence[float] = (),
+    seed: int = 1337,
+    N: int = 1000,
+    tokens: int = 20_000,
+):
     ok = [Trial(f"lr{lr:g}_s{seed}", N, tokens, lr, seed, "ok", loss(lr)) for lr in rates]
     bad = [Trial(f"lr{lr:g}", N, tokens, lr, seed, "diverged") for lr in diverged]
     return ok + bad
 
 
 @pytest.mark.parametrize("best", [0.0031, 0.008, 0.0158])
-def test_a_known_optimum_is_found_with_its_loss_and_its_curvature(best):
+def test_a_known_optimum_is_found_with_its_loss_and_its_curvature(best: float) -> None:
     found = analyse(trials(loss=lambda lr: known(lr, best), diverged=(0.064,)))
     one = found.sweeps[0].optimum
     assert one.lr == pytest.approx(best, rel=1e-9) == found.base.lr
@@ -46,7 +56,7 @@ def test_a_known_optimum_is_found_with_its_loss_and_its_curvature(best):
     ]
 
 
-def test_the_lowest_rate_and_its_neighbours_alone_are_fitted():
+def test_the_lowest_rate_and_its_neighbours_alone_are_fitted() -> None:
     # no parabola
     runs = trials(
         loss=lambda lr: known(lr, 0.007) + 0.003 * math.log(lr / 0.007) ** 3 * (lr > 0.007)
@@ -67,7 +77,7 @@ def test_the_lowest_rate_and_its_neighbours_alone_are_fitted():
     assert found.lr == pytest.approx(0.0061)
 
 
-def test_seeds_that_every_rate_has_are_averaged():
+def test_seeds_that_every_rate_has_are_averaged() -> None:
     runs = trials((0.016,), loss=lambda lr: 2.0, seed=3)  # averaged in, it would move the optimum
     for seed, best in ((1, 0.005), (2, 0.0075)):
         runs += trials(loss=lambda lr, best=best: known(lr, best), seed=seed)
@@ -93,13 +103,13 @@ def test_seeds_that_every_rate_has_are_averaged():
         ),
     ],
 )
-def test_an_optimum_at_an_end_is_refused(runs, told):
+def test_an_optimum_at_an_end_is_refused(runs: list[Trial], told: str) -> None:
     found = analyse(runs)
     assert told in found.sweeps[0].reason and found.sweeps[0].reason in format_result(found)
     assert found.base is None and found.rates == [] and found.sweeps[0].optimum is None
 
 
-def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
+def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it() -> None:
     # of the smallest size, whose rate is no trunk's
     short = trials(loss=lambda lr: known(lr, 0.009), tokens=9000)
     found = analyse(
@@ -121,13 +131,15 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     )
 
 
-def write_sweep(folder, rates=RATES, best=0.0061, **changes):
+def write_sweep(folder: Path, rates: Sequence[float] = RATES, best: float = 0.0061, **changes):
     for lr in rates:
         write_run(folder / f"lr{lr:g}", **{"loss": known(lr, best), "lr_peak": lr} | changes)
     return folder
 
 
-def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, no_figures):
+def test_what_was_declared_and_has_not_finished_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     write_sweep(tmp_path, RATES[:3], best=0.02)
     write_sweep(tmp_path, (0.0005,), loss=1.0, repeat=1)
     rows = [
@@ -168,13 +180,15 @@ def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, no_fi
         ),
     ],
 )
-def test_runs_that_are_no_sweep_are_refused_with_the_key(tmp_path, capsys, change, said):
+def test_runs_that_are_no_sweep_are_refused_with_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict, said: str
+) -> None:
     write_sweep(write_sweep(tmp_path, RATES[:3]), (0.016,), **change)
     assert said in asked(capsys, main, tmp_path, code=2) and not (tmp_path / "law").exists()
     assert "at=0 is no number of parameters" in asked(capsys, main, tmp_path, "at=0", code=2)
 
 
-def test_every_rate_is_drawn(tmp_path, capsys):
+def test_every_rate_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_sweep(tmp_path / "a", RATES[:4])
     write_sweep(tmp_path / "a", (0.032,), loss=7.9)
     write_sweep(tmp_path / "a", (0.064,), status="diverged")
@@ -188,7 +202,9 @@ def test_every_rate_is_drawn(tmp_path, capsys):
     assert (tmp_path / "b/law/learning_rate.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_runs_whose_configs_differ_in_any_setting_are_refused_with_the_key(tiny, tmp_path, capsys):
+def test_runs_whose_configs_differ_in_any_setting_are_refused_with_the_key(
+    tiny: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also in one that summary.json does not have."""
     for lr in RATES[:3]:
         path = write_sweep(tmp_path, (lr,)) / f"lr{lr:g}/config.json"
@@ -199,7 +215,7 @@ def test_runs_whose_configs_differ_in_any_setting_are_refused_with_the_key(tiny,
     assert "differ in model.rope_theta" in asked(capsys, main, tmp_path, code=2)
 
 
-def test_sizes_and_seeds_may_differ_in_their_configs(tiny, tmp_path):
+def test_sizes_and_seeds_may_differ_in_their_configs(tiny: Config, tmp_path: Path) -> None:
     first, second = tiny, replace(tiny, seed=7, model=replace(tiny.model, n_layer=3, n_ffn=64))
     records = []
     for lr, config in ((0.001, first), (0.002, second)):

@@ -3,8 +3,10 @@ simulated least squares."""
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ expand_once = cache(expand)
 
 
 @pytest.fixture(autouse=True)
-def expanded_once(monkeypatch):
+def expanded_once(monkeypatch: pytest.MonkeyPatch):
     """The same studies for every call of the command: their hundred configs take most of its
     time."""
     monkeypatch.setattr(plan, "expand", expand_once)
@@ -49,7 +51,7 @@ def points(*grid):
     return [(N, D, i) for i, (N, D, _) in enumerate(zip(*ladder(*grid), strict=True))]
 
 
-def row(text, name):
+def row(text: str, name: str):
     """The numbers of the line called so in a table of the output."""
     return next(
         [float(cell) for cell in one[1:] if cell[-1].isdigit()]
@@ -59,7 +61,11 @@ def row(text, name):
 
 
 def write_law(
-    folder, identified=True, is_table=False, sizes=(50e6, 125e6, 250e6, 350e6), **changes
+    folder: Path,
+    identified: bool = True,
+    is_table: bool = False,
+    sizes: Sequence[float] = (50e6, 125e6, 250e6, 350e6),
+    **changes,
 ):
     runs = [
         {"recipe": "bf16", "run_id": f"run{i}", "trunk": f"run{i}", "N": N, "D": D}
@@ -78,7 +84,7 @@ def write_law(
     return path
 
 
-def measured_gaps(folder) -> PrecisionResult:
+def measured_gaps(folder: Path) -> PrecisionResult:
     """Gaps of tensorwise at 10^8 parameters, .5 % in all, and of rowwise at 10^5."""
     for recipe, params in (("tensorwise", 10**8), ("rowwise", 10**5)):
         for name in ("bf16", recipe):
@@ -91,12 +97,14 @@ def measured_gaps(folder) -> PrecisionResult:
     return replace(result, common={**result.common, "tensorwise": half_percent})
 
 
-def output(capsys, *arguments, budget=BUDGET, code=0):
+def output(
+    capsys: pytest.CaptureFixture[str], *arguments, budget: Sequence[str] = BUDGET, code: int = 0
+):
     return asked(capsys, plan.main, *budget, *arguments, code=code)
 
 
 @pytest.mark.parametrize("flops", [1e19, 1e23])
-def test_the_optimum_is_chinchillas_where_a_token_costs_6n(flops):
+def test_the_optimum_is_chinchillas_where_a_token_costs_6n(flops: float) -> None:
     law, (N, D) = EPOCH, optimum(EPOCH, PLAIN, flops, in_fp8=False)
     a = law.beta / (law.alpha + law.beta)  # Hoffmann et al. 2022, section 3.3
     G = (law.alpha * law.A / (law.beta * law.B)) ** (1 / (law.alpha + law.beta))
@@ -104,7 +112,7 @@ def test_the_optimum_is_chinchillas_where_a_token_costs_6n(flops):
     assert pytest.approx(0.5 * flops / (6 * N), rel=1e-6) == D
 
 
-def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes():
+def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes() -> None:
     flops, (sizes, _) = 8 * 989.4e12 * 24 * 3600, read_sizes()
     N, D = optimum(EPOCH, sizes, flops, in_fp8=True)
     grid = np.exp(np.linspace(np.log(1e8), np.log(2e10), 20_001))
@@ -121,7 +129,9 @@ def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes():
     assert tokens(8e9, two, 1e20, False) == pytest.approx(1e20 * 0.5 / (8e9 * 6.5))
 
 
-def test_at_the_break_even_gap_fp8_needs_all_of_its_extra_tokens(capsys):
+def test_at_the_break_even_gap_fp8_needs_all_of_its_extra_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = output(capsys)
     for size in read_sizes()[0]:
         *_, speedup, gap = row(out, size.name)
@@ -135,7 +145,7 @@ def test_at_the_break_even_gap_fp8_needs_all_of_its_extra_tokens(capsys):
 @pytest.mark.parametrize(
     "label", ["tensorwise", "tensorwise+kernels+delayed+head", "rowwise+skip=attn.out"]
 )
-def test_the_bound_on_the_speedup_is_train_pys(label):
+def test_the_bound_on_the_speedup_is_train_pys(label: str) -> None:
     sizes, _ = read_sizes(f"recipe={label}")
     for size in sizes:
         config = replace(load_config(ROOT / f"configs/{size.name}_fp8.py"), fp8=by_name(label))
@@ -148,11 +158,11 @@ def test_the_bound_on_the_speedup_is_train_pys(label):
 
 
 def test_a_law_is_told_with_its_reach_and_runs_of_another_world_say_nothing_of_the_target(
-    tmp_path, capsys
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As out/demo: 33k to 131k parameters over bytes are no evidence for 1.5B, nor is their law."""
 
-    def advice(text):
+    def advice(text: str):
         return text[text.index("| run ") :]
 
     assert "16 points;" in output(capsys, f"law={write_law(tmp_path, is_table=True)}")
@@ -185,7 +195,9 @@ def test_a_law_is_told_with_its_reach_and_runs_of_another_world_say_nothing_of_t
     )
 
 
-def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys, no_figures):
+def test_the_gap_is_given_or_measured_or_counted_as_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     law, none = write_law(tmp_path), output(capsys, "gap=0")
     edit(tmp_path / "precision.json", **worded(measured_gaps(tmp_path / "runs")))
     for arguments, gap in (
@@ -213,7 +225,7 @@ def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys, no_fi
     )
 
 
-def test_measured_speed_counts_on_that_gpu_alone(tmp_path):
+def test_measured_speed_counts_on_that_gpu_alone(tmp_path: Path) -> None:
     N, flops = 123_587_328, 1e9
     shared = {"params": N, "device": "NVIDIA H100 80GB HBM3", "flops_per_token": flops, "n_gpu": 2}
     for recipe, speed in (("bf16", 400e3), ("tensorwise", 500e3)):
@@ -234,7 +246,7 @@ def test_measured_speed_counts_on_that_gpu_alone(tmp_path):
     assert {size.mfu for size in read_sizes(f"runs={tmp_path / 'there'}")[0]} == {ASSUMED_MFU}
 
 
-def test_cramer_rao_bounds_as_computed_elsewhere_and_a_prior_where_runs_identify_nothing():
+def test_cramer_rao_bounds_as_computed_elsewhere_and_a_prior_where_runs_identify_nothing() -> None:
     three, target = (125e6, 250e6, 350e6), (1.5e9, 30e9)
     for sizes, ratios, prediction in (
         (three, (10, 20), 1.24),
@@ -260,7 +272,7 @@ def test_cramer_rao_bounds_as_computed_elsewhere_and_a_prior_where_runs_identify
 
 
 @pytest.mark.parametrize("rho", [RHO, 0.9])
-def test_generalised_least_squares_on_shared_luck_scatters_as_the_bound_says(rho):
+def test_generalised_least_squares_on_shared_luck_scatters_as_the_bound_says(rho: float) -> None:
     """Ladders whose trunks have luck of their own: what GLS of ln L on the law's gradient finds,
     4,000 times."""
     N, D, clusters = ladder((50e6, 125e6, 350e6, 1e9), (5, 20, 80))
@@ -288,7 +300,7 @@ def study_rows():
     ]
 
 
-def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
+def test_a_study_gives_trajectories_a_branch_never_without_its_trunk() -> None:
     rows, found = study_rows(), plan.candidates_of(STUDY, ())
     trunks = {row.run: row.flops_per_token * row.tokens for row in rows if row.parent is None}
     assert {candidate.points[0].trajectory for candidate in found} == set(trunks) and len(
@@ -303,7 +315,9 @@ def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
     assert len(plan.candidates_of(ROOT / "configs/study_h100.py", ())) == 6
 
 
-def test_the_advice_knows_the_trunks_that_are_done(tmp_path, capsys):
+def test_the_advice_knows_the_trunks_that_are_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [row for row in study_rows() if row.seed == 1337]
     *inputs, last = [
         {
@@ -360,8 +374,12 @@ def test_the_advice_knows_the_trunks_that_are_done(tmp_path, capsys):
     ],
 )
 def test_mistakes_and_damaged_files_are_told_in_a_sentence(
-    tmp_path, capsys, monkeypatch, arguments, sentence
-):
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str] | str,
+    sentence: str,
+) -> None:
     monkeypatch.chdir(ROOT)
     if isinstance(arguments, str):  # a file of that name and content
         law = write_law(tmp_path)

@@ -2,6 +2,7 @@
 what it says."""
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -93,7 +94,9 @@ def test_the_declaration_of_older_code_is_read() -> None:
     ],
     ids=["precision", "learning_rate", "study"],
 )
-def test_a_file_of_another_version_is_refused_by_name(tmp_path: Path, read, name: str) -> None:
+def test_a_file_of_another_version_is_refused_by_name(
+    tmp_path: Path, read: Callable[[Path], object], name: str
+) -> None:
     path = tmp_path / name
     path.write_text(json.dumps({"schema_version": 99}))
     with pytest.raises(Exception, match=f"{name}.* 99"):
