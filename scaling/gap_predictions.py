@@ -35,7 +35,8 @@ from scaling.gap_law import (
     misfit,
 )
 from scaling.pairs import Pair, Surface
-from scaling.predict import begun, digest, read_frozen, target_of
+from scaling.predict import begun, target_of
+from scaling.predictions import digest, read_frozen
 from scaling.records import read_study
 
 SCHEMA_VERSION = 1

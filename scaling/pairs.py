@@ -20,6 +20,7 @@ from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 
 from lib.errors import UserError
 from lib.text import listed, si
+from scaling.law_words import refusal_words
 from scaling.laws import Points, fit_form
 from scaling.records import Record, check_comparable, read_study
 
@@ -645,7 +646,7 @@ def own_surface(
     or None, and why. baseline: what their arm is called."""
     fit = fit_form("chinchilla", Points(N, D, 6 * N * D, L, trunks), resamples=1000)
     if not fit.identified:
-        return None, fit.reason
+        return None, refusal_words(fit.reason)
     # The solver's B is the factor at the centre of ln D: ln B = b + beta * centre.
     to_natural = np.array([[1.0, fit.optimum.centres[1]], [0.0, 1.0]])
     return (

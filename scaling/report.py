@@ -30,7 +30,7 @@ from scaling.figures import finite, running_mean
 from scaling.gap_words import ARMS
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
-from scaling.predict import held_out, load
+from scaling.predictions import held_out, load
 from scaling.records import (
     LAW_FOLDER,
     Record,

@@ -188,7 +188,7 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
     if not (waiting := [row for row in rows if row.held_out and not summary_of(row, folder)]):
         return
     # here: matplotlib and scipy.stats would be a second of every start
-    from scaling.predict import is_at, load
+    from scaling.predictions import is_at, load
 
     goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)}
     if missing := [

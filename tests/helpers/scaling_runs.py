@@ -3,10 +3,14 @@
 import itertools
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from scaling.laws.forecast import Counts, Parts
+from scaling.predictions import SCHEMA_VERSION, PredictionFile, Target, sealed
 
 SIZES = (38_912, 106_624, 184_320)  # the demo's order of magnitude
 
@@ -173,6 +177,35 @@ def write_branches(
             )
     edit(folder / "study.json", margin_percent=0.25, declared="2026-11-19T00:00:00Z", runs=rows)
     return folder
+
+
+def write_prediction(folder, target):
+    """A frozen prediction of a run, whose counts stand in `target` among other keys."""
+    counts = {f.name: target.get(f.name) for f in fields(Target)}
+    prediction = PredictionFile(
+        schema_version=SCHEMA_VERSION,
+        target=Target(**counts),
+        date="2026-01-01T00:00:00Z",
+        git_commit=None,
+        loss_key="loss_bf16",
+        loss_unit="nats per token",
+        level=0.95,
+        convention="total",
+        loss=2.0,
+        low=1.9,
+        high=2.1,
+        headline="ray",
+        forms=[],
+        forms_left_out=[],
+        parts=Parts((1.9, 2.1), (1.9, 2.1), 0.0),
+        points=Counts(3, 3),
+        extrapolation=2.0,
+        tokenizer_sha256="t" * 64,
+        val_sha256="v" * 64,
+        inputs=[],
+        sha256="",
+    )
+    edit(Path(folder) / f"prediction_{counts['name']}.json", **sealed(prediction))
 
 
 def edit(path, **changes):

@@ -13,10 +13,12 @@ import pytest
 
 from lib.errors import UserError
 from scaling import fit as cli
-from scaling.fit import fit_group, fit_points, read_points, seed_noise
+from scaling.groups import fit_group, fit_points, seed_noise
 from scaling.laws import fit_law
 from scaling.records import read_runs
+from scaling.table_points import LinesLeftOut, TableFile, read_points
 from tests.conftest import asked, process
+from tests.helpers.law_points import FOLDER, ROUND, early, made, published
 from tests.helpers.scaling_runs import edit, strict, write_branches, write_ladder, write_run
 from tests.law_trials import (
     TRUTH,
@@ -26,7 +28,6 @@ from tests.law_trials import (
     table_of_sizes,
     table_with_outliers,
 )
-from tests.scaling.test_laws import FOLDER, ROUND, early, made, published
 
 HEAD = "run,N,tokens,flops,loss,lr"
 ROWS = (
@@ -465,7 +466,7 @@ def test_compute_tokens_or_neither(tmp_path):
             [points.N, points.D, points.C, points.loss], [N, D, 6 * N * D, loss], rtol=1e-12
         )
         assert len(set(points.cluster)) == 4 and chosen.axes == "NDC" and chosen.notes == []
-    assert chosen.source["derived"] == "D = C / (6 N)" and chosen.source["columns"]["C"] == "flops"
+    assert chosen.source.derived == "D = C / (6 N)" and chosen.source.columns.C == "flops"
     assert read_points(path, "N", "loss").axes == "N"
 
 
@@ -473,7 +474,7 @@ def test_tokens_and_compute_are_taken_as_they_stand_where_both_are_given(tmp_pat
     rows = ["a,1e8,2e9,1.5e18,3.5,1", "b,2e8,4e9,5.0e18,3.2,1"]  # attention, a head: C is no 6 N D
     chosen = read_points(table(tmp_path, rows), "N", "loss", d="tokens", c="flops")
     assert chosen.points.D.tolist() == [2e9, 4e9] and chosen.points.C.tolist() == [1.5e18, 5.0e18]
-    assert chosen.source["derived"] is None and "1.04 to 1.25 times 6 N D" in chosen.notes[0]
+    assert chosen.source.derived is None and "1.04 to 1.25 times 6 N D" in chosen.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -538,7 +539,7 @@ def test_a_chart_exported_from_wandb_gives_the_last_value_of_each_run(tmp_path):
         [3.5, 3.25],
     ]
     sha256 = hashlib.sha256((tmp_path / "runs.csv").read_bytes()).hexdigest()
-    assert chosen.source["runs"] == {"file": "runs.csv", "sha256": sha256}
+    assert chosen.source.runs == TableFile("runs.csv", sha256)
     assert (
         points.cluster.tolist() == ["a", "b"]
         and "each of its 2 runs counts with its last val/loss" in chosen.notes[0]
@@ -585,7 +586,7 @@ def test_unfinished_runs_and_the_highest_losses_are_left_out_and_named(tmp_path)
         for row, loss in zip(ROWS * 3, ["", "NaN", "inf", "-Inf", "None", "N/A"] * 2, strict=True)
     ]
     chosen = read_points(table(tmp_path, rows), "N", "loss", d="tokens")
-    assert chosen.source["lines_left_out"] == {"loss_missing": [3, 7, 11], "highest_losses": []}
+    assert chosen.source.lines_left_out == LinesLeftOut([3, 7, 11], [])
     assert "3, 7, 11" in chosen.notes[0]
     # Such a row's other cells are not looked at; the row of a finite loss is held to them.
     assert len(read_points(table(tmp_path, [*ROWS, "e,,,,,"]), "N", "loss").points.N) == 4
@@ -595,9 +596,10 @@ def test_unfinished_runs_and_the_highest_losses_are_left_out_and_named(tmp_path)
     # of equal ones the first
     assert read_points(path, "N", "loss", drop_highest=1).points.N.tolist() == [2e8, 4e8, 8e8, 1e9]
     chosen = read_points(path, "N", "loss", drop_highest=3)
-    assert chosen.points.loss.tolist() == [3.0, 2.75] and chosen.source["lines_left_out"][
-        "highest_losses"
-    ] == [2, 3, 6]
+    assert chosen.points.loss.tolist() == [
+        3.0,
+        2.75,
+    ] and chosen.source.lines_left_out.highest_losses == [2, 3, 6]
     assert "drop_highest=5" in refusal(path, drop_highest=5)
 
 
@@ -616,7 +618,7 @@ def test_conditions_and_clusters(tmp_path):
     ):
         assert read_points(path, "N", "loss", where=where).points.N.tolist() == kept
     chosen = read_points(path, "N", "loss", where=["run=b", "run=a"], cluster="run")
-    assert chosen.source["filters"] == {"run": ["b", "a"]} and "4 of 7 rows" in chosen.notes[0]
+    assert chosen.source.filters == {"run": ["b", "a"]} and "4 of 7 rows" in chosen.notes[0]
     assert chosen.points.cluster.tolist() == ["a", "b", "b", "b"]
     for where, told in (
         (["run=z"], "no row has run=z; values there: a, b, c, d, x"),

@@ -12,11 +12,14 @@ from scipy.stats import ttest_1samp
 
 from lib import plots
 from lib.plots import STYLES, styles, write_with
-from scaling import fit
-from scaling.fit import draw, fit_group, fit_points, lines_of
+from scaling import law_figure
+from scaling.groups import fit_group, fit_points
+from scaling.law_figure import draw
+from scaling.law_lines import lines_of
 from scaling.laws import Points, minima_of
 from scaling.pairs import pairs
 from scaling.records import read_runs
+from tests.helpers.law_points import law
 from tests.helpers.scaling_runs import (
     edit,
     errorbars,
@@ -27,7 +30,6 @@ from tests.helpers.scaling_runs import (
     write_run,
 )
 from tests.law_trials import bent_valleys
-from tests.scaling.test_laws import law
 
 SIZES, RATIOS = (53e6, 124e6, 257e6, 360e6), (5, 10, 20, 40)
 LARGE = (1.54e9, 30.8e9)
@@ -145,7 +147,7 @@ def caption(figure):
 def test_every_study_shows_all_its_points_and_can_be_read(tmp_path, name):
     groups, found, loss_key = BUILDERS[name](tmp_path)
     figure, axes = draw(groups, found, loss_key), [axis for axis in "CDN" if axis in groups[0].x]
-    names = fit.AXES | ({"N": "non-embedding\nparameters N"} if name == "two ratios" else {})
+    names = law_figure.AXES | ({"N": "non-embedding\nparameters N"} if name == "two ratios" else {})
     assert [panel.get_xlabel() for panel in figure.axes[-len(axes) :]] == [
         names[axis] for axis in axes
     ]
@@ -191,7 +193,7 @@ def test_isoflop_panels_show_each_valley_and_its_minimum():
         assert len(marks) == 1 and np.allclose(marks[0], np.column_stack([x, lowest]))
     for axis, sizes in (("N", N), ("D", D)):
         lines = lines_of(groups[0], axis, None)
-        assert [line.each for line in lines] == pytest.approx(C)
+        assert [line.label for line in lines] == pytest.approx(C)
         for line, at, loss in zip(lines, sizes, lowest, strict=True):
             assert line.loss.min() == pytest.approx(loss, rel=1e-3)
             assert line.x[line.loss.argmin()] == pytest.approx(at, rel=0.1)
@@ -321,11 +323,11 @@ def test_lines_of_a_surface_are_the_law(branches):
         lines_of(replace(group, held_out=held_out()), "D", grid),
         lines_of(group, "N", grid),
     )
-    assert np.allclose([line.each for line in by_size + by_ratio], [*SIZES, LARGE[0], *RATIOS])
+    assert np.allclose([line.label for line in by_size + by_ratio], [*SIZES, LARGE[0], *RATIOS])
     assert all(
-        np.allclose(line.loss, law.predict(np.full(20, line.each), grid)) for line in by_size
+        np.allclose(line.loss, law.predict(np.full(20, line.label), grid)) for line in by_size
     )
-    assert all(np.allclose(line.loss, law.predict(grid, line.each * grid)) for line in by_ratio)
+    assert all(np.allclose(line.loss, law.predict(grid, line.label * grid)) for line in by_ratio)
 
 
 def test_bands_hold_the_law_and_the_forms(ladder):
@@ -414,7 +416,7 @@ def test_the_json_is_written_last(tmp_path, monkeypatch):
 
 def test_smoothing_keeps_a_line():
     x = np.arange(1.0, 2001.0)
-    smooth_x, smooth_y = fit.smooth(x, 3 * x)
+    smooth_x, smooth_y = law_figure.smooth(x, 3 * x)
     assert np.allclose(smooth_y, 3 * smooth_x) and 40 < len(smooth_x) <= 80 and smooth_x[-1] > 1900
 
 
@@ -423,14 +425,14 @@ def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
     N, ratio, seed = (a.ravel() for a in np.meshgrid([1e6, 4e6], [5.0, 20.0], [0.0, 0.1]))
     (group,), *_ = table(N, N * ratio, 3 - np.log10(N * ratio) / 10 + seed)
     by_size, by_ratio = lines_of(group, "D", None), lines_of(group, "N", None)
-    assert [(line.each, *line.x) for line in by_size] == [(1e6, 5e6, 20e6), (4e6, 20e6, 80e6)]
-    assert [(line.each, *line.x) for line in by_ratio] == [(5, 1e6, 4e6), (20, 1e6, 4e6)]
+    assert [(line.label, *line.x) for line in by_size] == [(1e6, 5e6, 20e6), (4e6, 20e6, 80e6)]
+    assert [(line.label, *line.x) for line in by_ratio] == [(5, 1e6, 4e6), (20, 1e6, 4e6)]
     assert all(np.allclose(line.loss, 3.05 - np.log10(line.x) / 10) for line in by_size)
     assert all(
-        np.allclose(line.loss, 3.05 - np.log10(line.each * line.x) / 10) for line in by_ratio
+        np.allclose(line.loss, 3.05 - np.log10(line.label * line.x) / 10) for line in by_ratio
     )
     N = np.repeat(sizes := np.geomspace(1e6, 1e9, 9), 2)
     (group,), *_ = table(N, N * np.tile([5.0, 20.0], 9), 2 + N / 1e9)
-    assert [line.each for line in lines_of(group, "D", None)] == pytest.approx(
+    assert [line.label for line in lines_of(group, "D", None)] == pytest.approx(
         sizes[[0, 2, 3, 5, 6, 8]]
     )

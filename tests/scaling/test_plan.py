@@ -19,8 +19,8 @@ from scaling.pairs import EPOCH
 from scaling.plan import PRIOR_SD, RHO, Options, Size, bound, gradient, optimum, tokens
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, asked
+from tests.helpers.law_points import ladder
 from tests.helpers.scaling_runs import cells, edit, write_run
-from tests.scaling.test_laws import ladder
 
 BUDGET = ["gpus=8", "hours=24", "gpu=h100"]
 # 6 N a token, one speed for all sizes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lib.plots import STYLES
-from scaling import fit, precision, report
+from scaling import fit, law_file, precision, report
 from scaling.pairs import pairs
 from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms
@@ -396,7 +396,7 @@ def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path):
     group = fit.fit_points(bent_valleys(), "isoflop.csv", resamples=0)
     law = {
         "conventions": {"N": "params_total", "loss": "loss_bf16"},
-        "groups": {"bf16": group.plain()},
+        "groups": {"bf16": law_file.plain(law_file.group_entry(group))},
     }
     (tmp_path / "law.json").write_text(json.dumps(law))
     rows = cells(report._laws(tmp_path / "law.json"))[1:]

@@ -27,7 +27,6 @@ from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
 from runtime.roofline import modelled_ratio
 from scaling import sweep
-from scaling.predict import digest
 from scaling.study import Size, Study, expand, load_study
 from scaling.sweep import (
     ENDED,
@@ -42,7 +41,7 @@ from scaling.sweep import (
 )
 from tests.conftest import ROOT, asked, write_config
 from tests.helpers.faults import wait_for
-from tests.helpers.scaling_runs import cells, edit, strict
+from tests.helpers.scaling_runs import cells, edit, strict, write_prediction
 
 STUDIES = sorted((ROOT / "configs").glob("study_*.py"))
 OPTIONS = Options(study="x", start=2.0)
@@ -488,18 +487,8 @@ def test_held_out_runs_wait_to_be_named(fake, tmp_path):
 
 
 def predict(row, folder, **changes):
-    """A frozen prediction of a run, as far as scaling/predict.py reads one."""
-    content = {
-        "target": {**asdict(row), "overrides": [], "name": row.run, **changes},
-        "date": "2026-01-01T00:00:00Z",
-        "loss_key": "loss_bf16",
-        "loss": 2.0,
-        "low": 1.9,
-        "high": 2.1,
-        "headline": "ray",
-        "forms": [],
-    }
-    edit(folder / f"prediction_{row.run}.json", **content, sha256=digest(content))
+    """A frozen prediction of a run."""
+    write_prediction(folder, {**asdict(row), "name": row.run, **changes})
 
 
 @pytest.mark.parametrize(
