@@ -1,5 +1,5 @@
-"""Fit every law to the runs of one precision recipe, or to the points of a table, and choose the one
-that answers for them."""
+"""Fit every law to the runs of one precision recipe, or to the points of a table, and choose the
+one that answers for them."""
 
 import math
 from collections import defaultdict
@@ -111,6 +111,11 @@ class Group:
         return self.laws[self.headline]
 
     @property
+    def n_sizes(self) -> int:
+        """How many distinct N there are."""
+        return len(np.unique(self.x["N"]))
+
+    @property
     def is_surface(self) -> bool:
         """Whether an identified L(N, D) heads the group, so that no single curve over one axis is
         its law."""
@@ -206,13 +211,11 @@ def fit_group(
     if seed_sd is None:
         seed_sd = seed_noise(runs, loss_key)[0] or 0.0
     counts = _counts(runs)
-    points = Points(
-        N=counts["N"].pop(f"params_{runs[0].convention}"),
-        D=np.array([float(record.tokens) for record in runs]),
-        C=counts["C"].pop("flops_per_token"),
-        loss=np.array([getattr(record, loss_key) for record in runs]),
-        cluster=np.array([record.trunk for record in runs]),
-    )
+    tokens = np.array([float(record.tokens) for record in runs])
+    losses = np.array([getattr(record, loss_key) for record in runs])
+    trunks = np.array([record.trunk for record in runs])
+    N = counts["N"].pop(f"params_{runs[0].convention}")
+    points = Points(N, tokens, counts["C"].pop("flops_per_token"), losses, trunks)
     group = fit_points(points, runs[0].recipe, "NDC", seed_sd, resamples, insist)
     return replace(
         group,
@@ -256,12 +259,11 @@ def fit_points(
     ray = points.ray if has_tokens else None
     resamples = min(resamples, max(FEWEST_RESAMPLES, RESAMPLED // len(points)))
     labels = tuple(points.cluster)
-    first: Fit | None = None  # the law that is asked for a shared fault
+    first: Fit | None = None
     fault: SharedFault | None = None
     if has_tokens:
         first = fit_form("ray" if on_one_ray(ray) else "chinchilla", points, seed_sd)
-        if resamples and meets(first, points, seed_sd):
-            fault = shared_fault(first, points, columns)
+        fault = _fault(first, points, seed_sd, columns) if resamples else None
     if fault is not None:
         points = replace(points, cluster=fault.labels)
     laws = {form: _fit(form, points, axes, first, seed_sd, resamples) for form in FORMS}
@@ -286,6 +288,15 @@ def fit_points(
         shared_fault=fault,
         labels=labels,
     )
+
+
+def _fault(
+    fit: Fit, points: Points, seed_sd: float, columns: dict[str, np.ndarray] | None
+) -> SharedFault | None:
+    """What sizes or runs share; None also where the law itself is at fault."""
+    if not meets(fit, points, seed_sd):
+        return None
+    return shared_fault(fit, points, columns)
 
 
 def _fit(

@@ -63,10 +63,9 @@ def draw(groups: Sequence[Group], pairs: Sequence[Pair], loss_key: str) -> Figur
     recipes = [group.recipe for group in groups]
     pairs = [pair for pair in pairs if pair.fp8.recipe in recipes]
     axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
-    looks = styles(recipes)
-    headed_by_minima = [i for i, group in enumerate(groups) if group.frontier is not None]
+    by_minima = next((group for group in groups if group.frontier is not None), None)
     heights = [LOSS_ROW, GAP_ROW] if pairs else [LONE_LOSS_ROW]
-    if headed_by_minima:
+    if by_minima is not None:
         heights.append(OPTIMA_ROW)
     handles = _legend(groups)
     if pairs:
@@ -82,26 +81,31 @@ def draw(groups: Sequence[Group], pairs: Sequence[Pair], loss_key: str) -> Figur
         height_ratios=heights,
         width_ratios=[1.25, 1, 1][: len(axes)],
     )
-    gap_panels = panels[1] if pairs else [None for _ in axes]
-    for axis, loss_panel, gap_panel in zip(axes, panels[0], gap_panels, strict=True):
-        lowest = loss_panel if gap_panel is None else gap_panel
-        if gap_panel is not None:
-            gap_panel.sharex(loss_panel)
-            loss_panel.tick_params(labelbottom=False)
-        _draw_losses(loss_panel, groups, axis)
-        if gap_panel is not None:
-            _draw_gaps(gap_panel, groups, axis, pairs, loss_key)
-        kind = KIND[groups[0].convention].replace(" ", "\n") if axis == "N" else ""
-        lowest.set_xlabel(kind + AXES[axis])
-    _set_loss_limits(dict(zip(axes, panels[0], strict=True)), groups)
+    loss_panels = dict(zip(axes, panels[0], strict=True))
+    gap_panels = dict(zip(axes, panels[1], strict=True)) if pairs else {}
+    for axis, gap_panel in gap_panels.items():
+        gap_panel.sharex(loss_panels[axis])
+        loss_panels[axis].tick_params(labelbottom=False)
+    for axis, panel in loss_panels.items():
+        _draw_losses(panel, groups, axis)
+        if axis in gap_panels:
+            _draw_gaps(gap_panels[axis], groups, axis, pairs, loss_key)
+        lowest = gap_panels.get(axis, panel)
+        lowest.set_xlabel(_axis_label(axis, groups[0]))
+    _set_loss_limits(loss_panels, groups)
     panels[0, 0].set_ylabel("validation loss\n[nats/token]")
     if pairs:
         _finish_gap_row(panels[1], groups, pairs, loss_key)
-    if headed_by_minima:
-        first = headed_by_minima[0]
-        _draw_optima(panels[-1], groups[first], looks[first])
+    if by_minima is not None:
+        _draw_optima(panels[-1], by_minima, recipes)
     figure.align_ylabels(panels[:, 0])
     return settle(figure)
+
+
+def _axis_label(axis: str, group: Group) -> str:
+    if axis != "N":
+        return AXES[axis]
+    return KIND[group.convention].replace(" ", "\n") + AXES[axis]
 
 
 def _set_loss_limits(panels: dict[str, Axes], groups: Sequence[Group]) -> None:
@@ -175,7 +179,7 @@ class Shading:
 
 
 @dataclass(frozen=True)
-class Look:
+class Appearance:
     """How one group is drawn."""
 
     style: dict[str, Any]
@@ -195,10 +199,10 @@ class Look:
         }
 
 
-def _looks(groups: Sequence[Group]) -> list[Look]:
+def _appearances(groups: Sequence[Group]) -> list[Appearance]:
     group_styles = styles([group.recipe for group in groups])
     return [
-        Look(style, len(group.loss) >= MANY)
+        Appearance(style, len(group.loss) >= MANY)
         for group, style in zip(groups, group_styles, strict=True)
     ]
 
@@ -213,17 +217,17 @@ def _draw_losses(panel: Axes, groups: Sequence[Group], axis: str) -> None:
     panel.set(xscale="log", yscale="log", xlim=(low, high))
     counts_axis(panel.xaxis, in_words=axis != "C")
     labelled: dict[str, Artist] = {}
-    for group, look in zip(groups, _looks(groups), strict=True):
+    for group, appearance in zip(groups, _appearances(groups), strict=True):
         if axis == "C":
-            _draw_curves(panel, group, look, shading)
+            _draw_curves(panel, group, appearance, shading)
         _draw_band(panel, group, axis, grid)
         for line in lines_of(group, axis, grid):
-            drawn_line = _draw_line(panel, line, look, shading)
+            drawn_line = _draw_line(panel, line, appearance, shading)
             if line.label:
                 labelled.setdefault(shading.name(line.label), drawn_line)
-        _draw_points(panel, group, axis, look, shading)
+        _draw_points(panel, group, axis, appearance, shading)
         for held in group.held_out:
-            _draw_held(panel, held, axis, look)
+            _draw_held(panel, held, axis, appearance)
     is_keyed_beside = shading.by == "C [FLOPs]" and axis == "N"
     if labelled and not is_keyed_beside:
         _draw_key(panel, labelled, shading.by)
@@ -255,15 +259,15 @@ def _shading(groups: Sequence[Group], axis: str) -> Shading:
     return Shading(by, (min(among), max(among)))
 
 
-def _draw_curves(panel: Axes, group: Group, look: Look, shading: Shading) -> None:
+def _draw_curves(panel: Axes, group: Group, appearance: Appearance, shading: Shading) -> None:
     """The training curve of each run over compute."""
     for record, (tokens, loss) in zip(group.records, group.curves, strict=True):
         panel.plot(
             *smooth(tokens * record.flops_per_token, loss),
-            color=shading.colour(look.style, record.N),
+            color=shading.colour(appearance.style, record.N),
             alpha=0.5,
             linewidth=0.7,
-            linestyle="-" if look.is_wide else look.style["linestyle"],
+            linestyle="-" if appearance.is_wide else appearance.style["linestyle"],
             zorder=1,
         )
 
@@ -276,9 +280,9 @@ def _draw_band(panel: Axes, group: Group, axis: str, grid: np.ndarray) -> None:
         panel.fill_between(grid, losses.min(axis=0), losses.max(axis=0), **HATCH, zorder=1.2)
 
 
-def _draw_line(panel: Axes, line: Line, look: Look, shading: Shading) -> Artist:
+def _draw_line(panel: Axes, line: Line, appearance: Appearance, shading: Shading) -> Artist:
     """A line of the law with its interval."""
-    colour = look.style["color"]
+    colour = appearance.style["color"]
     if line.low is not None and line.high is not None:
         panel.fill_between(
             line.x,
@@ -290,35 +294,37 @@ def _draw_line(panel: Axes, line: Line, look: Look, shading: Shading) -> Artist:
             edgecolor=(colour, 0.4),
         )
     if line.label:
-        colour = shading.colour(look.style, line.label)
-    (drawn_line,) = panel.plot(line.x, line.loss, color=colour, **look.line, zorder=2)
+        colour = shading.colour(appearance.style, line.label)
+    (drawn_line,) = panel.plot(line.x, line.loss, color=colour, **appearance.line, zorder=2)
     return drawn_line
 
 
-def _draw_points(panel: Axes, group: Group, axis: str, look: Look, shading: Shading) -> None:
+def _draw_points(
+    panel: Axes, group: Group, axis: str, appearance: Appearance, shading: Shading
+) -> None:
     """The final losses, and the minima of compute budgets."""
     if group.frontier is not None:
         minima = minima_of(group.laws["isoflop"])
-        panel.plot(getattr(minima, axis), minima.loss, **_minimum_look(look.style["color"]))
-    colours = shading.colour(look.style, shading.value_of(group))  # (n, 4)
+        panel.plot(getattr(minima, axis), minima.loss, **_minimum_look(appearance.style["color"]))
+    colours = shading.colour(appearance.style, shading.value_of(group))  # (n, 4)
     panel.scatter(
         group.x[axis],
         group.loss,
-        s=CLOUD_SIZE if look.is_cloud else look.style["markersize"] ** 2,
-        marker=look.style["marker"],
+        s=CLOUD_SIZE if appearance.is_cloud else appearance.style["markersize"] ** 2,
+        marker=appearance.style["marker"],
         zorder=3,
-        alpha=0.7 if look.is_cloud else 1,
-        facecolors="white" if look.is_wide else colours,
+        alpha=0.7 if appearance.is_cloud else 1,
+        facecolors="white" if appearance.is_wide else colours,
         edgecolors=colours,
-        linewidths=1.4 if look.is_wide else 0,
+        linewidths=1.4 if appearance.is_wide else 0,
     )
 
 
-def _draw_held(panel: Axes, held: Held, axis: str, look: Look) -> None:
+def _draw_held(panel: Axes, held: Held, axis: str, appearance: Appearance) -> None:
     """A star where the held-out run ended, hollow at its prediction while it has not; that as a
     bar."""
-    x, prediction, colour = getattr(held, axis), held.prediction, look.style["color"]
-    size = 14 if look.is_wide else 8.5
+    x, prediction, colour = getattr(held, axis), held.prediction, appearance.style["color"]
+    size = 14 if appearance.is_wide else 8.5
     if prediction is not None:
         panel.errorbar(
             x,
@@ -406,8 +412,8 @@ def _draw_gaps(
 ) -> None:
     """FP8 minus BF16 in per cent: the mean over seeds with its interval, or a single pair."""
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
-    for group, look in zip(groups, _looks(groups), strict=True):
-        marker = {key: look.style[key] for key in ("color", "marker", "markersize")}
+    for group, appearance in zip(groups, _appearances(groups), strict=True):
+        marker = {key: appearance.style[key] for key in ("color", "marker", "markersize")}
         draw_gaps(panel, _gaps_of(group, pairs, axis, loss_key), marker)
 
 
@@ -425,11 +431,13 @@ def _finish_gap_row(
         panel.tick_params(labelleft=False)
 
 
-# ------------------------------------------------------------------------- minima of compute budgets
+# ----------------------------------------------------------------------- minima of compute budgets
 
 
-def _draw_optima(row: Sequence[Axes], group: Group, style: dict[str, Any]) -> None:
-    """N*(C), D*(C) and their ratio: the budgets' minima and the laws through them."""
+def _draw_optima(row: Sequence[Axes], group: Group, recipes: list[str]) -> None:
+    """N*(C), D*(C) and their ratio: the budgets' minima and the laws through them. recipes: of all
+    groups of the figure, which decide the colours."""
+    style = styles(recipes)[recipes.index(group.recipe)]
     fit = group.laws["isoflop"]
     minima, p = minima_of(fit), fit.values
     grid = np.geomspace(minima.C.min() / AROUND, BEYOND * minima.C.max(), 60)
@@ -481,9 +489,11 @@ def _minimum_look(colour: str) -> dict[str, Any]:
 def _legend(groups: Sequence[Group]) -> list[Artist]:
     """A group's marker and line, then in grey what is alike in all of them."""
     handles = [
-        _group_handle(group, look) for group, look in zip(groups, _looks(groups), strict=True)
+        _group_handle(group, appearance)
+        for group, appearance in zip(groups, _appearances(groups), strict=True)
     ]
-    if any(len(tokens) for group in groups for tokens, _ in group.curves):
+    curves = list(itertools.chain.from_iterable(group.curves for group in groups))
+    if any(len(tokens) for tokens, _ in curves):
         handles.append(Line2D([], [], color=GREY, linewidth=0.8, alpha=0.8, label="training loss"))
     if any(group.lines or group.is_surface for group in groups):
         handles.append(Patch(facecolor=GREY, alpha=0.3, label="law, 95 % interval"))
@@ -491,18 +501,19 @@ def _legend(groups: Sequence[Group]) -> list[Artist]:
         handles.append(Patch(**HATCH, label="other model forms"))
     if any(group.frontier for group in groups):
         handles.append(_grey_marker("P", 8, "minimum of a budget"))
-    return handles + _held_handles([held for group in groups for held in group.held_out])
+    held = list(itertools.chain.from_iterable(group.held_out for group in groups))
+    return handles + _held_handles(held)
 
 
-def _group_handle(group: Group, look: Look) -> Artist:
+def _group_handle(group: Group, appearance: Appearance) -> Artist:
     keys = ("marker", "markersize", "linestyle", "linewidth", "color")
     return Line2D(
         [],
         [],
-        **{key: look.style[key] for key in keys},
+        **{key: appearance.style[key] for key in keys},
         label=name_of(group),
-        markeredgewidth=1.4 if look.is_wide else 0,
-        markerfacecolor="white" if look.is_wide else look.style["color"],
+        markeredgewidth=1.4 if appearance.is_wide else 0,
+        markerfacecolor="white" if appearance.is_wide else appearance.style["color"],
     )
 
 
@@ -519,7 +530,7 @@ def _held_handles(held: Sequence[Held]) -> list[Artist]:
     return [star, _grey_marker("|", 10, "its prediction, 95 %")]
 
 
-def _grey_marker(marker: str, size: float, label: str, **look: Any) -> Artist:
+def _grey_marker(marker: str, size: float, label: str, **options: Any) -> Artist:
     return Line2D(
         [],
         [],
@@ -528,7 +539,7 @@ def _grey_marker(marker: str, size: float, label: str, **look: Any) -> Artist:
         markersize=size,
         linestyle="none",
         label=label,
-        **look,
+        **options,
     )
 
 

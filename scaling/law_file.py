@@ -1,7 +1,7 @@
 """law.json: what scaling/fit.py leaves of its laws, as dataclasses, with its one writer and reader.
 
-The parameters of a law stand beside its other keys, as laws.chinchilla.alpha; so do those of a row of
-robustness. docs/schemas.md has every key."""
+The parameters of a law stand beside its other keys, as laws.chinchilla.alpha; so do those of a row
+of robustness. docs/schemas.md has every key."""
 
 import json
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.errors import UserError
-from lib.schema import schema_table
+from lib.schema import schema_section
 from lib.text import si
 from scaling.groups import FormDoubt, Group, Headline, NamedOutlier
 from scaling.law_words import refusal_words
@@ -401,7 +401,7 @@ def read_law_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def schema_section() -> str:
+def schema_page() -> str:
     """docs/schemas.md: the keys of law.json."""
     parts = [
         "# What scaling/fit.py leaves in law.json\n\nMade of the comments in"
@@ -429,5 +429,5 @@ def schema_section() -> str:
         (Window, "`windows`, each"),
         (RefitEntry, "`robustness`, each"),
     ):
-        parts.append(f"## {title}\n\n{schema_table(cls)}\n")
+        parts.append(schema_section(cls, title))
     return "\n".join(parts)

@@ -1,5 +1,5 @@
-"""The lines that a figure draws of a group's laws: a law over one axis, sections of L(N, D), valleys
-of compute budgets, and points of one size or ratio joined."""
+"""The lines that a figure draws of a group's laws: a law over one axis, sections of L(N, D),
+valleys of compute budgets, and points of one size or ratio joined."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.groups import Group
-from scaling.laws import ONE_RAY, SAME_BUDGET, Fit
+from scaling.laws import ONE_RAY, SAME_BUDGET, Fit, Points
 
 FEW = 6  # at most so many lines of one size, or of one ratio, in a panel
 MANY = 60  # points: from so many on, no lines join them
@@ -33,12 +33,12 @@ def shown_groups(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
     """The groups that the figure shows; those that it only names, because their law says nothing
     beside the others' frontier: of fewer sizes than another, or without an irreducible loss that
     their points identify where some law has one."""
-    sizes = [len(np.unique(group.x["N"])) for group in groups]
-    drawn = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
+    most_sizes = max(group.n_sizes for group in groups)
+    drawn = [group for group in groups if group.n_sizes == most_sizes]
     strong = [group for group in drawn if group.headline in STRONG and group.law.identified]
     drawn = strong or drawn
-    drawn_ids = {id(group) for group in drawn}
-    return drawn, [group for group in groups if id(group) not in drawn_ids]
+    names = {group.recipe for group in drawn}
+    return drawn, [group for group in groups if group.recipe not in names]
 
 
 def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
@@ -65,7 +65,9 @@ def _sections(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
     if axis == "N":
         ratios = few_values(points.D / points.N)
         return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in ratios]
-    sizes = {*few_values(points.N), *(float(held.N) for held in group.held_out)}
+    sizes = set(few_values(points.N))
+    for held in group.held_out:
+        sizes.add(float(held.N))
     return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sorted(sizes)]
 
 
@@ -76,8 +78,9 @@ def _joined(group: Group, axis: str) -> list[Line]:
     lines = []
     for value in few_values(values):
         is_alike = np.abs(np.log(values / value)) < np.log(ONE_RAY)
-        x = np.unique(group.x[axis][is_alike])
-        means = [group.loss[is_alike & (group.x[axis] == place)].mean() for place in x]
+        places, losses = group.x[axis][is_alike], group.loss[is_alike]
+        x = np.unique(places)
+        means = [losses[places == place].mean() for place in x]
         if len(x) > 1:
             lines.append(Line(x, np.array(means), label=value))
     return lines
@@ -87,22 +90,28 @@ def _valleys(group: Group, axis: str) -> list[Line]:
     """The fitted valley of each budget that has a minimum, over parameters or tokens; labelled by
     its compute."""
     fit, points = group.laws["isoflop"], group.points
-    valleys = fit.valleys
-    assert valleys is not None
+    assert fit.valleys is not None
     lines = []
     for budget in fit.budgets or ():
         if budget.N is None:
             continue
-        is_at_budget = np.abs(np.log(points.C / budget.C)) < math.log(SAME_BUDGET)
-        log_sizes, first = np.unique(np.log(points.N[is_at_budget]), return_index=True)
-        log_size = np.linspace(log_sizes[0], log_sizes[-1], VALLEY_POINTS)
-        log_d = np.log(points.D[is_at_budget])[first]
-        log_tokens = np.interp(log_size, log_sizes, log_d)
-        distance = np.abs(valleys.log_size - math.log(budget.N))
+        log_sizes, log_tokens = _sizes_at(points, budget.C)
+        log_x = np.linspace(log_sizes[0], log_sizes[-1], VALLEY_POINTS)
+        distance = np.abs(fit.valleys.log_size - math.log(budget.N))
         valley = int(np.nanargmin(distance))
-        x = np.exp(log_size if axis == "N" else log_tokens)
-        lines.append(Line(x, valleys.loss_at(valley, log_size), label=budget.C))
+        loss = fit.valleys.loss_at(valley, log_x)
+        if axis == "D":
+            log_x = np.interp(log_x, log_sizes, log_tokens)
+        lines.append(Line(np.exp(log_x), loss, label=budget.C))
     return lines
+
+
+def _sizes_at(points: Points, compute: float) -> tuple[np.ndarray, np.ndarray]:
+    """(ln N, ln D) of the sizes of one compute budget, ascending."""
+    distance = np.abs(np.log(points.C / compute))
+    of_budget = points.take(distance < math.log(SAME_BUDGET))
+    log_sizes, first = np.unique(np.log(of_budget.N), return_index=True)
+    return log_sizes, np.log(of_budget.D)[first]
 
 
 def _line(
@@ -125,9 +134,11 @@ def _cheapest(group: Group, compute: np.ndarray) -> tuple[np.ndarray, np.ndarray
     and of attention falls with size."""
     law, points = group.laws["chinchilla"].values, group.points
     alpha, beta = law["alpha"], law["beta"]
-    k, height = np.polyfit(np.log(points.N), np.log(group.x["C"] / points.D), 1)
+    log_flops_per_token = np.log(group.x["C"] / points.D)
+    k, height = np.polyfit(np.log(points.N), log_flops_per_token, 1)
     D_at_1 = compute / np.exp(height)  # tokens of a model of one parameter
-    balance = alpha * law["A"] * D_at_1**beta / (k * beta * law["B"])
+    size_term = alpha * law["A"] * D_at_1**beta
+    balance = size_term / (k * beta * law["B"])
     N = balance ** (1 / (alpha + k * beta))
     return N, D_at_1 / N**k
 

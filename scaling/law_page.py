@@ -79,8 +79,9 @@ def _outlier_lines(group: Group) -> list[str]:
     lines = [f"WARNING: {group.recipe}: {sentence}; look at what happened there"]
     fit = group.law
     if fit.without_outliers:
+        percent = f"{100 * known(fit.scatter):.2g} %"
         lines.append(
-            f"  without what lies off, residuals are {100 * known(fit.scatter):.2g} % and the law is"
+            f"  without what lies off, residuals are {percent} and the law is"
             f" {fit.formula(fit.without_outliers)}"
         )
     return lines
@@ -104,10 +105,10 @@ def _lack_of_fit_lines(group: Group) -> list[str]:
     lack = group.lack_of_fit
     if lack is None:
         return []
+    noise = f"{100 * lack.noise.sd:.2g} % (of {lack.noise.source})"
     line = (
         f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of"
-        f" {100 * lack.scatter:.2g} %, noise of {100 * lack.noise.sd:.2g} % (of"
-        f" {lack.noise.source})"
+        f" {100 * lack.scatter:.2g} %, noise of {noise}"
     )
     if lack.mended is None:
         return [

@@ -29,6 +29,7 @@ from runtime.config import load_config, positive
 from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
+from scaling.law_file import read_law_file
 from scaling.pairs import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats
 from scaling.study import expand, load_study
@@ -266,7 +267,7 @@ def read_law(path: str | None) -> tuple[Surface, str, dict[str, tuple]]:
     )
     if path is None:
         return EPOCH, published, {}
-    content = read_json(Path(path))
+    content = read_law_file(Path(path))
     if content.get("conventions", {}).get("N") == "params_nonembed":
         raise UserError(
             f"{path} counts non-embedding parameters: make one that counts all (scaling/fit.py RUNS"

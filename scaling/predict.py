@@ -110,7 +110,7 @@ def _check_vocabulary(name: str, goal: dict[str, Any], record: Record) -> None:
 def _prediction(target: Target, group: Group, loss_key: str) -> PredictionFile:
     """What the group says of the target, not yet sealed."""
     N = getattr(target, f"params_{group.convention}")
-    told = _forecast(group, (N, target.tokens, target.flops))
+    prediction = _forecast(group, (N, target.tokens, target.flops))
     record = group.records[0]
     return PredictionFile(
         schema_version=SCHEMA_VERSION,
@@ -121,17 +121,18 @@ def _prediction(target: Target, group: Group, loss_key: str) -> PredictionFile:
         loss_unit="nats per token",
         level=0.95,
         convention=str(group.convention),
-        loss=told.loss,
-        low=told.low,
-        high=told.high,
-        headline=told.headline,
-        forms=list(told.forms),
+        loss=prediction.loss,
+        low=prediction.low,
+        high=prediction.high,
+        headline=prediction.headline,
+        forms=list(prediction.forms),
         forms_left_out=[
-            FormLeftOut(form, str(refusal_words(reason))) for form, reason in told.left_out.items()
+            FormLeftOut(form, str(refusal_words(reason)))
+            for form, reason in prediction.left_out.items()
         ],
-        parts=told.parts,
-        points=told.points,
-        extrapolation=told.extrapolation,
+        parts=prediction.parts,
+        points=prediction.points,
+        extrapolation=prediction.extrapolation,
         tokenizer_sha256=record.tokenizer_sha256,
         val_sha256=record.val_sha256,
         inputs=[

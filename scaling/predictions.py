@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.errors import UserError
-from lib.schema import schema_table
+from lib.schema import schema_section
 from scaling.laws.forecast import Counts, FormForecast, Parts
 from scaling.records import Record, read_json, read_study
 
@@ -300,7 +300,7 @@ def is_at(record: Record, goal: dict[str, Any]) -> bool:
     return all(getattr(record, key) == goal[key] for key in POINT)
 
 
-def schema_section() -> str:
+def schema_page() -> str:
     """docs/schemas.md: the keys of predictions and scores."""
     parts = [
         "# What scaling/fit.py --predict and --score leave\n\nMade of the comments in"
@@ -318,5 +318,5 @@ def schema_section() -> str:
         (RunScore, "`runs`, each"),
         (FormScore, "`runs.forms`, each"),
     ):
-        parts.append(f"## {title}\n\n{schema_table(cls)}\n")
+        parts.append(schema_section(cls, title))
     return "\n".join(parts)

@@ -28,6 +28,7 @@ from lib.values import FilePath
 from scaling import figures, learning_rate, precision
 from scaling.figures import finite, running_mean
 from scaling.gap_words import ARMS
+from scaling.law_file import read_law_file
 from scaling.pairs import Pair, pairs
 from scaling.precision import fixed, table
 from scaling.predictions import held_out, load
@@ -486,7 +487,7 @@ def _runs(rows: list[dict], is_sweep: bool) -> str:
 
 def _laws(path: Path) -> str:
     """Each recipe's headlined law, L(N, D) beside it where that is another, and why."""
-    law, lines = read_json(path), []
+    law, lines = read_law_file(path), []
     for recipe, group in law["groups"].items():
         head = group["headline"]["form"]
         lines.append(_law_row(recipe, f"{head} (headline)", group["laws"][head]))

@@ -40,18 +40,22 @@ ONE_SIZE = 1.01  # largest over smallest N of the rows of one run
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that hold parameters, tokens, training FLOPs, losses and the training run; null
-    where the table has none."""
+    """Which columns of the table hold what."""
 
-    N: str
-    D: str | None
-    C: str | None
-    loss: str
-    cluster: str | None
+    N: str  # parameters
+    D: str | None  # training tokens; null where the table has none
+    C: str | None  # training FLOPs; null where the table has none
+    loss: str  # losses
+    cluster: str | None  # the training run; null where none names it
 
     @property
     def of_numbers(self) -> list[str]:
         return [name for name in (self.N, self.loss, self.D, self.C) if name]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens and compute are known."""
+        return bool(self.D or self.C)
 
     @property
     def derived(self) -> str | None:
@@ -133,30 +137,19 @@ def read_points(
     rows = table.rows
     _check_filters(path, rows, filters)
     matching = [line for line, row in rows.items() if _meets(row, filters)]
-    has_loss = {line: rows[line][loss].lower() not in MISSING for line in matching}
-    finite = [line for line in matching if has_loss[line]]
+    missing = [line for line in matching if rows[line][loss].lower() in MISSING]
+    finite = [line for line in matching if rows[line][loss].lower() not in MISSING]
     if not 0 <= drop_highest < len(finite):
         raise UserError(
             f"{path}: no row is left to fit: {len(rows)} rows, {len(matching)} meet the conditions,"
             f" {len(finite)} of them have a finite {loss!r}, drop_highest={drop_highest}"
         )
-    values = {name: _numbers(path, rows, finite, name) for name in columns.of_numbers}
-    highest = _highest(finite, values[loss], drop_highest)
-    is_point = np.array([line not in highest for line in finite])
-    lines = tuple(line for line in finite if line not in highest)
-    left_out = LinesLeftOut(
-        loss_missing=[line for line in matching if not has_loss[line]],
-        highest_losses=[line for line in finite if line in highest],
-    )
-    numbers = {name: column[is_point] for name, column in values.items()}
-    points = _points(numbers, columns, _trajectories(rows, lines, cluster))
-    notes = [
-        *_doubts(path, points, columns),
-        *table.notes,
-        *_notes_on_compute(points, columns),
-        *_notes_on_filters(path, len(rows), len(matching), filters),
-        *_notes_on_left_out(left_out, len(matching)),
-    ]
+    numbers = {name: _numbers(path, rows, finite, name) for name in columns.of_numbers}
+    is_highest = _is_highest(numbers[loss], drop_highest)
+    lines = _at(finite, ~is_highest)
+    left_out = LinesLeftOut(missing, _at(finite, is_highest))
+    of_points = {name: values[~is_highest] for name, values in numbers.items()}
+    points = _points(of_points, columns, _trajectories(rows, lines, cluster))
     source = TableSource(
         file=path.name,
         sha256=table.sha256,
@@ -167,8 +160,14 @@ def read_points(
         derived=columns.derived,
         lines_left_out=left_out,
     )
-    run_columns = {} if cluster else _run_columns(rows, lines, points.N, columns.of_numbers)
-    return Selection(points, "NDC" if d or c else "N", source, notes, lines, run_columns)
+    return Selection(
+        points=points,
+        axes="NDC" if columns.has_tokens else "N",
+        source=source,
+        notes=_notes(path, table, points, source, len(matching)),
+        lines=tuple(lines),
+        run_columns={} if cluster else _run_columns(rows, lines, points.N, columns.of_numbers),
+    )
 
 
 # ------------------------------------------------------------------------------- which rows count
@@ -226,11 +225,16 @@ def _value(cell: str) -> float | str:
         return cell
 
 
-def _highest(lines: list[Line], losses: np.ndarray, count: int) -> set[Line]:
-    """The lines of the highest losses; of equal losses the one that stands first in the file goes
-    first."""
+def _is_highest(losses: np.ndarray, count: int) -> np.ndarray:
+    """(lines,) which losses are the highest; of equal ones the first in the file goes first."""
     order = np.argsort(-losses, kind="stable")
-    return {lines[index] for index in order[:count]}
+    is_highest = np.zeros(len(losses), bool)
+    is_highest[order[:count]] = True
+    return is_highest
+
+
+def _at(lines: list[Line], is_wanted: np.ndarray) -> list[Line]:
+    return [lines[index] for index in np.flatnonzero(is_wanted)]
 
 
 # ----------------------------------------------------------------------------- numbers and points
@@ -293,9 +297,19 @@ def _run_columns(
 # --------------------------------------------------------------------------- what a reader is told
 
 
-def _doubts(path: Path, points: Points, columns: Columns) -> list[str]:
-    D = points.D if columns.D or columns.C else None
-    return [f"WARNING: {doubt}" for doubt in unit_doubts(points.N, D, path.name)]
+def _notes(
+    path: Path, table: Table, points: Points, source: TableSource, matching: int
+) -> list[str]:
+    """Doubts of units, how the table was read, and what was left out of so many matching rows."""
+    D = points.D if source.columns.has_tokens else None
+    doubts = unit_doubts(points.N, D, path.name)
+    return [
+        *(f"WARNING: {doubt}" for doubt in doubts),
+        *table.notes,
+        *_notes_on_compute(points, source.columns),
+        *_notes_on_filters(source, matching),
+        *_notes_on_left_out(source.lines_left_out, matching),
+    ]
 
 
 def _notes_on_compute(points: Points, columns: Columns) -> list[str]:
@@ -305,13 +319,11 @@ def _notes_on_compute(points: Points, columns: Columns) -> list[str]:
     return [f"C and D as they stand: C is {ratio.min():.3g} to {ratio.max():.3g} times 6 N D"]
 
 
-def _notes_on_filters(
-    path: Path, rows: int, matching: int, filters: dict[str, list[str]]
-) -> list[str]:
-    if not filters:
+def _notes_on_filters(source: TableSource, matching: int) -> list[str]:
+    if not source.filters:
         return []
-    conditions = [f"{name} = {' or '.join(values)}" for name, values in filters.items()]
-    return [f"{matching} of {rows} rows of {path.name} meet {'; '.join(conditions)}"]
+    conditions = [f"{name} = {' or '.join(values)}" for name, values in source.filters.items()]
+    return [f"{matching} of {source.rows} rows of {source.file} meet {'; '.join(conditions)}"]
 
 
 def _notes_on_left_out(left_out: LinesLeftOut, matching: int) -> list[str]:

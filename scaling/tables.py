@@ -31,6 +31,7 @@ RUN = "run"  # the column that a chart export gets for its runs' names
 NAME_COLUMNS = ("run", "Run", "Name", "name", "run_id")  # of a table that describes runs
 # at the largest run of a table, below which its unit is doubted
 FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000
+SPACED = "the table is separated by spaces: quote names that hold one, or use commas"
 USUAL_RATIOS = 0.05, 100_000.0  # tokens per parameter
 
 
@@ -97,11 +98,7 @@ def joined(table: Table, path: Path, runs_path: Path) -> Table:
             f"runs={runs_path}: {path} has no column {RUN!r} by which its rows name their run"
         )
     described = read_table(runs_path)
-    name_column = next((name for name in NAME_COLUMNS if name in described.header), None)
-    if name_column is None:
-        raise UserError(
-            f"{runs_path} has no column that names runs (one of {', '.join(NAME_COLUMNS)})"
-        )
+    name_column = _name_column(described, runs_path)
     names = Counter(row[name_column] for row in described.rows.values())
     by_name = {row[name_column]: row for row in described.rows.values()}
     new_columns = [name for name in described.header if name not in table.header and name]
@@ -114,6 +111,14 @@ def joined(table: Table, path: Path, runs_path: Path) -> Table:
             )
         rows[line] = row | {name: by_name[run][name] for name in new_columns}
     return Table(table.header + new_columns, rows, table.sha256, table.notes, table.is_chart)
+
+
+def _name_column(table: Table, path: Path) -> str:
+    """The column that names the runs which a table describes."""
+    for name in NAME_COLUMNS:
+        if name in table.header:
+            return name
+    raise UserError(f"{path} has no column that names runs (one of {', '.join(NAME_COLUMNS)})")
 
 
 def _cells(path: Path, lines: list[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -130,14 +135,9 @@ def _cells(path: Path, lines: list[str]) -> tuple[list[str], list[tuple[int, lis
         header = ["", *header]  # as R and pandas print: the rows' names have no header
     for line, cells in rows:
         if len(cells) != len(header):
-            remedy = "repair the line"
-            if is_spaced:
-                remedy = (
-                    "the table is separated by spaces: quote names that hold one, or use commas"
-                )
             raise UserError(
                 f"{path} line {line}: {len(cells)} cells where the header has {len(header)};"
-                f" {remedy}"
+                f" {SPACED if is_spaced else 'repair the line'}"
             )
     return header, rows
 

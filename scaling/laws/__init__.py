@@ -1,7 +1,7 @@
 """Scaling laws as pure statistics: arrays in, dataclasses out; no sentence, no table, no figure.
 
-Read in this order: forms.py (the laws), points.py (what is fitted), solver.py (the optimum), fits.py
-(what a fitted law is), law.py (one law), intervals.py (what is known of it), outliers.py,
+Read in this order: forms.py (the laws), points.py (what is fitted), solver.py (the optimum),
+fits.py (what a fitted law is), law.py (one law), intervals.py (what is known of it), outliers.py,
 shared_fault.py and lack_of_fit.py (where a law and its points part), valleys.py and isoflop.py
 (minima at equal compute), choices.py (a form by its name, and under other choices), rivals.py and
 forecast.py (a run to come), refusals.py (why points do not tell).

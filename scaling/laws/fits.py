@@ -44,7 +44,7 @@ class Window:
     """The exponent of N* from the sizes whose loss is near a budget's lowest."""
 
     window: float  # share of the lowest loss
-    a: float | None  # None where too few budgets have a minimum
+    a: float | None  # none where too few budgets have a minimum
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +148,13 @@ class Fit:
         parameters: of another fit."""
         if not self.is_fitted:
             return ""
-        shown = {name: _short(value) for name, value in (parameters or self.parameters).items()}
+        values = parameters or self.values
+        digits = {name: _short(value) for name, value in values.items()}
         if self.form == "isoflop":
-            return f"N* = {shown['k_n']} C^{shown['a']}, D* = {shown['k_d']} C^{shown['b']}"
-        summands = [shown["E"]] if "E" in shown else []
+            return f"N* = {digits['k_n']} C^{digits['a']}, D* = {digits['k_d']} C^{digits['b']}"
+        summands = [digits["E"]] if "E" in digits else []
         for power in POWERS[self.form]:
-            summands.append(f"{shown[power.factor]} {power.axis}^-{shown[power.exponent]}")
+            summands.append(f"{digits[power.factor]} {power.axis}^-{digits[power.exponent]}")
         return f"L = {' + '.join(summands)}".replace("^--", "^")
 
 
@@ -172,7 +173,7 @@ def known(value: float | None) -> float:
     return value
 
 
-def _short(value: float | None) -> str:
+def _short(value: float) -> str:
     """Three digits: 412, 0.155; not 2.14e+03."""
     return f"{float(f'{value:.3g}'):g}"
 

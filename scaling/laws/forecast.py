@@ -93,7 +93,7 @@ class Parts:
 class Counts:
     """How many points there were."""
 
-    all: int
+    all: int  # that there are
     at_this_ratio: int  # within 5 % of the target's tokens per parameter
 
 
@@ -119,10 +119,10 @@ class Forms:
     rows: dict[str, FormForecast] = field(default_factory=dict)
     left_out: dict[str, Refusal] = field(default_factory=dict)
 
-    def ask(self, form: str, fit: Callable[[], Fit], at: tuple[float, ...]) -> None:
-        """Add what the fit says at its abscissae, or why it may not be made."""
+    def ask(self, form: str, fit: Callable[[], Fit], place: tuple[float, ...]) -> None:
+        """Add what the fit says at a place, its abscissae, or why it may not be made."""
         try:
-            self.rows[form] = _row(form, fit(), at)
+            self.rows[form] = _row(form, fit(), place)
         except CannotFit as error:
             self.left_out[form] = error.refusal
 
@@ -211,8 +211,8 @@ def _refute(forms: Forms, freedom: int) -> None:
             forms.leave_out(form, Refuted(row.residual_rms, sigma))
 
 
-def _row(form: str, fit: Fit, at: tuple[float, ...]) -> FormForecast:
-    interval = fit.interval_at(*at, new_run=True)
+def _row(form: str, fit: Fit, place: tuple[float, ...]) -> FormForecast:
+    interval = fit.interval_at(*place, new_run=True)
     assert interval is not None
     loss, low, high = map(float, interval)
     return FormForecast(

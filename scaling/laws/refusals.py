@@ -145,7 +145,7 @@ class NoValley(Refusal):
     """The valley through a budget's losses has no minimum between its sizes."""
 
 
-# ---------------------------------------------------------------------- why a form forecasts nothing
+# ---------------------------------------------------------------- why a form forecasts nothing
 
 
 @dataclass(frozen=True)

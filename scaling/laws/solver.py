@@ -1,5 +1,5 @@
-"""Minimise Huber's loss on log-loss residuals, summed (Hoffmann et al. 2022, appendix D.3), from many
-starts, or for many weights of the points, at once."""
+"""Minimise Huber's loss on log-loss residuals, summed (Hoffmann et al. 2022, appendix D.3), from
+many starts, or for many weights of the points, at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,7 +118,7 @@ def _finisher(problem: Problem, is_robust: bool) -> Callable[[np.ndarray, float]
     return finish
 
 
-# ------------------------------------------------------------------------------- many at the same time
+# ------------------------------------------------------------------------- many at the same time
 
 
 def descend(

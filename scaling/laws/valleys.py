@@ -179,7 +179,7 @@ def _lowest(alpha: float, beta: float, factors: np.ndarray) -> tuple[np.ndarray,
     return lowest, e + falling + rising
 
 
-# --------------------------------------------------------------------------------- the two exponents
+# ------------------------------------------------------------------------------ the two exponents
 
 
 class Surroundings(NamedTuple):
