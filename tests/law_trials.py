@@ -7,8 +7,8 @@
     python tests/law_trials.py forecasts --draws 20  # do predictions hold surfaces that bend?
     python tests/law_trials.py gap --draws 400       # coverage of the gap's law, false trends
 
-Every trial draws tables from a law that is known, so a rule of scaling/laws can be judged, or changed,
-without a published table."""
+Every trial draws tables from a law that is known, so a rule of scaling/laws can be judged, or
+changed, without a published table."""
 
 import os
 import sys

@@ -201,7 +201,7 @@ def test_what_cannot_be_predicted_is_refused(
     assert not list(tmp_path.glob("prediction*"))
 
 
-# ---------------------------------------------------------------------------------- what is held out
+# --------------------------------------------------------------------------------- what is held out
 
 
 @pytest.mark.parametrize(("convention", "N"), [("total", BIG), ("nonembed", 150_000)])

@@ -226,7 +226,7 @@ def test_over_sizes_of_240_points_A_and_alpha_are_less_certain():
     assert drawn.se["A"] > 135 and drawn.se["alpha"] > 0.0165
 
 
-# ---------------------------------------------------------------------- which interval, by trajectories
+# ------------------------------------------------------------------ which interval, by trajectories
 
 
 @pytest.mark.parametrize(

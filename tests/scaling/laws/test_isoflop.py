@@ -139,7 +139,7 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk: float):
     assert len(hits) >= 20 and np.mean(hits) >= 0.9
 
 
-# -------------------------------------------------------------------------- budgets without a minimum
+# ------------------------------------------------------------------------ budgets without a minimum
 
 BAD_BUDGETS = (
     ({"width": 4, "sizes": 4}, "4 sizes"),

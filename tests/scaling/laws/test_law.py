@@ -79,7 +79,7 @@ def test_exponents_of_the_frontier_are_those_of_the_cheapest_models(truth: Law):
     assert fit.values["gamma"] == pytest.approx(fall, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------- the envelope of forms
+# ---------------------------------------------------------------------------- the envelope of forms
 
 
 def test_the_band_spans_the_forms_from_the_power_law_to_the_steepest_ray():
@@ -94,7 +94,7 @@ def test_the_band_leaves_out_what_needs_a_negative_E():
     assert len(fit_band(C, 1e9 * C**-0.5)) == 1
 
 
-# ------------------------------------------------------------------------------- what points cannot tell
+# -------------------------------------------------------------------------- what points cannot tell
 
 
 def lacking(fit: Fit) -> str:

@@ -80,7 +80,7 @@ def test_unconverged_fits_are_flagged(monkeypatch: pytest.MonkeyPatch):
     assert known(fit.starts_at_best) < known(fit.starts)
 
 
-# ------------------------------------------------------------------------------ gradients of the forms
+# --------------------------------------------------------------------------- gradients of the forms
 
 
 FORMS = (
