@@ -295,9 +295,9 @@ def _prediction_of(record: Record, predictions: Iterable[Prediction]) -> Predict
     return next((prediction for prediction in predictions if prediction.is_of(record)), None)
 
 
-def is_at(record: Record, goal: dict[str, Any]) -> bool:
+def is_at(run: object, goal: dict[str, Any]) -> bool:
     """Whether a run has a target's recipe, size and tokens, whatever its seed."""
-    return all(getattr(record, key) == goal[key] for key in POINT)
+    return all(getattr(run, key) == goal[key] for key in POINT)
 
 
 def schema_page() -> str:
