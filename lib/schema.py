@@ -1,6 +1,7 @@
 """What a JSON file holds, as Markdown tables made from dataclasses and the comments at their
 fields."""
 
+import inspect
 from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import get_origin, get_type_hints
@@ -9,6 +10,12 @@ from lib.help import field_meanings
 from lib.values import union_members
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+
+
+def schema_section(cls: type, title: str) -> str:
+    """A heading, what the dataclass says of itself, and the table of its fields."""
+    words = " ".join((inspect.getdoc(cls) or "").split())
+    return f"## {title}\n\n{words}\n\n{schema_table(cls)}\n"
 
 
 def schema_table(cls: type) -> str:

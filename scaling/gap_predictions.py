@@ -26,7 +26,8 @@ from scaling.paired.estimates import ALPHA
 from scaling.paired.gap_cells import CannotFit
 from scaling.paired.gap_law import GapFit, GapForecast, GapLaw
 from scaling.paired.gaps import Pair, Run, mean_gap
-from scaling.predict import begun, digest, read_frozen, target_of
+from scaling.predict import begun, target_of
+from scaling.predictions import digest, read_frozen
 from scaling.reason_words import sentence_of, worded
 from scaling.records import Record
 from scaling.study import file_word

@@ -28,6 +28,15 @@ def format_fixed(value: float | None, digits: int) -> str | None:
     return None if value is None else f"{value:,.{digits}f}"
 
 
+def shortened(lines: list[str], room: int) -> list[str]:
+    """The lines, or as many as there is room for, the last of which says how many are missing."""
+    room = max(1, room)
+    if len(lines) <= room:
+        return lines
+    first_lines = lines[: room - 1]
+    return [*first_lines, f"... {len(lines) - len(first_lines)} more lines with --all"]
+
+
 def format_page(
     head: Sequence[str], blocks: Sequence[str], foot: str, is_all: bool, most_lines: int = LINES
 ) -> str:

@@ -33,7 +33,7 @@ from scaling.pairing import pair_runs
 from scaling.precision_figure import draw_precision
 from scaling.precision_result import PrecisionResult, analyse, baseline_laws, without_sizes
 from scaling.precision_tables import format_tables
-from scaling.reason_words import worded
+from scaling.reason_words import sentence_of, worded
 from scaling.records import Record, check_comparable, law_folder, read_runs, usable
 from scaling.table_pairs import TablePairs, read_table_pairs
 from scaling.verdicts import read_margin
@@ -205,7 +205,7 @@ def _freeze(
         return []
     paired = {pair.bf16.run_id for pair in allowed}
     laws = baseline_laws([run for run in records if run.run_id in paired], evaluation)
-    fits = fit_gaps(allowed, laws.own, laws.no_own_law or "", evaluation)
+    fits = fit_gaps(allowed, laws.own, sentence_of(laws.no_own_law) or "", evaluation)
     targets = []
     if options.predict:
         runs = [record for record in records if isinstance(record, Record)]

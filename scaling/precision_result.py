@@ -166,7 +166,7 @@ def analyse(
     fits = fit_gaps(
         [pair for pair in fp8_pairs if pair.fp8.run_id not in held_out],
         laws.own,
-        laws.no_own_law or "",
+        sentence_of(laws.no_own_law) or "",
         evaluation,
     )
     return PrecisionResult(
@@ -180,7 +180,7 @@ def analyse(
         gap_laws={recipe: fit.law for recipe, fit in fits.items()},
         sizes=_size_gaps(fp8_pairs, evaluation, margin, laws),
         laws=_sources(laws),
-        no_own_law=laws.no_own_law,
+        no_own_law=sentence_of(laws.no_own_law),
         pairs=[_pair_result(pair) for pair in fp8_pairs],
         table=table,
     )

@@ -5,13 +5,17 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lib.text import listed, si
+from scaling.law_words import refusal_words
+from scaling.laws.refusals import Refusal
 from scaling.paired.reasons import Reason
 
 AXIS_WORDS = {"N": "sizes", "D/N": "ratios of tokens to parameters"}
 
 
-def sentence_of(reason: Reason | str | None) -> str | None:
+def sentence_of(reason: Reason | Refusal | str | None) -> str | None:
     """The reason in words; one that is a sentence already, as those of a file are, stays."""
+    if isinstance(reason, Refusal):
+        return refusal_words(reason)
     if not isinstance(reason, Reason):
         return reason
     return SENTENCES[reason.code](**reason.values)
@@ -19,7 +23,7 @@ def sentence_of(reason: Reason | str | None) -> str | None:
 
 def worded(value: Any) -> Any:
     """A result as JSON has it: dataclasses as objects, reasons as their sentences."""
-    if isinstance(value, Reason):
+    if isinstance(value, Reason | Refusal):
         return sentence_of(value)
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: worded(getattr(value, field.name)) for field in fields(value)}

@@ -13,11 +13,12 @@ from lib.errors import UserError
 from lib.text import listed, si
 from scaling.declaration import Declaration, read_declaration
 from scaling.gap_words import EVALUATION_WORDS
+from scaling.law_file import read_law_file
 from scaling.learning_rate import format_result
 from scaling.pages import format_fixed, format_table
 from scaling.precision_result import read_precision
 from scaling.precision_tables import format_tables
-from scaling.predict import held_out, load
+from scaling.predictions import held_out, load
 from scaling.rate_sweep import read_result
 from scaling.records import (
     LAW_FOLDER,
@@ -296,7 +297,7 @@ def _format_runs(runs: Sequence[StudyRun], is_sweep: bool) -> str:
 
 def format_laws(path: Path) -> str:
     """Each recipe's headlined law, L(N, D) beside it where that is another, and why."""
-    law = read_json(path)
+    law = read_law_file(path)
     rows, reasons = [], []
     for recipe, group in law["groups"].items():
         form = group["headline"]["form"]

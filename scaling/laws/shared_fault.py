@@ -1,4 +1,5 @@
-"""Whether sizes or runs lie off a law together."""
+"""Whether points of one size, or of one run, lie off a law together: then they are not
+independent."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +7,7 @@ import numpy as np
 from scipy.special import fdtrc
 
 from scaling.laws.fits import Fit
-from scaling.laws.intervals import _residuals
+from scaling.laws.intervals import residuals
 from scaling.laws.points import Points, sizes_of
 
 SHARED = 0.005  # chance of finding a fault that sizes or runs share where they share none
@@ -23,6 +24,10 @@ class SharedFault:
     chance: float  # of so large a difference between groups if every run were independent
     labels: np.ndarray = field(repr=False, compare=False)  # (n,) the group of each point
 
+    @property
+    def groups(self) -> int:
+        return len(np.unique(self.labels))
+
 
 def shared_fault(
     fit: Fit, points: Points, columns: dict[str, np.ndarray] | None = None
@@ -36,49 +41,55 @@ def shared_fault(
     if fit.optimum is None or fit.scatter is None:
         return None
     candidates = {"size": sizes_of(points.N)} | (columns or {})
-    for by, labels in candidates.items():
-        chance = _chance_of_groups(fit, points, np.unique(labels, return_inverse=True)[1])
+    for name, labels in candidates.items():
+        group = np.unique(labels, return_inverse=True)[1]
+        chance = _chance_of_groups(fit, points, group)
         if chance < SHARED / len(candidates):
-            return SharedFault(by, chance, labels)
+            return SharedFault(name, chance, labels)
     return None
 
 
-def _chance_of_groups(fit: Fit, points: Points, group) -> float:
+def _chance_of_groups(fit: Fit, points: Points, group: np.ndarray) -> float:
     """F-test of a constant for each group beside the law, linear around its optimum; 1 where it
-    cannot be made."""
-    residual, jacobian = _residuals(fit, points)
+    cannot be made. group (n,): its number."""
+    residual, jacobian = residuals(fit, points)
     trajectory = np.unique(points.cluster, return_inverse=True)[1]
     if trajectory.max() + 1 < len(residual):
         return _chance_of_trajectories(residual, trajectory, group, SIZE_TERMS)
-    law, _ = np.linalg.qr(jacobian)
     if group.max() >= MOST_GROUPS:
         return 1.0  # sizes that scatter over a range are no groups
+    law, _ = np.linalg.qr(jacobian)
     members = np.eye(group.max() + 1)[group]  # (n, groups)
-    beyond = members - law @ (law.T @ members)  # what the law cannot do
-    directions, sizes, _ = np.linalg.svd(beyond, full_matrices=False)
+    beyond_law = members - law @ (law.T @ members)
+    directions, sizes, _ = np.linalg.svd(beyond_law, full_matrices=False)
     directions = directions[:, sizes > 1e-6 * sizes[0]]
     free = directions.shape[1]
-    left = len(residual) - law.shape[1] - free
-    if left < FREEDOM or free < 1:
-        return 1.0
+    freedom = len(residual) - law.shape[1] - free
     residual = residual - law @ (law.T @ residual)
     explained = float(np.sum((directions.T @ residual) ** 2))
-    rest = float(residual @ residual) - explained
-    return float(fdtrc(free, left, explained / free / (rest / left)))
+    unexplained = float(residual @ residual) - explained
+    return _chance_of_ratio(explained, free, unexplained, freedom)
 
 
-def _chance_of_trajectories(residual, trajectory, group, absorbed: int) -> float:
+def _chance_of_trajectories(
+    residual: np.ndarray, trajectory: np.ndarray, group: np.ndarray, absorbed: int
+) -> float:
     """F-test between groups of trajectories, by their means; the law has absorbed so many of the
     groups' freedoms."""
     count = np.bincount(trajectory)
     mean = np.bincount(trajectory, residual) / count
-    of = np.zeros(len(count), int)
-    of[trajectory] = group  # a trajectory has one size
-    size = np.bincount(of, minlength=group.max() + 1)
-    of_group = np.bincount(of, mean, len(size)) / np.maximum(size, 1)
-    free, left = int((size > 0).sum()) - absorbed, len(count) - int((size > 0).sum())
-    if left < FREEDOM or free < 1:
+    group_of = np.zeros(len(count), int)
+    group_of[trajectory] = group  # a trajectory has one size
+    size = np.bincount(group_of, minlength=group.max() + 1)
+    group_mean = np.bincount(group_of, mean, len(size)) / np.maximum(size, 1)
+    groups = int((size > 0).sum())
+    between = float(size @ (group_mean - mean.mean()) ** 2)
+    within = float(np.sum((mean - group_mean[group_of]) ** 2))
+    return _chance_of_ratio(between, groups - absorbed, within, len(count) - groups)
+
+
+def _chance_of_ratio(between: float, free: int, within: float, freedom: int) -> float:
+    """The chance of so large a ratio of mean squares; 1 where the freedom is too small to tell."""
+    if freedom < FREEDOM or free < 1:
         return 1.0
-    between = float(size @ (of_group - mean.mean()) ** 2) / free
-    within = float(np.sum((mean - of_group[of]) ** 2)) / left
-    return float(fdtrc(free, left, between / within))
+    return float(fdtrc(free, freedom, between / free / (within / freedom)))

@@ -9,6 +9,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from scaling.laws import Points, fit_form
+from scaling.laws.refusals import Refusal
 from scaling.paired.estimates import Estimate
 from scaling.paired.gaps import Pair, Run, loss_of
 from scaling.paired.reasons import Reason, reason
@@ -118,7 +119,7 @@ def own_surface(
     trunks: np.ndarray,
     counts: str = "total",
     source: str = "",
-) -> tuple[Surface | None, str | None]:
+) -> tuple[Surface | None, Refusal | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,), trunks naming their trajectories;
     or None, and why. counts: which parameters N is, source: the Surface's."""
     fit = fit_form("chinchilla", Points(N, D, 6 * N * D, L, trunks), resamples=1000)
@@ -151,7 +152,7 @@ class Surfaces:
     """The laws under which gaps cost compute."""
 
     of_size: dict[int, list[Surface]]  # N of the BF16 runs -> ours where there is one, published
-    no_own_law: str | None  # why the runs give no law over all sizes
+    no_own_law: Refusal | None  # why the runs give no law over all sizes
 
     @property
     def own(self) -> Surface | None:

@@ -29,7 +29,7 @@ from runtime.optim import check_branch, learning_rate
 from runtime.roofline import modelled_ratio
 from scaling import scheduler, sweep
 from scaling.declaration import content_of
-from scaling.predict import digest
+from scaling.predictions import digest
 from scaling.run_states import (
     ENDED,
     Cost,
