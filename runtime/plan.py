@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from fp8 import selection
+from fp8.matmul import has_bf16_units
 from fp8.recipes import RECIPES
 from lib.errors import MachineError, UserError, memory_error
 from lib.machine import GIB, end_with_parent
@@ -507,8 +508,10 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     emulated_share = sum(layer.params for layer in layers if layer.recipe) / sum(
         layer.params for layer in layers
     )
-    # Emulated FP8 multiplies dequantised values in fp32, which many CPUs do faster than BF16.
-    s_per_flop = emulated_share / cpu_matmul_speed(torch.float32) + (
+    # Emulated FP8 multiplies in fp32 where a CPU has no BF16 units, or is not to use them.
+    uses_units = has_bf16_units() and not config.parallel.cpu_fp32
+    emulation_dtype = torch.bfloat16 if uses_units else torch.float32
+    s_per_flop = emulated_share / cpu_matmul_speed(emulation_dtype) + (
         1 - emulated_share
     ) / cpu_matmul_speed(torch.bfloat16)
     step_s = flops_per_step * s_per_flop / world.size
