@@ -36,11 +36,15 @@ def chinchilla_points(drop_highest: int = 0) -> Points:
 def law(N: np.ndarray | float, D: np.ndarray | float, truth: Law = EPOCH) -> np.ndarray:
     """Nats per token of L(N, D)."""
     of_size = truth["A"] * N ** -truth["alpha"]
-    return truth["E"] + of_size + truth["B"] * D ** -truth["beta"]
+    of_tokens = truth["B"] * D ** -truth["beta"]
+    return truth["E"] + of_size + of_tokens
 
 
 def noisy(N: np.ndarray, D: np.ndarray, sd: float, seed: int = 0, truth: Law = EPOCH) -> np.ndarray:
-    return law(N, D, truth) * np.exp(np.random.default_rng(seed).normal(0, sd, len(N)))
+    """The same with normal noise in ln L."""
+    rng = np.random.default_rng(seed)
+    deviation = rng.normal(0, sd, len(N))
+    return law(N, D, truth) * np.exp(deviation)
 
 
 def ladder(
@@ -49,14 +53,18 @@ def ladder(
     """(N, D, trajectory) of sizes x tokens per parameter; the ratios of one size are branches of
     one run."""
     N = np.repeat(sizes, len(ratios)).astype(float)
-    return N, N * np.tile(ratios, len(sizes)), np.repeat(np.arange(len(sizes)), len(ratios))
+    D = N * np.tile(ratios, len(sizes))
+    trajectory = np.repeat(np.arange(len(sizes)), len(ratios))
+    return N, D, trajectory
 
 
 def points_at(
     N: np.ndarray, D: np.ndarray, loss: np.ndarray, cluster: np.ndarray | None = None
 ) -> Points:
     """Points of C = 6 N D, each a trajectory of its own unless said otherwise."""
-    return Points(N, D, 6 * N * D, loss, np.arange(len(N)) if cluster is None else cluster)
+    if cluster is None:
+        cluster = np.arange(len(N))
+    return Points(N, D, 6 * N * D, loss, cluster)
 
 
 def made(
@@ -76,21 +84,29 @@ def measured(seeds: int, common: float, individual: float, seed: int) -> Points:
     N, D, trunk = ladder(np.repeat(SIZES, seeds))
     rng = np.random.default_rng(seed)
     of_trunk = rng.normal(0, common, trunk.max() + 1)
-    noise = of_trunk[trunk] + rng.normal(0, individual, len(N))
-    return points_at(N, D, law(N, D) * np.exp(noise), trunk)
+    of_branch = rng.normal(0, individual, len(N))
+    loss = law(N, D) * np.exp(of_trunk[trunk] + of_branch)
+    return points_at(N, D, loss, trunk)
 
 
 def early(extra: float, sd: float = 3e-3, seed: int = 0) -> Points:
     """Points at .02 to 350 tokens per parameter, the earliest of them above the law by the share
     `extra`."""
-    points = made(np.geomspace(5e6, 9e8, 12), np.geomspace(0.02, 350, 10), sd, seed)
+    sizes = np.geomspace(5e6, 9e8, 12)
+    ratios = np.geomspace(0.02, 350, 10)
+    points = made(sizes, ratios, sd, seed)
     is_early = points.D / points.N < 0.5
-    return replace(points, loss=points.loss * (1 + extra * is_early))
+    factor = 1 + extra * is_early
+    return replace(points, loss=points.loss * factor)
 
 
 def joined(*tables: Points) -> Points:
-    names = ("N", "D", "C", "loss", "cluster")
-    return Points(*(np.concatenate([getattr(table, name) for table in tables]) for name in names))
+    """The points of all tables."""
+    columns = []
+    for name in ("N", "D", "C", "loss", "cluster"):
+        parts = [getattr(table, name) for table in tables]
+        columns.append(np.concatenate(parts))
+    return Points(*columns)
 
 
 def fitted(points: Points) -> Fit:

@@ -111,12 +111,16 @@ def two_ratios(folder: Path) -> Study:
 
 
 def long_ray(_: Path) -> Study:
-    loss = 1.7 + 20 * (120 * RAY**2) ** -0.07 * (1 + 1e-3 * NOISE[:9])
+    compute = 120 * RAY**2
+    deviation = 1 + 1e-3 * NOISE[:9]
+    loss = 1.7 + 20 * compute**-0.07 * deviation
     return table(points_at(RAY, 20 * RAY, loss), LONG_NAME)
 
 
 def cloud(_: Path) -> Study:
-    return table(points_at(*CLOUD, law(*CLOUD) * np.exp(0.01 * NOISE)))
+    N, D = CLOUD
+    loss = law(N, D) * np.exp(0.01 * NOISE)
+    return table(points_at(N, D, loss))
 
 
 def sizes_alone(_: Path) -> Study:
@@ -176,8 +180,8 @@ def test_ticks_can_be_read(drawn: Drawn):
         labels = [label for label in panel.get_xticklabels() if label.get_text()]
         ends = [label.get_window_extent().intervalx for label in labels]
         assert ends
-        for first, second in itertools.pairwise(ends):
-            assert first[1] < second[0]
+        for (_, end), (begin, _) in itertools.pairwise(ends):
+            assert end < begin
 
 
 def test_every_point_is_drawn_inside_its_panel(drawn: Drawn):
@@ -186,8 +190,8 @@ def test_every_point_is_drawn_inside_its_panel(drawn: Drawn):
         for group in drawn.study.groups:
             points = np.column_stack([group.x[axis], group.loss])
             assert any(same(points, marks) for marks in offsets)
-            (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
-            assert (points > (left, low)).all() and (points < (right, high)).all()
+            first, last = zip(panel.get_xlim(), panel.get_ylim(), strict=True)
+            assert (points > first).all() and (points < last).all()
 
 
 def same(points: np.ndarray, marks: np.ndarray) -> bool:
@@ -335,9 +339,9 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
 
 def test_gaps_of_seeds_are_one_mean_with_their_interval(seeds: Drawn):
     percent = 100 * np.divide(GAPS, LOSSES)
-    interval = ttest_1samp(percent, 0).confidence_interval()
+    low, high = ttest_1samp(percent, 0).confidence_interval()
     mean, _ = errorbars(seeds.figure.axes[5])
-    assert mean == pytest.approx((38_912, percent.mean(), interval.low, interval.high))
+    assert mean == pytest.approx((38_912, percent.mean(), low, high))
 
 
 def test_a_single_pair_has_the_noise_of_its_evaluation(seeds: Drawn):
@@ -399,12 +403,17 @@ def test_the_key_of_a_panel_names_its_lines(branches: Drawn, place: int, axis: s
     assert [text.get_text() for text in key.get_texts()] == names.split()
     lines = lines_of(branches.study.groups[0], axis, np.array([5e8]))
     for handle, line in zip(key.get_lines(), lines, strict=True):
-        colour = handle.get_color()
-        same_colour = [curve for curve in panel.lines if curve.get_color() == colour]
-        curve = next(curve for curve in same_colour if len(curve.get_xdata()) == 240)
-        x, y = np.log(curve.get_xydata().T)
+        x, y = np.log(curve_of(panel, handle.get_color()))
         loss = np.exp(np.interp(np.log(line.x[0]), x, y))
         assert loss == pytest.approx(line.loss[0], rel=1e-3)
+
+
+def curve_of(panel: Axes, colour: str) -> np.ndarray:
+    """(2, 240) the law that is drawn in this colour."""
+    for line in panel.lines:
+        if line.get_color() == colour and len(line.get_xdata()) == 240:
+            return line.get_xydata().T
+    raise AssertionError(f"no line in {colour}")
 
 
 def test_the_line_over_compute_is_the_lowest_loss(branches: Drawn):
@@ -518,7 +527,9 @@ def four_cells() -> Group:
     """Two sizes at two ratios, two seeds each, .1 apart."""
     grid = np.meshgrid([1e6, 4e6], [5.0, 20.0], [0.0, 0.1])
     N, ratio, seed = (values.ravel() for values in grid)
-    return table(points_at(N, N * ratio, 3 - np.log10(N * ratio) / 10 + seed)).groups[0]
+    D = N * ratio
+    loss = 3 - np.log10(D) / 10 + seed
+    return table(points_at(N, D, loss)).groups[0]
 
 
 def test_points_of_one_size_are_joined_over_tokens(four_cells: Group):

@@ -37,10 +37,13 @@ def grid(
     rng = np.random.default_rng(seed)
     tables = []
     for compute in budgets:
-        N = centre * best_size(compute, truth) * np.geomspace(1 / width, width, sizes)
+        best = centre * best_size(compute, truth)
+        N = best * np.geomspace(1 / width, width, sizes)
         C = compute * np.exp(rng.uniform(-scatter, scatter, sizes))
-        loss = law(N, C / 6 / N, truth) * np.exp(rng.normal(0, sd, sizes))
-        tables.append(Points(N, C / 6 / N, C, loss, np.zeros(sizes)))
+        D = C / 6 / N
+        deviation = rng.normal(0, sd, sizes)
+        loss = law(N, D, truth) * np.exp(deviation)
+        tables.append(Points(N, D, C, loss, np.zeros(sizes)))
     points = joined(*tables)
     return replace(points, cluster=np.arange(len(points)))
 
@@ -53,14 +56,20 @@ def test_bias_is_much_smaller_than_the_parabolas(truth: Law, biases: tuple[float
     """biases: of the usual method, as published for grids so wide, in per cent of N*."""
     width = (2, 4, 8, 16)[place]
     points = grid(truth, [2.7e20], width)
-    x = np.log(points.N)
-    bend, slope, _ = np.polyfit(x - x.mean(), points.loss, 2)
-    log_best = np.log(best_size(2.7e20, truth))
-    of_parabola = 100 * np.expm1(x.mean() - slope / 2 / bend - log_best)
+    best = best_size(2.7e20, truth)
+    of_parabola = 100 * (lowest_of_parabola(points) / best - 1)
     assert of_parabola == pytest.approx(biases[place], abs=0.06)
     (budget,) = fit_isoflop(points).budgets or ()
-    ours = 100 * np.expm1(np.log(known(budget.N)) - log_best)
+    ours = 100 * (known(budget.N) / best - 1)
     assert abs(ours) < max(0.1 * abs(of_parabola), 0.01)
+
+
+def lowest_of_parabola(points: Points) -> float:
+    """N* by the usual method."""
+    x = np.log(points.N)
+    centre = x.mean()
+    bend, slope, _ = np.polyfit(x - centre, points.loss, 2)
+    return float(np.exp(centre - slope / 2 / bend))
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +100,22 @@ def test_each_budget_has_its_best_size(scattered: Fit):
 
 def test_the_line_is_least_squares_and_windows_widen_its_interval(scattered: Fit):
     minima = minima_of(scattered)
-    x, y = np.log(minima.C), np.log(minima.N)
-    line = stats.linregress(x, y)
+    line = stats.linregress(np.log(minima.C), np.log(minima.N))
     of_windows = np.array([window.a for window in scattered.windows or ()])
-    doubt = 0.5 * math.sqrt(np.mean((of_windows - line.slope) ** 2))
+    deviation = of_windows - line.slope
+    doubt = 0.5 * math.sqrt(np.mean(deviation**2))
     assert doubt > 0 and scattered.se and scattered.ci95
     assert scattered.se["a"] == pytest.approx(math.hypot(line.stderr, doubt))
     half = stats.t.ppf(0.975, 5) * scattered.se["a"]
-    assert scattered.ci95["a"][1] - line.slope == pytest.approx(half)
-    rms = np.std(y - line.slope * x) * math.sqrt(7 / 5)
+    _, high = scattered.ci95["a"]
+    assert high - line.slope == pytest.approx(half)
+
+
+def test_the_scatter_is_that_of_the_minima_around_their_line(scattered: Fit):
+    minima = minima_of(scattered)
+    x, y = np.log(minima.C), np.log(minima.N)
+    slope = scattered.values["a"]
+    rms = np.std(y - slope * x) * math.sqrt(7 / 5)
     assert scattered.residual_rms == pytest.approx(rms)
 
 
@@ -125,13 +141,16 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk: float):
     """Ten sizes that pass six budgets each: the budgets' minima share the sizes' luck, so
     trajectories count, not budgets."""
     N = np.repeat(np.geomspace(3e7, 3e9, 10), 6)
-    D = np.tile(np.geomspace(3e19, 6e20, 6), 10) / 6 / N
+    C = np.tile(np.geomspace(3e19, 6e20, 6), 10)
+    D = C / 6 / N
     label = np.repeat(np.arange(10), 6)
     hits = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        noise = rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60)
-        fit = fit_isoflop(points_at(N, D, law(N, D) * np.exp(noise), label))
+        of_trunk = rng.normal(0, trunk, 10)
+        of_branch = rng.normal(0, trunk / 10, 60)
+        loss = law(N, D) * np.exp(of_trunk[label] + of_branch)
+        fit = fit_isoflop(points_at(N, D, loss, label))
         if fit.ci95:
             assert fit.interval == "cluster" and fit.clusters == 10
             low, high = fit.ci95["a"]

@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from scaling.law_words import refusal_words
-from scaling.laws import GAMMAS, CannotFit, Fit, fit_band, fit_law
+from scaling.laws import GAMMAS, POWERS, CannotFit, Fit, fit_band, fit_law
 from scaling.laws.fits import known
 from tests.helpers.law_points import EPOCH, HOFFMANN, UNEQUAL, Law, ladder, law, noisy
 from tests.scaling.laws.test_solver import LOSS, NOISY, C
@@ -37,9 +37,10 @@ KNOWN_LAWS = (
 def loss_of(form: str, truth: Law) -> np.ndarray:
     if form == "chinchilla":
         return law(N, D, truth)
-    factor = next(truth[name] for name in "ABK" if name in truth)
-    exponent = next(truth[name] for name in ("alpha", "beta", "gamma") if name in truth)
-    return truth.get("E", 0) + factor * AXES[form][0] ** -exponent
+    (power,) = POWERS[form]
+    (x,) = AXES[form]
+    falling = truth[power.factor] * x ** -truth[power.exponent]
+    return truth.get("E", 0) + falling
 
 
 @pytest.mark.parametrize(("form", "truth", "starts"), KNOWN_LAWS)
@@ -67,25 +68,34 @@ def test_laws_are_recovered_in_any_unit(form: str, truth: Law, starts: int):
 @pytest.mark.parametrize("truth", [EPOCH, HOFFMANN, UNEQUAL])
 def test_exponents_of_the_frontier_are_those_of_the_cheapest_models(truth: Law):
     """N* ~ C^a, and L* - E ~ C^-gamma, as a search finds the cheapest models of two budgets."""
-    cheapest = [
-        minimize_scalar(lambda x, C=C: law(np.exp(x), C / 6 / np.exp(x), truth), (15, 30))
-        for C in (1e18, 1e21)
-    ]
-    small, large = cheapest
+    (small, high), (large, low) = (cheapest(compute, truth) for compute in (1e18, 1e21))
+    growth = math.log(large / small) / math.log(1e3)
+    excess = (high - truth["E"]) / (low - truth["E"])
+    fall = math.log(excess) / math.log(1e3)
     fit = fit_law("chinchilla", N, D, law(N, D, truth))
-    growth = (large.x - small.x) / math.log(1e3)
-    fall = math.log((small.fun - truth["E"]) / (large.fun - truth["E"])) / math.log(1e3)
     assert [fit.values["a"], fit.values["b"]] == pytest.approx([growth, 1 - growth], rel=1e-5)
     assert fit.values["gamma"] == pytest.approx(fall, rel=1e-5)
+
+
+def cheapest(compute: float, truth: Law) -> tuple[float, float]:
+    """(N, loss) of the best model for so many FLOPs, by a search."""
+
+    def loss(log_size: float) -> float:
+        size = math.exp(log_size)
+        return float(law(size, compute / 6 / size, truth))
+
+    best = minimize_scalar(loss, (15, 30))
+    return math.exp(best.x), best.fun
 
 
 # ---------------------------------------------------------------------------- the envelope of forms
 
 
 def test_the_band_spans_the_forms_from_the_power_law_to_the_steepest_ray():
-    far = [float(form.predict(1e21)) for form in fit_band(C[:3], LOSS[:3])]
-    assert len(far) == 1 + len(GAMMAS) and far == sorted(far)
-    assert far[0] < TRUE["E"] + TRUE["K"] * 1e21 ** -TRUE["gamma"] < far[-1]
+    losses = [float(form.predict(1e21)) for form in fit_band(C[:3], LOSS[:3])]
+    truth = TRUE["E"] + TRUE["K"] * 1e21 ** -TRUE["gamma"]
+    assert len(losses) == 1 + len(GAMMAS) and losses == sorted(losses)
+    assert losses[0] < truth < losses[-1]
 
 
 def test_the_band_leaves_out_what_needs_a_negative_E():
@@ -169,11 +179,12 @@ def test_one_ray_or_nearly_one_is_never_identified(spread: float):
     """Between one ray and ratios 2x apart intervals hold alpha and beta only three times in
     four."""
     for n, sd in itertools.product((6, 40), (0, 1e-3, 5e-3)):
+        rng = np.random.default_rng(3)
         sizes = np.geomspace(5e7, 2e9, n)
-        ratios = np.random.default_rng(3).permutation(np.geomspace(1, spread, n))
+        ratios = rng.permutation(np.geomspace(1, spread, n))
         tokens = 20 * sizes * ratios
-        fit = fit_law("chinchilla", sizes, tokens, noisy(sizes, tokens, sd, seed=n))
-        words = lacking(fit)
+        loss = noisy(sizes, tokens, sd, seed=n)
+        words = lacking(fit_law("chinchilla", sizes, tokens, loss))
         assert words.startswith("the points lie at 20 to")
         assert words.endswith("need ratios at least 2x apart")
 
