@@ -165,27 +165,24 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
     ) -> None:
         if (layer, "activation") in seen:
             return
-        x = inputs[0].detach()
-        # under FSDP2 still gathered
-        weight: Any = module.weight.detach()
-        seen[layer, "activation"] = statistics(x, recipe.input)
-        if (layer, "weight") not in seen:
-            seen[layer, "weight"] = statistics(weight, recipe.weight)
-        if not is_wrapped(weight):  # gathered as float8: its exact values are gone
-            seen[layer, "output_sqnr"] = output_sqnr(x, weight, recipe)[None]
+        seen[layer, "activation"] = statistics(inputs[0], recipe.input)
+        # gathered as float8: seen before, and its exact values are gone
+        has_exact_weight = (layer, "weight") not in seen
+        if has_exact_weight:
+            # under FSDP2 still gathered
+            seen[layer, "weight"] = statistics(module.weight, recipe.weight)
+            sqnr = output_sqnr(inputs[0].detach(), module.weight.detach(), recipe)
+            seen[layer, "output_sqnr"] = sqnr[None]
         if output.requires_grad:
-            output.register_hook(partial(gradient, layer, recipe, module, x, weight))
+            x = inputs[0].detach() if has_exact_weight else None
+            output.register_hook(partial(gradient, layer, recipe, module, x))
 
     def gradient(
-        layer: str,
-        recipe: Recipe,
-        module: nn.Module,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        g: torch.Tensor,
+        layer: str, recipe: Recipe, module: nn.Linear, x: torch.Tensor | None, g: torch.Tensor
     ) -> None:
         seen[layer, "gradient"] = statistics(g, recipe.grad, noise_of(module, g))
-        if not is_wrapped(weight):
+        if x is not None:
+            weight = module.weight.detach()
             sqnr_of_input_grad, sqnr_of_weight_grad = gradient_sqnrs(x, weight, g, recipe, module)
             seen[layer, "input_grad_sqnr"] = sqnr_of_input_grad[None]
             seen[layer, "weight_grad_sqnr"] = sqnr_of_weight_grad[None]
@@ -284,7 +281,7 @@ def output_sqnr(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.
     """The signal-to-quantisation-noise ratio of x w' by `recipe`, x (..., K), weight (N, K): ()
     fp32, decibels."""
     rows, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
-    return _sqnr(EmulatedMatmul.apply(rows, weight, None, None, recipe), rows @ weight.t())
+    return _sqnr(EmulatedMatmul.apply(rows, weight, None, None, recipe, False), rows @ weight.t())
 
 
 def gradient_sqnrs(
@@ -298,7 +295,7 @@ def gradient_sqnrs(
     g = g.reshape(-1, g.shape[-1]).float()
     position, salt = getattr(linear, "position", None), getattr(linear, "salt", None)
     with torch.enable_grad():
-        y = EmulatedMatmul.apply(rows, weight, position, salt, recipe)
+        y = EmulatedMatmul.apply(rows, weight, position, salt, recipe, False)
     grad_x, grad_w = torch.autograd.grad(y, (rows, weight), g)
     with torch.no_grad():
         return _sqnr(grad_x, g @ weight), _sqnr(grad_w, g.t() @ rows)

@@ -82,7 +82,8 @@ class ParallelConfig:
     replicate: int = above_zero(
         1
     )  # copies of the sharded model, gradients averaged between them (HSDP)
-    # ranks that share one copy of the weights (FSDP2); none = all that remain
+    # ranks that share one copy of the weights (FSDP2); none = 1, replicas, where the model fits
+    # each GPU whole, else all
     shard: int | None = above_zero(None)
     # several ranks: drop a block's gathered weights between forward and backward
     reshard: bool = True

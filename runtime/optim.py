@@ -2,6 +2,7 @@
 branch off another."""
 
 import math
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -26,11 +27,13 @@ BRANCH_FREE = {
 }
 
 
-def build_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
+def build_optimizer(
+    model: GPT, config: OptimConfig, n_replicas: int = 1
+) -> "torch.optim.AdamW | MuonAdamW":
     """The optimizer of optim.kind, with the state of its first step already, for a checkpoint to be
-    loaded into."""
+    loaded into. n_replicas: ranks of which each holds the whole model."""
     return (
-        MuonAdamW(model, config)
+        MuonAdamW(model, config, n_replicas)
         if config.kind == "muon"
         else _adamw(list(model.parameters()), config)
     )
@@ -75,14 +78,16 @@ class MuonAdamW:
     sqrt(max(rows, columns)), 2502.16982), so that rates and weight decay carry over. Q, K, V, gate
     and up are matrices of their own, though stored fused. Not torch.optim.Muon, which knows neither
     parts nor shards. A sharded matrix is orthogonalised by one rank, its owner, to the bits of one
-    process: all ranks send it their shards, it sends back the result's. The momentum (Nesterov) is
-    sharded as the weight is, one fp32 value a parameter."""
+    process: all ranks send it their shards, it sends back the result's. Of replicas the owner sends
+    the result to all. The momentum (Nesterov) is sharded as the weight is, one fp32 value a
+    parameter."""
 
-    def __init__(self, model: GPT, config: OptimConfig):
+    def __init__(self, model: GPT, config: OptimConfig, n_replicas: int = 1):
         self.config = config
         parts = muon_parts(model)
         self.is_sharded = is_dtensor(next(iter(parts)))
-        ranks = dist.get_world_size() if self.is_sharded else 1
+        self.n_replicas = n_replicas
+        ranks = dist.get_world_size() if self.is_sharded else n_replicas
         owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()], ranks)
         self.owned: list[list[Any]] = [
             [p for p, owner in zip(parts, owners, strict=True) if owner == rank]
@@ -102,11 +107,13 @@ class MuonAdamW:
         self.adamw.step()
         # alone, one at a time is in memory
         lr, momenta = self.muon["lr"], map(self._momentum, self.parts)
-        updates = (
-            self._by_owners(list(momenta))
-            if self.is_sharded
-            else map(_by_parts, momenta, self.parts.values())
-        )
+        updates: Iterable[torch.Tensor]
+        if self.is_sharded:
+            updates = self._by_owners(list(momenta))
+        elif self.n_replicas > 1:
+            updates = self._by_replicas(list(momenta))
+        else:
+            updates = map(_by_parts, momenta, self.parts.values())
         for (p, rows), update in zip(self.parts.items(), updates, strict=True):
             update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
             local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
@@ -117,6 +124,23 @@ class MuonAdamW:
         grad, momentum, beta = local(p.grad), local(self.state[p]["momentum"]), self.config.momentum
         momentum.lerp_(grad, 1 - beta)
         return grad.lerp(momentum, beta).bfloat16()
+
+    def _by_replicas(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each matrix whole, orthogonalised by its owner, which sends it to all."""
+        me = dist.get_rank()
+        momentum_of = dict(zip(self.parts, momenta, strict=True))
+        for p in self.owned[me]:
+            momentum_of[p].copy_(_by_parts(momentum_of[p], self.parts[p]))
+        for owner, owned in enumerate(self.owned):
+            if not owned:
+                continue
+            matrices = [momentum_of[p] for p in owned]
+            flat = torch.cat([matrix.flatten() for matrix in matrices])
+            dist.broadcast(flat, owner)
+            sizes = [matrix.numel() for matrix in matrices]
+            for matrix, received in zip(matrices, flat.split(sizes), strict=True):
+                matrix.copy_(received.view_as(matrix))
+        return momenta
 
     def _by_owners(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
         """Of each matrix this rank's shard, orthogonalised by the matrix's owner. momenta: shards

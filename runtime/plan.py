@@ -272,6 +272,42 @@ def memory_shares(config: Config, costs: Costs) -> list[Share]:
     return [*shares, Share("sum", total, note)]
 
 
+# Of a GPU's memory that the estimate may fill: the allocator and NCCL's buffers need the rest.
+PLANNED_SHARE = 0.9
+
+
+def fits_whole(config: Config, size: int, device: torch.device) -> bool:
+    """Whether a GPU such as `device` holds the whole model with its share of the activations, as
+    each of `size` replicas does; a CPU's memory is not asked. Raises UserError where not even an
+    equal share of weights, gradients and moments fits."""
+    if device.type != "cuda":
+        return True
+    available = PLANNED_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return fits_memory(config, size, available)
+
+
+def fits_memory(config: Config, size: int, available: float) -> bool:
+    """fits_whole() for so many bytes a GPU."""
+    gathers = config.fp8.all_gather
+    whole = apply_overrides(config, [f"parallel.replicate={size}", "parallel.shard=1"])
+    if not gathers and _total(whole) <= available:
+        return True
+    of_model = 16 * config.model.params_total / size  # weights, gradients, two moments
+    if of_model > available:
+        raise UserError(
+            f"this model fits {size} GPUs neither whole nor sharded: weights, gradients and moments"
+            f" alone need {of_model / GIB:.1f} GiB on each, of which {available / GIB:.1f} GiB can"
+            f" be planned with: start {math.ceil(of_model * size / available)} or more processes"
+            " with torchrun"
+        )
+    return False
+
+
+def _total(config: Config) -> float:
+    """Bytes that a GPU is planned to hold."""
+    return memory_shares(config, count_costs(config, ""))[-1].size
+
+
 def _weights(config: Config, costs: Costs) -> Share:
     size = 4 * costs.counts["params_total"] / _shard(config)
     return Share("weights", size, "fp32")
@@ -308,6 +344,8 @@ def _gradients(config: Config, costs: Costs) -> Share:
     does_accumulate = config.accumulation(costs.n_gpus) > 1
     if shard > 1 and does_accumulate:
         return Share("gradients", size, "fp32, unsharded while they accumulate")
+    if shard == 1 and costs.n_gpus > 1 and does_accumulate:
+        return Share("gradients", 2 * size, "fp32, beside the buckets in which they are reduced")
     return Share("gradients", size * (1 / shard), "fp32")
 
 

@@ -61,9 +61,9 @@ class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All
     ranks call it together.
 
-    Attributes: config; world; progress; guard; data; model, optimizer, loss_scale, precision and
-    layers as parallel.Built has them; saver; stop, set by a request to stop; start, where it began;
-    log, which is silent but on rank 0."""
+    Attributes: config; world; progress; guard; data; model, trained, optimizer, loss_scale,
+    precision and layers as parallel.Built has them; saver; stop, set by a request to stop; start,
+    where it began; log, which is silent but on rank 0."""
 
     @classmethod
     @contextmanager
@@ -141,6 +141,7 @@ class Run:
     def _build(self) -> None:
         built = build(self.config, self.world)
         self.model = built.model
+        self.trained = built.trained
         self.optimizer = built.optimizer
         self.loss_scale = built.loss_scale
         self.precision = built.precision
@@ -234,6 +235,7 @@ class Run:
                 f" {config.data.micro_batch} x {config.model.n_ctx} tokens per rank and"
                 " step"
             ),
+            *self.world.describe(),
             *self._flags,
             *self.data.describe(),
             *selection.table(self.layers, config.fp8.recipe, self.world.device.type, self._cast_by),

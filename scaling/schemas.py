@@ -1,8 +1,7 @@
 """The part of docs/schemas.md on what the commands of scaling/ write, made of their dataclasses.
 
-A test compares the page with whole_page()."""
+A test compares the page with schema_page()."""
 
-from runtime import summary
 from scaling.declaration import Declaration
 from scaling.gap_predictions import GapPrediction, GapScore, GapTarget, PairInput
 from scaling.gap_words import TableColumns
@@ -108,8 +107,3 @@ def schema_page() -> str:
     )
     sections = [schema_section(cls, title) for title, cls in SECTIONS.items()]
     return "\n".join([head, *sections])
-
-
-def whole_page() -> str:
-    """docs/schemas.md."""
-    return f"{summary.schema_page()}\n{schema_page()}"

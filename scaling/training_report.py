@@ -133,9 +133,9 @@ def _check_same_training(first: Record, record: Record) -> None:
 
 
 def _label(record: Record, records: Sequence[Record]) -> str:
-    if sum(arm.recipe == record.recipe for arm in records) == 1:
+    if sum(run.recipe == record.recipe for run in records) == 1:
         return record.recipe
-    is_named_once = sum(arm.run_id == record.run_id for arm in records) == 1
+    is_named_once = sum(run.run_id == record.run_id for run in records) == 1
     return f"{record.recipe} ({record.run_id if is_named_once else record.folder})"
 
 

@@ -100,7 +100,7 @@ def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
     )
 
 
-def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate():
+def test_on_hopper_torchaos_blockwise_is_what_other_gpus_emulate():
     x, w, g = operands("random", 512, 768, 1024)
     holder = linear(w, "blockwise", "cuda").cuda()
     converted = next(m for m in holder.modules() if isinstance(m, PrototypeLinear))
@@ -225,9 +225,7 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
 
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise", "rowwise", "tensorwise fp8.kernels=true"])
-def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_load_on_a_cpu(
-    tiny, tmp_path, recipe
-):
+def test_deterministic_runs_and_a_resumed_one_have_the_same_bits(tiny, tmp_path, recipe):
     first, second = (
         changed(tiny, f"run={run} fp8.recipe={recipe} deterministic=true parallel.compile=true")
         for run in ("first", "second")
@@ -327,13 +325,13 @@ def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, run):
         allowed / torch.cuda.get_device_properties(0).total_memory
     )
     try:
-        said = run(config, code=1)
+        output = run(config, code=1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert (
-        "out of memory on rank 0 (cuda:0): " in said
-        and "Try a smaller data.micro_batch (now 1024), " in said
-    ), said
+        "out of memory on rank 0 (cuda:0): " in output
+        and "Try a smaller data.micro_batch (now 1024), " in output
+    ), output
     assert not (config.run_dir / "summary.json").exists()
 
 

@@ -176,7 +176,7 @@ def kept_by_backward(model, *tokens, weights=1.0):
 
 
 @pytest.mark.parametrize("chunk, tied", [(1, True), (7, True), (7, False), (1000, False)])
-def test_chunked_loss_has_the_loss_and_gradients_of_the_whole_and_keeps_no_logits(chunk, tied):
+def test_a_loss_in_chunks_is_that_of_the_whole_and_keeps_no_logits(chunk, tied):
     whole, parts = (build_rough(replace(TINY, tied=tied, loss_chunk=n)) for n in (None, chunk))
     x, y, rows, weights = tokens(TINY), tokens(TINY, seed=5), [], torch.tensor([1.0, -0.5])
     parts.head.register_forward_hook(lambda module, args, out: rows.append(out.shape[:-1].numel()))
@@ -195,49 +195,87 @@ def test_chunked_loss_has_the_loss_and_gradients_of_the_whole_and_keeps_no_logit
     ]
 
 
-def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_blocks_input():
-    """By the partitioner that the compiler uses too: it decides what is kept and what is computed
-    again."""
-    config, logits = replace(TINY, n_layer=1, vocab_size=1000, vocab_multiple=1), []
-    for backend in ("eager", "aot_eager_decomp_partition"):
-        model, x = build(config, compute_dtype=torch.bfloat16), tokens(config)
-        if backend != "eager":
-            model.compile(backend=backend, dynamic=False, fullgraph=True)
-        _, kept = kept_by_backward(model, x, x)
-        logits.append([dtype for shape, dtype in kept if shape[-1:] == (1000,)])
-    assert torch.float32 in logits[0], "eager keeps fp32 ones: the test can see them"
-    assert logits[1] == [torch.bfloat16]
-    weights, whole = {p.shape for p in model.parameters()}, x.numel() * config.n_embd
-    assert not [
-        shape
-        for shape, dtype in kept
-        if dtype == torch.float32 and shape.numel() >= whole and shape not in weights
-    ]
+def kept_of_a_step(backend):
+    """Shape and dtype of what a step of a model in BF16, with 1,000 logits, keeps."""
+    config = replace(TINY, n_layer=1, vocab_size=1000, vocab_multiple=1)
+    model, x = build(config, compute_dtype=torch.bfloat16), tokens(config)
+    if backend != "eager":
+        model.compile(backend=backend, dynamic=False, fullgraph=True)
+    return model, kept_by_backward(model, x, x)[1]
 
 
-def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too():
-    a, b, other = (dict(build(TINY, seed).named_parameters()) for seed in (1, 1, 2))
-    assert all(
-        torch.equal(a[name], b[name]) and ("norm" in name or not torch.equal(a[name], other[name]))
-        for name in a
-    )
-    deeper = dict(build(replace(TINY, n_layer=5, tied=False)).named_parameters())
-    same = [name for name in a if not name.endswith(("out.weight", "down.weight"))]
-    # neither order nor depth moves a draw
-    assert all(torch.equal(a[name], deeper[name]) for name in same)
-    assert not torch.equal(deeper["head.weight"], deeper["wte.weight"])
-    assert not torch.equal(a["layers.0.attn.qkv.weight"], a["layers.1.attn.qkv.weight"])
+# By the partitioner that the compiler uses too: it decides what is kept and what is computed again.
+PARTITIONER = "aot_eager_decomp_partition"
+
+
+@pytest.mark.parametrize("backend, has_fp32", [("eager", True), (PARTITIONER, False)])
+def test_a_compiled_step_keeps_logits_in_bf16(backend, has_fp32):
+    """Eager keeps fp32 ones: the test can see them."""
+    _, kept = kept_of_a_step(backend)
+    logits = [dtype for shape, dtype in kept if shape[-1:] == (1000,)]
+    assert (torch.float32 in logits) is has_fp32
+    assert has_fp32 or logits == [torch.bfloat16]
+
+
+def test_a_compiled_step_keeps_no_fp32_copy_larger_than_a_blocks_input():
+    model, kept = kept_of_a_step(PARTITIONER)
+    weights = {weight.shape for weight in model.parameters()}
+    in_fp32 = [shape for shape, dtype in kept if dtype == torch.float32 and shape not in weights]
+    size_of_input = 2 * TINY.n_ctx * TINY.n_embd
+    assert not [shape for shape in in_fp32 if shape.numel() >= size_of_input]
+
+
+# ---------------------------------------------------------------------------------- initial weights
+
+
+def named(config, seed=1):
+    return dict(build(config, seed).named_parameters())
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    a, b, other_seed = named(TINY), named(TINY), named(TINY, seed=2)
+    for name, weight in a.items():
+        assert torch.equal(weight, b[name]), name
+        assert torch.equal(weight, other_seed[name]) == ("norm" in name), name
+
+
+def test_neither_order_nor_depth_moves_a_draw():
+    """Those that a deeper model scales aside."""
+    weights, deeper = named(TINY), named(replace(TINY, n_layer=5, tied=False))
+    for name, weight in weights.items():
+        if not name.endswith(("out.weight", "down.weight")):
+            assert torch.equal(weight, deeper[name]), name
+
+
+def test_no_two_weights_are_the_same_draw():
+    weights = named(replace(TINY, tied=False))
+    assert not torch.equal(weights["head.weight"], weights["wte.weight"])
+    assert not torch.equal(weights["layers.0.attn.qkv.weight"], weights["layers.1.attn.qkv.weight"])
+
+
+@pytest.fixture
+def from_meta():
+    """A model that was on the meta device, without values yet."""
     model = GPT.on_meta(TINY, torch.float32)
-    assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
-    state, x = torch.get_rng_state(), tokens(TINY)
-    model.init_weights(1)
-    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
-    assert model.head.weight is model.wte.weight and torch.equal(model(x), build(TINY)(x))
-    assert model.state_dict().keys() == {
-        *dict(model.named_parameters()),
-        "head.weight",
-    }, "no RoPE tables"
+    assert all(weight.is_meta for weight in model.parameters())
+    return model.to_empty(device="cpu")
+
+
+def test_a_model_by_way_of_meta_has_the_weights_of_any_other(from_meta):
+    from_meta.init_weights(1)
+    assert from_meta.head.weight is from_meta.wte.weight
+    assert torch.equal(from_meta(tokens(TINY)), build(TINY)(tokens(TINY)))
+
+
+def test_initial_weights_leave_the_global_generator_alone(from_meta):
+    state = torch.get_rng_state()
+    from_meta.init_weights(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_state_dict_has_no_rope_tables(from_meta):
+    names = {name for name, _ in from_meta.named_parameters()}
+    assert from_meta.state_dict().keys() == names | {"head.weight"}
 
 
 @pytest.mark.parametrize("n_layer", [1, 8])
@@ -340,7 +378,7 @@ def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V)
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, sentence",
     [
         ({"n_embd": 50}, "model.n_embd=50 is not divisible by model.n_head=4"),
         ({"n_embd": 12}, "model.n_embd=12 .* even head size"),
@@ -357,6 +395,6 @@ def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V)
         ),
     ],
 )
-def test_impossible_sizes_are_refused(change, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_sizes_are_refused(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
         GPT(replace(TINY, **change))

@@ -64,9 +64,7 @@ def test_attention_is_nearer_to_fp64_than_torchs_own_in_bf16():
 
 
 @pytest.mark.parametrize("recipe", ["off", "mxfp8"])
-def test_a_run_trains_as_one_with_the_cpus_own_matmuls_and_is_evaluated_by_its_own(
-    recipe, tiny, run
-):
+def test_a_run_trains_as_one_with_the_cpus_own_matmuls(recipe, tiny, run):
     losses = {}
     for name, choice in ("own", "false"), ("fp32", "true"):
         config = changed(replace(tiny, run=name), f"fp8.recipe={recipe} parallel.cpu_fp32={choice}")

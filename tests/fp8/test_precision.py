@@ -69,7 +69,7 @@ def test_in_bf16_does_not_compile_the_step_again(tiny):
     assert torch.equal(before, after) and not torch.equal(before, in_bf16)
 
 
-def test_after_an_unjudged_step_copies_are_the_new_weights_and_gradients_are_free(tiny):
+def test_after_an_unjudged_step_copies_are_of_the_new_weights(tiny):
     built = built_model(tiny, "fp8.recipe=tensorwise_gw_hp fp8.kernels=true")
     weight = built.model.layers[0].attn.qkv.weight.detach().clone()
     forward_backward(built.model, *tokens(), built.loss_scale)

@@ -1,8 +1,10 @@
 """What the probe reports, against fp64 arithmetic written anew; that training does not notice it,
-on two ranks and through recomputation: tests/runtime/test_parallel.py."""
+on two ranks and through recomputation: tests/runtime/test_two_ranks.py."""
 
 import json
 import math
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -75,112 +77,164 @@ def reference(x, operand, noise=None):
     }
 
 
-@pytest.mark.parametrize("recipe", [*NATIVE, "nvfp4_nearest", "nvfp4"])
-def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(
-    recipe, tmp_path, monkeypatch
-):
-    model, recipes, x, y = build(recipe)
+class Operands:
+    """What each Linear was given in its first pass: weight, activation, gradient, by its name; the
+    probe's own passes are not looked at."""
+
+    def __init__(self, model, names):
+        self.tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for name in names:
+            model.get_submodule(name).register_forward_hook(partial(self._note, name))
+
+    def _note(self, name, module, inputs, output):
+        first = {"weight": module.weight, "activation": inputs[0]}
+        first = self.tensors.setdefault(name, first)
+        output.register_hook(lambda g: first.update({"gradient": g.clone()} | first))
+
+
+RECIPES_PROBED = [*NATIVE, "nvfp4_nearest", "nvfp4"]
+
+
+@dataclass
+class Probed:
+    """Rows of a probe by the Linear's name, and what they are of."""
+
+    recipe: str
+    model: torch.nn.Module
+    recipes: dict
+    operands: dict[str, dict[str, torch.Tensor]]
+    rows: dict[str, dict]
+
+    def expected(self, name: str, operand: str) -> dict[str, float]:
+        """The statistics by reference()."""
+        tensor, linear = self.operands[name][operand], self.model.get_submodule(name)
+        how = dict(zip(("activation", "weight", "gradient"), OPERANDS[self.recipe], strict=False))
+        if self.recipe == "cscale":  # its constant undoes the loss scale
+            how["gradient"] = E5M2, 8 - round(math.log2(SCALE))
+        noise = None
+        # rounded as the matmul's operand is
+        if operand == "gradient" and self.recipes[name].grad.is_stochastic:
+            noise = noise_at(tensor.flatten(0, -2).shape, linear.position, linear.salt)
+        statistics_of = reference(tensor, how[operand], noise)
+        return {key: float(value) for key, value in statistics_of.items()}
+
+
+@pytest.fixture(scope="module", params=RECIPES_PROBED)
+def probed_model(request, tmp_path_factory) -> Probed:
+    model, recipes, x, y = build(request.param)
     set_position(model, 2**20, seed=3)
-    seen, lists = {}, []
-    for name in recipes:
-        # once: the probe's own passes are not looked at
-        def note(module, inputs, output, name=name):
-            first = seen.setdefault(name, {"weight": module.weight, "activation": inputs[0]})
-            output.register_hook(lambda g: first.update({"gradient": g.clone()} | first))
-
-        model.get_submodule(name).register_forward_hook(note)
+    operands = Operands(model, recipes)
     (model(x, y).sum() * SCALE).backward()
-    monkeypatch.setattr(
-        torch.Tensor, "tolist", lambda t, tolist=torch.Tensor.tolist: lists.append(t) or tolist(t)
-    )
-    linears = {
-        row["layer"]: row
-        for row in probed(tmp_path, model, recipes, x, y)
-        if row["kind"] == "linear"
-    }
-    assert len(lists) == 1, "the host waits for the device once"
-    assert set(linears) == {f"layers.{i}.{n}" for i in (0, 1) for n in NAMES}
-    how = dict(zip(("activation", "weight", "gradient"), OPERANDS[recipe], strict=False))
-    if recipe == "cscale":  # its constant undoes the loss scale
-        how["gradient"] = E5M2, 8 - round(math.log2(SCALE))
-    for name, row in linears.items():
-        assert (row["step"], row["recipe"]) == (7, recipe)
-        linear = model.get_submodule(name)
-        for operand, tensor in seen[name].items():
-            noise = None
-            # rounded as the matmul's operand is
-            if operand == "gradient" and recipes[name].grad.is_stochastic:
-                noise = noise_at(tensor.flatten(0, -2).shape, linear.position, linear.salt)
-            want = {
-                key: float(value) for key, value in reference(tensor, how[operand], noise).items()
-            }
-            for key in "underflow", "saturated":
-                assert row[operand].pop(key) == pytest.approx(
-                    want.pop(key), abs=2 / tensor.numel()
-                ), (name, operand, key)
-            assert row[operand] == pytest.approx(want, rel=1e-4), (name, operand)
+    rows = probed(tmp_path_factory.mktemp("probe"), model, recipes, x, y)
+    linears = {row["layer"]: row for row in rows if row["kind"] == "linear"}
+    return Probed(request.param, model, recipes, operands.tensors, linears)
 
 
-def test_statistics_of_zeros_of_the_smallest_values_and_of_a_largest_that_its_scale_lifts():
-    for sharing in "tensor", "row", "block", "constant":
-        amax, *scales, underflow, saturated, error, kurtosis = statistics(
-            torch.zeros(32, 64), Operand(E4M3, sharing)
-        ).tolist()
-        assert (amax, underflow, saturated, error, kurtosis) == (0, 0, 0, 0, 0) and all(
-            0 < s < math.inf for s in scales
-        )
-    # In fp32 the squares of the smallest gradients would vanish, and those lost altogether would
-    # show no error.
+def test_every_linear_of_a_block_has_a_row(probed_model):
+    assert set(probed_model.rows) == {f"layers.{i}.{name}" for i in (0, 1) for name in NAMES}
+    for row in probed_model.rows.values():
+        assert (row["step"], row["recipe"]) == (7, probed_model.recipe)
+
+
+@pytest.mark.parametrize("operand", ["weight", "activation", "gradient"])
+def test_statistics_are_those_of_an_independent_rounding(probed_model, operand):
+    for name, row in probed_model.rows.items():
+        expected, computed = probed_model.expected(name, operand), dict(row[operand])
+        one_value = 2 / probed_model.operands[name][operand].numel()
+        for key in "underflow", "saturated":
+            assert computed.pop(key) == pytest.approx(expected.pop(key), abs=one_value), (name, key)
+        assert computed == pytest.approx(expected, rel=1e-4), name
+
+
+def test_the_host_waits_for_the_device_once(tmp_path, monkeypatch):
+    model, recipes, x, y = build("tensorwise")
+    lists, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(t) or tolist(t))
+    probed(tmp_path, model, recipes, x, y)
+    assert len(lists) == 1
+
+
+@pytest.mark.parametrize("sharing", ["tensor", "row", "block", "constant"])
+def test_statistics_of_zeros_are_finite(sharing):
+    values = statistics(torch.zeros(32, 64), Operand(E4M3, sharing)).tolist()
+    amax, *scales, underflow, saturated, error, kurtosis = values
+    assert (amax, underflow, saturated, error, kurtosis) == (0, 0, 0, 0, 0)
+    assert all(0 < scale < math.inf for scale in scales)
+
+
+def test_the_error_of_the_smallest_gradients_is_that_of_large_ones():
+    """In fp32 their squares would vanish, and those lost altogether would show no error."""
     g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    big, small = (
-        statistics(g * s, Operand(E4M3, "row", power_of_2=True))[ERROR].item()
-        for s in (1.0, 2.0**-36)
-    )
-    assert small == pytest.approx(big, rel=1e-6) and 0.01 < big < 0.05
-    # 448 / amax rounds up as often as down; the largest value times it is then slightly above 448.
-    assert all(
-        statistics(a * torch.ones(1, 32), Operand(E4M3))[SATURATED] == 0
-        for a in torch.linspace(0.01, 3, 500).bfloat16()
-    )
+    operand = Operand(E4M3, "row", power_of_2=True)
+    large, small = (statistics(g * size, operand)[ERROR].item() for size in (1.0, 2.0**-36))
+    assert small == pytest.approx(large, rel=1e-6) and 0.01 < large < 0.05
 
 
-@pytest.mark.parametrize(
-    "label, pieces", [("rowwise", 0), ("tensorwise+kernels", 1), ("tensorwise_gw_hp+kernels", 0)]
+def test_a_largest_value_that_its_scale_lifts_is_not_saturated():
+    """448 / amax rounds up as often as down; the largest value times it is then slightly above
+    448."""
+    for amax in torch.linspace(0.01, 3, 500).bfloat16():
+        assert statistics(amax * torch.ones(1, 32), Operand(E4M3))[SATURATED] == 0, amax
+
+
+HEADS = pytest.mark.parametrize(
+    "label, n_pieces",
+    [("rowwise", 0), ("tensorwise+kernels", 1), ("tensorwise_gw_hp+kernels", 0)],
 )
-def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_write(
-    label, pieces, tmp_path, monkeypatch
+
+
+def build_with_head(label):
+    return build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
+
+
+@pytest.fixture
+def pieces(monkeypatch) -> list[torch.Tensor]:
+    """The targets of each loss that an FP8 head has computed in one piece."""
+    calls, forward = [], FP8HeadLoss.forward
+    monkeypatch.setattr(
+        FP8HeadLoss, "forward", staticmethod(lambda *a: calls.append(a[3]) or forward(*a))
+    )
+    return calls
+
+
+@HEADS
+def test_a_head_computes_its_loss_in_one_piece_unless_a_probe_watches(
+    label, n_pieces, pieces, tmp_path
 ):
-    """Its first chunk, and not again when the backward pass recomputes it. An FP8 head on our
-    kernels computes its loss in one piece, which has no output to watch: not with BF16 weight
-    gradients, and not while a probe watches."""
-    calls, whole, forward = [], [], FP8HeadLoss.forward
-    monkeypatch.setattr(
-        probe,
-        "statistics",
-        lambda x, operand, *noise: calls.append(operand) or statistics(x, operand, *noise),
-    )
-    # targets
-    monkeypatch.setattr(
-        FP8HeadLoss, "forward", staticmethod(lambda *a: whole.append(a[3]) or forward(*a))
-    )
-    model, recipes, x, y = build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
+    """In which there is no output to watch; nor with BF16 weight gradients."""
+    model, recipes, x, y = build_with_head(label)
     model(x, y)
-    assert len(whole) == pieces
-    Probe(None, model, recipes, 4096)(1, x, y, SCALE)
-    assert not calls
-    whole.clear()
-    [row] = [row for row in probed(tmp_path, model, recipes, x, y) if row.get("layer") == "head"]
-    assert len(calls) == 3 * len(recipes) == 27, "three operands of each Linear"
-    hidden = model.hidden(x)
-    assert (
-        row["activation"]["amax"]
-        == (hidden[0] if label == "rowwise" else hidden).abs().max().item()
-    )
-    assert row["gradient"]["amax"] > 0 and not whole
+    assert len(pieces) == n_pieces
+    pieces.clear()
+    probed(tmp_path, model, recipes, x, y)
+    assert not pieces
+
+
+@HEADS
+def test_a_head_is_measured_once_or_by_its_first_chunk(label, n_pieces, tmp_path):
+    """Not again when the backward pass recomputes the chunk."""
+    model, recipes, x, y = build_with_head(label)
+    rows = probed(tmp_path, model, recipes, x, y)
+    (row,) = [row for row in rows if row.get("layer") == "head"]
+    hidden = model.hidden(x)[0] if label == "rowwise" else model.hidden(x)
+    assert row["activation"]["amax"] == hidden.abs().max().item()
+    assert row["gradient"]["amax"] > 0
+
+
+@pytest.mark.parametrize("is_writing", [False, True])
+@HEADS
+def test_only_a_rank_that_writes_measures(label, n_pieces, is_writing, tmp_path, monkeypatch):
+    """Three operands of each Linear."""
+    calls = []
+    monkeypatch.setattr(probe, "statistics", lambda *a: calls.append(a) or statistics(*a))
+    model, recipes, x, y = build_with_head(label)
+    path = tmp_path / "probe.jsonl" if is_writing else None
+    Probe(path, model, recipes, 4096)(1, x, y, SCALE)
+    assert len(recipes) == 9 and len(calls) == (27 if is_writing else 0)
 
 
 @pytest.mark.parametrize(
-    "at_once, seed, ahead, changes",
+    "logits_at_once, seed, ahead, changes",
     [
         (2**24, 4, 1, {}),
         (100, 30, 1, {"n_head": 4, "n_kv_head": 2}),
@@ -189,13 +243,13 @@ def test_a_head_is_measured_once_in_chunks_or_one_piece_and_only_by_ranks_that_w
     ],
 )
 def test_block_rows_against_a_naive_computation(
-    changes, at_once, seed, ahead, tmp_path, monkeypatch
+    changes, logits_at_once, seed, ahead, tmp_path, monkeypatch
 ):
     """Each case must show a mask that lets the next token through (ahead 1), or hides the token
     itself (0)."""
-    monkeypatch.setattr(probe, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(probe, "LOGITS_AT_ONCE", logits_at_once)
     model, recipes, x, y = build(dtype=torch.float32, seed=seed, **changes)
-    rows, blocks, shown = probed(tmp_path, model, recipes, x, y), [], 0
+    rows, blocks, n_shown = probed(tmp_path, model, recipes, x, y), [], 0
     reference_logits(model, x, blocks)
     assert [(row["kind"], row["step"], row["block"]) for row in rows] == [
         ("block", 7, 0),
@@ -203,63 +257,91 @@ def test_block_rows_against_a_naive_computation(
     ]
     # attention's of the first sequence
     for row, (logits, swiglu) in zip(rows, blocks, strict=True):
-        shown += (
+        n_shown += (
             np.diagonal(logits[0], ahead, 1, 2).max() > 1.001 * np.tril(logits[0], ahead - 1).max()
         )
         assert row["attention_logit_max"] == pytest.approx(np.tril(logits[0]).max(), rel=1e-4)
         assert row["swiglu_amax"] == pytest.approx(np.abs(swiglu).max(), rel=1e-4)
         assert row["swiglu_rms"] == pytest.approx(np.sqrt(np.square(swiglu).mean()), rel=1e-4)
-    assert shown
+    assert n_shown
 
 
-def test_few_sequences_a_torn_last_line_and_a_full_disk_and_a_pass_that_fails_leaves_no_hook_and_no_row(
-    tmp_path, capsys
-):
-    """A probe of half the tokens equals a probe of half the batch; a last line cut short by a kill
-    is removed first; NaN becomes null."""
+def test_a_probe_of_half_the_tokens_is_one_of_half_the_batch(tmp_path):
     model, recipes, x, y = build("tensorwise")
     half = probed(tmp_path, model, recipes, x, y, n_tokens=95)
-    with open(tmp_path / "probe.jsonl", "a") as file:
-        file.write('{"kind": "block", "st')
     assert probed(tmp_path, model, recipes, x[:2], y[:2]) == half * 2
-    probe = Probe(tmp_path / "probe.jsonl", model, recipes, 64)
-    probe.path = "/dev/full"  # ends no run
-    probe(0, x, y, 1.0)
-    assert "No space left on device" in capsys.readouterr().out
-    for B, T, n, want in (
+
+
+@pytest.mark.parametrize(
+    "B, T, n_tokens, expected",
+    [
         (8, 2048, 4096, 2),
         (8, 4096, 100, 1),
         (8, 1000, 2500, 4),
         (6, 8, 16, 4),
         (3, 48, 1, 2),
         (3, 5, 1, 3),
-    ):
-        assert sequences(B, T, n) == want, (B, T, n)
-    with pytest.raises(IndexError):
-        probed(tmp_path, model, recipes, x + 10_000, y)
+    ],
+)
+def test_sequences_by_hand(B, T, n_tokens, expected):
+    assert sequences(B, T, n_tokens) == expected
+
+
+def test_a_last_line_that_a_kill_cut_short_is_removed(tmp_path):
+    model, recipes, x, y = build("tensorwise")
+    whole = probed(tmp_path, model, recipes, x, y)
+    with open(tmp_path / "probe.jsonl", "a") as file:
+        file.write('{"kind": "block", "st')
+    assert probed(tmp_path, model, recipes, x, y) == whole * 2
+
+
+def test_a_full_disk_ends_no_run(tmp_path, capsys):
+    model, recipes, x, y = build("tensorwise")
+    probe = Probe(tmp_path / "probe.jsonl", model, recipes, 64)
+    probe.path = "/dev/full"
+    probe(0, x, y, 1.0)
+    assert "No space left on device" in capsys.readouterr().out
+
+
+def hooks_of(model) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def fail_in_forward(model, x):
+    return IndexError, x + 10_000
+
+
+def fail_in_backward(model, x):
     model.layers[0].mlp.register_forward_hook(
-        lambda m, i, out: out.register_hook(lambda g: 1 / 0) and None
+        lambda module, inputs, output: output.register_hook(lambda g: 1 / 0) and None
     )
-    with pytest.raises(ZeroDivisionError):  # in the backward pass
+    return ZeroDivisionError, x
+
+
+@pytest.mark.parametrize("spoil", [fail_in_forward, fail_in_backward])
+def test_a_pass_that_fails_leaves_no_hook_no_gradient_and_no_row(tmp_path, spoil):
+    model, recipes, x, y = build("tensorwise")
+    error, x = spoil(model, x)
+    n_hooks = hooks_of(model)
+    with pytest.raises(error):
         probed(tmp_path, model, recipes, x, y)
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 1
-    assert (
-        all(p.grad is None for p in model.parameters())
-        and len(read(tmp_path / "probe.jsonl")) == 20
-    )
+    assert hooks_of(model) == n_hooks
+    assert all(weight.grad is None for weight in model.parameters())
+    path = tmp_path / "probe.jsonl"
+    assert not path.exists() or not read(path)
+
+
+def test_what_is_not_finite_becomes_null_from_its_layer_on(tmp_path):
     model, recipes, x, y = build("mxfp8")
     model.layers[1].attn.qkv.weight.data[3, 5] = math.nan
-    rows = {
-        row.get("layer", row.get("block")): row
-        for row in probed(tmp_path, model, recipes, x, y)[20:]
-    }
-    assert (
-        rows["layers.1.attn.qkv"]["weight"]["amax"]
-        is rows["layers.1.attn.qkv"]["weight"]["error"]
-        is None
-    )
+    rows = {}
+    for row in probed(tmp_path, model, recipes, x, y):
+        rows[row.get("layer", row.get("block"))] = row
+    spoilt = rows["layers.1.attn.qkv"]["weight"]
+    assert spoilt["amax"] is None and spoilt["error"] is None
     assert rows["layers.0.attn.qkv"]["weight"]["amax"] > 0
-    assert rows[1]["attention_logit_max"] is None and rows[0]["attention_logit_max"] > 0
+    assert rows[1]["attention_logit_max"] is None
+    assert rows[0]["attention_logit_max"] > 0
 
 
 def test_a_compiled_model_is_not_compiled_again(tmp_path):
@@ -273,45 +355,62 @@ def test_a_compiled_model_is_not_compiled_again(tmp_path):
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
     with torch._dynamo.config.patch(error_on_recompile=True):
-        before = step()
+        first_step = step()
         # four Linears and a block
         assert len(probed(tmp_path, model, recipes, x, y, n_tokens=64)) == 5
-        assert all(map(torch.equal, before, step()))
+        assert all(map(torch.equal, first_step, step()))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_a_run_is_probed_at_trainings_own_scale_and_its_summary_has_the_time_a_resumed_ones_too(
-    tiny, run, monkeypatch
-):
-    """Four micro-batches a step. That training is the same bits with and without:
-    tests/runtime/test_parallel.py."""
-    scales = []
-    monkeypatch.setattr(
-        Probe,
-        "__call__",
-        lambda self, *args, real=Probe.__call__: scales.append(args[-1]) or real(self, *args),
-    )
-    looked = changed(tiny, "run=looked fp8.recipe=cscale probe.every=2 probe.tokens=64")
-    run(looked)
-    assert scales == [1 / 512] * 3, "training's own"
-    rows, kinds = read(looked.run_dir / "probe.jsonl"), ["linear"] * 8 + ["block"] * 2
-    assert [(row["step"], row["kind"]) for row in rows] == [
-        (step, kind) for step in (2, 4, 6) for kind in kinds
-    ]
-    told = summary(looked)
-    assert (
-        told["probe_share"] == pytest.approx(told["probe_s"] / told["wall_s"])
-        and 0 < told["probe_share"] < 1
-    )
-    assert told["precision"]["layers_recipes"] == {
-        row["layer"]: "cscale" for row in rows if row["kind"] == "linear"
-    }
-    (looked.run_dir / "summary.json").unlink()
-    checkpoint = checkpoints(looked.run_dir)[-1]
+@pytest.fixture
+def probed_run(tiny, run):
+    """A finished run of six steps, probed at every second one."""
+    config = changed(tiny, "fp8.recipe=cscale probe.every=2 probe.tokens=64")
+    run(config)
+    return config
+
+
+def test_a_run_is_probed_at_trainings_own_scale(tiny, run, monkeypatch):
+    """Of the loss, over four micro-batches a step."""
+    scales, call = [], Probe.__call__
+    monkeypatch.setattr(Probe, "__call__", lambda self, *a: scales.append(a[-1]) or call(self, *a))
+    run(changed(tiny, "fp8.recipe=cscale probe.every=2 probe.tokens=64"))
+    assert scales == [1 / 512] * 3
+
+
+def test_a_probed_run_has_rows_of_all_linears_and_blocks(probed_run):
+    """That training is the same bits with and without: runtime/test_two_ranks.py."""
+    rows, kinds = read(probed_run.run_dir / "probe.jsonl"), ["linear"] * 8 + ["block"] * 2
+    expected = [(step, kind) for step in (2, 4, 6) for kind in kinds]
+    assert [(row["step"], row["kind"]) for row in rows] == expected
+    recipes = {row["layer"]: "cscale" for row in rows if row["kind"] == "linear"}
+    assert summary(probed_run)["precision"]["layers_recipes"] == recipes
+
+
+def test_a_summary_has_the_time_of_probes(probed_run):
+    about = summary(probed_run)
+    share = about["probe_s"] / about["wall_s"]
+    assert about["probe_share"] == pytest.approx(share) and 0 < share < 1
+
+
+def reseal(config, **changes) -> None:
+    """Change the state in the last checkpoint of a run that is to go on from there."""
+    (config.run_dir / "summary.json").unlink()
+    checkpoint = checkpoints(config.run_dir)[-1]
     content = json.loads((checkpoint / "manifest.json").read_text())
-    state = content["state"]
-    seal(checkpoint, content | {"state": state | {"data": state["data"] | {"fp8": "0" * 64}}})
-    assert "Linears in FP8 than fp8.recipe=auto chooses" in run(looked, code=2)
-    seal(checkpoint, content | {"state": state | {"probe_seconds": 1000.0}})
-    run(looked)
-    assert read(looked.run_dir / "probe.jsonl") == rows and summary(looked)["probe_s"] == 1000
+    seal(checkpoint, content | {"state": content["state"] | changes})
+
+
+def test_a_resumed_run_adds_to_the_time_of_probes_and_to_no_row(probed_run, run):
+    rows = read(probed_run.run_dir / "probe.jsonl")
+    reseal(probed_run, probe_seconds=1000.0)
+    run(probed_run)
+    assert summary(probed_run)["probe_s"] == 1000
+    assert read(probed_run.run_dir / "probe.jsonl") == rows
+
+
+def test_a_resume_with_other_linears_in_fp8_is_refused(probed_run, run):
+    checkpoint = checkpoints(probed_run.run_dir)[-1]
+    data = json.loads((checkpoint / "manifest.json").read_text())["state"]["data"]
+    reseal(probed_run, data=data | {"fp8": "0" * 64})
+    assert "Linears in FP8 than fp8.recipe=auto chooses" in run(probed_run, code=2)

@@ -6,7 +6,7 @@ import torch
 
 from fp8.linears import set_position
 from fp8.recipes import E4M3, E5M2, RECIPES, Operand
-from fp8.rounding import fake_quantise, noise_at, rotated
+from fp8.rounding import fake_quantise, noise_at, rotated, scale_for
 from tests.helpers.fp8_models import build
 
 
@@ -30,6 +30,22 @@ def test_rounding_is_torchs_cast(format):
     is_nan = expected.isnan()
     assert torch.equal(computed.isnan(), is_nan)
     assert torch.equal(computed[~is_nan], expected[~is_nan])
+
+
+@pytest.mark.parametrize(
+    "amax, is_power_of_2, scale",
+    [
+        (448.0, False, 1.0),
+        (7.0, False, 64.0),
+        (5.0, False, 448 / 5),
+        (448.0, True, 1.0),
+        (5.0, True, 64.0),  # rounded down: nothing saturates
+        (449.0, True, 0.5),
+    ],
+)
+def test_a_scale_makes_the_largest_magnitude_the_formats_or_less(amax, is_power_of_2, scale):
+    computed = scale_for(torch.tensor(amax), 448.0, is_power_of_2)
+    assert computed.item() == pytest.approx(scale, rel=1e-7)
 
 
 # ------------------------------------------------------------------------------------ the rotation

@@ -111,38 +111,49 @@ def spread(rows):
     return [*rows, *more]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "marked"])
-def test_a_conversations_ids_are_those_of_transformers_and_the_answers_alone_are_learned(
-    tmp_path, template
-):
+def marked_ids(theirs, messages):
+    """Ids, and whether each is learned, by transformers' own mask."""
+    made = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    return made["input_ids"], [bool(i) for i in made["assistant_masks"]]
+
+
+def ids_by_prefixes(theirs, messages):
+    """Ids, and whether each is learned: what an answer adds to the messages before it."""
+    ids = theirs.apply_chat_template(messages)["input_ids"]
+    is_learned = [False] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if i:
+            shorter = theirs.apply_chat_template(messages[:i], add_generation_prompt=True)
+            context = shorter["input_ids"]
+        else:
+            context = [0, *theirs.encode("<|turn|>assistant\n", add_special_tokens=False)]
+        end = len(theirs.apply_chat_template(messages[: i + 1])["input_ids"])
+        assert ids[: len(context)] == context
+        is_learned[len(context) : end] = [True] * (end - len(context))
+    return ids, is_learned
+
+
+@pytest.mark.parametrize(
+    "template, ids_of",
+    [(PLAIN, ids_by_prefixes), (MARKED, marked_ids)],
+    ids=["by prefixes", "marked"],
+)
+def test_of_a_conversation_the_answers_alone_are_learned(tmp_path, template, ids_of):
+    """Its ids are those of transformers."""
     folder = make_folder(tmp_path / "tokenizer", template)
     rows = spread(CONVERSATIONS)
     prepare(tmp_path, [{"messages": messages} for messages in rows], folder)
     theirs = AutoTokenizer.from_pretrained(folder)
-    wanted = []
-    for messages in rows:
-        if template == MARKED:
-            made = theirs.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True
-            )
-            wanted.append((made["input_ids"], [bool(i) for i in made["assistant_masks"]]))
-            continue
-        ids = theirs.apply_chat_template(messages)["input_ids"]
-        is_learned = [False] * len(ids)
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = (
-                    theirs.apply_chat_template(messages[:i], add_generation_prompt=True)[
-                        "input_ids"
-                    ]
-                    if i
-                    else [0, *theirs.encode("<|turn|>assistant\n", add_special_tokens=False)]
-                )
-                after = theirs.apply_chat_template(messages[: i + 1])["input_ids"]
-                assert ids[: len(before)] == before
-                is_learned[len(before) : len(after)] = [True] * (len(after) - len(before))
-        wanted.append((ids, is_learned))
-    assert sorted(read_documents(tmp_path / "data/chat")) == sorted(wanted)
+    expected = [ids_of(theirs, messages) for messages in rows]
+    assert sorted(read_documents(tmp_path / "data/chat")) == sorted(expected)
+
+
+def test_the_index_of_conversations_names_their_template(tmp_path):
+    folder = make_folder(tmp_path / "tokenizer", PLAIN)
+    rows = [{"messages": messages} for messages in spread(CONVERSATIONS)]
+    prepare(tmp_path, rows, folder)
     index = read_index(tmp_path / "data/chat")
     assert index.is_masked and index.selection["instruct"] == ["messages"]
     assert index.selection["chat_template_sha256"] == ChatTemplate(str(folder)).sha256
@@ -165,7 +176,7 @@ def test_the_text_of_a_conversation_is_transformers_own(tmp_path, template, kind
             assert chat.text[first:last].strip() == answer + end
 
 
-def test_templates_in_a_file_of_their_own_and_by_name_are_taken_as_transformers_takes_them(
+def test_templates_by_file_and_by_name_are_those_of_transformers(
     tmp_path,
 ):
     named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": BRACKETS}]
@@ -220,7 +231,7 @@ ALWAYS_BEGINS = PLAIN.replace("{% if add_generation_prompt %}", "").replace(
 def test_what_cannot_be_learned_from_is_a_sentence(tmp_path, capsys, template, messages, words):
     folder = make_folder(tmp_path / "tokenizer", template)
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
-    said = asked(
+    output = asked(
         capsys,
         main,
         "local",
@@ -232,7 +243,7 @@ def test_what_cannot_be_learned_from_is_a_sentence(tmp_path, capsys, template, m
         "processes=1",
         code=2,
     )
-    assert words in said and "Traceback" not in said
+    assert words in output and "Traceback" not in output
 
 
 def test_messages_need_a_folders_tokenizer_and_one_kind_of_rows(tmp_path, capsys):
@@ -247,7 +258,7 @@ def test_messages_need_a_folders_tokenizer_and_one_kind_of_rows(tmp_path, capsys
 
 
 @pytest.mark.parametrize("name", ["folder", "gpt2", "byte"])
-def test_special_tokens_that_a_prompt_or_a_response_spells_are_those_tokens(tmp_path, name):
+def test_special_tokens_spelled_in_instructions_are_those_tokens(tmp_path, name):
     folder = make_folder(tmp_path / "tokenizer", PLAIN) if name == "folder" else name
     tokenizer = load_tokenizer(str(folder))
     word, number = (
@@ -267,7 +278,7 @@ def test_special_tokens_that_a_prompt_or_a_response_spells_are_those_tokens(tmp_
     assert index.selection["special_tokens"] == "parsed"
 
 
-def test_plain_text_keeps_special_tokens_as_text_and_its_shards_as_they_were(tmp_path):
+def test_plain_text_keeps_special_tokens_as_text(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     texts = [f"<|turn|> {n} <|endoftext|>" for n in range(30)]
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
@@ -293,9 +304,7 @@ def test_plain_text_keeps_special_tokens_as_text_and_its_shards_as_they_were(tmp
     )
 
 
-def test_control_tokens_not_called_special_are_told_of_and_kept_as_text_where_asked(
-    tmp_path, capsys
-):
+def test_control_tokens_not_called_special_are_told(tmp_path, capsys):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     rules = json.loads((folder / "tokenizer.json").read_text())
     rules["added_tokens"][-1]["special"] = False  # <|over|>
@@ -313,8 +322,10 @@ def test_control_tokens_not_called_special_are_told_of_and_kept_as_text_where_as
             "processes=1",
         ]
         assert main([*words, f"control_tokens={word}"]) == 0
-        told = capsys.readouterr().err
-        assert ("one of its 1 control tokens (<|over|>) it becomes that token" in told) is wanted
+        sentence = capsys.readouterr().err
+        assert (
+            "one of its 1 control tokens (<|over|>) it becomes that token" in sentence
+        ) is wanted
         index = read_index(out / "a")
         assert (
             id_of(folder, "<|over|>")
@@ -347,9 +358,7 @@ def test_finished_instruct_shards_of_the_former_rule_stay_as_they_are(tmp_path, 
     assert path.read_bytes() == before
 
 
-def test_half_made_instruct_shards_of_the_former_rule_are_not_mixed_with_others(
-    tmp_path, capsys, monkeypatch
-):
+def test_half_made_shards_of_the_former_rule_are_not_mixed(tmp_path, capsys, monkeypatch):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
 
     def interrupt(*_):
@@ -446,9 +455,10 @@ def test_a_conversation_of_which_nothing_can_be_learned_is_an_odd_row(
         folder,
         code=2,
     )
-    told = capsys.readouterr().err
+    sentence = capsys.readouterr().err
     assert (
-        f"chat.jsonl:1: {words}" in told and "or add skip_bad=true to leave out such rows" in told
+        f"chat.jsonl:1: {words}" in sentence
+        and "or add skip_bad=true to leave out such rows" in sentence
     )
     prepare(tmp_path, [], folder, "skip_bad=true")
     assert "left out: 1 rows of chat.jsonl" in capsys.readouterr().out
@@ -484,8 +494,12 @@ def test_no_row_is_blamed_for_a_template_that_cannot_serve(tmp_path, capsys, tem
         make_folder(tmp_path / "tokenizer", template),
         code=2,
     )
-    told = capsys.readouterr().err
-    assert "chat template" in told and "skip_bad" not in told and "chat.jsonl:1" not in told
+    sentence = capsys.readouterr().err
+    assert (
+        "chat template" in sentence
+        and "skip_bad" not in sentence
+        and "chat.jsonl:1" not in sentence
+    )
 
 
 # ------------------------------------------------------------------------------ kinds of rows
@@ -505,7 +519,7 @@ def test_an_odd_first_row_does_not_decide_of_what_kind_the_others_are(tmp_path, 
     )
 
 
-def test_rows_that_are_pairs_and_conversations_are_told_as_what_they_are_read(tmp_path, capsys):
+def test_rows_that_are_pairs_and_conversations_are_told(tmp_path, capsys):
     rows = [
         {"messages": messages, **pair} for messages, pair in zip(spread([]), PAIRS, strict=False)
     ]
@@ -569,7 +583,7 @@ def test_a_prompt_by_apply_chat_template_begins_once(tmp_path):
     )
 
 
-def test_a_touched_file_of_conversations_is_compared_with_the_finished_folder(tmp_path, capsys):
+def test_a_touched_file_of_conversations_is_compared(tmp_path, capsys):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     rows = [{"messages": messages} for messages in spread([])]
     prepare(tmp_path, rows, folder)

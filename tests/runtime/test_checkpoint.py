@@ -62,12 +62,12 @@ def save(config, *steps):
     saver.finish()
 
 
-def fill(config, say=pytest.fail, wanted=None):
+def fill(config, say=pytest.fail, tensors_to_fill=None):
     """The step of the checkpoint that restore() takes, whose tensors it must hold where all are
     wanted."""
-    filled = wanted or tensors()
+    filled = tensors_to_fill or tensors()
     restored = restore(config.run_dir, filled, ALONE, say)
-    assert wanted or same(filled, restored.step)
+    assert tensors_to_fill or same(filled, restored.step)
     return restored.step
 
 
@@ -81,98 +81,132 @@ def holds(path, step):
     return same(filled, step)
 
 
-def test_what_was_saved_comes_back_also_from_format_2_and_python_3_13_but_into_no_other_model(tiny):
+def test_what_was_saved_comes_back(tiny):
     save(tiny, 3)
     path = latest(tiny.run_dir)
     assert path.name == "step_00000003" and holds(path, 3)
-    as_3_13 = (
-        (path / ".metadata").read_bytes().replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")
-    )
-    forge(
-        path,
-        ".metadata",
-        as_3_13.replace(as_3_13[2:11], b"\x95" + (len(as_3_13) - 11).to_bytes(8, "little"), 1),
-    )
-    assert b"pathlib._local" in (path / ".metadata").read_bytes() and holds(path, 3)
     manifest = read_manifest(path)
-    assert (manifest["format_version"], manifest["step"], manifest["state"]) == (
-        3,
-        3,
-        {"updates": 3},
-    )
-    seal(
-        path,
-        manifest
-        | {
-            "format_version": 2,
-            "state": {
-                "updates": 3,
-                "moved_on": 4,
-                "train_s": 2.5,
-                "probe_s": 0.5,
-                "guard": {"train_s": 1},
-            },
-        },
-    )
-    assert holds(path, 3) and read_manifest(path)["state"] == {
-        "updates": 3,
-        "data_offset": 4,
-        "seconds": 2.5,
-        "probe_seconds": 0.5,
-        "guard": {"train_s": 1},
-    }
-    seal(path, manifest | {"format_version": 7})
+    assert (manifest["format_version"], manifest["step"]) == (3, 3)
+    assert manifest["state"] == {"updates": 3}
+
+
+def test_a_checkpoint_of_python_3_13_is_read(tiny):
+    """Whose pickles name another module for paths."""
+    save(tiny, 3)
+    path = latest(tiny.run_dir)
+    older = (path / ".metadata").read_bytes()
+    newer = older.replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")
+    frame = b"\x95" + (len(newer) - 11).to_bytes(8, "little")
+    forge(path, ".metadata", newer.replace(newer[2:11], frame, 1))
+    assert b"pathlib._local" in (path / ".metadata").read_bytes() and holds(path, 3)
+
+
+STATE_2 = {
+    "updates": 3,
+    "moved_on": 4,
+    "train_s": 2.5,
+    "probe_s": 0.5,
+    "guard": {"train_s": 1},
+}
+STATE_3 = {
+    "updates": 3,
+    "data_offset": 4,
+    "seconds": 2.5,
+    "probe_seconds": 0.5,
+    "guard": {"train_s": 1},
+}
+
+
+def test_a_checkpoint_of_format_2_is_read_with_todays_names(tiny):
+    save(tiny, 3)
+    path = latest(tiny.run_dir)
+    seal(path, read_manifest(path) | {"format_version": 2, "state": STATE_2})
+    assert holds(path, 3) and read_manifest(path)["state"] == STATE_3
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_stays(tiny):
+    save(tiny, 3)
+    path = latest(tiny.run_dir)
+    seal(path, read_manifest(path) | {"format_version": 7})
     with pytest.raises(UserError, match="checkpoint format 7, this version reads 2 and 3"):
         fill(tiny)
-    seal(path, manifest)
-    for name, wrong in (
-        ("b", torch.zeros(3)),
-        ("a", torch.zeros(40, 17)),
-        ("a", torch.zeros(40, 16, dtype=torch.bfloat16)),
-    ):
-        with pytest.raises(UserError, match="the configuration does not fit"):
-            fill(tiny, wanted={f"model.{name}": wrong})
+    assert saved_steps(tiny) == [3]
+
+
+@pytest.mark.parametrize(
+    "name, tensor",
+    [
+        ("model.b", torch.zeros(3)),
+        ("model.a", torch.zeros(40, 17)),
+        ("model.a", torch.zeros(40, 16, dtype=torch.bfloat16)),
+    ],
+    ids=["name", "shape", "dtype"],
+)
+def test_a_checkpoint_of_another_model_is_refused_and_stays(tiny, name, tensor):
+    save(tiny, 3)
+    with pytest.raises(UserError, match="the configuration does not fit"):
+        fill(tiny, tensors_to_fill={name: tensor})
+    assert saved_steps(tiny) == [3]
+
+
+def test_steps_may_have_more_than_eight_digits(tiny):
     save(tiny, 99_999_999, 100_000_000)
-    # another format, another model is no damage: it stays in place
-    assert saved_steps(tiny) == [3, 99_999_999, 100_000_000]
+    assert saved_steps(tiny) == [99_999_999, 100_000_000]
+    assert latest(tiny.run_dir).name == "step_100000000"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_to_any_file_is_noticed_the_checkpoint_set_aside_and_the_one_before_it_used(
-    tiny, name
-):
-    save(tiny, 2, 3)
-    newest, told = latest(tiny.run_dir), []
+def test_damage_to_any_file_is_noticed(tiny, name):
+    """A bit in a dozen places; half of it, none of it, a byte more."""
+    save(tiny, 3)
+    newest = latest(tiny.run_dir)
     file = newest / name
     whole = file.read_bytes()
-    flips = [*range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1]
-    for damage in [*flips, whole[: len(whole) // 2], b"", whole + b"\0"]:
-        if isinstance(damage, int):
-            flip_bit(file, damage)
-        else:
-            file.write_bytes(damage)
-        with pytest.raises(
-            DamagedError, match=f"{name if name in FILES[:2] else FILES[2]} differs"
-        ):
-            read_manifest(newest)
+    damaged = [whole[: len(whole) // 2], b"", whole + b"\0"]
+    for position in [*range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1]:
+        flip_bit(file, position)
+        damaged.append(file.read_bytes())
         file.write_bytes(whole)
-    flip_bit(file, 0)
-    assert fill(tiny, told.append) == 2
-    assert (
-        len(told) == 1 and "step_00000003 is damaged, set aside as bad_step_00000003: " in told[0]
-    )
-    save(tiny, 3)  # the step is trained again, and its file is lost
-    file.unlink()
-    assert fill(tiny, told.append) == 2
-    if name == "DONE":  # without it it never was a checkpoint, and is saved over
-        save(tiny, 3)
-        assert len(told) == 1 and holds(newest, 3)
-    else:
-        there = sorted(os.listdir(newest.parent))
-        assert (
-            there == ["bad_step_00000003", "bad_step_00000003_again", "step_00000002"]
-            and "is missing" in told[1]
-        )
+    named = name if name in FILES[:2] else FILES[2]
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(DamagedError, match=f"{named} differs"):
+            read_manifest(newest)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tiny, name):
+    save(tiny, 2, 3)
+    flip_bit(latest(tiny.run_dir) / name, 0)
+    sentences = []
+    assert fill(tiny, sentences.append) == 2
+    (sentence,) = sentences
+    assert "step_00000003 is damaged, set aside as bad_step_00000003: " in sentence
+
+
+@pytest.mark.parametrize("name", FILES[:-1])
+def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tiny, name):
+    """The step is trained again, and its file is lost."""
+    save(tiny, 2, 3)
+    newest = latest(tiny.run_dir)
+    flip_bit(newest / name, 0)
+    sentences = []
+    fill(tiny, sentences.append)
+    save(tiny, 3)
+    (newest / name).unlink()
+    assert fill(tiny, sentences.append) == 2
+    assert "is missing" in sentences[1]
+    folders = ["bad_step_00000003", "bad_step_00000003_again", "step_00000002"]
+    assert sorted(os.listdir(newest.parent)) == folders
+
+
+def test_what_has_no_done_never_was_a_checkpoint_and_is_saved_over(tiny):
+    save(tiny, 2, 3)
+    newest = latest(tiny.run_dir)
+    (newest / "DONE").unlink()
+    assert fill(tiny) == 2
+    save(tiny, 3)
+    assert holds(newest, 3)
 
 
 def forge(path, name, content):
@@ -210,13 +244,11 @@ def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, is_tensor, named):
     assert canary.exists(), "the attack is a real one: DCP's own reader runs it"
     canary.rmdir()
     with pytest.raises(MachineError, match=f"names .*{named}"):
-        fill(tiny, wanted=filled)
+        fill(tiny, tensors_to_fill=filled)
     assert not canary.exists()
 
 
-def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_call(
-    tiny, monkeypatch
-):
+def test_a_save_holds_what_was_at_the_call_and_returns_before_the_disk(tiny, monkeypatch):
     hashing, file_sha256 = threading.Event(), checkpoint.file_sha256
     monkeypatch.setattr(
         checkpoint, "file_sha256", lambda path: hashing.wait(60) and file_sha256(path)
@@ -253,16 +285,21 @@ def test_all_is_synced_before_the_rename_and_the_rename_after_it(tiny, monkeypat
         re.sub(r"/\.((?!metadata)[^/]+)\.tmp$", r"/\1", event).removesuffix(".tmp")
         for event in done
     ]
-    at = synced.index(f"rename {final}")
-    assert {str(tmp / path.name) for path in final.iterdir()} | {str(tmp)} <= set(synced[:at])
-    assert synced[at - 2 : at + 2] == [str(tmp / "DONE"), str(tmp), f"rename {final}", str(folder)]
+    position = synced.index(f"rename {final}")
+    assert {str(tmp / path.name) for path in final.iterdir()} | {str(tmp)} <= set(synced[:position])
+    assert synced[position - 2 : position + 2] == [
+        str(tmp / "DONE"),
+        str(tmp),
+        f"rename {final}",
+        str(folder),
+    ]
 
 
 ALL = {"every": 10, "keep": 1, "best": True, "forever": 40, "rolling": 4, "at": (33,)}
 
 
 @pytest.mark.parametrize(
-    "policy, steps, losses, there",
+    "policy, steps, losses, expected",
     [
         (
             ALL | {"keep": 9},
@@ -284,20 +321,20 @@ ALL = {"every": 10, "keep": 1, "best": True, "forever": 40, "rolling": 4, "at": 
         ({"every": None, "keep": 1, "at": (5,)}, [5, 7, 8, 9], {}, [5, 8, 9]),
     ],
 )
-def test_the_keep_policy_by_hand(policy, steps, losses, there):
+def test_the_keep_policy_by_hand(policy, steps, losses, expected):
     """`steps` saved one after the other, each followed by its validation."""
-    now = []
+    steps_on_disk = []
     for step in steps:
         stay = steps_to_keep(
-            [*now, step],
+            [*steps_on_disk, step],
             CheckpointConfig(**policy),
             {s: loss for s, loss in losses.items() if s < step},
         )
-        now = [s for s in [*now, step] if s in stay]
-    assert now == there
+        steps_on_disk = [s for s in [*steps_on_disk, step] if s in stay]
+    assert steps_on_disk == expected
 
 
-def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips(tiny):
+def test_the_policy_holds_on_disk_across_a_resume_and_a_rollback(tiny):
     saver = saver_of(tiny, losses := {1: 2.0}, keep=1, forever=3)
     for step, loss in enumerate((2.0, 5.0, 5.0, 4.0, 3.0, 6.0), 1):
         saver.save(step, tensors(step), {}, tiny)
@@ -313,7 +350,7 @@ def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips
     del losses[7]  # as the log does
     assert saved_steps(tiny) == [6]
     # step 7 with other weights
-    for step, consecutive, there in (
+    for step, consecutive, expected in (
         (7, 0, [6, 7]),
         (8, 0, [6, 7, 8]),
         (9, 0, [6, 8, 9]),
@@ -323,4 +360,4 @@ def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips
     ):
         saver.save(step, tensors(step + 1), {"guard": {"consecutive": consecutive}}, tiny)
         saver.finish()
-        assert saved_steps(tiny) == there and holds(latest(tiny.run_dir), step + 1)
+        assert saved_steps(tiny) == expected and holds(latest(tiny.run_dir), step + 1)

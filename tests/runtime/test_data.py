@@ -6,9 +6,11 @@ import itertools
 import json
 import random
 import re
+import shutil
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,43 +132,44 @@ def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture):
         assert abs(rounded - share) < Fraction(1, 2**20)
 
 
-def test_ranks_share_a_step_whatever_their_number(folder):
-    """A step's sequences are the same on 1, 2 and 4 ranks, in micro-batches of 2 or 4: consecutive
-    tokens, their successors."""
+def test_a_micro_batch_is_consecutive_tokens_and_their_successors(folder):
+    x, y = load(folder).batch(0, 0, 0, 1)
+    for tensor in x, y:
+        assert tensor.shape == (2, N_CTX) and tensor.dtype == torch.int64
+        assert tensor.is_contiguous()
+    assert (x == x[:, :1] + torch.arange(N_CTX)).all()
+    assert (y == x + 1).all()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_a_step_whatever_their_number(folder, size):
     data = load(folder)
-    x, y = data.batch(0, 0, 0, 1)
-    assert (
-        x.shape == y.shape == (2, N_CTX)
-        and x.dtype == y.dtype == torch.int64
-        and x.is_contiguous()
-        and y.is_contiguous()
-    )
-    assert (y == x + 1).all() and (x == x[:, :1] + torch.arange(N_CTX)).all()
+    micros = range(4 // size)
     for step in range(6):
         alone = firsts(data.batch(step, micro, 0, 1) for micro in range(4))
-        for size in (2, 4):
-            assert (
-                firsts(
-                    data.batch(step, micro, rank, size)
-                    for micro in range(4 // size)
-                    for rank in range(size)
-                )
-                == alone
-            )
-    assert (
-        read(load(folder, "data.micro_batch=4"), 6)
-        == read(data, 6)
-        != read(load(folder, "seed=2"), 6)
-    )
-    assert read(load(folder, "data.mixture=c:1,b:1,a:1"), 6) == read(
-        load(folder, "data.mixture=a:2,b:2,c:2"), 6
-    )
+        places = itertools.product(micros, range(size))
+        assert firsts(data.batch(step, micro, rank, size) for micro, rank in places) == alone
+
+
+@pytest.mark.parametrize(
+    "a, b, is_same_order",
+    [
+        ("", "data.micro_batch=4", True),
+        ("", "seed=2", False),
+        ("data.mixture=a:2,b:2,c:2", "data.mixture=c:1,b:1,a:1", True),
+    ],
+)
+def test_the_order_depends_on_seed_and_mixture_alone(folder, a, b, is_same_order):
+    assert (read(load(folder, a), 6) == read(load(folder, b), 6)) is is_same_order
+
+
+def test_a_micro_batch_of_the_next_step_is_an_error(folder):
     with pytest.raises(AssertionError):
-        data.batch(0, 4, 0, 1)  # a fifth micro-batch would belong to the next step
+        load(folder).batch(0, 4, 0, 1)
 
 
 @pytest.mark.parametrize("words", ["", "data.mixture=a:0.501,b:0.2,c:0.299"])
-def test_a_run_resumes_at_any_step_and_reads_on_past_its_plan_as_a_longer_run_does(folder, words):
+def test_a_run_reads_on_past_its_plan_as_a_longer_run_does(folder, words):
     """A rollback moves the data on. The second mixture's period is longer than the short run. A run
     that was begun by an older version goes on with the same tokens, too: as printed by commit
     4385f5b."""
@@ -191,25 +194,32 @@ def test_a_run_resumes_at_any_step_and_reads_on_past_its_plan_as_a_longer_run_do
     )
 
 
-def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
+def windows_of(name: str) -> list[int]:
+    """The first tokens of all train windows of a source, as write_numbered() laid them out."""
+    start, windows = 1000 * (list(WINDOWS).index(name) + 1), []
+    for shard, count in enumerate(WINDOWS[name]):
+        windows += [start + window * N_CTX for window in range(count)]
+        start += count * N_CTX + 1 + shard * 7 % N_CTX
+    return windows
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_each_epoch_reads_every_window_once_in_a_new_order(folder, name):
+    data, windows = load(folder, "steps=60"), windows_of(name)
+    n, number = len(windows), windows[0] // 1000
+    order = [token for token in read(data, 60) if token // 1000 == number]
+    assert data.epochs[name] == len(order) / n
+    epochs = [order[start : start + n] for start in range(0, len(order) - n + 1, n)]
+    assert len(epochs) >= 3
+    for earlier, epoch in itertools.pairwise([windows, *epochs]):
+        assert sorted(epoch) == windows and epoch != earlier
+
+
+def test_a_run_reads_of_each_source_what_was_planned(folder):
     data = load(folder, "steps=60")
-    found = np.array(read(data, 60))
+    sources = np.array(read(data, 60)) // 1000 - 1
+    assert np.bincount(sources).tolist() == data.planned.tolist()
     assert data.weights == {"a": 0.5, "b": 0.2, "c": 0.3}
-    assert np.bincount(found // 1000 - 1).tolist() == data.planned.tolist()
-    for i, (name, counts) in enumerate(WINDOWS.items()):
-        n, start, every = sum(counts), 1000 * (i + 1), []
-        # enumerated from the way write_numbered laid the tokens out
-        for j, count in enumerate(counts):
-            every += [start + w * N_CTX for w in range(count)]
-            start += count * N_CTX + 1 + j * 7 % N_CTX
-        mine = found[found // 1000 == i + 1].tolist()
-        epochs = [mine[e * n : (e + 1) * n] for e in range(len(mine) // n)]
-        assert (
-            len(epochs) >= 3
-            and data.epochs[name] == len(mine) / n
-            and all(sorted(epoch) == every for epoch in epochs)
-        )
-        assert all(one != other for one, other in itertools.pairwise([every, *epochs]))
 
 
 # -------------------------------------------------------------------------------------- validation
@@ -230,14 +240,14 @@ def test_validation_windows_are_fixed_and_evenly_strided(folder):
 
 
 def test_identities_change_with_what_they_name(folder):
-    one, other = load(folder), load(folder, "seed=7 eval.tokens=8")
-    assert one.train_sha256 == other.train_sha256 and one.val_sha256 != other.val_sha256
-    assert one.val_sha256 == load(folder, "seed=7").val_sha256
+    data, other_data = load(folder), load(folder, "seed=7 eval.tokens=8")
+    assert data.train_sha256 == other_data.train_sha256 and data.val_sha256 != other_data.val_sha256
+    assert data.val_sha256 == load(folder, "seed=7").val_sha256
     for split in "train", "val":
         splits = json.loads((folder / "a/index.json").read_text())["splits"]
         splits[split]["shards"][0]["sha256"] = "other"
         conftest.write_index(folder / "a", splits=splits)
-        assert getattr(load(folder), f"{split}_sha256") != getattr(one, f"{split}_sha256")
+        assert getattr(load(folder), f"{split}_sha256") != getattr(data, f"{split}_sha256")
 
 
 # ------------------------------------------------------------------------ stream, damage, refusals
@@ -256,43 +266,77 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     assert threading.active_count() == threads, "the preparing thread has ended"
 
 
-def test_a_flipped_bit_or_another_size_of_any_file_is_found_and_named(folder):
-    """By damage() in a folder; in training, which does without hashes.npy, a bit by the rank whose
-    share the shard is and whose stream it ends, another size before anything is read."""
-    files = sorted((*folder.glob("*/*.bin"), *folder.glob("*/hashes.npy")))
-    assert len(files) == 10 and not [
-        sentence for source in folder.iterdir() for sentence in damage(source)
-    ]
-    for path in files:
-        content, is_shard = path.read_bytes(), path.suffix == ".bin"
-        for at in (0, len(content) // 2, len(content) - 1):
-            flip_bit(path, at)
-            assert [sentence.partition(": ")[0] for sentence in damage(path.parent)] == [
-                f"{path} is damaged"
-            ]
-            found = []
-            for rank in range(3):
-                data = load(folder)
-                data.verify(rank, 3)
-                try:
-                    data.verified()
-                except UserError as error:
-                    with pytest.raises(UserError, match=f"{path} is damaged"):
-                        next(data.stream(0, 6, 0, 1, "cpu"))
-                    # by which train.py prints it on this rank, which may be the only one
-                    found += error.__notes__
-            assert len(found) == is_shard
-            flip_bit(path, at)
-        for other, said in (content[:-1], ""), (content + b"\0\0", ""), (None, "is missing"):
-            path.unlink() if other is None else path.write_bytes(other)
-            assert [f"{path} {said}" in sentence for sentence in damage(path.parent)] == [True]
-            assert not is_shard or f"promises {len(content)} bytes" in refusal(folder)
-        path.write_bytes(content)
+# source and name of each file that an index describes
+SHARDS = [f"{source}/{split}_00000.bin" for source in "abc" for split in ("train", "val")]
+SHARDS += ["a/train_00001.bin"]
+FILES = SHARDS + [f"{source}/hashes.npy" for source in "abc"]
+PLACES = [0.0, 0.5, 1.0]  # of a flipped bit in a file
 
 
-def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_not_lost(
-    folder, monkeypatch
-):
+def flip(path, place: float) -> None:
+    flip_bit(path, int(place * (path.stat().st_size - 1)))
+
+
+def test_a_sound_folder_has_no_damage(folder):
+    names = {str(path.relative_to(folder)) for path in folder.glob("*/*.[bn]*")}
+    assert names == set(FILES), "the lists above are complete"
+    assert [sentence for source in "abc" for sentence in damage(folder / source)] == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_of_any_file_is_found_and_named(folder, name, place):
+    path = folder / name
+    flip(path, place)
+    (sentence,) = damage(path.parent)
+    assert sentence.startswith(f"{path} is damaged: ")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_flipped_bit_ends_the_stream_of_the_rank_that_verifies_it(folder, name, place):
+    path, notes = folder / name, []
+    flip(path, place)
+    for rank in range(3):
+        data = load(folder)
+        data.verify(rank, 3)
+        try:
+            data.verified()
+        except UserError as error:
+            with pytest.raises(UserError, match=f"{path} is damaged"):
+                next(data.stream(0, 6, 0, 1, "cpu"))
+            # by which train.py prints it on this rank, which may be the only one
+            notes += error.__notes__
+    assert len(notes) == 1
+
+
+def resize(path, change: str) -> None:
+    """Cut a byte off, add two, or delete the file."""
+    content = path.read_bytes()
+    path.unlink()
+    if change != "gone":
+        path.write_bytes(content[:-1] if change == "cut" else content + b"\0\0")
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "gone"])
+@pytest.mark.parametrize("name", FILES)
+def test_another_size_of_any_file_is_found_and_named(folder, name, change):
+    path = folder / name
+    resize(path, change)
+    (sentence,) = damage(path.parent)
+    assert f"{path} {'is missing' if change == 'gone' else ''}" in sentence
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "gone"])
+@pytest.mark.parametrize("name", SHARDS)
+def test_another_size_of_a_shard_is_refused_before_anything_is_read(folder, name, change):
+    """Training does without hashes.npy."""
+    size = (folder / name).stat().st_size
+    resize(folder / name, change)
+    assert f"promises {size} bytes" in refusal(folder)
+
+
+def test_verification_delays_nothing_and_its_error_is_not_lost(folder, monkeypatch):
     go_on, data = threading.Event(), load(folder)
     monkeypatch.setattr(
         shards, "file_sha256", lambda path: go_on.wait(60) and {}["a shard that cannot be hashed"]
@@ -307,11 +351,13 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_no
 
 
 def test_more_than_the_data_allows_or_too_little_is_refused(folder):
-    said = refusal(folder, "steps=40 data.max_epochs=1.5")  # 64 sequences of b, which has 7 windows
+    sentence = refusal(
+        folder, "steps=40 data.max_epochs=1.5"
+    )  # 64 sequences of b, which has 7 windows
     assert (
-        "512 tokens of b" in said
-        and "has 56 and data.max_epochs=1.5; set it to 9.15," in said
-        and said.count("\n") == 2
+        "512 tokens of b" in sentence
+        and "has 56 and data.max_epochs=1.5; set it to 9.15," in sentence
+        and sentence.count("\n") == 2
     )
     load(
         folder,
@@ -320,21 +366,22 @@ def test_more_than_the_data_allows_or_too_little_is_refused(folder):
     )
     assert "set it to 2.29," in refusal(folder, "steps=8" + words)
     write_numbered(folder / "short", (0,), 0, val_windows=0)
-    said = refusal(folder, "data.mixture=short:1")
-    assert "1 train tokens, too few" in said and "1 val tokens, too few" in said
+    sentence = refusal(folder, "data.mixture=short:1")
+    assert "1 train tokens, too few" in sentence and "1 val tokens, too few" in sentence
     assert re.search(
         r"there is no .*/ghost/index.json \(.* holds a, b, c, short\)",
         refusal(folder, "data.mixture=a:1,ghost:1"),
     )
-    said = refusal(folder, sha256="4567")
+    sentence = refusal(folder, sha256="4567")
     assert re.search(
         r"made with tokenizer=folder \(0123abcd.* another tokenizer \(4567.*: set"
         r" data.tokenizer to",
-        said,
+        sentence,
     )
-    said = refusal(folder, "model.vocab_size=300")
+    sentence = refusal(folder, "model.vocab_size=300")
     assert (
-        f"holds ids below {VOCAB}, but model.vocab_size=300: set model.vocab_size={VOCAB}" in said
+        f"holds ids below {VOCAB}, but model.vocab_size=300: set model.vocab_size={VOCAB}"
+        in sentence
     )
     conftest.write_index(folder / "b", tokenizer="gpt2")
     assert "tokenizer=gpt2 (0123abcd...), but data.tokenizer=./some/folder" in refusal(folder)
@@ -425,41 +472,63 @@ def test_only_shards_hashes_and_index_are_removed(tmp_path):
 # --------------------------------------------------------------- from prepare_data.py to the batch
 
 
-def test_shards_of_a_vocabulary_beyond_16_bits(tmp_path, capsys):
-    wide = str(write_tokenizer(tmp_path / "wide", spare=70_000))
-    assert local(write(tmp_path / "a.jsonl", DOCUMENTS), out=tmp_path / "data", tokenizer=wide) == 0
-    tok, index, text = (
-        load_tokenizer(wide),
-        read_index(tmp_path / "data/mine"),
-        (tmp_path / "data/mine/index.json").read_text(),
-    )
-    assert (json.loads(text)["dtype"], index.tokenizer, index.tokenizer_sha256) == (
-        "uint32",
-        "folder",
-        tok.sha256,
-    )
-    assert wide not in text and "is_masked" not in text, (
-        "no machine's path, and no mask where there is none"
-    )
-    ids = np.concatenate([np.fromfile(shard.path, "<u4") for shard in index.shards])
-    found = [piece.tolist() for piece in np.split(ids, (ids == tok.eot).nonzero()[0][1:])]
-    assert sorted(found) == sorted([*tok.prefix, *tok.encode(document)] for document in DOCUMENTS)
-    made, moved, other = (
-        config_of(
-            tmp_path / "data", f"data.mixture=mine:1 data.tokenizer={name} model.vocab_size={size}"
-        )
-        for name, size in (
-            (wide, tok.vocab_size + 8),
-            ("/else/where", tok.vocab_size + 8),
-            ("gpt2", 50257),
-        )
-    )
-    x, y = Data(made, tok.sha256).batch(0, 0, 0, 1)
-    assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
-    told = conftest.asked(capsys, main, "--show", tmp_path / "data")
-    assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in told
-    assert made.identity() == moved.identity() != other.identity(), "the shards say which it is"
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A tokenizer of more than 2**16 ids, by its folder."""
+    return str(write_tokenizer(tmp_path_factory.mktemp("wide"), spare=70_000))
 
+
+@pytest.fixture(scope="module")
+def wide_shards(tmp_path_factory, wide):
+    """The data folder of DOCUMENTS in its ids."""
+    folder = tmp_path_factory.mktemp("wide_shards")
+    file = write(folder / "a.jsonl", DOCUMENTS)
+    assert local(file, out=folder / "data", tokenizer=wide) == 0
+    return folder / "data"
+
+
+def wide_config(folder, tokenizer, vocab_size):
+    words = f"data.mixture=mine:1 data.tokenizer={tokenizer} model.vocab_size={vocab_size}"
+    return config_of(folder, words)
+
+
+def test_ids_beyond_16_bits_are_stored_in_32(wide, wide_shards):
+    tok, index = load_tokenizer(wide), read_index(wide_shards / "mine")
+    assert json.loads((wide_shards / "mine/index.json").read_text())["dtype"] == "uint32"
+    ids = np.concatenate([np.fromfile(shard.path, "<u4") for shard in index.shards])
+    ends = (ids == tok.eot).nonzero()[0][1:]
+    documents = [piece.tolist() for piece in np.split(ids, ends)]
+    assert sorted(documents) == sorted([*tok.prefix, *tok.encode(text)] for text in DOCUMENTS)
+
+
+def test_an_index_names_its_tokenizer_by_hash_and_not_by_its_place(wide, wide_shards):
+    index, text = read_index(wide_shards / "mine"), (wide_shards / "mine/index.json").read_text()
+    tokenizer_sha256 = load_tokenizer(wide).sha256
+    assert (index.tokenizer, index.tokenizer_sha256) == ("folder", tokenizer_sha256)
+    assert wide not in text and "is_masked" not in text, "nor a mask where there is none"
+
+
+def test_batches_of_ids_beyond_16_bits_are_those_of_the_shards(wide, wide_shards):
+    tok = load_tokenizer(wide)
+    x, y = Data(wide_config(wide_shards, wide, tok.vocab_size + 8), tok.sha256).batch(0, 0, 0, 1)
+    assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
+
+
+def test_show_names_a_tokenizer_in_a_folder_by_hash_and_size(wide, wide_shards, capsys):
+    tok = load_tokenizer(wide)
+    page = conftest.asked(capsys, main, "--show", wide_shards)
+    assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in page
+
+
+def test_the_folder_of_a_tokenizer_may_move(wide, wide_shards):
+    """The shards say which it is."""
+    size = load_tokenizer(wide).vocab_size + 8
+    identity = wide_config(wide_shards, wide, size).identity()
+    assert wide_config(wide_shards, "/else/where", size).identity() == identity
+    assert wide_config(wide_shards, "gpt2", 50257).identity() != identity
+
+
+# ----------------------------------------------------------------------------- prompts and responses
 
 # tests/runtime/test_chat.py has the rows that spell special tokens.
 SPELLED = [
@@ -482,93 +551,125 @@ PAIRS += [
 ]
 
 
-@pytest.mark.parametrize("kind", ["byte", "gpt2", "folder"])
-def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
-    name, file = (
-        (str(write_tokenizer(tmp_path / "tokenizer")) if kind == "folder" else kind),
-        tmp_path / "chat.jsonl",
-    )
-    file.write_text(
-        "".join(
-            json.dumps({"id": i, "prompt": p, "response": r}) + "\n"
-            for i, (p, r) in enumerate(PAIRS)
-        )
-    )
-    assert (
-        local(
-            file, out=tmp_path / "data", name="chat", tokenizer=name, instruct="true", val_share=0.3
-        )
-        == 0
-    )
-    tok, index = load_tokenizer(name), read_index(tmp_path / "data/chat")
-    assert (
-        index.is_masked
-        and index.dtype == "<u4"
-        and index.duplicates == {"chat": 1}
-        and index.empty == 3
-    )
-    # tokens of each document, bytes of its response
-    expected = {"train": ([], []), "val": ([], [])}
-    for prompt, response in dict.fromkeys(pair for pair in PAIRS if pair[1].strip()):
-        context = np.array([*tok.prefix[1:], *tok.encode(prompt)], "<u4") | MASK
-        tokens, sizes = expected[split_of(f"{prompt}\0{response}".encode(), 3000)]
-        tokens.append(np.concatenate([[tok.eot], context, tok.encode(response)]))
-        sizes.append(len(response.encode()))
-    windows = []
-    for split, (tokens, sizes) in expected.items():
-        raw = np.concatenate(tokens)
-        assert (
-            np.fromfile(tmp_path / f"data/chat/{split}_00000.bin", "<u4").tolist() == raw.tolist()
-        )
-        assert (index.splits[split].text_bytes, index.splits[split].documents) == (
-            sum(sizes),
-            len(sizes),
-        )
-        ids, targets = (raw & ~MASK).tolist(), np.where(raw < MASK, raw, -100).tolist()
-        windows += [
-            (ids[at : at + N_CTX], targets[at + 1 : at + N_CTX + 1])
-            for at in range(0, len(ids) - N_CTX, N_CTX)
-        ]
-    assert "the responses and the ends of documents" in conftest.asked(
-        capsys, main, "--show", tmp_path / "data"
-    )
+UNIQUE = [pair for pair in dict.fromkeys(PAIRS) if pair[1].strip()]
 
-    config = config_of(
-        tmp_path / "data",
-        "data.mixture=chat:1"
-        f" eval.tokens={10**6} data.tokenizer={name} model.vocab_size={tok.vocab_size}",
+
+@dataclass
+class Chat:
+    """Prompts and responses, prepared; and what they must have become, from PAIRS."""
+
+    folder: Path
+    name: str  # of the tokenizer
+    ids: dict[str, np.ndarray]  # of each split, the marked ones those of prompts
+    response_bytes: dict[str, list[int]]  # of each split's documents
+
+    @property
+    def tokenizer(self):
+        return load_tokenizer(self.name)
+
+    @property
+    def config(self):
+        words = f"data.mixture=chat:1 eval.tokens={10**6} data.tokenizer={self.name}"
+        return config_of(self.folder, f"{words} model.vocab_size={self.tokenizer.vocab_size}")
+
+    @property
+    def data(self):
+        return Data(self.config, self.tokenizer.sha256)
+
+    def windows(self, split: str) -> list[tuple[list[int], list[int]]]:
+        """Inputs and targets of every window."""
+        raw = self.ids[split]
+        ids, targets = (raw & ~MASK).tolist(), np.where(raw < MASK, raw, -100).tolist()
+        starts = range(0, len(ids) - N_CTX, N_CTX)
+        return [(ids[i : i + N_CTX], targets[i + 1 : i + N_CTX + 1]) for i in starts]
+
+
+@pytest.fixture(scope="module", params=["byte", "gpt2", "folder"])
+def chat(request, tmp_path_factory) -> Chat:
+    folder, name = tmp_path_factory.mktemp("chat"), request.param
+    if name == "folder":
+        name = str(write_tokenizer(folder / "tokenizer"))
+    rows = [{"id": i, "prompt": p, "response": r} for i, (p, r) in enumerate(PAIRS)]
+    file = folder / "chat.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = local(
+        file, out=folder / "data", name="chat", tokenizer=name, instruct="true", val_share=0.3
     )
-    data = Data(config, tok.sha256)
-    val = data.val["chat"]
+    assert made == 0
+    tok, documents, sizes = load_tokenizer(name), {"train": [], "val": []}, {"train": [], "val": []}
+    for prompt, response in UNIQUE:
+        context = np.array([*tok.prefix[1:], *tok.encode(prompt)], "<u4") | MASK
+        split = split_of(f"{prompt}\0{response}".encode(), 3000)
+        documents[split].append(np.concatenate([[tok.eot], context, tok.encode(response)]))
+        sizes[split].append(len(response.encode()))
+    ids = {split: np.concatenate(parts) for split, parts in documents.items()}
+    return Chat(folder / "data", name, ids, sizes)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_tokens_of_prompts_are_marked_in_the_shards(chat, split):
+    written = np.fromfile(chat.folder / f"chat/{split}_00000.bin", "<u4")
+    assert written.tolist() == chat.ids[split].tolist()
+
+
+def test_the_index_of_a_masked_source_counts_responses(chat):
+    index = read_index(chat.folder / "chat")
+    assert index.is_masked and index.dtype == "<u4"
+    assert index.duplicates == {"chat": 1} and index.empty == 3
+    for split, sizes in chat.response_bytes.items():
+        described = index.splits[split]
+        assert (described.text_bytes, described.documents) == (sum(sizes), len(sizes))
+
+
+def test_prompts_are_context_and_responses_targets(chat):
+    data, windows = chat.data, chat.windows("train")
     for step in range(6):
-        batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
-        assert all(
-            (a.tolist(), b.tolist()) in windows
-            for x, y in batches
-            for a, b in zip(x, y, strict=True)
-        )
-        assert data.targets(step) == sum(int((y != -100).sum()) for _, y in batches) < 8 * N_CTX
+        targets = 0
+        for micro, rank in itertools.product(range(2), range(2)):
+            x, y = data.batch(step, micro, rank, 2)
+            targets += int((y != -100).sum())
+            assert all(window in windows for window in zip(x.tolist(), y.tolist(), strict=True))
+        assert data.targets(step) == targets < 8 * N_CTX
+
+
+def test_validation_counts_targets_alone(chat):
+    val, windows = chat.data.val["chat"], chat.windows("val")
     x, y = val.batch(0, len(val))
-    assert all((a.tolist(), b.tolist()) in windows for a, b in zip(x, y, strict=True))
-    assert (
-        val.targets.tolist() == (y != -100).sum(1).tolist()
-        and 0 in val.targets
-        and val.tokens == val.targets.sum()
-    )
-    assert val.text_bytes == round(val.tokens * sum(sizes) / (raw < MASK).sum())
+    assert all(window in windows for window in zip(x.tolist(), y.tolist(), strict=True))
+    assert val.targets.tolist() == (y != -100).sum(1).tolist()
+    assert 0 in val.targets and val.tokens == val.targets.sum()
+    targets = (chat.ids["val"] < MASK).sum()
+    assert val.text_bytes == round(val.tokens * sum(chat.response_bytes["val"]) / targets)
+
+
+def test_tasks_on_a_masked_source_read_prompts_and_responses(chat):
+    config = chat.config
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.json").write_text(json.dumps(asdict(config)))
     (source,) = demo_questions._sources(str(config.run_dir))
-    found = demo_questions._pick(source, 999, "seed", lambda text: text)
-    assert len(found) == len(sizes) and set(found) <= {p + r for p, r in PAIRS if r.strip()}
-    conftest.write_index(tmp_path / "data/chat", is_masked=False)  # a mark is no token id
+    picked = demo_questions._pick(source, 999, "seed", lambda text: text)
+    assert len(picked) == len(chat.response_bytes["val"])
+    assert set(picked) <= {prompt + response for prompt, response in UNIQUE}
+
+
+def test_show_says_what_is_learned_of_a_masked_source(chat, capsys):
+    page = conftest.asked(capsys, main, "--show", chat.folder)
+    assert "the responses and the ends of documents" in page
+
+
+def test_a_mark_is_no_token_id(chat, tmp_path):
+    folder = shutil.copytree(chat.folder, tmp_path / "data")
+    conftest.write_index(folder / "chat", is_masked=False)
+    unmasked = replace(chat, folder=folder)
     with pytest.raises(UserError, match=r"holds the id \d{10}, "):
-        read(Data(config, tok.sha256), 6)
+        read(unmasked.data, 6)
+
+
+def test_validation_tokens_that_are_prompts_alone_are_refused(tmp_path):
     only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
-    assert re.search(
-        r"none of the 12 .* holds a response to learn", refusal(tmp_path, "data.mixture=prompts:1")
-    )
+    sentence = refusal(tmp_path, "data.mixture=prompts:1")
+    assert re.search(r"none of the 12 .* holds a response to learn", sentence)
 
 
 def test_training_tokens_that_are_prompts_alone_are_refused(tmp_path):

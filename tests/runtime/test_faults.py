@@ -15,7 +15,8 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,7 @@ def refused(codes: list[int], config: Config, *overrides, **how) -> str:
 # ------------------------------------------------------------------------------- kills, full disks
 
 
-def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_else(base, whole):
+def test_kill_9_anywhere_costs_steps_and_nothing_else(base, whole):
     """Every third of the 25 changes that a save makes on disk, from its folder to the deletion of
     an older checkpoint, of which the last eight are; all of them: tests/soak.py."""
     config = replace(base, run="killed")
@@ -105,7 +106,7 @@ def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_el
     ],  # and then a policy by which two were due
     ids=["killed", "full", "policy"],
 )
-def test_a_run_that_never_completed_a_checkpoint_begins_at_step_0_again(
+def test_a_run_without_a_complete_checkpoint_begins_at_step_0_again(
     base, whole, request, words, what
 ):
     config = replace(base, run=f"first_{request.node.callspec.id}")
@@ -119,7 +120,7 @@ def test_a_run_that_never_completed_a_checkpoint_begins_at_step_0_again(
     assert record(config) == whole[1]
 
 
-def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_it(base, whole):
+def test_three_failed_saves_in_a_row_end_a_run_that_room_resumes(base, whole):
     """No space left, from every stage of a save in turn on to its end; then files that may not
     grow, as on a full disk."""
     config = replace(base, run="no_space")
@@ -140,32 +141,49 @@ def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_i
     assert record(finish(config)) == whole[1]
 
 
-def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all_and_all_use_the_checkpoint_before_a_damaged_one(
-    base, whole
-):
+def events(config: Config, name: str) -> list[dict]:
+    return [row for row in rows(config, "event") if row["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def full_disks(base) -> Config:
+    """A run of two ranks that three failed saves in a row have ended: a full disk of rank 1 at
+    step 4, then of rank 0."""
     config = replace(base, run="one_rank")
-    full = ["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))]
+    full = ["fail_in_save:4:1:99:1", *(f"fail_in_save:{step}:12:99:0" for step in (8, 10, 12))]
     assert "3 saves in a row have failed" in refused([1, 1], config, ranks=2, faults=full)
-    failed = [row["reason"] for row in rows(config, "event") if row["event"] == "save_failed"]
-    assert "rank 1: " in failed[0] and all(
-        "rank 0: " in told and "No space left" in told for told in failed[1:]
-    )
-    assert [told.split()[1] for told in failed] == [
+    return config
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_once_and_by_its_name(full_disks):
+    failed = [row["reason"] for row in events(full_disks, "save_failed")]
+    assert [reason.split()[1] for reason in failed] == [
         "step_00000004",
         "step_00000008",
         "step_00000010",
-    ], "each once, by its name"
-    assert "Errno 9" in refused([1, 1], config, ranks=2, faults=["fail_load:1"])
-    assert record(finish(config, ranks=2)) == whole[2]
+    ]
+    assert "rank 1: " in failed[0]
+    assert all("rank 0: " in reason and "No space left" in reason for reason in failed[1:])
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(full_disks):
+    assert "Errno 9" in refused([1, 1], full_disks, ranks=2, faults=["fail_load:1"])
+
+
+def test_two_ranks_use_the_checkpoint_before_a_damaged_one(base, whole):
+    config = finish(replace(base, run="damaged"), ranks=2)
     (config.run_dir / "summary.json").unlink()
-    flip_bit(config.run_dir / f"checkpoints/step_{STEPS:08d}/__1_0.distcp", 4321)
+    flip_bit(faults.checkpoint_folder(config, STEPS) / "__1_0.distcp", 4321)
     run = ended([0, 0], config, ranks=2)
-    assert f"resuming {config.run_dir}/checkpoints/step_{STEPS - EVERY:08d}" in run.output
-    assert [row["event"] for row in rows(config, "event")].count("bad_checkpoint") == 1
-    assert (config.run_dir / f"checkpoints/bad_step_{STEPS:08d}").exists(), (
-        "what is bad is kept for inspection"
-    )
+    assert f"resuming {faults.checkpoint_folder(config, STEPS - EVERY)}" in run.output
+    assert len(events(config, "bad_checkpoint")) == 1
+    # what is bad is kept for inspection
+    assert (config.run_dir / f"checkpoints/bad_step_{STEPS:08d}").exists()
     assert record(config) == whole[2]
+
+
+def test_two_ranks_go_on_after_saves_that_failed(full_disks, whole):
+    assert record(finish(full_disks, ranks=2)) == whole[2]
 
 
 # ------------------------------------------------------------------------------- signals and ranks
@@ -191,7 +209,7 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
 def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole):
     """As SIGUSR1 to it does, which it does not handle: no signal reaches the ranks."""
     config = replace(base, run="launcher")
-    run = faults.Run(config, faults=["slow_steps:0.05"], restarts=0)
+    run = faults.Run(config, faults=["slow_steps:0.2"], restarts=0)
     run.wait_until(4)
     launcher = run.processes[0].pid
     ranks = faults.children(launcher)
@@ -222,7 +240,7 @@ def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(base, whole,
     assert record(config if is_ignored else finish(config)) == whole[1]
 
 
-def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
+def test_a_second_signal_of_its_kind_ends_a_rank_in_a_collective(base):
     run = faults.Run(replace(base, run="second"), ranks=2, faults=[STOP.format(1)])
     run.wait_until(4)
     rank = run.processes[0]
@@ -257,26 +275,27 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     assert [summary(each)["n_gpu"] for each in (config, calm)] == [2, 1]
 
 
-def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, data_dir, tmp_path):
-    assert "cannot be shared by 2 ranks" in refused(
-        [2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2
-    )
-    # which rank 0 looks for
+def test_a_mistake_is_told_once_on_several_ranks(base):
+    config = replace(base, run="uneven")
+    assert "cannot be shared by 2 ranks" in refused([2, 2], config, "data.micro_batch=8", ranks=2)
+
+
+def test_what_rank_0_looks_for_alone_is_told(base):
     orphan = replace(base, run="orphan", start_from=f"{base.out}/none/checkpoints/step_00000004")
     assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
+
+
+def test_an_error_of_one_rank_is_told_by_it(base, data_dir, tmp_path):
+    """A token beyond the vocabulary, read by the second of two ranks alone."""
     own_data = shutil.copytree(data_dir, tmp_path / "data")
     config = changed(base, f"run=spoilt_data data.dir={own_data} data.mixture=web:1")
     data = Data(config, load_tokenizer("byte").sha256)
-    # read by the second of two ranks alone
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()
     shard = own_data / "web/train_00000.bin"
     shard.write_bytes(shard.read_bytes().replace(row, b"\xff\xff" + row[2:]))
     run = faults.Run(config, ranks=2)
-    assert (
-        0 not in run.wait()
-        and "holds the id 65535" in run.output
-        and "train.py: rank 1: " in run.output
-    )
+    assert 0 not in run.wait()
+    assert "holds the id 65535" in run.output and "train.py: rank 1: " in run.output
 
 
 # ------------------------------------------------------------------------------ numbers that spoil
@@ -295,12 +314,14 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
     [
         ("scale_loss:5:5:inf", "omit_update:5", [], None, 1, "steps=8"),
         ("nan_gradient:5:1", "omit_update:5", [], None, 2, "steps=8"),
+        ("nan_gradient:5:1", "omit_update:5", [], None, 2, "steps=8 parallel.shard=1"),
         # The NaN comes right before a save, and a kill soon after it: the rollback goes to the
         # checkpoint before.
         ("nan_weight:8:0", "move_data:5:7", [(11, 4)], 11, 1, "guard.skips=3 eval.every=6"),
         # Validated after step 8, where it was saved too. On two ranks the validation has left weights
         # gathered: those of the checkpoint must be gathered anew.
         ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.reshard=false"),
+        ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.shard=1"),
         # A tenfold loss that lasts. Killed after the rollback, before a save has noted that the data
         # moved on.
         (
@@ -312,9 +333,17 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
             "steps=28 guard.window=16 guard.skips=3 eval.every=none",
         ),
     ],
-    ids=["loss", "gradient", "poisoned_checkpoint", "nan_validation", "spike"],
+    ids=[
+        "loss",
+        "gradient",
+        "replicas_gradient",
+        "poisoned_checkpoint",
+        "nan_validation",
+        "replicas_nan_validation",
+        "spike",
+    ],
 )
-def test_a_skip_leaves_no_trace_and_a_rollback_ends_as_a_run_given_later_data(
+def test_a_skip_or_a_rollback_ends_as_a_run_that_did_at_once_what_is_due(
     request, base, fault, due, back, killed_at, ranks, changes
 ):
     """A run under `fault` ends in the bits of one that at once does what is due: without the update
@@ -333,7 +362,7 @@ def test_a_skip_leaves_no_trace_and_a_rollback_ends_as_a_run_given_later_data(
     )
 
 
-def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(base, tmp_path):
+def test_after_a_rollback_losses_are_means_over_the_later_data(base, tmp_path):
     """At a learning rate of nothing each step's loss can be told from its data alone, of which each
     has other targets."""
     rng = np.random.default_rng(0)
@@ -389,37 +418,58 @@ def weights_and_moments(config: Config, step: int) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_without_targets_change_no_weight_and_are_counted_and_said(long_prompts, ranks):
-    """Their loss of 0 filled the guard's window, by which the others were skipped as spikes."""
+@dataclass
+class WithoutTargets:
+    """A finished run of long prompts, what it printed, and the targets of each of its steps."""
+
+    config: Config
+    output: str
+    targets: list[int]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def without_targets(request, long_prompts) -> WithoutTargets:
+    ranks = request.param
     config = replace(long_prompts, run=f"long_prompts{ranks}")
-    told = ended([0] * ranks, config, ranks=ranks).output
+    output = ended([0] * ranks, config, ranks=ranks).output
     data = Data(config, load_tokenizer("byte").sha256)
     targets = [data.targets(step) for step in range(STEPS)]
-    without = targets.count(0)
-    assert 4 < without < STEPS - 4
-    assert [row["verdict"] == "NO_TARGET" for row in rows(config)] == [
-        count == 0 for count in targets
-    ]
-    assert {row["verdict"] for row in rows(config)} == {"OK", "NO_TARGET"}
-    assert {row["loss"] for row in rows(config) if row["verdict"] == "NO_TARGET"} == {None}
-    is_unchanged = [
-        weights_and_moments(config, step) == weights_and_moments(config, step + 1)
-        for step in range(1, STEPS)
-    ]
-    assert is_unchanged == [count == 0 for count in targets[1:]]
-    assert (summary(config)["steps_without_targets"], summary(config)["skipped_steps"]) == (
-        without,
-        0,
-    )
-    assert (
-        f"{without} of the first {STEPS} steps have no target" in told
-        and f"{without} had no target ->" in told
-    )
-    tokens = np.fromfile(f"{config.data.dir}/chat/train_00000.bin", "<u4")
+    assert 4 < targets.count(0) < STEPS - 4
+    return WithoutTargets(config, output, targets)
+
+
+def test_steps_without_targets_are_marked_and_no_others_skipped(without_targets):
+    """Their loss of 0 filled the guard's window, by which the others were skipped as spikes."""
+    verdicts = [row["verdict"] for row in rows(without_targets.config)]
+    expected = ["OK" if count else "NO_TARGET" for count in without_targets.targets]
+    assert verdicts == expected
+
+
+def test_steps_without_targets_have_no_loss(without_targets):
+    losses = [row["loss"] for row in rows(without_targets.config)]
+    has_loss = [loss is not None for loss in losses]
+    assert has_loss == [count > 0 for count in without_targets.targets]
+
+
+def test_steps_without_targets_change_no_weight_and_no_moment(without_targets):
+    saved = [weights_and_moments(without_targets.config, step) for step in range(1, STEPS + 1)]
+    is_unchanged = [earlier == later for earlier, later in pairwise(saved)]
+    assert is_unchanged == [count == 0 for count in without_targets.targets[1:]]
+
+
+def test_steps_without_targets_are_counted_and_said(without_targets):
+    about, number = summary(without_targets.config), without_targets.targets.count(0)
+    assert (about["steps_without_targets"], about["skipped_steps"]) == (number, 0)
+    output = without_targets.output
+    assert f"{number} of the first {STEPS} steps have no target" in output
+    assert f"{number} had no target ->" in output
+
+
+def test_the_share_of_tokens_that_are_targets_is_said(without_targets):
+    tokens = np.fromfile(f"{without_targets.config.data.dir}/chat/train_00000.bin", "<u4")
     # a window's first token is no target
     share = (tokens[1 : (len(tokens) - 1) // 32 * 32 + 1] < 1 << 31).mean()
-    assert f"{share:.2%} of its tokens are targets" in told
+    assert f"{share:.2%} of its tokens are targets" in without_targets.output
 
 
 def test_a_resume_among_steps_without_targets_ends_in_the_same_bits(long_prompts):
@@ -446,7 +496,7 @@ def test_a_resume_among_steps_without_targets_ends_in_the_same_bits(long_prompts
         ),
     ],
 )
-def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(
+def test_a_run_that_rollbacks_do_not_cure_stops_and_says_why(
     base, spoilt, rollbacks, replicas, told, saved
 ):
     config = changed(
@@ -544,7 +594,7 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     assert b["is_annealed"] and b["pair_id"] == a["pair_id"] != summary(trunk)["pair_id"]
 
 
-def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(arm, tmp_path):
+def test_a_branch_without_a_checkpoint_goes_back_to_its_branch_point(arm, tmp_path):
     ranks, branch = int(arm[2].run[-1]), arm[2]
     config = changed(branch, f"run={branch.run}_back guard.skips=1 checkpoint.every=none")
     finish(config, faults=[f"nan_weight:{FORK + 1}:0"], ranks=ranks)
@@ -578,7 +628,7 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(
 
 
 @pytest.mark.parametrize("arm", [1], indirect=True)
-def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, run, arm):
+def test_what_is_no_branch_is_refused_before_anything_is_written(tmp_path, run, arm):
     trunk, _, branch = arm
     own, branch = replace(branch, start_from=None), replace(branch, run="refused")
     unfinished, damaged, renamed = (
@@ -686,34 +736,36 @@ def jobs(base):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_rank_to_blame_is_named_with_exit_code_1_and_a_job_suspended_as_a_whole_goes_on(
-    jobs, name
-):
-    run, (_, _, codes, told) = jobs[name], JOBS[name]
-    assert run.wait() == codes and re.search(told, run.output), run.output
-    assert f"pid {run.processes[1].pid})" in run.output or name in (
-        "stop_keeper",
-        "request",
-        "suspend",
-    )
-    assert (run.config.run_dir / "stacks").exists() is (
-        name not in ("fail", "kill", "request", "suspend")
-    )
-    if name == "stuck":
-        for rank, where in enumerate(("train.py", "in next_batch")):
-            assert (
-                where in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text()
-                and where in run.output
-            ), "on stderr too"
-        entries = json.loads((run.config.run_dir / "flight_recorder/rank_0_gloo.json").read_text())[
-            "entries"
-        ]
-        assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
+def test_a_watched_job_ends_with_its_codes_and_names_the_rank_to_blame(jobs, name):
+    """One that was suspended as a whole goes on."""
+    run, (_, _, codes, sentence) = jobs[name], JOBS[name]
+    assert run.wait() == codes and re.search(sentence, run.output), run.output
+    if name not in ("stop_keeper", "request", "suspend"):
+        assert f"pid {run.processes[1].pid})" in run.output, run.output
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_stacks_are_written_where_a_job_hangs(jobs, name):
+    is_hanging = name not in ("fail", "kill", "request", "suspend")
+    assert (jobs[name].config.run_dir / "stacks").exists() is is_hanging
+
+
+@pytest.mark.parametrize("rank, place", [(0, "train.py"), (1, "in next_batch")])
+def test_stacks_say_where_each_rank_hangs_on_stderr_too(jobs, rank, place):
+    run = jobs["stuck"]
+    assert place in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text()
+    assert place in run.output
+
+
+def test_the_flight_recorder_of_a_stuck_job_has_its_collectives(jobs):
+    path = jobs["stuck"].config.run_dir / "flight_recorder/rank_0_gloo.json"
+    entries = json.loads(path.read_text())["entries"]
+    assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
 
 
 # of the exit, in its thread
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_one_process_a_place_may_last_as_long_as_it_asks_for_and_a_moving_loop_for_ever(
+def test_a_place_may_last_as_long_as_it_asks_and_a_moving_loop_for_ever(
     tmp_path, monkeypatch, capfd
 ):
     """In this process, with the exit replaced. A folder that is no run yet is left alone."""

@@ -77,8 +77,9 @@ def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(loss_sca
             assert guard.judge(128, *limits * factors) is (verdict if is_spike else OK), mode
 
 
-@pytest.mark.parametrize(
-    "mode, rollbacks, verdict, said",
+NOT_FINITE = [(math.nan, 1.0), (-math.inf, 1.0), (2.0, math.nan), (1.0, math.inf)]
+ESCALATIONS = pytest.mark.parametrize(
+    "mode, rollbacks, verdict, sentence",
     [
         ("act", 2, ROLLBACK, ""),
         ("act", 0, STOP, "guard.rollbacks=0"),
@@ -86,91 +87,89 @@ def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(loss_sca
         ("off", 2, STOP, "guard.mode=off"),
     ],
 )
-def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_that_is_left(
-    mode, rollbacks, verdict, said
+
+
+@ESCALATIONS
+def test_what_is_not_finite_is_skipped_then_rolled_back_in_every_mode(
+    mode, rollbacks, verdict, sentence
 ):
-    settings = replace(SMALL, mode=mode, rollbacks=rollbacks)
-    guard, not_finite = (
-        filled(settings),
-        [
-            (math.nan, 1.0),
-            (-math.inf, 1.0),
-            (2.0, math.nan),
-            (1.0, math.inf),
-        ],
-    )
-    assert [guard.judge(80 + i, *not_finite[i]) for i in range(4)] == [SKIP] * 3 + [verdict]
-    assert "gradient norm inf" in guard.reason and said in guard.reason
+    guard = filled(replace(SMALL, mode=mode, rollbacks=rollbacks))
+    verdicts = [guard.judge(80 + i, *values) for i, values in enumerate(NOT_FINITE)]
+    assert verdicts == [SKIP, SKIP, SKIP, verdict]
+    assert "gradient norm inf" in guard.reason and sentence in guard.reason
     assert (guard.skipped, guard.consecutive, guard.suspect_since) == (4, 4, 80)
-    guard = filled(settings)
+
+
+@ESCALATIONS
+def test_a_validation_that_is_not_finite_is_rolled_back_without_a_skip(
+    mode, rollbacks, verdict, sentence
+):
+    guard = filled(replace(SMALL, mode=mode, rollbacks=rollbacks))
     assert guard.judge(79, 0.0, 0.0) is OK
     assert guard.reject_validation(80, "validation loss nan") is verdict
-    assert (
-        guard.suspect_since == 80
-        and guard.reason.startswith("validation loss nan")
-        and said in guard.reason
-    )
-    assert (guard.skipped, guard.consecutive) == (0, 0), "no step was skipped"
+    assert guard.reason.startswith("validation loss nan") and sentence in guard.reason
+    assert (guard.skipped, guard.consecutive, guard.suspect_since) == (0, 0, 80)
+
+
+def no_level(sick, step):
+    return random.Random(step).choice((4, 40, 400)) if step >= 60 else 1, 1
 
 
 @pytest.mark.parametrize(
-    "values, sickening, counts",
-    [  # how many SPIKE, SKIP, ROLLBACK, STOP
-        # a divergence that comes back
-        (lambda sick, step: (2.5 if sick else 1, 1), set(range(50, 1000, 7)), None),
-        # no level at all
-        (
-            lambda sick, step: (random.Random(step).choice((4, 40, 400)) if step >= 60 else 1, 1),
-            (),
-            None,
-        ),
-        *(
-            (lambda sick, step, factor=factor: (factor if step >= 60 else 1, 1), (), (1, 6, 1, 0))
-            for factor in (1.5, 2, 10)
-        ),
-        # large gradients at a normal loss
-        (lambda sick, step: (1, 9.0 if step >= 60 else 1), (), (1, 3, 0, 0)),
-        (lambda sick, step: (1.001**step, 1.002**step), (), (0, 0, 0, 0)),
+    "values, sickening",
+    [
+        pytest.param(lambda sick, step: (2.5 if sick else 1, 1), range(50, 1000, 7), id="returns"),
+        pytest.param(no_level, (), id="no level at all"),
     ],
-)  # a slow rise
-def test_a_shift_of_the_data_is_accepted_and_what_a_rollback_does_not_cure_ends_the_run(
-    values, sickening, counts
-):
-    verdicts, guard = run(SMALL, 300, values, sickening)
-    if counts is None:
-        assert verdicts[-1] is STOP and verdicts.count(ROLLBACK) == 2 and verdicts.count(SPIKE) == 0
-    else:
-        assert (
-            tuple(map(verdicts.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts
-            and verdicts[-200:] == [OK] * 200
-        )
-        assert guard.judge(300, 3000.0, 1000.0) is SKIP, "and the new level is guarded"
+)
+def test_what_rollbacks_do_not_cure_ends_the_run(values, sickening):
+    verdicts, _ = run(SMALL, 300, values, set(sickening))
+    assert verdicts[-1] is STOP
+    assert verdicts.count(ROLLBACK) == SMALL.rollbacks and verdicts.count(SPIKE) == 0
 
 
-def test_the_first_steps_are_no_spike_and_log_mode_follows_a_shift():
-    only_noted = filled(replace(SMALL, mode="log"))
-    verdicts = [only_noted.judge(64 + i, math.nan if i == 3 else 6.0, 1.0) for i in range(20)]
-    assert verdicts == [
-        *[SPIKE] * 3,
-        SKIP,
-        *[SPIKE] * 4,
-        *[OK] * 12,
-    ], "a row of spikes ends at what is not finite"
-    assert (
-        only_noted.skipped,
-        only_noted.consecutive,
-        only_noted.spikes,
-        len(only_noted.accepted),
-    ) == (1, 0, [], 16)
-    assert filled(steps=7).judge(7, 300.0, 100.0) is OK, "less than half the window is known"
-    assert filled(steps=8).judge(8, 300.0, 100.0) is SKIP
+def loss_times(factor):
+    """A level of the loss that begins at step 60."""
+    return lambda sick, step: (factor if step >= 60 else 1, 1)
+
+
+@pytest.mark.parametrize(
+    "values, counts",
+    [  # how many SPIKE, SKIP, ROLLBACK, STOP
+        (loss_times(1.5), (1, 6, 1, 0)),
+        (loss_times(2), (1, 6, 1, 0)),
+        (loss_times(10), (1, 6, 1, 0)),
+        # large gradients at a normal loss
+        (lambda sick, step: (1, 9.0 if step >= 60 else 1), (1, 3, 0, 0)),
+        # a slow rise
+        (lambda sick, step: (1.001**step, 1.002**step), (0, 0, 0, 0)),
+    ],
+)
+def test_a_shift_of_the_data_is_accepted_and_then_guarded(values, counts):
+    verdicts, guard = run(SMALL, 300, values)
+    assert tuple(map(verdicts.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts
+    assert verdicts[-200:] == [OK] * 200
+    assert guard.judge(300, 3000.0, 1000.0) is SKIP
+
+
+@pytest.mark.parametrize("steps, verdict", [(7, OK), (8, SKIP)])
+def test_no_step_is_a_spike_before_half_the_window_is_known(steps, verdict):
+    assert filled(steps=steps).judge(steps, 300.0, 100.0) is verdict
+
+
+def test_mode_log_follows_a_shift_and_ends_a_row_at_what_is_not_finite():
+    guard = filled(replace(SMALL, mode="log"))
+    verdicts = [guard.judge(64 + i, math.nan if i == 3 else 6.0, 1.0) for i in range(20)]
+    assert verdicts == [*[SPIKE] * 3, SKIP, *[SPIKE] * 4, *[OK] * 12]
+    assert (guard.skipped, guard.consecutive, guard.spikes) == (1, 0, [])
+    assert len(guard.accepted) == SMALL.window
 
 
 @pytest.mark.parametrize(
     "mode, seen",
     [("off", {OK, SKIP}), ("log", {OK, SKIP, SPIKE}), ("act", set(Verdict) - {NO_TARGET})],
 )
-def test_a_resume_at_any_step_changes_no_verdict_and_no_rollback_undoes_a_count(mode, seen):
+def test_a_resume_at_any_step_changes_no_verdict_and_no_count(mode, seen):
     def values(sick, step):
         loss = math.nan if step % 53 == 0 else 4 if step % 90 > 80 or step % 41 == 0 else 1
         return loss, 9.0 if step % 37 < 3 else 1.0
@@ -184,7 +183,7 @@ def test_a_resume_at_any_step_changes_no_verdict_and_no_rollback_undoes_a_count(
 
 
 @pytest.mark.parametrize("mode", ["act", "log", "off"])
-def test_a_step_without_targets_is_not_judged_and_leaves_no_trace_but_its_count(mode):
+def test_a_step_without_targets_leaves_no_trace_but_its_count(mode):
     guard = filled(replace(SMALL, mode=mode))
     before = guard.state()
     assert [guard.judge(64 + i, math.nan, 0.0, targets=0) for i in range(50)] == [NO_TARGET] * 50
@@ -193,39 +192,47 @@ def test_a_step_without_targets_is_not_judged_and_leaves_no_trace_but_its_count(
 
 def test_a_step_without_targets_neither_ends_nor_lengthens_a_row_of_skips():
     guard = filled()
-    assert [
-        guard.judge(64 + i, loss, 1.0, targets)
-        for i, (loss, targets) in enumerate(
-            [(300.0, 500), (math.nan, 0), (300.0, 500), (math.nan, 0), (300.0, 500), (300.0, 500)]
-        )
-    ] == [SKIP, NO_TARGET, SKIP, NO_TARGET, SKIP, ROLLBACK]
+    steps = [(300.0, 500), (math.nan, 0), (300.0, 500), (math.nan, 0), (300.0, 500), (300.0, 500)]
+    verdicts = [guard.judge(64 + i, loss, 1.0, n) for i, (loss, n) in enumerate(steps)]
+    assert verdicts == [SKIP, NO_TARGET, SKIP, NO_TARGET, SKIP, ROLLBACK]
     assert (guard.skipped, guard.suspect_since) == (4, 64)
-    guard.judge(70, math.nan, 0.0, targets=0)
-    state = json.loads(json.dumps(guard.state()))
+
+
+def test_no_rollback_undoes_the_count_of_steps_without_targets():
+    guard = filled()
+    for step in range(3):
+        guard.judge(64 + step, math.nan, 0.0, targets=0)
     guard.rolled_back(filled().state())
-    assert (guard.without_targets, state["without_targets"]) == (
-        3,
-        3,
-    ), "no rollback undoes the count"
+    assert guard.without_targets == 3
 
 
-def test_steps_of_few_targets_are_no_spikes_and_only_what_is_not_finite_is_skipped():
-    """Means over 1 to 8 tokens, of which most are easy and some hard: nearly half of them would be
-    spikes."""
+def loss_of_few(rng, targets):
+    """Their mean, where most tokens are easy and some hard."""
+    is_easy = rng.random(targets) < 0.8
+    losses = np.where(is_easy, rng.exponential(0.03, targets), rng.exponential(3.0, targets))
+    return float(losses.mean())
+
+
+def test_steps_of_few_targets_are_no_spikes():
+    """Means over 1 to 8 tokens: nearly half of them would be."""
     guard, rng = Guard(GuardConfig()), np.random.default_rng(0)
     for step in range(1000):
         targets = int(rng.integers(1, 9))
-        is_easy = rng.random(targets) < 0.8
-        loss = float(
-            np.where(is_easy, rng.exponential(0.03, targets), rng.exponential(3.0, targets)).mean()
-        )
+        loss = loss_of_few(rng, targets)
         assert guard.judge(step, loss, 2 * loss, targets) is OK
     assert guard.accepted == [], "nor are they what a larger step is compared with"
+
+
+def test_of_steps_of_few_targets_what_is_not_finite_is_skipped():
+    """One that is finite ends the row."""
+    guard = Guard(GuardConfig())
     for step in range(3):
-        assert guard.judge(1000 + step, math.nan, 1.0, 4) is SKIP
-        assert guard.judge(1000 + step, 1.0, 1.0, 4) is OK and guard.consecutive == 0, (
-            "which ends a row"
-        )
+        assert guard.judge(2 * step, math.nan, 1.0, 4) is SKIP
+        assert guard.judge(2 * step + 1, 1.0, 1.0, 4) is OK
+        assert guard.consecutive == 0
+
+
+# ------------------------------------------------------------------------------------ the diagnosis
 
 
 def overflow(model, moments):
@@ -245,70 +252,90 @@ SPOILT = {
 }
 
 
-# first: output, and how many of its values, if known
+HEALTHY = {"weights": {}, "moments": {}, "gradients": {}}
+
+
+def diagnosis(tmp_path, recipe="off", fault=None, **changes):
+    """What is printed and what is written of a model with a fault."""
+    model, (x, y) = build(recipe, **changes)[0], tokens()
+    model(x, y).sum().backward()
+    named = {name: weight.detach() for name, weight in model.named_parameters()}
+    tensors = {f"model.{name}": weight for name, weight in named.items()}
+    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(named[name]) for name in named}
+    if fault:
+        with torch.no_grad():
+            fault(model, tensors)
+    text = diagnose(model, tensors, x, y, 41, "loss nan", tmp_path, True)
+    written = (tmp_path / "diagnosis.json").read_text()
+    return text, json.loads(written, parse_constant=pytest.fail)
+
+
+def not_finite(named):
+    """Name -> number of values that are not finite, where there are some."""
+    return {name: c["not_finite"] for name, c in named.items() if c["not_finite"]}
+
+
 @pytest.mark.parametrize(
-    "recipe, changes, fault, bad, first",
+    "recipe, changes, fault, bad",
     [
-        ("off", {}, None, {}, None),
-        ("tensorwise", {}, None, {}, None),
-        ("off", {"loss_chunk": 16}, None, {}, None),
-        ("off", {}, overflow, {}, ("layers.0.attn.out", None)),
-        ("off", {}, spoil, SPOILT, ("layers.1.mlp.gate_up", 4 * 32)),
-        # where one NaN spoils all
-        ("tensorwise", {}, spoil, SPOILT, ("layers.1.mlp.gate_up", 4 * 32 * 192)),
+        ("off", {}, None, {}),
+        ("tensorwise", {}, None, {}),
+        ("off", {"loss_chunk": 16}, None, {}),
+        ("off", {}, overflow, {}),
+        ("off", {}, spoil, SPOILT),
+        ("tensorwise", {}, spoil, SPOILT),
     ],
 )
 def test_the_diagnosis_names_what_is_not_finite_and_nothing_else(
-    tmp_path, recipe, changes, fault, bad, first
+    tmp_path, recipe, changes, fault, bad
 ):
-    model, (x, y) = build(recipe, **changes)[0], tokens()
-    model(x, y).sum().backward()
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    tensors |= {
-        f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()
-    }
-    with torch.no_grad():
-        if fault:
-            fault(model, tensors)
-    text = diagnose(model, tensors, x, y, 41, "loss nan", tmp_path, True)
+    text, written = diagnosis(tmp_path, recipe, fault, **changes)
+    assert {kind: not_finite(written[kind]) for kind in HEALTHY} == HEALTHY | bad
+    sentence = "1 of 14 weights are not finite (layers.1.mlp.gate_up.weight: 1 of 12,288 values)"
+    assert (sentence in text) is bool(bad)
+
+
+@pytest.mark.parametrize(
+    "recipe, fault, module, values",
+    [
+        ("off", overflow, "layers.0.attn.out", None),
+        ("off", spoil, "layers.1.mlp.gate_up", 4 * 32),
+        # where one NaN spoils all
+        ("tensorwise", spoil, "layers.1.mlp.gate_up", 4 * 32 * 192),
+    ],
+)
+def test_the_diagnosis_names_the_first_output_that_is_not_finite(
+    tmp_path, recipe, fault, module, values
+):
+    text, written = diagnosis(tmp_path, recipe, fault)
+    first, *_ = not_finite(written["modules"]).items()
+    assert first[0] == module and values in (None, first[1])
+    assert f"modules are not finite ({module}: " in text
+
+
+def test_the_diagnosis_of_a_healthy_model_names_no_output(tmp_path):
+    assert not not_finite(diagnosis(tmp_path)[1]["modules"])
+
+
+def test_the_diagnosis_says_when_why_and_where_it_was_written(tmp_path):
+    text, written = diagnosis(tmp_path)
     assert text.startswith("loss nan: ") and str(tmp_path / "diagnosis.json") in text
-    found = json.loads((tmp_path / "diagnosis.json").read_text(), parse_constant=pytest.fail)
-    seen = {
-        kind: {name: c["not_finite"] for name, c in named.items() if c["not_finite"]}
-        for kind, named in found.items()
-        if isinstance(named, dict)
-    }
-    outputs = seen.pop("modules")
-    assert (found["step"], found["reason"], found["problem"]) == (41, "loss nan", "")
-    assert seen == {"weights": {}, "moments": {}, "gradients": {}} | bad
-    name, values = first or (None, None)
-    assert next(iter(outputs), None) == name and (
-        not name or f"modules are not finite ({name}: " in text
-    )
-    assert values in (None, outputs.get(name))
-    assert (
-        "1 of 14 weights are not finite (layers.1.mlp.gate_up.weight: 1 of 12,288 values)" in text
-    ) is bool(bad)
-    assert {name: c["values"] for name, c in found["weights"].items()} == {
-        name: p.numel() for name, p in model.named_parameters()
-    }
-    assert (
-        list(found["modules"])[:2] == ["wte", "layers.0.norm1"]
-        and list(found["modules"])[-1] == "head"
-    )
-    assert found["modules"]["head"]["values"] == 4 * 32 * 384
+    assert (written["step"], written["reason"], written["problem"]) == (41, "loss nan", "")
 
 
-def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path):
-    for folder, is_written in (tmp_path, True), (tmp_path / "gone", False):
-        text = diagnose(
-            build()[0],
-            {"model.x": torch.zeros(3), "optim.x": None},
-            *tokens(),
-            3,
-            "loss inf",
-            folder,
-            True,
-        )
-        assert text.startswith("loss inf: ") and "AttributeError" in text
-        assert (folder / "diagnosis.json").exists() is is_written
+def test_the_diagnosis_counts_every_value_in_the_order_of_the_model(tmp_path):
+    _, written = diagnosis(tmp_path)
+    sizes = {name: weight.numel() for name, weight in build()[0].named_parameters()}
+    assert {name: c["values"] for name, c in written["weights"].items()} == sizes
+    first, second, *_, last = written["modules"]
+    assert (first, second, last) == ("wte", "layers.0.norm1", "head")
+    assert written["modules"]["head"]["values"] == 4 * 32 * 384
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path, exists):
+    folder = tmp_path if exists else tmp_path / "gone"
+    broken = {"model.x": torch.zeros(3), "optim.x": None}
+    text = diagnose(build()[0], broken, *tokens(), 3, "loss inf", folder, True)
+    assert text.startswith("loss inf: ") and "AttributeError" in text
+    assert (folder / "diagnosis.json").exists() is exists

@@ -27,7 +27,7 @@ DEMO = "configs/demo_s_bf16.py"
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, sentence",
     [
         (
             "configs/demo_s_bf16",
@@ -93,11 +93,11 @@ DEMO = "configs/demo_s_bf16.py"
         ),
     ],
 )
-def test_a_beginners_words_get_the_words_that_work(monkeypatch, capsys, words, told):
+def test_a_beginners_words_get_the_words_that_work(monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(ROOT)
     assert train.main(words.split()) == 2
     assert re.match(
-        f"train.py: .*{told}" if not told[0].isalpha() else f"train.py: (.*)?{told}",
+        f"train.py: .*{sentence}" if not sentence[0].isalpha() else f"train.py: (.*)?{sentence}",
         capsys.readouterr().err.strip(),
     )
 
@@ -139,7 +139,7 @@ def test_what_is_advised_for_a_size_that_fp8_refuses_is_allowed():
 
 
 @pytest.mark.parametrize(
-    "variables, told",
+    "variables, sentence",
     [
         (
             {"WORLD_SIZE": "2"},
@@ -171,11 +171,11 @@ def test_what_is_advised_for_a_size_that_fp8_refuses_is_allowed():
         ),
     ],
 )
-def test_a_launch_that_is_none_is_told(variables, told):
-    if isinstance(told, tuple):
-        assert read_launch(variables) == told
+def test_a_launch_that_is_none_is_told(variables, sentence):
+    if isinstance(sentence, tuple):
+        assert read_launch(variables) == sentence
     else:
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=sentence):
             read_launch(variables)
 
 
@@ -183,12 +183,14 @@ def test_a_large_model_without_a_gpu_is_announced_with_an_estimate(tiny, monkeyp
     """130 s of silence before. The speed is set here: 100 GFLOP/s."""
     monkeypatch.setattr("runtime.plan.cpu_matmul_speed", lambda dtype: 1e11)
     large = load_config(ROOT / "configs/gpt350m_fp8.py")
-    told = cpu_estimate(large, ALONE)
+    sentence = cpu_estimate(large, ALONE)
     m = large.model
     flops = large.total_tokens * (
         6 * m.params_total + 12 * m.n_layer * m.n_embd * m.n_ctx
     )  # PaLM, appendix B
-    days = int(re.search(r"13,727 steps will take about ([\d,]+) days", told)[1].replace(",", ""))
+    days = int(
+        re.search(r"13,727 steps will take about ([\d,]+) days", sentence)[1].replace(",", "")
+    )
     assert days * 86400 * 1e11 == pytest.approx(flops, rel=0.01)
     assert cpu_estimate(tiny, ALONE) is None and cpu_estimate(large, replace(ALONE, rank=1)) is None
     assert cpu_estimate(large, World(0, 0, 1, torch.device("cuda"))) is None
@@ -225,7 +227,7 @@ def test_an_env_json_that_is_gone_is_told_on_a_resume(tiny, run):
     assert "env.json was gone: this start counts as the run's first" in run(tiny)
 
 
-def test_a_mixture_in_other_numbers_of_the_same_ratio_resumes_as_it_was_begun(tiny, run):
+def test_a_mixture_of_the_same_ratio_resumes_as_it_was_begun(tiny, run):
     run(tiny)
     whole = faults.summary(tiny)
     faults.back_to(tiny, 3)
@@ -293,7 +295,7 @@ def write_masked(folder, targets_from: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "targets_from, tokens, told",
+    "targets_from, tokens, sentence",
     [
         (
             13,
@@ -312,17 +314,17 @@ def write_masked(folder, targets_from: int) -> None:
     ],
 )
 def test_masked_validation_with_few_eval_tokens_is_told_how_many_it_needs(
-    tiny, tmp_path, targets_from, tokens, told
+    tiny, tmp_path, targets_from, tokens, sentence
 ):
     """Not to prepare more text, of which there is enough."""
     write_masked(tmp_path / "data/chat", targets_from)
     config = changed(tiny, f"data.dir={tmp_path}/data data.mixture=chat:1 eval.tokens={tokens}")
     sha256 = load_tokenizer("byte").sha256
-    if told is None:
+    if sentence is None:
         assert Data(config, sha256).val["chat"].tokens > 0
         return
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=sentence) as error:
         Data(config, sha256)
-    if "or more" in told:  # what is advised must do
+    if "or more" in sentence:  # what is advised must do
         advised = re.search(r"give (eval.tokens=\d+)", str(error.value))[1]
         assert Data(changed(config, advised), sha256).val["chat"].tokens > 0

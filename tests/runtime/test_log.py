@@ -81,63 +81,101 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_rows_are_strict_json_and_a_rollback_relabels_what_it_undid(tiny):
-    one = open_log(tiny, resume=4)
+def steps_of(one, kind):
+    return [row["step"] for row in read_rows(one.path) if row["kind"] == kind]
+
+
+def test_rows_are_strict_json(tiny):
+    one = open_log(tiny)
     one.step(row(5, loss=float("nan"), grad_norm=float("inf"), verdict="SKIP"))
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in one.path.open()]
+    expected = row(5, loss=None, grad_norm=None, verdict="SKIP")
+    assert rows == [{"kind": "train", **expected, "since_start": 1}]
+
+
+def test_a_file_that_cannot_be_json_leaves_the_old_one(tiny):
+    one = open_log(tiny)
+    one.step(row(1))
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json(one.path, {"loss": float("nan")})
+    assert steps_of(one, "train") == [1]
+    assert os.listdir(tiny.run_dir) == [one.path.name]
+
+
+def test_a_rollback_relabels_what_it_undid(tiny):
+    one = open_log(tiny, resume=4)
+    one.step(row(5))
     go_back(one, 2)
     one.step(row(3))
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in one.path.open()]
-    assert rows == [
-        {"kind": "undone", **row(5, loss=None, grad_norm=None, verdict="SKIP"), "since_start": 1},
+    assert read_rows(one.path) == [
+        {"kind": "undone", **row(5), "since_start": 1},
         {"kind": "event", "event": "rollback", "step": 6, "to": 2},
         {"kind": "train", **row(3), "since_start": 2},
     ]
-    with pytest.raises(ValueError, match="Out of range float"):
-        write_json(one.path, {"loss": float("nan")})
-    assert [r["step"] for r in read_rows(one.path)] == [5, 6, 3] and len(
-        list(tiny.run_dir.iterdir())
-    ) == 1, "the old file stays"
-    one = rolled_back(replace(tiny, run="again"))
+
+
+def test_validations_that_stand_are_known_after_a_rollback_and_a_resume(tiny):
+    one = rolled_back(tiny)
     one.validation(val(6, loss=2.5))
-    assert one.validated == open_log(one.config, 6).validated == {2: 1.5, 4: 1.5, 6: 2.5}
+    assert one.validated == open_log(tiny, 6).validated == {2: 1.5, 4: 1.5, 6: 2.5}
     go_back(one, 3)
-    assert [r["step"] for r in read_rows(one.path) if r["kind"] == "undone"] == [
-        4,
-        5,
-        6,
-        5,
-        6,
-    ] and one.validated == {2: 1.5}
+    assert steps_of(one, "undone") == [4, 5, 6, 5, 6]
+    assert one.validated == {2: 1.5}
 
 
 AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val event train train"
 
 
-def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order_and_what_directly_follows_but_no_damaged_ones(
-    tiny,
-):
-    """At 4 those from before the rollback: it will happen again."""
-    (one := rolled_back(tiny)).close()
+@pytest.mark.parametrize("step, n_rows", [(6, 12), (5, 11), (4, 6), (3, 4), (2, 3), (1, 1)])
+def test_a_resume_keeps_the_rows_up_to_its_step_and_what_directly_follows(tiny, step, n_rows):
+    """In file order; at 4 those from before the rollback: it will happen again."""
+    one = rolled_back(tiny)
+    one.close()
+    assert (2 in open_log(tiny, step).validated) == (step >= 2)
+    kinds = [row["kind"] for row in read_rows(one.path)]
+    assert kinds == AFTER_A_ROLLBACK.split()[:n_rows]
+
+
+CUTS = {"in a row": lambda line: line[:9], "at its end": lambda line: line[:-1], "after": bytes}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("n_whole", range(12))
+def test_a_row_that_a_kill_cut_is_dropped_and_no_training_row_before_it(tiny, n_whole, cut):
+    one = rolled_back(tiny)
+    one.close()
     lines = one.path.read_bytes().splitlines(True)
-    # cut by a kill in the middle of a row, before its line end, after it
-    for n, line in enumerate(lines):
-        for part in line[:9], line[:-1], line:
-            one.path.write_bytes(b"".join(lines[:n]) + part)
-            open_log(tiny, resume=6).close()
-            whole = lines[: n + (part != line[:9])]
-            n_train = max((i for i, line in enumerate(whole, 1) if b'"train"' in line), default=0)
-            assert (kept := one.path.read_bytes().splitlines(True)) == whole[
-                : len(kept)
-            ] and n_train <= len(kept)
-    for step, n_kept in (6, 12), (5, 11), (4, 6), (3, 4), (2, 3):
-        assert (2 in open_log(tiny, step).validated) == (step >= 2)
-        assert [r["kind"] for r in read_rows(one.path)] == AFTER_A_ROLLBACK.split()[:n_kept]
-    one.path.write_bytes(
-        b'[1]\nnull\n{"kind": "train"}\n'.join(lines[:2]) + b'{"step": 2}\n\xff\x00\n{\n'
-    )
+    one.path.write_bytes(b"".join(lines[:n_whole]) + CUTS[cut](lines[n_whole]))
+    whole = lines[: n_whole + (cut != "in a row")]
+    open_log(tiny, resume=6).close()
+    left = one.path.read_bytes().splitlines(True)
+    assert left == whole[: len(left)]
+    assert not [line for line in whole[len(left) :] if b'"train"' in line]
+
+
+def test_damaged_rows_are_dropped(tiny):
+    one = open_log(tiny)
+    one.step(row(1))
+    one.step(row(2))
+    sound = one.path.read_bytes().splitlines(True)
+    damaged = b'[1]\nnull\n{"kind": "train"}\n'
+    one.path.write_bytes(damaged.join(sound) + b'{"step": 2}\n\xff\x00\n{\n')
     open_log(tiny, resume=2).close()
-    assert one.path.read_bytes().splitlines(True) == lines[:2]
-    assert not open_log(tiny).validated and not one.path.read_bytes()
+    assert one.path.read_bytes().splitlines(True) == sound
+
+
+def test_a_start_at_step_0_empties_the_file(tiny):
+    one = rolled_back(tiny)
+    assert not open_log(tiny).validated
+    assert one.path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "resume, n_rows", [(9, 7), (2, 5), (1, 3)], ids=["rows were lost", "late event", "validated"]
+)
+def test_events_directly_behind_a_step_stay_and_a_step_keeps_its_first_validation(
+    tiny, resume, n_rows
+):
     one, failed = open_log(tiny), {"event": "save_failed", "step": 1}
     one.step(row(1))
     one.event(failed)
@@ -148,12 +186,12 @@ def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order_and_what_directly_
     one.event(failed)  # reported late
     one.step(row(3))
     rows = read_rows(one.path)
-    for resume, n_kept in ((9, 7), (2, 5), (1, 3)):  # 9: the rows of later steps were lost
-        open_log(tiny, resume).close()
-        assert read_rows(one.path) == rows[:n_kept] and rows[2]["loss"] == 1.5
+    open_log(tiny, resume).close()
+    assert read_rows(one.path) == rows[:n_rows]
+    assert rows[2]["loss"] == 1.5
 
 
-def test_kill_9_at_any_change_on_disk_leaves_the_file_before_or_after_a_rollback(tiny):
+def test_kill_9_leaves_the_file_before_or_after_a_rollback(tiny):
     def rolled_back_or_killed():
         on_change(
             lambda path: "metrics" in path,
@@ -233,50 +271,57 @@ def test_a_log_file_gets_a_line_now_and_then(tiny, capsys, monkeypatch):
     rolled_back(tiny).close()  # a console that is gone ends no run
 
 
-@pytest.mark.parametrize("broken", [None, "init", "log", "finish"])
-def test_wandb_gets_the_rows_through_a_rollback_and_when_down_ends_no_run(
-    tiny, capsys, monkeypatch, broken
-):
-    config, wandb = replace(tiny, log=LogConfig(to=("wandb",))), MagicMock()
-    wandb.init.return_value = wandb
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+@pytest.fixture
+def wandb(tiny, monkeypatch):
+    """The package, which keeps its calls; and what W&B names a run after."""
+    package = MagicMock()
+    package.init.return_value = package
+    monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    if broken:
-        monkeypatch.setattr(wandb, broken, refuse)
     tiny.run_dir.mkdir(parents=True)
     # of the very first start
     (tiny.run_dir / "env.json").write_text('{"t_start": "2026-11-24T00:01:02Z"}')
-    one = rolled_back(config)
+    return package
+
+
+def mirrored(config):
+    """rolled_back(), mirrored to W&B, with a skipped step; closed."""
+    one = rolled_back(replace(config, log=LogConfig(to=("wandb",))))
     one.step(row(7, verdict="SKIP"))
     one.close()
-    assert len(read_rows(one.path)) == 13 and capsys.readouterr().out.count("log.to=wandb") == bool(
-        broken
-    )
-    if broken is None:
-        options, sent = (
-            wandb.init.call_args.kwargs,
-            [call.args[0] for call in wandb.log.call_args_list],
-        )
-        assert [options[key] for key in ("project", "name", "id", "resume")] == [
-            "mine",
-            "tiny",
-            "tiny-20261124000102",
-            "allow",
-        ]
-        assert sent[0]["train/loss"] == 2.0 and sent[2] == {
-            "val/tokens": 1024,
-            "val/loss": 1.5,
-            "step": 2,
-        }
-        assert [v["step"] for v in sent if "train/loss" in v] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
-        assert (
-            {"event/rollback": 1, "step": 6} in sent
-            and sent[-1]["event/SKIP"] == 1
-            and wandb.finish.called
-        )
+    return one
+
+
+def test_wandb_gets_the_rows_through_a_rollback(tiny, wandb):
+    mirrored(tiny)
+    sent = [call.args[0] for call in wandb.log.call_args_list]
+    assert sent[0]["train/loss"] == 2.0
+    assert sent[2] == {"val/tokens": 1024, "val/loss": 1.5, "step": 2}
+    steps = [values["step"] for values in sent if "train/loss" in values]
+    assert steps == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+    assert {"event/rollback": 1, "step": 6} in sent
+    assert sent[-1]["event/SKIP"] == 1 and wandb.finish.called
+
+
+def test_wandbs_run_is_named_after_ours_and_its_first_start(tiny, wandb):
+    mirrored(tiny)
+    options = wandb.init.call_args.kwargs
+    assert (options["project"], options["name"]) == ("mine", "tiny")
+    assert (options["id"], options["resume"]) == ("tiny-20261124000102", "allow")
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+def test_wandb_that_is_down_is_told_once_and_ends_no_run(tiny, wandb, capsys, monkeypatch, broken):
+    monkeypatch.setattr(wandb, broken, refuse)
+    one = mirrored(tiny)
+    assert len(read_rows(one.path)) == 13
+    assert capsys.readouterr().out.count("log.to=wandb") == 1
+
+
+def test_a_mirror_whose_package_is_missing_is_refused(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
-        log.check_mirrors(config)
+        log.check_mirrors(replace(tiny, log=LogConfig(to=("wandb",))))
 
 
 def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
@@ -373,7 +418,7 @@ def test_throughput_by_hand():
     assert {name: (log.peak_flops(name) or (None,))[0] for name in peaks} == peaks
 
 
-def test_the_meter_reads_what_the_gpu_supports_and_a_driver_that_hangs_delays_nothing(monkeypatch):
+def test_the_meter_waits_for_no_driver_and_reads_what_the_gpu_supports(monkeypatch):
     hanging = threading.Event()
     for name, read in (
         ("device_memory_used", lambda gpu: hanging.wait() and 60 * 2**30),
@@ -410,11 +455,11 @@ def traced_steps(run_dir):
     ],
 )  # a rollback in between
 def test_the_steps_asked_for_are_traced(tiny, steps, asked, traced):
-    said = []
-    profiler = log.Profiler(replace(tiny, steps=9, profile=asked), ALONE, said.append)
+    output = []
+    profiler = log.Profiler(replace(tiny, steps=9, profile=asked), ALONE, output.append)
     for step in steps:
         profiler.begin(step)
         torch.ones(4) @ torch.ones(4)
         profiler.end(step)
     profiler.close()
-    assert len(said) == bool(traced) and traced_steps(tiny.run_dir) == traced
+    assert len(output) == bool(traced) and traced_steps(tiny.run_dir) == traced

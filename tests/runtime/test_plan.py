@@ -134,7 +134,7 @@ def test_heads_wider_than_their_share_take_what_attention_keeps_of_them():
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, sentence",
     [
         (["--plan"], "name a GPU"),
         (["--plan", "steps=7"], "name a GPU"),
@@ -142,9 +142,11 @@ def test_heads_wider_than_their_share_take_what_attention_keeps_of_them():
         (["steps=7", "--plan", "h100"], "on 1 x h100"),
     ],
 )
-def test_a_gpu_may_follow_plan_and_settings_stand_anywhere(tiny, run, words, told):
+def test_a_gpu_may_follow_plan_and_settings_stand_anywhere(tiny, run, words, sentence):
     page = run(tiny, *words)
-    assert told in page and re.search(rf"^  steps +{7 if 'steps=7' in words else 6} ", page, re.M)
+    assert sentence in page and re.search(
+        rf"^  steps +{7 if 'steps=7' in words else 6} ", page, re.M
+    )
     assert not tiny.run_dir.exists(), "nothing is trained"
 
 
@@ -491,12 +493,12 @@ def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_who
     write_json(tiny.run_dir / "config.json", asdict(changed(tiny, "data.micro_batch=16")))
     assert resolve_micro_batch(auto, ALONE).data.micro_batch == 16
     write_json(tiny.run_dir / "config.json", asdict(changed(tiny, "seed=5")))
-    for words, told in (
+    for words, sentence in (
         ("", "seed was 5, now 1337"),
         ("run=b data.dir=/nowhere", "nowhere"),
         ("run=b steps=100_000", "data.max_epochs"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=sentence):
             resolve_micro_batch(changed(auto, words), ALONE)
     assert not trials.called
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)  # of 32 each: the search begins at 4
@@ -578,8 +580,10 @@ def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, run):
         "fp8.recipe=tensorwise data.micro_batch=auto data.tokens_per_step=32 steps=2"
         " checkpoint.every=none",
     )
-    said = run(config)
-    assert said.count("data.micro_batch=auto: ") == 2 and "data.micro_batch=auto: 1 it is" in said
+    output = run(config)
+    assert (
+        output.count("data.micro_batch=auto: ") == 2 and "data.micro_batch=auto: 1 it is" in output
+    )
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
-    said = run(config)
-    assert "nothing to do" in said and "tokens/s" not in said
+    output = run(config)
+    assert "nothing to do" in output and "tokens/s" not in output

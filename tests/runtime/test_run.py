@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,147 +24,221 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
 from lib import machine
 from lib.errors import MachineError
 from runtime import memory, run_folder, shards
 from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
-from runtime.config import FP8Config
+from runtime.config import Config, FP8Config
 from runtime.data import Data
 from runtime.log import pair_id
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.validation import evaluate
 from runtime.watchdog import Watchdog
-from tests.conftest import ALONE, changed, write_source
+from tests.conftest import ALONE, changed, tiny_config, write_config, write_source
 from tests.helpers import faults
 from tests.helpers.faults import summary
 from tests.helpers.text_files import write_tokenizer
 from tests.runtime.test_log import traced_steps
 
+PAIR = {"bf16": "profile=2:3", "fp8": "fp8.recipe=tensorwise"}
+PAIR["kernels"] = PAIR["fp8"] + " fp8.kernels=true"
 
-def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, run):
-    bf16, fp8 = changed(tiny, "run=a profile=2:3"), changed(tiny, "run=b fp8.recipe=tensorwise")
-    kernels = changed(fp8, "run=c fp8.kernels=true")
-    said = [run(config) for config in (bf16, kernels, fp8)]
-    a, b, c = map(summary, (bf16, fp8, kernels))
-    for key in (
-        "pair_id",
-        "data_sha256",
-        "val_sha256",
-        "params_total",
-        "flops_per_token",
-        "seed",
-        "tokens",
-    ):
-        assert a[key] == b[key] == c[key], key
-    assert [one["precision"]["recipe"] for one in (a, b, c)] == [
-        "bf16",
-        "tensorwise",
-        "tensorwise+kernels",
-    ]
-    assert (
-        c["precision"]["layers_kernels"] == b["precision"]["layers_converted"]
-        and b["precision"]["layers_kernels"] == []
-    )
-    assert (
-        a["params_fp8"],
-        len(b["precision"]["layers_converted"]),
-        list(b["precision"]["layers_skipped"]),
-    ) == (0, 8, ["head"])
-    assert a["loss_as_trained"] == a["loss_bf16"] != b["loss_bf16"] != b["loss_as_trained"]
-    assert (
-        abs(a["loss_bf16"] - b["loss_bf16"]) < 0.05 and abs(c["loss_bf16"] - b["loss_bf16"]) < 0.01
-    )
-    assert "fp8: 8 of 9 Linears" in said[2] and traced_steps(bf16.run_dir) == [2, 3]
-    assert "fp8_scales" not in read_manifest(latest(kernels.run_dir))["state"], (
-        "which delayed scaling alone keeps"
-    )
-    saved = np.load(fp8.run_dir / "val_losses.npz")
+
+@pytest.fixture(scope="module")
+def pair(data_dir, tmp_path_factory) -> dict[str, Config]:
+    """A run in BF16 and two in FP8, finished."""
+    folder = tmp_path_factory.mktemp("pair")
+    configs = {}
+    for name, words in PAIR.items():
+        config = changed(tiny_config(data_dir, folder / "out"), f"run={name} {words}")
+        log = folder / f"{name}.log"
+        with log.open("w") as file, contextlib.redirect_stdout(file):
+            assert train.main([str(write_config(config, folder / f"{name}.py"))]) == 0
+        configs[name] = config
+    return configs
+
+
+def log_of(config: Config) -> str:
+    return Path(config.out).with_name(f"{config.run}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["pair_id", "data_sha256", "val_sha256", "params_total", "flops_per_token", "seed", "tokens"],
+)
+def test_the_runs_of_a_pair_have_this_in_common(pair, key):
+    values = [summary(config)[key] for config in pair.values()]
+    assert values == values[:1] * 3
+
+
+def test_a_summary_says_which_linears_are_in_fp8(pair):
+    bf16, fp8, kernels = (summary(config)["precision"] for config in pair.values())
+    recipes = [precision["recipe"] for precision in (bf16, fp8, kernels)]
+    assert recipes == ["bf16", "tensorwise", "tensorwise+kernels"]
+    assert len(fp8["layers_converted"]) == 8 and list(fp8["layers_skipped"]) == ["head"]
+    assert (fp8["layers_kernels"], kernels["layers_kernels"]) == ([], fp8["layers_converted"])
+    assert summary(pair["bf16"])["params_fp8"] == 0
+    assert "fp8: 8 of 9 Linears" in log_of(pair["fp8"])
+
+
+def test_losses_of_a_pair_are_near_and_not_equal(pair):
+    bf16, fp8, kernels = (summary(config) for config in pair.values())
+    assert bf16["loss_as_trained"] == bf16["loss_bf16"]
+    assert 0 < abs(fp8["loss_bf16"] - bf16["loss_bf16"]) < 0.05
+    assert fp8["loss_bf16"] != fp8["loss_as_trained"]
+    assert abs(kernels["loss_bf16"] - fp8["loss_bf16"]) < 0.01
+
+
+def test_the_steps_of_profile_are_traced(pair):
+    assert traced_steps(pair["bf16"].run_dir) == [2, 3]
+
+
+def test_only_delayed_scaling_keeps_scales_in_a_checkpoint(pair):
+    assert "fp8_scales" not in read_manifest(latest(pair["kernels"].run_dir))["state"]
+
+
+def test_the_loss_is_the_mixtures_mean_of_the_losses_of_its_sources(pair):
+    """Of val_losses.npz, nats a sequence."""
+    saved, about = np.load(pair["fp8"].run_dir / "val_losses.npz"), summary(pair["fp8"])
     nats, targets = (np.bincount(saved["source"], saved[key]) for key in ("bf16", "n_tokens"))
-    weights = [b["sources"][source]["weight"] for source in sorted(b["sources"])]
-    assert weights @ (nats / targets) == pytest.approx(b["loss_bf16"], rel=1e-12)
+    sources = about["sources"]
+    weights = np.array([sources[name]["weight"] for name in sorted(sources)])
+    assert weights @ (nats / targets) == pytest.approx(about["loss_bf16"], rel=1e-12)
 
 
-def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(
-    tiny, data_dir, tmp_path, run
-):
+def files_of(config: Config) -> dict[Path, int]:
+    """Every file of a run, and when it was written."""
+    return {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")}
+
+
+def test_a_finished_run_has_nothing_to_do(tiny, run):
+    run(tiny)
+    files = files_of(tiny)
+    assert "nothing to do" in run(tiny)
+    assert files_of(tiny) == files
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_goes_on_only_as_it_began(tiny, run, is_finished):
     """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
+    run(tiny)
+    if not is_finished:
+        faults.back_to(tiny, 3)
+    files = files_of(tiny)
+    sentence = run(tiny, "optim.lr=1e-3", "steps=8", "data.mixture=web:1", code=2)
+    assert "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in sentence
+    assert "data.mixture was {'web': 0.75, 'code': 0.25}" in sentence
+    assert files_of(tiny) == files
+
+
+@pytest.fixture
+def moved(tiny, data_dir, tmp_path, run) -> tuple[Config, list[str]]:
+    """A run that a kill after step 3 ended, and what another machine's command says of it: where
+    the data lies and how it is dealt out may change."""
+    folder = tmp_path / "moved"
     config = changed(tiny, f"data.dir={shutil.copytree(data_dir, tmp_path / 'data')}")
     run(config)
-    before = {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
-    assert "nothing to do" in run(config)
-    assert "data.mixture was {'web': 0.75, 'code': 0.25}" in run(
-        config, "data.mixture=web:1", code=2
-    )
-    assert before == {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
     faults.back_to(config, 3)
-    assert "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in run(
-        config, "optim.lr=1e-3", "steps=8", code=2
-    )
-    # where it lies and how it is dealt out may change
-    shutil.move(tmp_path / "data", tmp_path / "moved")
-    moved = [
-        "data.dir=" + str(tmp_path / "moved"),
-        "data.micro_batch=8",
-        "data.max_epochs=2",
-        "checkpoint.keep=1",
-    ]
-    run(config, *moved)
-    (config.run_dir / "summary.json").unlink()
+    shutil.move(tmp_path / "data", folder)
+    words = [f"data.dir={folder}", "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
+    return config, words
+
+
+def test_data_and_micro_batch_may_change_in_a_run(moved, run):
+    config, words = moved
+    run(config, *words)
+    assert summary(config)["steps"] == 6
+
+
+def test_other_tokens_in_the_folder_are_refused(moved, tmp_path, run):
+    config, words = moved
     shutil.rmtree(tmp_path / "moved/code")
     write_source(tmp_path / "moved/code", seed=9)
-    assert "begun with other training tokens" in run(config, *moved, code=2)
+    assert "begun with other training tokens" in run(config, *words, code=2)
 
 
-def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(tiny, run, monkeypatch):
-    config, closed = changed(tiny, "run=whole eval.every=4 profile=4:6"), []
-    monkeypatch.setattr(
-        room.Log, "close", lambda log, close=room.Log.close: closed.append(log) or close(log)
-    )
+VALIDATIONS = [(1, 4), (2, 6), (3, 6)]  # number, step; the last is in BF16
+
+
+@pytest.fixture
+def validated(tiny, run) -> Config:
+    """A finished run with these validations, whose last steps were traced."""
+    config = changed(tiny, "run=whole eval.every=4 profile=4:6")
     run(config)
-    whole, validated = (
-        faults.record(config),
-        [(row["step"], row["loss"]) for row in faults.rows(config, "val")],
-    )
-    for at, step in (1, 4), (2, 6), (3, 6):  # of the run's three validations; the last is in BF16
-        config, calls = replace(config, run=f"stopped{at}"), count(1)
+    return config
+
+
+def val_losses(config: Config) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in faults.rows(config, "val")]
+
+
+@pytest.fixture
+def stop_in(run, monkeypatch):
+    """stop_in(config, number): what train.main() prints where that validation is interrupted."""
+
+    def stop(config: Config, number: int) -> str:
+        calls = count(1)
         with monkeypatch.context() as patch:
             patch.setattr(
-                room,
-                "evaluate",
-                lambda *rest, at=at, calls=calls: None if next(calls) == at else evaluate(*rest),
+                room, "evaluate", lambda *a: None if next(calls) == number else evaluate(*a)
             )
-            assert f"stopped on request at step {step}; saved" in run(config)
-        assert (
-            faults.rows(config, "event")[-1]["event"] == "stopped"
-            and faults.saved_steps(config)[-1] == step
-        )
-        assert traced_steps(config.run_dir) == [4, 5, 6][: step - 3], (
-            "of a trace that was cut short, what there is"
-        )
-        run(config)
-        assert [(row["step"], row["loss"]) for row in faults.rows(config, "val")] == validated
-        assert faults.record(config) == whole
-    assert len(closed) == 7, "the log, after each start"
+            return run(config)
+
+    return stop
 
 
-def test_the_best_checkpoint_is_kept_and_a_resumed_run_still_knows_it_and_its_first_start(
-    tiny, run
+@pytest.mark.parametrize("number, step", VALIDATIONS)
+def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(
+    validated, run, stop_in, number, step
 ):
-    """At such a learning rate it is the first one."""
+    config = replace(validated, run=f"stopped{number}")
+    assert f"stopped on request at step {step}; saved" in stop_in(config, number)
+    assert faults.rows(config, "event")[-1]["event"] == "stopped"
+    assert faults.saved_steps(config)[-1] == step
+    run(config)
+    assert val_losses(config) == val_losses(validated)
+    assert faults.record(config) == faults.record(validated)
+
+
+@pytest.mark.parametrize("number, traced", [(1, [4]), (2, [4, 5, 6])])
+def test_a_stop_writes_what_was_traced_so_far(tiny, stop_in, number, traced):
+    stop_in(changed(tiny, "eval.every=4 profile=4:6"), number)
+    assert traced_steps(tiny.run_dir) == traced
+
+
+def test_a_stopped_run_closes_its_log(tiny, stop_in, monkeypatch):
+    closed, close = [], room.Log.close
+    monkeypatch.setattr(room.Log, "close", lambda log: closed.append(log) or close(log))
+    stop_in(tiny, 1)
+    assert len(closed) == 1
+
+
+FIRST_START = {"t_start": "2026-01-01T00:00:00Z", "torch": "1.0"}
+
+
+@pytest.fixture
+def resumed(tiny, run) -> Config:
+    """A run whose first validation is its best, at such a learning rate; resumed after step 6 by
+    another version of torch."""
     config = changed(tiny, "steps=8 optim.lr=1 eval.every=2 checkpoint.every=2 checkpoint.keep=1")
     run(config)
     assert faults.saved_steps(config) == [2, 6, 8]
     faults.back_to(config, 6)
-    (env := config.run_dir / "env.json").write_text(
-        '{"t_start": "2026-01-01T00:00:00Z", "torch": "1.0"}'
-    )
+    (config.run_dir / "env.json").write_text(json.dumps(FIRST_START))
     run(config)
-    assert faults.saved_steps(config) == [2, 6, 8]
-    assert (
-        summary(config)["t_start"] == "2026-01-01T00:00:00Z"
-        and json.loads(env.read_text())["torch"] == torch.__version__
-    )
+    return config
+
+
+def test_a_resumed_run_still_keeps_the_best_checkpoint(resumed):
+    assert faults.saved_steps(resumed) == [2, 6, 8]
+
+
+def test_a_resumed_run_still_knows_its_first_start(resumed):
+    assert summary(resumed)["t_start"] == FIRST_START["t_start"]
+    environment = json.loads((resumed.run_dir / "env.json").read_text())
+    assert environment["torch"] == torch.__version__
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
@@ -215,7 +290,7 @@ def test_a_resumed_run_of_a_version_without_saved_json_gets_one(tiny, run):
     }
 
 
-def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(
+def test_damaged_data_ends_a_run_before_its_first_checkpoint(
     tiny, data_dir, tmp_path, run, monkeypatch
 ):
     """Damage is looked for in the background; a checkpoint that is due before all is hashed waits
@@ -226,18 +301,30 @@ def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_th
     )
     monkeypatch.setattr(Data, "verified", lambda data: is_due.set() or verified(data))
     own_data = shutil.copytree(data_dir, tmp_path / "data")
-    spoilt = changed(tiny, f"run=spoilt data.dir={own_data} checkpoint.every=1")
+    config = changed(tiny, f"data.dir={own_data} checkpoint.every=1 steps=2")
     faults.flip_bit(own_data / "code/val_00000.bin", 1552)  # the lowest bit of a token
-    assert "code/val_00000.bin is damaged" in run(spoilt, "steps=2", code=2)
-    assert not faults.saved_steps(spoilt) and not (spoilt.run_dir / "summary.json").exists()
+    assert "code/val_00000.bin is damaged" in run(config, code=2)
+    assert not faults.saved_steps(config)
+    assert not (config.run_dir / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "setting, sentence",
+    [("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs")],
+)
+def test_a_setting_that_cannot_be_writes_nothing(tiny, run, setting, sentence):
+    assert sentence in run(tiny, setting, code=2)
+    assert not tiny.run_dir.exists()
+
+
+def test_a_missing_shard_is_told_before_anything_is_written(tiny, data_dir, tmp_path, run):
+    own_data = shutil.copytree(data_dir, tmp_path / "data")
     os.remove(own_data / "code/train_00000.bin")
-    for setting, told in (
-        ("out=/dev/null/x", "Not a directory"),
-        ("steps=200", "data.max_epochs"),
-        (f"data.dir={own_data}", "train_00000.bin is missing"),
-    ):
-        assert told in run(tiny, setting, code=2)
-        assert not tiny.run_dir.exists()
+    assert "train_00000.bin is missing" in run(tiny, f"data.dir={own_data}", code=2)
+    assert not tiny.run_dir.exists()
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tiny, run):
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / ".config.json.tmp").write_text("{")  # as a kill before config.json leaves it
     assert not run_folder.is_finished(tiny)
@@ -282,50 +369,80 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, before, after,
     assert [row["loss"] for row in faults.rows(switched)] == losses
 
 
-def test_a_run_trains_on_another_ones_weights_alone(tiny, run):
-    """With other data, schedule, context and number of steps; the first loss is the parent's on the
-    new run's first tokens."""
-    parent = changed(tiny, "run=pretrained fp8.recipe=tensorwise")
-    tuned = changed(
+@pytest.fixture
+def pretrained(tiny, run) -> Config:
+    """A finished run."""
+    config = changed(tiny, "run=pretrained fp8.recipe=tensorwise")
+    run(config)
+    return config
+
+
+@pytest.fixture
+def tuned(tiny, pretrained) -> Config:
+    """A run on its weights alone, with other data, schedule, context and number of steps."""
+    return changed(
         tiny,
-        f"run=tuned steps=5 start_from={parent.run_dir} model.n_ctx=16 data.mixture=code:1"
+        f"run=tuned steps=5 start_from={pretrained.run_dir} model.n_ctx=16 data.mixture=code:1"
         " optim.lr=1e-3 optim.schedule=wsd optim.decay_share=0.2",
     )
-    assert "pretrained has none: train that run first" in run(tuned, code=2)
-    assert not tuned.run_dir.exists() and run(parent)
-    faults.back_to(parent, 3)
-    assert "step_00000003 as the last of its checkpoints" in run(tuned, code=2)
-    run(parent)
-    assert "alone; start_from=out/pretrained takes its weights" in run(
-        tuned, f"start_from={parent.run_dir}/checkpoints/step_00000003", code=2
-    )
-    assert f"on from {parent.run_dir}/checkpoints/step_00000006" in run(tuned)
-    losses, about = [row["loss"] for row in faults.rows(tuned)], summary(tuned)
-    model, data = load_model(parent.run_dir)[0], Data(tuned, load_tokenizer("byte").sha256)
+
+
+def losses_of(config: Config) -> list[float]:
+    return [row["loss"] for row in faults.rows(config)]
+
+
+def test_the_first_loss_on_anothers_weights_is_theirs(tuned, pretrained, run):
+    """On the new run's first tokens."""
+    assert f"on from {pretrained.run_dir}/checkpoints/step_00000006" in run(tuned)
+    model, data = load_model(pretrained.run_dir)[0], Data(tuned, load_tokenizer("byte").sha256)
     batches = [data.batch(0, micro, 0, 1) for micro in range(tuned.accumulation(1))]
-    assert losses[0] == pytest.approx(
-        sum(float(model(x, y).sum()) for x, y in batches) / 512, rel=1e-6
-    )
-    assert (about["continued_from"], about["parent_run"], about["steps"]) == ("pretrained", None, 5)
-    faults.back_to(tuned, 3)
-    shutil.rmtree(parent.run_dir)  # it has its own now
+    loss = sum(float(model(x, y).sum()) for x, y in batches) / 512
+    assert losses_of(tuned)[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_summary_names_the_run_whose_weights_it_began_with(tuned, run):
     run(tuned)
-    assert [row["loss"] for row in faults.rows(tuned)] == losses
+    about = summary(tuned)
+    assert (about["continued_from"], about["parent_run"]) == ("pretrained", None)
+    assert about["steps"] == 5
+
+
+def test_a_run_on_anothers_weights_resumes_without_them(tuned, pretrained, run):
+    run(tuned)
+    losses = losses_of(tuned)
+    faults.back_to(tuned, 3)
+    shutil.rmtree(pretrained.run_dir)
+    run(tuned)
+    assert losses_of(tuned) == losses
+
+
+def test_the_weights_of_an_unfinished_run_are_refused(tuned, pretrained, run):
+    faults.back_to(pretrained, 3)
+    assert "step_00000003 as the last of its checkpoints" in run(tuned, code=2)
+    shutil.rmtree(pretrained.run_dir)
+    assert "pretrained has none: train that run first" in run(tuned, code=2)
+    assert not tuned.run_dir.exists()
+
+
+def test_a_checkpoint_of_another_model_is_no_branch_point(tuned, pretrained, run):
+    branch_point = f"start_from={pretrained.run_dir}/checkpoints/step_00000003"
+    sentence = run(tuned, branch_point, code=2)
+    assert "alone; start_from=out/pretrained takes its weights" in sentence
+
+
+def test_a_branch_of_a_run_on_anothers_weights_names_both(tuned, run):
+    """And pairs with a run on the same weights alone: it is in no law."""
+    run(tuned)
     branch = changed(
         tuned,
         f"run=branch steps=4 start_from={tuned.run_dir}/checkpoints/step_00000003"
         " optim.warmup_share=0.25 optim.decay_share=0.25",
     )
     run(branch)
-    assert [summary(branch)[key] for key in ("continued_from", "parent_run")] == [
-        "pretrained",
-        "tuned",
-    ], "in no law"
-    assert (
-        summary(branch)["pair_id"]
-        == pair_id(replace(branch, start_from=tuned.start_from))
-        != pair_id(branch)
-    )
+    about = summary(branch)
+    assert (about["continued_from"], about["parent_run"]) == ("pretrained", "tuned")
+    from_scratch = replace(branch, start_from=tuned.start_from)
+    assert about["pair_id"] == pair_id(from_scratch) != pair_id(branch)
 
 
 def watched_steps(monkeypatch):
@@ -388,8 +505,8 @@ def test_a_step_and_a_save_that_torchrun_would_cut_short_are_told_once(
         "next_step",
         lambda run, next_step=room.Run.next_step: run.saver.wait() or next_step(run),
     )
-    told = run(changed(tiny, "checkpoint.every=1"))
-    assert told.count("but torchrun kills its workers 0 s after it was told to stop") == is_told
+    sentence = run(changed(tiny, "checkpoint.every=1"))
+    assert sentence.count("but torchrun kills its workers 0 s after it was told to stop") == is_told
 
 
 def hold(run_dir, is_held):
@@ -399,9 +516,7 @@ def hold(run_dir, is_held):
         time.sleep(60)
 
 
-def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(
-    tiny, run, monkeypatch, capsys
-):
+def test_a_second_run_is_told_who_has_the_folder(tiny, run, monkeypatch, capsys):
     """Not until its children end: a compile worker or data loader may outlive it. The first has
     waited for the folder while a start that was refused removed it."""
     is_held = faults.FORKS.Event()
@@ -492,10 +607,10 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, cal
             call()
         except Exception as error:
             raise ValueError("backend='inductor' raised:") from error
-    said = memory.out_of_memory(caught.value, tiny, ALONE)
-    assert (said is not None) == is_memory
-    assert said is None or all(
-        part in said
+    sentence = memory.out_of_memory(caught.value, tiny, ALONE)
+    assert (sentence is not None) == is_memory
+    assert sentence is None or all(
+        part in sentence
         for part in ("rank 0 (cpu)", "data.micro_batch (now 4", "parallel.recompute", "GPUs")
     )
 

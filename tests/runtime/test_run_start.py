@@ -79,16 +79,17 @@ RESUMED = Start(StartKind.RESUME, Progress(), FOLDER, STATE)
 
 
 @pytest.mark.parametrize(
-    "key, told", [("train", "training tokens"), ("val", "validation windows"), ("fp8", "Linears")]
+    "key, sentence",
+    [("train", "training tokens"), ("val", "validation windows"), ("fp8", "Linears")],
 )
-def test_a_state_that_saw_other_data_is_refused(key, told):
+def test_a_state_that_saw_other_data_is_refused(key, sentence):
     identity = STATE["data"] | {key: "another"}
-    with pytest.raises(UserError, match=f"out/other was begun with other {told}"):
+    with pytest.raises(UserError, match=f"out/other was begun with other {sentence}"):
         refuse_other_data(RESUMED, identity)
 
 
 @pytest.mark.parametrize("kind", [StartKind.SWITCHED_BRANCH, StartKind.WEIGHTS])
-def test_other_linears_are_no_other_data_after_a_switch_or_for_weights_alone(kind):
+def test_other_linears_are_no_other_data_after_a_switch(kind):
     state = None if kind is StartKind.WEIGHTS else STATE
     start = replace(RESUMED, kind=kind, state=state)
     refuse_other_data(start, STATE["data"] | {"fp8": "another"})

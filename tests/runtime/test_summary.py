@@ -39,7 +39,7 @@ JSON_TYPES = {
 }
 
 
-def test_summary_json_holds_the_keys_of_the_schema_in_its_order_and_of_its_types(summary):
+def test_summary_json_has_the_keys_order_and_types_of_the_schema(summary):
     parts = {
         Summary: summary,
         PrecisionSummary: summary["precision"],

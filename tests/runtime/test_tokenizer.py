@@ -68,70 +68,116 @@ def folder(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_ids_are_the_official_ones():
-    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are
-    held against."""
-    gpt2, letters, extra = load_tokenizer("gpt2"), {}, 0
-    # letters as the paper's code defines them: printable bytes stay, the rest follow U+00FF
+def letters_of_bytes() -> dict[int, str]:
+    """As the paper's code defines them: printable bytes stay, the rest follow U+00FF."""
+    letters, n_others = {}, 0
     for byte in range(256):
         if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD):
             letters[byte] = chr(byte)
         else:
-            letters[byte], extra = chr(256 + extra), extra + 1
-    assert (
-        hashlib.sha256(vocab_bpe()).hexdigest()
-        == gpt2.sha256
-        == VOCAB_BPE
-        != load_tokenizer("byte").sha256
-    )
-    merges = vocab_bpe().decode().splitlines()[1:]
-    single = sorted(letters.values(), key=lambda letter: (ord(letter) > 255, ord(letter)))
-    ids = {
-        token: i
-        for i, token in enumerate(
-            [*single, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
-        )
-    }
+            letters[byte] = chr(256 + n_others)
+            n_others += 1
+    return letters
+
+
+@pytest.fixture(scope="module")
+def official_ids() -> dict[str, int]:
+    """encoder.json, rebuilt from vocab.bpe's text; its hash certifies the ids."""
+    letters = letters_of_bytes().values()
+    single = sorted(letters, key=lambda letter: (ord(letter) > 255, ord(letter)))
+    merged = [merge.replace(" ", "") for merge in vocab_bpe().decode().splitlines()[1:]]
+    tokens = [*single, *merged, "<|endoftext|>"]
+    ids = {token: i for i, token in enumerate(tokens)}
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == ENCODER_JSON
-    assert [ids["".join(letters[b] for b in token)] for token in token_bytes()] == list(
-        range(50256)
-    )
-    assert (
-        gpt2.eot == ids["<|endoftext|>"] == 50256
-        and gpt2.vocab_size == len(ids) == VOCAB_SIZE["gpt2"]
-    )
-    assert gpt2.encode("Hello world").tolist() == [15496, 995]  # published examples
-    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
+    return ids
+
+
+def test_ranks_of_gpt2_are_the_official_ids(official_ids):
+    letters = letters_of_bytes()
+    spelled = ["".join(letters[byte] for byte in token) for token in token_bytes()]
+    assert [official_ids[token] for token in spelled] == list(range(50256))
+
+
+def test_gpt2_has_the_official_size_and_end_of_text(official_ids):
+    gpt2 = load_tokenizer("gpt2")
+    assert gpt2.eot == official_ids["<|endoftext|>"] == 50256
+    assert gpt2.vocab_size == len(official_ids) == VOCAB_SIZE["gpt2"]
+
+
+def test_a_tokenizers_hash_is_that_of_its_rules():
+    assert hashlib.sha256(vocab_bpe()).hexdigest() == VOCAB_BPE
+    assert load_tokenizer("gpt2").sha256 == VOCAB_BPE != load_tokenizer("byte").sha256
 
 
 @pytest.mark.parametrize(
-    "name, frame",
-    [("byte", "<|endoftext|>"), ("gpt2", "<|endoftext|>"), ("folder", "<|end|><|begin|>")],
+    "text, ids",
+    [
+        ("Hello world", [15496, 995]),  # published
+        ("<|endoftext|>", [27, 91, 437, 1659, 5239, 91, 29]),
+    ],
 )
-def test_text_returns_unchanged(folder, name, frame):
-    tok = load_tokenizer(str(folder) if name == "folder" else name)
+def test_examples_of_gpt2s_ids(text, ids):
+    assert load_tokenizer("gpt2").encode(text).tolist() == ids
+
+
+FRAMES = {"byte": "<|endoftext|>", "gpt2": "<|endoftext|>", "folder": "<|end|><|begin|>"}
+
+
+@pytest.fixture(params=FRAMES)
+def tok(request, folder):
+    """A tokenizer of each kind."""
+    return load_tokenizer(str(folder) if request.param == "folder" else request.param)
+
+
+def noise(n: int = 500) -> list[str]:
+    """Texts of characters of every size."""
     rng, planes = random.Random(1), [range(128), range(0xD800), range(0xE000, 0x110000)]
-    noise = [
-        "".join(chr(rng.choice(rng.choice(planes))) for _ in range(rng.randrange(40)))
-        for _ in range(500)
-    ]
-    for text in TEXTS + noise:
+    lengths = [rng.randrange(40) for _ in range(n)]
+    return ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(k)) for k in lengths]
+
+
+def test_text_returns_unchanged(tok):
+    for text in TEXTS + noise():
         ids = tok.encode(text)
-        assert ids.dtype == np.uint16 and ids.ndim == 1 and not np.isin(tok.prefix, ids).any(), (
-            f"{text!r} is no text"
-        )
+        assert ids.dtype == np.uint16 and ids.ndim == 1
+        assert not np.isin(tok.prefix, ids).any(), f"{text!r} is text alone"
         assert tok.decode(ids) == text
-        assert name != "byte" or ids.tolist() == list(text.encode())
-    assert tok.decode(tok.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"  # lone surrogates
-    assert tok.decode(tok.encode("\ud83d\ude00")) == "😀"  # a whole pair is the character it spells
-    assert tok.decode([]) == "" and tok.decode(tok.prefix) == frame
+
+
+def test_ids_of_bytes_are_the_bytes():
+    for text in TEXTS:
+        assert load_tokenizer("byte").encode(text).tolist() == list(text.encode())
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a\ud800b\udfff", "a\ufffdb\ufffd"),  # lone surrogates
+        ("\ud83d\ude00", "😀"),  # a whole pair is the character it spells
+    ],
+    ids=ascii,
+)
+def test_surrogates_become_the_characters_that_they_spell(tok, text, expected):
+    assert tok.decode(tok.encode(text)) == expected
+
+
+def test_half_a_character_is_decoded_to_the_replacement_character(tok):
     assert tok.decode(tok.encode("👩")[:-1]) == "\ufffd"
-    for bad in ([tok.vocab_size], [-1], [3, 60000]):
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_the_prefix_of_a_text_is_decoded_to_its_special_tokens(folder, name):
+    tok = load_tokenizer(str(folder) if name == "folder" else name)
+    assert tok.decode([]) == "" and tok.decode(tok.prefix) == FRAMES[name]
+
+
+def test_ids_that_are_none_are_refused(tok):
+    for ids in [tok.vocab_size], [-1], [3, 60000]:
         with pytest.raises(ValueError, match=f"ids 0 to {tok.vocab_size - 1}"):
-            tok.decode(bad)
+            tok.decode(ids)
 
 
-def test_ids_are_those_of_tiktokens_own_pattern_also_where_a_run_of_blanks_is_cut(monkeypatch):
+def test_ids_are_those_of_tiktokens_own_pattern(monkeypatch):
     """tiktoken 0.14 fails at a million blanks before a word. All but the last are one piece, the
     last is the word's where it is a space."""
     gpt2, own = (
@@ -277,9 +323,7 @@ def test_a_tokenizer_that_drops_merges_by_chance_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"bos_token": None}, {"added_tokens_decoder": {}}, None])
-def test_roles_that_special_tokens_map_alone_names_are_those_of_transformers(
-    folder, tmp_path, settings
-):
+def test_roles_of_special_tokens_map_are_those_of_transformers(folder, tmp_path, settings):
     write_tokenizer(tmp_path, settings or {})
     roles = {"eos_token": "<|end|>", "bos_token": {"content": "<|begin|>", "lstrip": False}}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(roles))

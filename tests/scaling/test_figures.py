@@ -5,10 +5,13 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
 from lib.plots import BLUE, GREY
@@ -33,17 +36,17 @@ ZERO = {
 }
 
 
-def write(folder, rows, name="metrics.jsonl"):
+def write(folder: Path, rows: Iterable[dict], name: str = "metrics.jsonl"):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def lines_of(panel):
+def lines_of(panel: Axes):
     return [line.get_xydata() for line in panel.get_lines()]
 
 
-def row(step, kind="train", **changes):
+def row(step: int, kind: str = "train", **changes):
     return {
         "kind": kind,
         "step": step,
@@ -59,7 +62,7 @@ def row(step, kind="train", **changes):
     }
 
 
-def event(name, step, **more):
+def event(name: str, step: int, **more):
     return {"kind": "event", "event": name, "step": step, **more}
 
 
@@ -93,11 +96,11 @@ def eventful():
     return [one for r in rows for one in (r, *val.get(r["step"], ()), *after.get(r["step"], ()))]
 
 
-def drawn(run):
+def drawn(run: Path):
     return draw(read_history(run), run.name)
 
 
-def points(panel, shape, color):
+def points(panel: Axes, shape: str, color: str):
     return sorted(
         (float(x), float(y))
         for line in panel.get_lines()
@@ -106,7 +109,9 @@ def points(panel, shape, color):
     )
 
 
-def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(tmp_path):
+def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(
+    tmp_path: Path,
+) -> None:
     history = read_history(
         write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)])
     )
@@ -127,7 +132,7 @@ def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(t
     assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
 
 
-def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
+def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path: Path) -> None:
     figure = drawn(write(tmp_path / "run", eventful()))
     (loss, norm), (low, high) = figure.axes[:2], figure.axes[0].get_ylim()
     # validation
@@ -172,7 +177,9 @@ def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
     assert figure.legends[0].get_title().get_text() == "Training of run (n = 1 run, steps 1 to 40)"
 
 
-def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp_path):
+def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(
+    tmp_path: Path,
+) -> None:
     rows = [row(step, loss=3.0, grad_norm=1.0, gpu_util_pct=95.0) for step in range(1, 401)]
     rows[200] |= {"loss": 1000.0, "grad_norm": 1e6, "verdict": "SKIP"}
     loss, norm, *_, busy = drawn(write(tmp_path / "run", rows)).axes
@@ -185,7 +192,7 @@ def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp
     assert loss.get_ylim()[1] < 4 and norm.get_ylim()[1] < 4
 
 
-def test_odd_runs_are_drawn(tmp_path):
+def test_odd_runs_are_drawn(tmp_path: Path) -> None:
     figures = [
         drawn(write(tmp_path / f"a $\\run$ {i}", rows))
         for i, rows in enumerate(
@@ -207,7 +214,9 @@ def test_odd_runs_are_drawn(tmp_path):
     ], "of the norm"
 
 
-def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(tmp_path, capsys):
+def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, before, images = write(tmp_path / "run", eventful()), dict(matplotlib.rcParams), set()
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:-30])
     for out in (tmp_path / "one", tmp_path / "two"):
@@ -216,7 +225,7 @@ def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time
     assert len(images) == 1 and dict(matplotlib.rcParams) == before
 
 
-def operand(name, block, kind, step):
+def operand(name: str, block: int, kind: str, step: int):
     """A known function: scales are powers of two that fall with depth, underflow grows with the
     step."""
     base = (
@@ -234,7 +243,7 @@ def operand(name, block, kind, step):
     }
 
 
-def linear_row(step, block, kind, **changes):
+def linear_row(step: int, block: int, kind: str, **changes):
     return {
         "kind": "linear",
         "step": step,
@@ -245,7 +254,7 @@ def linear_row(step, block, kind, **changes):
     }
 
 
-def block_row(step, block, **changes):
+def block_row(step: int, block: int, **changes):
     return {
         "kind": "block",
         "step": step,
@@ -257,7 +266,7 @@ def block_row(step, block, **changes):
     }
 
 
-def rows_of(blocks=3):
+def rows_of(blocks: int = 3):
     return [
         row
         for step in STEPS
@@ -266,11 +275,11 @@ def rows_of(blocks=3):
     ]
 
 
-def probe_of(folder, rows):
+def probe_of(folder: Path, rows: Iterable[dict]):
     return read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
 
 
-def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
+def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     rows = [block_row(step, block) for step in STEPS for block in range(12)]
     rows[13]["swiglu_amax"] = None  # of step 200, block 1
     unscaled = linear_row(300, 0, 0)
@@ -298,7 +307,7 @@ def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
     )
 
 
-def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
+def test_scales_are_drawn_where_the_rows_put_them(tmp_path: Path) -> None:
     """The last of a repeated step counts; the top shows the last step that has every layer, also of
     a cut-off file."""
     wrong = linear_row(300, 1, 2) | {"weight": {**operand("weight", 1, 2, 300), "scale": 1.0}}
@@ -333,7 +342,7 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
         )
 
 
-def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
+def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path: Path) -> None:
     head = [linear_row(step, 0, 0, layer="head") for step in STEPS]
     figure = draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
     places = [*itertools.product(range(12), range(4)), (0, 0)]  # the head last
@@ -370,8 +379,12 @@ def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
     ],
 )
 def test_the_command_writes_figures_and_the_worst_of_each_kind(
-    tmp_path, capsys, rows, figures_of, told
-):
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: Iterable[dict],
+    figures_of: Callable,
+    told: str,
+) -> None:
     run = write(tmp_path / "run", rows, "probe.jsonl")
     if linears := [row for row in rows if row["kind"] == "linear"]:
         write(run, linears, "eval/probe_rowwise.jsonl")
@@ -393,7 +406,9 @@ def test_the_command_writes_figures_and_the_worst_of_each_kind(
         ("{0}/run out={0}/run/metrics.jsonl", "cannot be written"),
     ],
 )
-def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
+def test_mistakes_get_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, words: str
+) -> None:
     write(tmp_path / "run", [row(1)])
     write(tmp_path / "none", [event("resume", 3)])
     (tmp_path / "none/probe.jsonl").touch()

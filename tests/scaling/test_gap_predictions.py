@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,13 @@ SIZES, RATIOS, HELD = (30_000, 100_000, 300_000), (5, 10, 20), 1_000_000
 
 
 def write_pairs(
-    folder, sizes, seeds=(1, 2, 3), truth=STEEP, noise=0.05, recipe="tensorwise", **changes
+    folder: Path,
+    sizes: Sequence[int],
+    seeds: Sequence[int] = (1, 2, 3),
+    truth: GapTruth = STEEP,
+    noise: float = 0.05,
+    recipe: str = "tensorwise",
+    **changes,
 ):
     """A BF16 and an FP8 trunk of each size and seed, their shorter budgets as branches."""
     for N in sizes:
@@ -64,12 +71,12 @@ def write_pairs(
     return folder
 
 
-def plan_of(name, recipe="tensorwise", N=HELD, ratio=20):
+def plan_of(name: str, recipe: str = "tensorwise", N: int = HELD, ratio: int = 20):
     counts = dict.fromkeys(("params_total", "params_nonembed", "params_matmul"), N)
     return {"run": name, "recipe": recipe, "tokens": ratio * N, "flops_per_token": 6 * N, **counts}
 
 
-def write_study(folder, **changes):
+def write_study(folder: Path, **changes):
     name = f"s{HELD}_tensorwise_t20_s1"
     edit(
         folder / "study.json",
@@ -82,7 +89,9 @@ def write_study(folder, **changes):
     return name
 
 
-def test_a_study_shows_a_law_of_each_recipe_and_stores_it_typed(tmp_path, capsys, no_figures):
+def test_a_study_shows_a_law_of_each_recipe_and_stores_it_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     write_study(tmp_path)
     write_pairs(tmp_path, SIZES, truth=GapTruth(0, 0, 0), recipe="rowwise")
     output = asked(capsys, precision.main, tmp_path)
@@ -95,8 +104,8 @@ def test_a_study_shows_a_law_of_each_recipe_and_stores_it_typed(tmp_path, capsys
 
 
 def test_a_prediction_is_frozen_once_and_scored_when_its_pairs_have_come(
-    tmp_path, capsys, no_figures
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     name = write_study(tmp_path)
     output = asked(capsys, precision.main, tmp_path, f"predict={name}")
     assert "extrapolated 3.33-fold beyond the sizes of the pairs" in output
@@ -126,13 +135,13 @@ def test_a_prediction_is_frozen_once_and_scored_when_its_pairs_have_come(
     assert (before.pair_count, after.pair_count) == (27, 27 + 4)
 
 
-def typed_law(folder):
+def typed_law(folder: Path):
     return read_precision(folder / "law/precision.json").gap_laws["tensorwise"]
 
 
 def test_a_place_is_frozen_for_every_recipe_and_scored_within_five_per_cent(
-    tmp_path, capsys, no_figures
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     write_study(tmp_path)
     output = asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
     assert "extrapolated 5e+03-fold beyond the sizes" in output
@@ -145,8 +154,8 @@ def test_a_place_is_frozen_for_every_recipe_and_scored_within_five_per_cent(
 
 
 def test_a_place_within_five_per_cent_of_a_frozen_one_is_not_frozen_again(
-    tmp_path, capsys, no_figures
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     """Both would be scored by the same pairs, and the better one could be shown."""
     write_study(tmp_path)
     asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
@@ -155,7 +164,9 @@ def test_a_place_within_five_per_cent_of_a_frozen_one_is_not_frozen_again(
     asked(capsys, precision.main, tmp_path, "at=1.7e9:20")
 
 
-def test_what_has_begun_is_not_predicted(tmp_path, capsys, no_figures):
+def test_what_has_begun_is_not_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     name = write_study(tmp_path)
     output = asked(capsys, precision.main, tmp_path, "at=300000:20", code=2)
     assert "has begun or is finished" in output
@@ -168,8 +179,8 @@ def test_what_has_begun_is_not_predicted(tmp_path, capsys, no_figures):
 
 
 def test_an_edited_prediction_and_one_younger_than_its_run_are_not_scored(
-    tmp_path, capsys, no_figures
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     name = write_study(tmp_path)
     asked(capsys, precision.main, tmp_path, f"predict={name}")
     path = tmp_path / f"law/gap_prediction_{name}.json"
@@ -186,7 +197,9 @@ def test_an_edited_prediction_and_one_younger_than_its_run_are_not_scored(
     assert "has another tokenizer" in asked(capsys, precision.main, tmp_path, "--score", code=2)
 
 
-def test_a_table_with_sizes_and_tokens_has_a_law_too(tmp_path, capsys, no_figures):
+def test_a_table_with_sizes_and_tokens_has_a_law_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     points = gap_points(0, NOISY, STEEP)
     lines = ["precision,seed,loss,N,D"]
     for N, D, percent, label in zip(
@@ -214,12 +227,14 @@ def test_a_table_with_sizes_and_tokens_has_a_law_too(tmp_path, capsys, no_figure
         ("--score", "holds no gap_prediction_"),
     ],
 )
-def test_mistakes_get_a_sentence(tmp_path, capsys, no_figures, words, message):
+def test_mistakes_get_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None, words: str, message: str
+) -> None:
     write_pairs(tmp_path, SIZES[:1], seeds=(1,))
     assert message in asked(capsys, precision.main, tmp_path, words, code=2)
 
 
-def test_a_recipe_without_pairs_is_not_predicted(tmp_path):
+def test_a_recipe_without_pairs_is_not_predicted(tmp_path: Path) -> None:
     targets = gap_predictions.targets_at("1e9:20", ["mxfp8"])
     run = FakeRun()
     with pytest.raises(UserError, match="train smaller sizes in its recipe first"):
@@ -238,7 +253,9 @@ def write_table(path: Path, points: GapPoints) -> list[str]:
     return [f"points={path}", "arm=precision", "pair=seed", "loss=loss", "n=N", "d=D", out]
 
 
-def test_a_gap_of_a_tables_arm_is_frozen(tmp_path, capsys, no_figures):
+def test_a_gap_of_a_tables_arm_is_frozen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     words = write_table(tmp_path / "losses.csv", gap_points(0, NOISY, STEEP))
     output = asked(capsys, precision.main, *words, "at=1e7:20")
     assert "predicted gap of fp8" in output and "commit it" in output
@@ -247,7 +264,9 @@ def test_a_gap_of_a_tables_arm_is_frozen(tmp_path, capsys, no_figures):
     assert frozen.inputs[0].fp8 == "losses.csv line 3"
 
 
-def test_the_rows_of_a_later_table_are_scored_and_enter_no_law(tmp_path, capsys, no_figures):
+def test_the_rows_of_a_later_table_are_scored_and_enter_no_law(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     points = gap_points(0, NOISY, STEEP)
     words = write_table(tmp_path / "losses.csv", points)
     asked(capsys, precision.main, *words, "at=1e7:20")
@@ -272,13 +291,17 @@ def test_the_rows_of_a_later_table_are_scored_and_enter_no_law(tmp_path, capsys,
         (["score=true"], "need the table's columns n= and d="),
     ],
 )
-def test_what_a_table_cannot_predict_gets_a_sentence(tmp_path, capsys, words, message):
+def test_what_a_table_cannot_predict_gets_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
     table = write_table(tmp_path / "losses.csv", gap_points(0, NOISY, STEEP))
     named = [word for word in table if not word.startswith(("n=", "d="))]
     assert message in asked(capsys, precision.main, *named, *words, code=2)
 
 
-def test_what_is_held_out_is_no_warning(tmp_path, capsys, no_figures):
+def test_what_is_held_out_is_no_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     write_study(tmp_path)
     asked(capsys, precision.main, tmp_path, "at=300000:40")
     write_pairs(tmp_path, SIZES, seeds=(9,), t_start="2100-01-01T00:00:00Z")

@@ -2,6 +2,7 @@
 what it says."""
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from scaling.declaration import Declaration, read_declaration
 from scaling.precision_result import PrecisionResult, SizeGap, read_precision
 from scaling.rate_sweep import RateResult, read_result
 from scaling.reason_words import worded
-from scaling.schemas import SECTIONS, whole_page
+from scaling.schemas import SECTIONS, schema_page
 from scaling.study_report import StudyReport
 from scaling.training_report import ArmReport, TrainingReport
 from tests.conftest import ROOT
@@ -21,10 +22,14 @@ from tests.helpers.scaling_runs import strict, write_ladder, write_run
 
 
 def test_docs_schemas_is_made_of_the_classes_of_today() -> None:
-    assert (ROOT / "docs/schemas.md").read_text() == whole_page()
+    assert schema_page() in (ROOT / "docs/schemas.md").read_text()
 
 
-@pytest.mark.parametrize("cls", set(SECTIONS.values()), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls",
+    sorted(set(SECTIONS.values()), key=lambda cls: cls.__name__),
+    ids=lambda cls: cls.__name__,
+)
 def test_every_key_has_a_meaning(cls: type) -> None:
     meanings = field_meanings(cls)
     assert [field.name for field in fields(cls) if not meanings.get(field.name)] == []
@@ -93,7 +98,9 @@ def test_the_declaration_of_older_code_is_read() -> None:
     ],
     ids=["precision", "learning_rate", "study"],
 )
-def test_a_file_of_another_version_is_refused_by_name(tmp_path: Path, read, name: str) -> None:
+def test_a_file_of_another_version_is_refused_by_name(
+    tmp_path: Path, read: Callable[[Path], object], name: str
+) -> None:
     path = tmp_path / name
     path.write_text(json.dumps({"schema_version": 99}))
     with pytest.raises(Exception, match=f"{name}.* 99"):

@@ -56,16 +56,16 @@ def clauses() -> list[str]:
 
 
 @pytest.mark.parametrize("clause", dict.fromkeys(clauses()))
-def test_every_verdict_has_its_row(clause):
+def test_every_verdict_has_its_row(clause: str) -> None:
     assert any(re.match(pattern(words), clause) for words in rows_of_verdicts())
 
 
 @pytest.mark.parametrize("words", rows_of_verdicts())
-def test_every_row_is_a_verdict(words):
+def test_every_row_is_a_verdict(words: str) -> None:
     assert any(re.match(pattern(words), clause) for clause in clauses())
 
 
-def test_every_law_that_fit_may_headline_has_its_row():
+def test_every_law_that_fit_may_headline_has_its_row() -> None:
     source = inspect.getsource(fit._headline)
     headlines = re.findall(r"return \(?\s*\"(\w+)\"", source)
     rows = first_column("what fit.py says")

@@ -168,7 +168,7 @@ def test_our_own_law_has_the_slope_and_error_of_a_second_solver() -> None:
     loss = EPOCH.loss(n, d) * np.exp(np.random.default_rng(1).normal(0, 2e-4, len(n)))
 
     # natural parameters, plain squares: noise is well below Huber's delta
-    def log_law(_, e, a, b, alpha, beta):
+    def log_law(_: np.ndarray, e: float, a: float, b: float, alpha: float, beta: float):
         return np.log(np.exp(e) + np.exp(a) * n**-alpha + np.exp(b) * d**-beta)
 
     start = [math.log(EPOCH.E), math.log(EPOCH.A), math.log(EPOCH.B), EPOCH.alpha, EPOCH.beta]

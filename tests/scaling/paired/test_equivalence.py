@@ -2,7 +2,9 @@
 5 % of false verdicts."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,7 +36,7 @@ ALLOWED = 0.05 + 2 * math.sqrt(
 )  # a true rate of .05 lies above it in 2 of 100 seeds
 
 
-def pair(percent, N, ratio, seed):
+def pair(percent: float, N: int, ratio: int, seed: int):
     """A pair as far as the test looks at it; its trunk is that of its size and seed."""
     bf16, fp8 = (
         SimpleNamespace(trunk=f"{arm}{N}{seed}", N=N, tokens=ratio * N, seed=seed) for arm in "bf"
@@ -43,7 +45,12 @@ def pair(percent, N, ratio, seed):
     return Pair(bf16, fp8, {"bf16": gap, "as_trained": gap}, None, 8)
 
 
-def study(rng, true_gap, seeds_of_size, noise=0.06):
+def study(
+    rng: np.random.Generator,
+    true_gap: Callable[[int, int], float],
+    seeds_of_size: tuple[int, ...],
+    noise: float = 0.06,
+):
     """Pairs of every size and budget; true_gap(N, ratio) in per cent; half of the noise's variance
     is the trunk's."""
     chosen = []
@@ -56,7 +63,13 @@ def study(rng, true_gap, seeds_of_size, noise=0.06):
     return chosen
 
 
-def share_equivalent(true_gaps, seeds_of_size, studies=STUDIES, margin=MARGIN, noise=0.06):
+def share_equivalent(
+    true_gaps: Sequence[float] | np.ndarray,
+    seeds_of_size: tuple[int, ...],
+    studies: int = STUDIES,
+    margin: float = MARGIN,
+    noise: float = 0.06,
+):
     """Of simulated studies, those called equivalent; true_gaps: of each size at its largest budget,
     in per cent."""
     rng, count = np.random.default_rng(11), 0
@@ -71,7 +84,9 @@ def share_equivalent(true_gaps, seeds_of_size, studies=STUDIES, margin=MARGIN, n
 
 
 @pytest.mark.parametrize("seeds_of_size", [(3, 3, 3), (5, 3, 2), (3, 1, 1), (3, 2, 1), (1, 1, 1)])
-def test_a_gap_that_grows_past_the_margin_with_the_tokens_is_not_equivalent(seeds_of_size):
+def test_a_gap_that_grows_past_the_margin_with_the_tokens_is_not_equivalent(
+    seeds_of_size: tuple[int, ...],
+) -> None:
     """The mean over budgets, .35 %, lies within the margin and would be called equivalent almost
     always."""
     gaps = dict(zip(BUDGETS, (0.1, 0.35, 0.6), strict=True))
@@ -86,18 +101,20 @@ def test_a_gap_that_grows_past_the_margin_with_the_tokens_is_not_equivalent(seed
 
 
 @pytest.mark.parametrize("beyond", range(3))
-def test_false_verdicts_are_at_most_five_in_a_hundred_wherever_one_size_lies_on_the_margin(beyond):
+def test_false_verdicts_are_at_most_five_in_a_hundred_wherever_one_size_lies_on_the_margin(
+    beyond: int,
+) -> None:
     share = share_equivalent(np.eye(3)[beyond] * MARGIN, (4, 4, 4))
     assert share <= ALLOWED
 
 
-def test_a_single_pair_at_the_largest_size_is_held_to_the_spread_of_the_others():
+def test_a_single_pair_at_the_largest_size_is_held_to_the_spread_of_the_others() -> None:
     on_margin = share_equivalent([0, 0, MARGIN], (4, 4, 1))
     without_gap = share_equivalent([0, 0, 0], (4, 4, 1))
     assert on_margin <= ALLOWED and without_gap >= 0.9
 
 
-def test_the_narrowest_margin_is_passed_by_four_of_five_studies_without_a_gap():
+def test_the_narrowest_margin_is_passed_by_four_of_five_studies_without_a_gap() -> None:
     """A few more, as the trend passes where the largest size passes and counts as if it were
     independent."""
     noise = 0.06
@@ -107,14 +124,14 @@ def test_the_narrowest_margin_is_passed_by_four_of_five_studies_without_a_gap():
     assert 0.76 <= share <= 0.92
 
 
-def test_power_is_that_of_a_simulation():
+def test_power_is_that_of_a_simulation() -> None:
     rng, n, margin = np.random.default_rng(4), 5, 1.1
     samples = rng.normal(0, 1, (20_000, n))
     passed = [tost(estimate(values), margin) < 0.05 for values in samples[:4000]]
     assert tost_power(margin, 1 / math.sqrt(n), n - 1) == pytest.approx(np.mean(passed), abs=0.025)
 
 
-def test_the_trend_at_the_largest_size_is_a_regressions_confidence_interval():
+def test_the_trend_at_the_largest_size_is_a_regressions_confidence_interval() -> None:
     sizes, gaps = (
         np.array([1e8, 3e8, 1e9]),
         [np.array([0.1, 0.2]), np.array([0.15]), np.array([0.4, 0.3])],
@@ -131,7 +148,7 @@ def test_the_trend_at_the_largest_size_is_a_regressions_confidence_interval():
     assert fit_line(sizes[:2], gaps[:2]) is None
 
 
-def test_each_size_with_two_pairs_is_tested_by_its_own_spread_at_its_largest_budget():
+def test_each_size_with_two_pairs_is_tested_by_its_own_spread_at_its_largest_budget() -> None:
     chosen = study(np.random.default_rng(0), lambda N, ratio: 0.02 * ratio, (3, 2, 1))
     parts = {
         part.N: part
@@ -146,15 +163,15 @@ def test_each_size_with_two_pairs_is_tested_by_its_own_spread_at_its_largest_bud
     assert [part.is_borrowed for part in parts.values()] == [False, False, True]
 
 
-def test_two_sizes_of_one_pair_each_cannot_show_equivalence():
+def test_two_sizes_of_one_pair_each_cannot_show_equivalence() -> None:
     chosen = [pair(0.01, SIZES[0], 20, 0), pair(0.02, SIZES[1], 20, 0)]
     test = judge_equivalence(chosen, "bf16", MARGIN)
     assert test.p is test.could_show is None
 
 
 def test_the_command_names_the_size_that_fails_and_what_the_design_could_show(
-    tmp_path, capsys, no_figures
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     """Small gaps at the smallest size, one pair at +.85 % at the largest: within 1 % on average
     alone."""
     for params, gaps in ((33_000, (0.004, 0.001, 0.002)), (66_000, (0.003,)), (131_000, (0.0187,))):
@@ -180,7 +197,9 @@ def test_the_command_names_the_size_that_fails_and_what_the_design_could_show(
     assert row["tost_p"] == row["equivalence"]["p"] > 0.05
 
 
-def test_a_precision_json_of_older_code_is_still_shown(tmp_path, capsys, no_figures):
+def test_a_precision_json_of_older_code_is_still_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     """Written before there was a test of each size: no "equivalence" in it."""
     for recipe in ("bf16", "tensorwise"):
         write_run(tmp_path / recipe, recipe=recipe, gap=0.01 * (recipe != "bf16"))

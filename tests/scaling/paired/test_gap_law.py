@@ -34,19 +34,19 @@ NOISY = GapDesign((4, 3, 3), (5, 10, 20), 0.15)
 # ------------------------------------------------------------------------------------- the fit
 
 
-def test_a_law_with_little_noise_is_found_with_its_signs():
+def test_a_law_with_little_noise_is_found_with_its_signs() -> None:
     law = fit_gap(gap_points(0, PRECISE, STEEP), None).law
     assert (law.a.value, law.b.value) == pytest.approx((0.2, 0.4), abs=0.003)
     assert law.k == pytest.approx(STEEP.at(law.N0, law.N0 * law.ratio0), rel=0.003)
     assert law.trend == ["a", "b"] and law.starts_at_best == law.starts == 9
 
 
-def test_a_negative_gap_has_a_law_too():
+def test_a_negative_gap_has_a_law_too() -> None:
     law = fit_gap(gap_points(0, PRECISE, GapTruth(-0.5, 0.2, 0.4)), None).law
     assert law.k < 0 and law.a.value == pytest.approx(0.2, abs=0.003)
 
 
-def test_the_optimum_is_that_of_generalised_least_squares():
+def test_the_optimum_is_that_of_generalised_least_squares() -> None:
     """Reference: the dense covariance of all pairs and a general minimiser."""
     points = gap_points(3, NOISY, STEEP)
     cells = cells_of(points)
@@ -55,7 +55,7 @@ def test_the_optimum_is_that_of_generalised_least_squares():
     shared, variance = cells.noise.shared, cells.noise.pair_sd**2
     precision_matrix = np.linalg.inv(variance * (shared * same + (1 - shared) * np.eye(len(same))))
 
-    def squares(theta):
+    def squares(theta: np.ndarray):
         residual = points.percent - GapTruth(*theta).at(points.N, points.D)
         return residual @ precision_matrix @ residual
 
@@ -69,7 +69,7 @@ def test_the_optimum_is_that_of_generalised_least_squares():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_constant_gap_of_trunks_with_equal_branches_has_the_textbooks_interval(seed):
+def test_a_constant_gap_of_trunks_with_equal_branches_has_the_textbooks_interval(seed: int) -> None:
     points = gap_points(seed, GapDesign((4, 4, 4), (5, 10, 20), 0.2), GapTruth(0.3, 0, 0))
     means = [points.percent[points.trajectory == one].mean() for one in range(12)]
     theirs = ttest_1samp(means, 0).confidence_interval()
@@ -77,21 +77,21 @@ def test_a_constant_gap_of_trunks_with_equal_branches_has_the_textbooks_interval
     assert (law.constant_low, law.constant_high) == pytest.approx(theirs, rel=1e-6)
 
 
-def test_the_noise_is_split_into_trunk_and_branch():
+def test_the_noise_is_split_into_trunk_and_branch() -> None:
     points = gap_points(1, GapDesign((300,) * 3, (5, 10, 20, 40), 0.2), GapTruth(0.3, 0, 0))
     noise = cells_of(points).noise
     assert noise.pair_sd == pytest.approx(0.2, rel=0.05) and noise.noise_dof == 897
     assert noise.shared == pytest.approx(0.5, abs=0.05)
 
 
-def test_one_pair_a_cell_still_has_a_noise():
+def test_one_pair_a_cell_still_has_a_noise() -> None:
     points = gap_points(1, GapDesign((1,) * 8, (5, 10, 20, 40), 0.05), STEEP)
     law = fit_gap(points, None).law
     assert law.a.low < 0.2 < law.a.high and law.trend
     assert all(form.p_of_fit is None for form in law.forms)
 
 
-def test_branches_of_a_trunk_are_no_independent_pairs():
+def test_branches_of_a_trunk_are_no_independent_pairs() -> None:
     """The same gaps as pairs of their own: twice as many degrees of freedom."""
     points = gap_points(0, NOISY, GapTruth(0.3, 0, 0))
     alone = replace(points, trajectory=np.arange(len(points.N)))
@@ -101,7 +101,7 @@ def test_branches_of_a_trunk_are_no_independent_pairs():
     assert one.constant_high - one.constant_low > 1.3 * (other.constant_high - other.constant_low)
 
 
-def test_the_sandwich_is_right_on_average_where_the_noise_is_as_assumed():
+def test_the_sandwich_is_right_on_average_where_the_noise_is_as_assumed() -> None:
     """CR2 is unbiased there, so its ratio to the assumed variance is 1 on average."""
     ratios = []
     for seed in range(60):
@@ -111,7 +111,7 @@ def test_the_sandwich_is_right_on_average_where_the_noise_is_as_assumed():
     assert np.mean(ratios) == pytest.approx(1, abs=0.2)
 
 
-def test_noise_at_an_extreme_size_widens_the_exponent_and_noise_in_the_middle_does_not():
+def test_noise_at_an_extreme_size_widens_the_exponent_and_noise_in_the_middle_does_not() -> None:
     points = gap_points(2, GapDesign((6, 6, 6), (5, 10, 20), 0.1), GapTruth(0.5, 0, 0))
     ratios = []
     for N in np.unique(points.N)[:2]:
@@ -126,7 +126,7 @@ def test_noise_at_an_extreme_size_widens_the_exponent_and_noise_in_the_middle_do
 
 
 @pytest.mark.parametrize("name", ["3 sizes, 3 budgets, 3 seeds", "seeds 18/16/6/3 (study_cpu)"])
-def test_intervals_hold_the_truth_about_95_times_in_100(name):
+def test_intervals_hold_the_truth_about_95_times_in_100(name: str) -> None:
     """python tests/law_trials.py gap has eleven designs."""
     trials = [gap_trial(seed, GAP_DESIGNS[name], STEEP) for seed in range(25)]
     for key in trials[0].covers:
@@ -134,7 +134,7 @@ def test_intervals_hold_the_truth_about_95_times_in_100(name):
 
 
 @pytest.mark.parametrize("k", [0.0, 0.3])
-def test_a_trend_is_told_in_at_most_one_of_twenty_studies_without_one(k):
+def test_a_trend_is_told_in_at_most_one_of_twenty_studies_without_one(k: float) -> None:
     share = told_share(NOISY, GapTruth(k, 0, 0), 40)
     assert share * 40 <= 6  # 2 expected; above 6 in 3 of 1,000
 
@@ -148,11 +148,11 @@ def test_a_trend_is_told_in_at_most_one_of_twenty_studies_without_one(k):
         ([0.04], [True]),
     ],
 )
-def test_exponents_are_told_together_at_five_per_cent(p_values, told):
+def test_exponents_are_told_together_at_five_per_cent(p_values: list[float], told: str) -> None:
     assert told_together(p_values) == told
 
 
-def test_an_exponent_must_be_told_by_the_pooled_noise_too():
+def test_an_exponent_must_be_told_by_the_pooled_noise_too() -> None:
     """A loud middle size hardly moves a, so the sandwich alone would tell it too easily."""
     points = gap_points(2, GapDesign((6, 6, 6), (5, 10, 20), 0.1), GapTruth(0.5, 0.1, 0))
     is_middle = sizes_of(points.N) == 1
@@ -166,7 +166,7 @@ def test_an_exponent_must_be_told_by_the_pooled_noise_too():
     assert law.a.p == pytest.approx(pooled, rel=1e-3)
 
 
-def test_a_gap_that_is_noise_has_no_exponent_but_a_constant_with_its_interval():
+def test_a_gap_that_is_noise_has_no_exponent_but_a_constant_with_its_interval() -> None:
     law = fit_gap(gap_points(4, NOISY, GapTruth(0, 0, 0)), None).law
     assert law.trend is None and sentence_of(law.reason) == "the gap itself is not told from zero"
     assert law.constant_low < 0 < law.constant_high and law.a.could_show is None
@@ -174,7 +174,7 @@ def test_a_gap_that_is_noise_has_no_exponent_but_a_constant_with_its_interval():
     assert "no trend of the gap can be told" in words and "^" not in words
 
 
-def test_the_exponent_that_a_design_could_have_shown_is_told_in_eighty_of_hundred():
+def test_the_exponent_that_a_design_could_have_shown_is_told_in_eighty_of_hundred() -> None:
     design = GapDesign((6, 6, 6), (5, 10, 20), 0.15)
     laws = [fit_gap(gap_points(seed, design, GapTruth(0.5, 0, 0)), None).law for seed in range(10)]
     visible = float(np.median([law.a.could_show for law in laws]))
@@ -193,19 +193,19 @@ def test_the_exponent_that_a_design_could_have_shown_is_told_in_eighty_of_hundre
         (GapDesign((3, 3, 3), (5, 10, 20), 0.0), "copies"),
     ],
 )
-def test_too_little_for_a_law_is_said(design, reason):
+def test_too_little_for_a_law_is_said(design: GapDesign, reason: str) -> None:
     law = fit_gap(gap_points(0, design, GapTruth(0.4, 0, 0)), None).law
     assert reason in sentence_of(law.reason) and law.trend is None and law.k is None
 
 
-def test_a_gap_that_is_no_power_law_is_not_given_exponents():
+def test_a_gap_that_is_no_power_law_is_not_given_exponents() -> None:
     points = gap_points(0, GapDesign((5,) * 5, (5, 10, 20), 0.02), GapTruth(0.5, 0, 0))
     bump = 0.4 * np.exp(-(np.log(points.N / 2e5) ** 2))
     law = fit_gap(replace(points, percent=points.percent + bump), None).law
     assert law.trend is None and "no power law fits" in sentence_of(law.reason)
 
 
-def test_a_gap_that_changes_its_sign_over_the_sizes_is_not_called_noise():
+def test_a_gap_that_changes_its_sign_over_the_sizes_is_not_called_noise() -> None:
     """It is 0 on average, and each of its sizes tells it from 0."""
     points = gap_points(0, GapDesign((5,) * 3, (5, 10, 20), 0.02), GapTruth(0, 0, 0))
     law = fit_gap(replace(points, percent=points.percent + np.log10(points.N / 1.73e5)), None).law
@@ -213,12 +213,12 @@ def test_a_gap_that_changes_its_sign_over_the_sizes_is_not_called_noise():
     assert "which the pairs refute" in format_gap_law("rowwise", law)
 
 
-def test_an_exponent_is_called_by_its_axis_where_no_law_names_it():
+def test_an_exponent_is_called_by_its_axis_where_no_law_names_it() -> None:
     law = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.2), GapTruth(0.5, 0, 0)), None).law
     assert sentence_of(law.reason) == "the exponent of N is not told from zero"
 
 
-def test_one_ratio_leaves_the_exponent_of_size_alone():
+def test_one_ratio_leaves_the_exponent_of_size_alone() -> None:
     law = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.01), STEEP), None).law
     assert law.b is None and law.trend == ["a"] and law.a.low < 0.2 < law.a.high
 
@@ -235,13 +235,13 @@ def effective_points(f: float, noise: float) -> GapPoints:
 
 
 @pytest.mark.parametrize("f", [0.9, 1.05])
-def test_the_effective_share_of_parameters_is_found_with_its_interval(f):
+def test_the_effective_share_of_parameters_is_found_with_its_interval(f: float) -> None:
     law = fit_gap(effective_points(f, 0.02), EPOCH).law
     assert law.effective.f_low < f < law.effective.f_high
     assert law.effective.f == pytest.approx(f, abs=0.01)
 
 
-def test_which_form_fits_better_is_told_only_where_the_pairs_tell_it():
+def test_which_form_fits_better_is_told_only_where_the_pairs_tell_it() -> None:
     assert fit_gap(effective_points(0.9, 0.3), EPOCH).law.better_form is None
     rising = gap_points(0, PRECISE, GapTruth(0.5, -0.1, 0.5))
     rising = replace(rising, N=1e3 * rising.N, D=1e3 * rising.D)
@@ -254,7 +254,7 @@ def test_which_form_fits_better_is_told_only_where_the_pairs_tell_it():
     assert "fits better" in sentence_of(fit.forecast(1e10, 2e11).forecasts[2].refuted_because)
 
 
-def test_without_a_law_of_the_losses_the_reason_is_given():
+def test_without_a_law_of_the_losses_the_reason_is_given() -> None:
     law = fit_gap(gap_points(0, NOISY, STEEP), None, "too few sizes").law
     assert law.effective is None and law.no_effective == "too few sizes"
 
@@ -262,7 +262,7 @@ def test_without_a_law_of_the_losses_the_reason_is_given():
 # -------------------------------------------------------------------------------------- forecasts
 
 
-def test_a_forecast_holds_every_form_that_is_not_refuted_and_seed_noise_apart():
+def test_a_forecast_holds_every_form_that_is_not_refuted_and_seed_noise_apart() -> None:
     fit = fit_gap(gap_points(5, NOISY, GapTruth(0.4, 0, 0)), None)
     assert fit.law.trend is None
     forecast = fit.forecast(1e7, 2e8)
@@ -277,7 +277,7 @@ def test_a_forecast_holds_every_form_that_is_not_refuted_and_seed_noise_apart():
     assert forecast.beyond_sizes == pytest.approx(10) and forecast.beyond_ratios == 1
 
 
-def test_a_told_trend_refutes_the_constant():
+def test_a_told_trend_refutes_the_constant() -> None:
     forecast = fit_gap(gap_points(0, PRECISE, STEEP), None).forecast(*GAP_TARGET)
     assert forecast.headline == "power law"
     assert forecast.forecasts[1].refuted_because
@@ -288,14 +288,14 @@ def test_a_told_trend_refutes_the_constant():
     assert "trend in a and b" in sentence_of(refuted)
 
 
-def test_an_interval_that_says_nothing_is_no_prediction():
+def test_an_interval_that_says_nothing_is_no_prediction() -> None:
     fit = fit_gap(gap_points(4, NOISY, GapTruth(0, 0, 0)), None)
     with pytest.raises(CannotFit) as error:
         fit.forecast(1.5e9, 3e10)
     assert "says nothing: train more seeds" in sentence_of(error.value.reason)
 
 
-def test_an_axis_that_the_pairs_do_not_vary_is_not_extrapolated():
+def test_an_axis_that_the_pairs_do_not_vary_is_not_extrapolated() -> None:
     fit = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.01), STEEP), None)
     assert fit.forecast(1e7, 2e8).gap > 0
     with pytest.raises(CannotFit) as error:
