@@ -33,7 +33,7 @@ soak: setup                 ## the long tier of fault injection: kills, restarts
 	$(PY) -m pip install --quiet ray==2.60.0 || echo "soak: there is no ray for this platform: its test is skipped"
 	$(PY) -m pytest -q tests/soak.py
 
-lint: setup                 ## layout, style, then types of model.py, train.py, lib/, fp8/ and runtime/
+lint: setup                 ## layout, style, then types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from bench.report import rows_of
+from bench.rows import rows_of
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import read_rows, to_line

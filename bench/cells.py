@@ -11,6 +11,7 @@ from fp8.recipes import KERNELS, fp8_overrides
 from lib.errors import UserError
 from lib.machine import ROOT
 from runtime.config import Config, load_config
+from runtime.optim import MuonAdamW
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 from runtime.training_step import end_unjudged_step, forward_backward
@@ -48,7 +49,7 @@ class Subject:
     # x, y (B, T) int64 -> mean loss per token, (), fp32, detached; gradients add up in .grad; no
     # wait for the GPU
     micro_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | MuonAdamW
     update: Callable[[], None]  # clip, step, zero gradients, as at a step's end
     counts: dict  # flops_per_token, params_total, params_matmul
     describe: list[str] = field(default_factory=list)  # lines for people
@@ -91,20 +92,23 @@ def groups_of(suite: str) -> list[list[Cell]]:
 def config_of(cell: Cell) -> Config:
     """The Config that train.py would be given for a cell of ours. Raises UserError for an unknown
     size, label or key."""
-    changes = {f"model.{key}": str(value).lower() for key, value in cell.model.items()}
+    changes: dict[str, object] = {
+        f"model.{key}": str(value).lower() for key, value in cell.model.items()
+    }
     changes |= {
         "model.n_ctx": cell.T,
         "data.micro_batch": cell.micro_batch,
         "data.tokens_per_step": cell.tokens_per_step,
         "data.tokenizer": "./none",
         "run": "cell",  # no text is read
-        "parallel.compile": "block",
-    }  # as studies, as runs on several GPUs
+        "parallel.compile": "block",  # as studies, as runs on several GPUs
+    }
     if cell.label != BASELINE and KERNELS not in cell.label:
         changes["fp8.kernels"] = "false"  # a cell without them measures torchao's casts
+    base = "50m" if cell.model else cell.size
+    overrides = [f"{key}={value}" for key, value in changes.items()]
     return load_config(
-        ROOT / "configs" / f"gpt{'50m' if cell.model else cell.size}_bf16.py",
-        [*(f"{key}={value}" for key, value in changes.items()), *fp8_overrides(cell.label)],
+        ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *fp8_overrides(cell.label)]
     )
 
 
@@ -123,10 +127,10 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     precision.set_position(0)
     precision.before_step(built.loss_scale)
 
-    def micro_step(x, y):
+    def micro_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return forward_backward(model, x, y, built.loss_scale) / tokens
 
-    def update():
+    def update() -> None:
         end_unjudged_step(model, optimizer, precision, config.optim.clip)
         precision.before_step(built.loss_scale)
 

@@ -2,7 +2,7 @@
 registers, spills.
 
     python -m bench.compiler_plan  configs/gpt1p5b_bf16.py, 16 x 1024 tokens
-    python -m bench.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16 model.n_ctx=1024
+    python -m bench.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16
 
 Forward and backward pass of one micro-batch, from the first block's input to the loss and back,
 with train.py's model, swap of Linears and compiler; all blocks from the difference of two and one.
@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -48,7 +50,7 @@ from lib.command import run_command
 from lib.errors import UserError
 from lib.help import help_page
 from model import GPT
-from runtime.config import load_config
+from runtime.config import Config, load_config
 from runtime.parallel import COMPUTE_DTYPE
 
 H100 = {
@@ -87,17 +89,25 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    tokens, depth = config.data.micro_batch * config.model.n_ctx, config.model.n_layer
+    micro_batch = config.data.micro_batch
+    if micro_batch == "auto":
+        print("data.micro_batch=auto is tried out on a GPU: give a number here", file=sys.stderr)
+        return 2
+    tokens, depth = micro_batch * config.model.n_ctx, config.model.n_layer
     pretend_h100()
-    one, two = (read_step(config, n, config.data.micro_batch) for n in (1, 2))
-    sums = {key: one[key] + (depth - 1) * (two[key] - one[key]) for key in two}
+    one_block = read_step(config, 1, micro_batch)
+    two_blocks = read_step(config, 2, micro_batch)
+    sums = {
+        key: one_block[key] + (depth - 1) * (two_blocks[key] - one_block[key]) for key in two_blocks
+    }
     print(
         f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch"
         f" {torch.__version__}, for an H100"
     )
     for key, value in sorted(sums.items()):
         print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
-    most, spilled = max(BUILT.values()), [name for name, (_, local) in BUILT.items() if local]
+    most = max(BUILT.values())
+    spilled = [name for name, (_, local) in BUILT.items() if local]
     print(
         f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills:"
         f" {', '.join(spilled) or 'none'}"
@@ -108,7 +118,7 @@ def main(arguments: list[str]) -> int:
 # -------------------------------------------------------------------------------- reading one step
 
 
-def read_step(config, n_layer: int, micro_batch: int) -> Counter:
+def read_step(config: Config, n_layer: int, micro_batch: int) -> Counter:
     """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss, after
     pretend_h100()."""
     # as parallel.set_torch_flags does
@@ -121,29 +131,53 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     # copies of weights that last are made between the steps, not in them
     precision.after_update()
     model.wte.forward = lambda h: h  # what comes in is the embedded tokens
-    passes = []
     weights = {
         name: p
         for name, p in model.named_parameters()
         if config.model.tied or not name.startswith("wte.")
     }
+    forward, backward = _trace(model, weights, (micro_batch, config.model.n_ctx))
+    lasting = {id(m.weight) for m in model.modules() if getattr(m, "total", None) is not None}
+    sums = _lower(forward, "forward") + _lower(backward, "backward")
+    # read twice, written once
+    outside = [p.numel() for p in weights.values() if id(p) not in lasting]
+    sums["gradients added outside"] = 12 * sum(outside)
+    sums["kept for the backward pass"] = _kept_bytes(forward)
+    return sums
+
+
+def _trace(
+    model: GPT, weights: Mapping[str, torch.Tensor], shape: tuple[int, int]
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """The graphs of the forward and the backward pass over x (B, T) of `shape`.
+
+    Not runtime/training_step.py's pass: aot_function needs a function of all tensors that are
+    traced, and a loss that it may differentiate itself."""
+    graphs: list[torch.fx.GraphModule] = []
 
     # traced on CPU tensors, where it would be emulated
-    def on_gpu(a, a_inverse, b, b_inverse, dtype, fast=False):
+    def on_gpu(
+        a: torch.Tensor,
+        a_inverse: torch.Tensor,
+        b: torch.Tensor,
+        b_inverse: torch.Tensor,
+        dtype: torch.dtype,
+        fast: bool = False,
+    ) -> torch.Tensor:
         return torch._scaled_mm(
             a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast
         )
 
-    def step(h, y, tensors):
+    def step(h: torch.Tensor, y: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(model, tensors, (h, y)).sum()
 
-    def partition(graph, inputs, **options):
+    def partition(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> tuple:
         joint_graph.joint_graph_passes(graph)
         return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 
-    def keep(graph, _):
-        passes.append(graph)
-        return make_boxed_func(graph)
+    def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+        graphs.append(gm)
+        return make_boxed_func(gm)
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
@@ -151,41 +185,39 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
         mock.patch.object(kernels, "scaled_mm", on_gpu),
         mock.patch.object(kernels, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype)),
     ):
-        shape = (micro_batch, config.model.n_ctx)
         tensors = {
             name: torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad)
             for name, t in [*weights.items(), *model.named_buffers()]
         }
-        h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
-        aot_function(
+        width = model.config.n_embd
+        h = torch.empty(*shape, width, dtype=COMPUTE_DTYPE).requires_grad_()
+        traced = aot_function(
             step, keep, keep, partition_fn=partition, decompositions=select_decomp_table()
-        )(h, torch.zeros(shape, dtype=torch.long), tensors).backward()
-    lasting = {id(m.weight) for m in model.modules() if getattr(m, "total", None) is not None}
-    # read twice, written once
-    outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)
-    forward, backward = passes
-    sums = (
-        _lower(forward, "forward")
-        + _lower(backward, "backward")
-        + Counter({"gradients added outside": outside})
-    )
-    kept = [
-        node.meta["val"]
-        for node in forward.graph.output_node().args[0][1:]
-        if isinstance(node, torch.fx.Node)
-        and node.op != "placeholder"
-        and isinstance(node.meta.get("val"), torch.Tensor)
-    ]
-    sums["kept for the backward pass"] = sum(t.numel() * t.element_size() for t in kept)
-    return sums
+        )
+        traced(h, torch.zeros(shape, dtype=torch.long), tensors).backward()
+    forward, backward = graphs
+    return forward, backward
 
 
-def _lower(graph, direction: str) -> Counter:
+def _kept_bytes(forward: torch.fx.GraphModule) -> int:
+    """Of what the forward pass computes for the backward pass."""
+    total = 0
+    outputs: Any = forward.graph.output_node().args[0]
+    for node in outputs[1:]:
+        if not isinstance(node, torch.fx.Node) or node.op == "placeholder":
+            continue
+        tensor = node.meta.get("val")
+        if isinstance(tensor, torch.Tensor):
+            total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def _lower(graph: torch.fx.GraphModule, direction: str) -> Counter:
     """Bytes by kind of what Inductor makes of a traced pass, on CUDA tensors that have no
     memory."""
     sums: Counter = Counter()
 
-    def stop(lowering):
+    def stop(lowering: GraphLowering) -> None:
         lowering.init_wrapper_code(), lowering._update_scheduler()
         for node in lowering.scheduler.nodes:
             # a name for one of several results
@@ -223,7 +255,7 @@ def _lower(graph, direction: str) -> Counter:
     return sums
 
 
-def _build(lowering, direction: str) -> None:
+def _build(lowering: GraphLowering, direction: str) -> None:
     """Compile every Triton kernel that Inductor writes for a pass, by NVIDIA's assembler, into
     BUILT."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -242,13 +274,18 @@ def _build(lowering, direction: str) -> None:
                     text=True,
                     check=True,
                 )
-            registers, local = (
-                int(re.search(rf"{what}:(\d+)", usage.stdout)[1]) for what in ("REG", "LOCAL")
-            )
-            BUILT[f"{direction} {name} ({i})"] = registers, local
+            registers, spilled = (_usage(usage.stdout, what) for what in ("REG", "LOCAL"))
+            BUILT[f"{direction} {name} ({i})"] = registers, spilled
 
 
-def _kind(node) -> str:
+def _usage(text: str, what: str) -> int:
+    """A number of what cuobjdump prints, such as REG:40."""
+    number = re.search(rf"{what}:(\d+)", text)
+    assert number is not None, text
+    return int(number[1])
+
+
+def _kind(node: Any) -> str:
     """written (by Inductor), matmul BF16 or FP8, attention, or called (a library's or our own)."""
     if not node.is_extern():
         return "written"
@@ -291,7 +328,8 @@ def pretend_h100() -> None:
         "_maybe_exchange_device": lambda *_: 0,
     }.items():
         setattr(torch.cuda, name, answer)
-    fake_tensor.init_gpu_context = triton_helpers.set_driver_to_gpu = none
+    triton_helpers.set_driver_to_gpu = none
+    fake_tensor.init_gpu_context = none  # type: ignore[assignment]
     # checks that only an eager step can make are left out
     torch.compiler.is_compiling = lambda: True
     for name in (

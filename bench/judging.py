@@ -28,7 +28,7 @@ FIT = re.compile(r"cudnn|flash.*sm90|sm90.*flash", re.IGNORECASE)  # for Hopper
 
 
 def cell_row(cell: Cell, measured: dict, baseline: dict | None) -> dict:
-    """The row of a cell but for what Timer knows; `measured`: what its process answered; `baseline`:
+    """The row of a cell but for what Timer knows. measured: what its process answered. baseline:
     BF16's row, which the losses of ours must be close to."""
     row = {
         "cell": cell.name,
@@ -152,26 +152,25 @@ def compared(row: dict, earlier: dict, later: dict) -> dict:
 def check(old: list[dict], new: list[dict]) -> list[str]:
     """What the new rows lost against the old: valid cells, ratios by more than MOST_LOSS;
     everything, if none is in both."""
-    old_rows, new_rows = newest(old), newest(new)
-    pairs = {
-        key: (row, new_rows[key])
-        for key, row in old_rows.items()
-        if key in new_rows and row["valid"]
-    }
-    losses = [
-        f"{key}: valid before, now {new_row.get('failure') or new_row['invalid_because']}"
-        for key, (_, new_row) in pairs.items()
-        if not new_row["valid"]
-    ]
+    new_rows = newest(new)
+    losses = []
     n_compared = 0
-    for key, (old_row, new_row) in pairs.items():
-        old_ratio, new_ratio = old_row["ratio"], new_row["ratio"]
-        if not old_ratio or not new_ratio:
+    for key, row in newest(old).items():
+        new_row = new_rows.get(key)
+        if new_row is None or not row["valid"]:
             continue
-        n_compared += 1
-        if new_ratio < old_ratio * (1 - MOST_LOSS):
-            change = new_ratio / old_ratio - 1
-            losses.append(f"{key}: {old_ratio:.3f} before, {new_ratio:.3f} now ({change:+.1%})")
+        if not new_row["valid"]:
+            reason = new_row.get("failure") or new_row["invalid_because"]
+            losses.append(f"{key}: valid before, now {reason}")
+        if row["ratio"] and new_row["ratio"]:
+            n_compared += 1
+            losses += _lost_ratio(key, row["ratio"], new_row["ratio"])
     if not losses and not n_compared:
         return ["no ratio is in both files: nothing was compared"]
     return losses
+
+
+def _lost_ratio(key: tuple, ratio: float, new_ratio: float) -> list[str]:
+    if new_ratio >= ratio * (1 - MOST_LOSS):
+        return []
+    return [f"{key}: {ratio:.3f} before, {new_ratio:.3f} now ({new_ratio / ratio - 1:+.1%})"]

@@ -109,18 +109,13 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     table = _read_table(out)
     entry = _entry_of(table, env, device, command, options.out)
     timed = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}
-    due = [
-        (recipe, K, N)
-        for K, N in shapes
-        for recipe in recipes
-        if (recipe, K, N, options.tokens) not in timed
-    ]
+    wanted_rows = [(recipe, K, N) for K, N in shapes for recipe in recipes]
+    due = [row for row in wanted_rows if (*row, options.tokens) not in timed]
     n_timed = len(shapes) * len(recipes) - len(due)
     print(f"{env['device']}: {len(due)} rows to time, {n_timed} are there", flush=True)
-    commits = [*(entry["commit"] or "").split(", "), env["git_commit"]]
     facts = {
         "date": env["t_start"][:10],
-        "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None,
+        "commit": _commits(entry["commit"], env["git_commit"]),
         "command": command,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -137,6 +132,12 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
         entry |= facts
         write_atomically(out, speed.to_text(table))
     return 1 if n_failed else 0
+
+
+def _commits(earlier: str | None, commit: str | None) -> str | None:
+    """The commits of an entry's rows, comma-separated, each once."""
+    commits = [*(earlier or "").split(", "), commit]
+    return ", ".join(dict.fromkeys(filter(None, commits))) or None
 
 
 def _read_table(path: Path) -> dict:
@@ -225,19 +226,23 @@ def time_linear(
 
 def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -> Callable:
     """One forward and backward pass under `recipe`, as a function that returns the gradients of x
-    and weights."""
+    and weights.
+
+    Not runtime/training_step.py's: a Linear has no loss, its output's gradient `g` is given, and
+    adding to .grad is no part of what is timed."""
     with torch.device(x.device):
         # a Sequential, in which fp8 can replace it
         norm, linear = RMSNorm(K, 1e-5), nn.Sequential(Linear(K, N))
     nn.init.ones_(norm.weight)
-    nn.init.normal_(linear[0].weight, std=K**-0.5)
+    for weight in linear.parameters():
+        nn.init.normal_(weight, std=K**-0.5)
     selection.check_hardware(by_name(recipe), x.device)
     if recipe == "off":
         keep_bf16_copies(linear)  # as in training on one process
     else:
         convert(linear, by_name(recipe), device_type=x.device.type)
     piece = nn.Sequential(norm, linear, nn.Sigmoid())
-    piece.compute_dtype = BF16  # as a GPT has it
+    setattr(piece, "compute_dtype", BF16)  # noqa: B010  as a GPT has it
     Precision(piece).after_update()  # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)

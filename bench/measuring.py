@@ -6,7 +6,6 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,8 +151,13 @@ def _read_clocks(step: Callable[[], float], device: torch.device) -> dict | None
 
 
 def to_number(text: str | None) -> float | None:
-    with suppress(TypeError, ValueError):  # what a GPU does not tell
-        return float(int(text, 16) if str(text).startswith("0x") else text)
+    """What nvidia-smi prints of a number; None of what a GPU does not tell."""
+    if text is None:
+        return None
+    try:
+        return float(int(text, 16)) if text.startswith("0x") else float(text)
+    except ValueError:
+        return None
 
 
 def _kernels(work: Callable) -> list[tuple[str, float]]:

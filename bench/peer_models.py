@@ -69,18 +69,17 @@ def check(peer: str, folder: str) -> str:
             f"{peer}={folder} has no {file}: give a checkout of https://github.com/{repository} at"
             f" {commit}"
         )
-    found = (
-        git(Path(folder), "describe", "--always", "--tags", "--dirty")
-        if (Path(folder) / ".git").exists()
-        else None
-    )
-    return f"{peer} at {found or 'an unknown commit'}; this was written for {commit}"
+    held_commit = None
+    if (Path(folder) / ".git").exists():
+        held_commit = git(Path(folder), "describe", "--always", "--tags", "--dirty")
+    return f"{peer} at {held_commit or 'an unknown commit'}; this was written for {commit}"
 
 
 def load(cell: Cell, device: torch.device) -> Subject:
     """The peer's model of a cell, initialised and set to compile at its first micro-step. Imports
     the checkout's code and sets the process's matmul precision as the peer does: meant for a
     process of its own."""
+    assert cell.peer is not None
     peer, _, kind = cell.label.partition("_")
     sys.path.insert(1, cell.peer)  # behind our own folder, before what is installed
     torch.manual_seed(0)
@@ -95,7 +94,9 @@ def load(cell: Cell, device: torch.device) -> Subject:
 
 def _nanogpt(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
     # there is a model.py here, too
+    assert cell.peer is not None
     spec = importlib.util.spec_from_file_location("nanogpt_model", Path(cell.peer) / "model.py")
+    assert spec is not None and spec.loader is not None
     # dataclasses look their module up there
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -108,7 +109,8 @@ def _nanogpt(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
         model = module.GPT(config)
     compiled = torch.compile(model)
 
-    def loss_of(x, y):  # nanoGPT's own rule: no autocast on a CPU, where it trains in fp32
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        # nanoGPT's own rule: no autocast on a CPU, where it trains in fp32
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             return compiled(x, y)[1]
 
@@ -187,7 +189,7 @@ def _torchtitan(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
         lambda logits, y: F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
     )
 
-    def loss_of(x, y):
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             return cross_entropy(model(x), y)
 
@@ -209,18 +211,16 @@ def _subject(
     """What the peers share; loss_of(x, y) is the mean loss per token. A Linear in FP8 is an
     nn.Linear too, in each of them."""
     accumulation = cell.tokens_per_step // (cell.micro_batch * cell.T)
-    n_layer, width = (
-        cell.model.get(name) or cell.model[theirs]
-        for name, theirs in (("n_layer", "n_layers"), ("n_embd", "dim"))
-    )
+    n_layer = cell.model.get("n_layer") or cell.model["n_layers"]
+    width = cell.model.get("n_embd") or cell.model["dim"]
     matmul = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
 
-    def micro_step(x, y):
+    def micro_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = loss_of(x, y)
         (loss / accumulation).backward()
         return loss.detach()
 
-    def update():
+    def update() -> None:
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

@@ -3,16 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from lib.errors import UserError
-from lib.files import read_rows, write_atomically
+from lib.files import write_atomically
 from lib.text import grid
-
-
-def rows_of(path: Path) -> list[dict]:
-    """Raises UserError where there is no such file."""
-    if not path.is_file():
-        raise UserError(f"there is no {path}: give a file that this benchmark has written")
-    return read_rows(path)
 
 
 def newest(rows: list[dict]) -> dict[tuple, dict]:
@@ -120,12 +112,12 @@ def _draw_ratios(panel: Any, rows: list[dict], sizes: list[str]) -> None:
     for i, label in enumerate(dict.fromkeys(row["label"] for row in rows)):
         turn, number = divmod(i, len(STYLES) - 1)
         style = STYLES[1 + number]  # blue is BF16's
-        look = {key: style[key] for key in ("color", "marker", "linestyle", "linewidth")}
+        line_style = {key: style[key] for key in ("color", "marker", "linestyle", "linewidth")}
         points = sorted(
             (sizes.index(model_of(row)), row["ratio"]) for row in rows if row["label"] == label
         )
         xs, ys = zip(*points, strict=True)
-        panel.plot(xs, ys, label=label, **look, fillstyle="none" if turn else "full")
+        panel.plot(xs, ys, label=label, **line_style, fillstyle="none" if turn else "full")
     panel.axhline(1.0, color="#999999", linewidth=0.8)
     panel.set_xticks(range(len(sizes)), sizes)
     panel.set(xlabel="model", ylabel="speed over BF16, per FLOP", xlim=(-0.4, len(sizes) - 0.6))

@@ -4,13 +4,13 @@ in FP8 between two in BF16.
     python -m bench.throughput --suite h100 --budget 560  what is missing on one GPU
     python -m bench.throughput --suite toy                a rehearsal on a CPU
     python -m bench.throughput --suite fourway --budget 480  whole trainings in turns
-    python -m bench.throughput --table                    rows of OUT as Markdown, a figure beside OUT
+    python -m bench.throughput --table                    rows of OUT as Markdown, and a figure
     python -m bench.throughput --check NEW.jsonl          exit code 1 where a ratio lost 3 %
 
 A cell builds, compiles and initialises the model as train.py does, takes eight updates on one batch
 (their losses and the first gradients are held against BF16's), then times whole optimizer steps:
 micro-steps, clipping, AdamW, the step's host read. A row goes to OUT when its cell ends
-(bench/results/README.md lists the fields), what the cell printed to a .log beside it. A cell that
+(docs/schemas.md lists the fields), what the cell printed to a .log beside it. A cell that
 fails costs its row alone; where BF16 is out of memory its size is repeated at half the micro-batch.
 """
 
@@ -27,7 +27,8 @@ from bench import fourway
 from bench.cells import Cell, groups_of
 from bench.judging import check
 from bench.measuring import measure
-from bench.report import draw, rows_of, table
+from bench.report import draw, table
+from bench.rows import rows_of
 from bench.timing import Timer
 from lib.command import command, run_command
 from lib.errors import UserError, memory_error
@@ -39,7 +40,8 @@ from lib.values import FilePath
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    # what to time: on one GPU, or a rehearsal on a CPU; fourway: whole trainings, eager and compiled
+    # what to time: on one GPU, or a rehearsal on a CPU; fourway: whole trainings, eager and
+    # compiled
     suite: Literal["h100", "toy", "fourway", "fourway-toy"] = "h100"
     budget: float = 560.0  # seconds after which nothing runs any more
     # JSON lines that receive the rows; none = a file of the suite's name in bench/results
@@ -70,7 +72,7 @@ def _measure(cell: str) -> dict:
 
 
 def run(
-    doc: str | None,
+    doc: str,
     name: str,
     cls: type,
     arguments: list[str],

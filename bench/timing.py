@@ -19,8 +19,9 @@ import torch
 from bench.cells import Cell
 from bench.judging import cell_row, compared
 from bench.measuring import to_number
+from bench.rows import SCHEMA_VERSION, rows_of
 from lib.errors import UserError
-from lib.files import read_rows, to_line
+from lib.files import to_line
 from lib.machine import ROOT, nvidia_smi
 from runtime.log import environment
 
@@ -54,6 +55,7 @@ class Timer:
         env = environment(torch.device(device), ROOT)
         driver, power_limit = nvidia_smi("driver_version", "power.limit")
         self.head = {
+            "schema_version": SCHEMA_VERSION,
             "run": env["t_start"],
             "command": command,
             "commit": commit or env["git_commit"],
@@ -67,7 +69,7 @@ class Timer:
         out.touch()
         self.here = [
             row
-            for row in read_rows(out)
+            for row in rows_of(out)
             if row["cell"] not in again
             and (row["gpu"], row["torch"]) == (self.head["gpu"], self.head["torch"])
         ]

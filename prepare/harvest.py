@@ -6,7 +6,9 @@ documentation (prose). Packages are read as files, never imported. The order is 
 the installed files; other versions hold other text, hence revision()."""
 
 import ast
+import fnmatch
 import importlib.metadata
+import os
 import platform
 import sysconfig
 import warnings
@@ -133,16 +135,25 @@ def _distributions() -> list[importlib.metadata.Distribution]:
 def read_files(root: Path | None, pattern: str, mixed: bool = False) -> Iterator[str]:
     """The text of the files below `root`, if there is one: by path or, where the reader will stop
     early, by the hash of the path, a fair sample of all folders."""
-    paths = (
-        {path.relative_to(root).as_posix(): path for path in root.rglob(pattern) if path.is_file()}
-        if root
-        else {}
-    )
-    for name in sorted(
-        paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p
-    ):
-        if NOT_READ.isdisjoint(name.split("/")):
-            yield paths[name].read_bytes().decode("utf-8", errors="replace")
+    if root is None:
+        return
+    for name in sorted(_names(root, pattern), key=_hash_of_name if mixed else None):
+        path = root / name
+        if path.is_file():
+            yield path.read_bytes().decode("utf-8", errors="replace")
+
+
+def _names(root: Path, pattern: str) -> Iterator[str]:
+    """Paths below `root`, relative to it, of what has a name of the pattern; folders of NOT_READ
+    are not even looked into."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_READ]
+        for name in fnmatch.filter(names, pattern):
+            yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _hash_of_name(name: str) -> bytes:
+    return blake2b(name.encode("utf-8", "surrogateescape")).digest()
 
 
 def _at_most(chars: int, texts: Iterator[str]) -> Iterator[str]:

@@ -147,30 +147,40 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     }
 
 
-# The command where importing transformers or accelerate, or opening a socket, is an error.
-ALONE = """import socket, sys
+# The command where importing transformers or accelerate, or opening a socket in Python, is an error.
+CLOSED = """import runpy, socket, sys
 class Block:
     def find_spec(name, *_):
         if name in ('transformers', 'accelerate'):
             raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Block); socket.socket.connect = socket.create_connection = socket.getaddrinfo = None
-from eval import harness; sys.exit(harness.main(sys.argv[1:]))"""
+sys.meta_path.insert(0, Block)
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = None
+runpy.run_module('eval.harness', run_name='__main__')"""
 
 
-def test_two_processes_write_the_scores_and_sample_logs_of_one_which_needs_neither_network_nor_transformers(
-    run,
-):
-    arguments, found = [run, "tasks=demo", "limit=12", "dtype=float32", "device=cpu"], []
-    for command in (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "eval.harness"],
-        ["-c", ALONE],
-    ):
-        done = process(*command, *arguments, cwd=run.parent.parent)
-        assert done.returncode == 0, done.stderr
-        logs = {path.name: path.read_bytes() for path in (run / "eval").glob("*.gz")}
-        found.append((done.stdout, record_of(run, "demo_float32_limit12")["tasks"], logs))
-        shutil.rmtree(run / "eval")
-    assert found[0] == found[1] and len(found[0][2]) == 2 and done.stderr == ""
+def scores_and_logs(run: Path) -> tuple[dict, dict[str, bytes]]:
+    """What a scoring has left, and removes it."""
+    logs = {path.name: path.read_bytes() for path in (run / "eval").glob("*.gz")}
+    scores = record_of(run, "demo_float32_limit12")["tasks"]
+    shutil.rmtree(run / "eval")
+    return scores, logs
+
+
+def test_two_processes_write_what_one_writes_and_need_neither_network_nor_transformers(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished
+    arguments = [run, "tasks=demo", "limit=12", "dtype=float32", "device=cpu"]
+    (tmp_path / "closed.py").write_text(CLOSED)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = process(*torchrun, tmp_path / "closed.py", *arguments, cwd=run.parent.parent)
+    assert done.returncode == 0, done.stderr
+    by_two = scores_and_logs(run)
+    call(harness, *arguments)
+    by_one = capsys.readouterr()
+    assert by_two == scores_and_logs(run)
+    assert len(by_two[1]) == 2
+    assert (done.stdout, by_one.err) == (by_one.out, "")
 
 
 def test_the_mistake_of_one_rank_is_raised_by_all(monkeypatch):
