@@ -7,6 +7,7 @@ the dataclasses that write those files.
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import rows
 from eval import results
 from lib.command import command, run_command
 from lib.files import write_atomically
@@ -21,6 +22,7 @@ def page() -> str:
     parts = [
         summary.schema_page(),
         results.schema_section(),
+        rows.schema_section(),
         law_file.schema_page(),
         predictions.schema_page(),
         schemas.schema_page(),

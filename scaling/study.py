@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -212,11 +213,16 @@ class Family:
     lr: float | None = None  # none = the config's
     repeat: int = 0  # 1: null runs
 
-    @property
+    @cached_property
     def size_name(self) -> str:
         return self.base.run.removesuffix("_bf16")
 
-    @property
+    @cached_property
+    def _arm(self) -> str:
+        """Its precision in names of runs."""
+        return file_word(self.recipe)
+
+    @cached_property
     def switches(self) -> list[str]:
         """The precisions that its decays are tried in too; none of null runs."""
         switch = self.study.switch if self.size.switch is None else self.size.switch
@@ -227,7 +233,7 @@ class Family:
 
     def run_name(self, budget: float, decay: str | None = None) -> str:
         """decay: the precision of the decay, where it is another."""
-        arm = file_word(self.recipe)
+        arm = self._arm
         if decay is not None:
             arm += f"-{file_word(decay)}"
         null = "_null" if self.repeat else ""
@@ -294,7 +300,7 @@ class Family:
         parameters = self.counts[f"params_{self.study.params}"]
         return math.ceil(budget * parameters / self.base.data.tokens_per_step)
 
-    @property
+    @cached_property
     def _warmup_steps(self) -> int:
         """Those of the size's config file at its own budget, for every budget."""
         return self.base.optim.warmup_steps(self.base.total_steps)

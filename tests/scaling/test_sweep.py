@@ -241,7 +241,7 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(
     assert len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1:] for pair in pairs})
 
 
-def test_sizes_may_have_arms_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(
+def test_sizes_may_have_arms_null_runs_and_rates_of_their_own(
     study: Study,
 ) -> None:
     first, second = study.sizes
@@ -441,9 +441,7 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(
     )
 
 
-def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_where_a_model_tells(
-    tiny: Config, tmp_path: Path
-) -> None:
+def test_a_cost_is_of_a_size_and_a_recipe_and_fp8_is_modelled(tiny: Config, tmp_path: Path) -> None:
     tiny = replace(tiny, parallel=replace(tiny.parallel, compile=True))
     rows = expand(
         load_study(

@@ -101,7 +101,7 @@ def test_a_gap_that_grows_past_the_margin_with_the_tokens_is_not_equivalent(
 
 
 @pytest.mark.parametrize("beyond", range(3))
-def test_false_verdicts_are_at_most_five_in_a_hundred_wherever_one_size_lies_on_the_margin(
+def test_false_verdicts_are_at_most_five_in_a_hundred(
     beyond: int,
 ) -> None:
     share = share_equivalent(np.eye(3)[beyond] * MARGIN, (4, 4, 4))
