@@ -262,29 +262,45 @@ def gpt125m(folder, arm, steps, words="", sequences=32):
     )
 
 
-def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
-    losses = {}
-    for arm in ("bf16", "fp8"):
-        config = gpt125m(tmp_path, arm, 60, f"fp8.kernels={arm == 'fp8'}")
-        trained(config, tmp_path)
-        steps, page = rows(config), "\n".join(plan.plan(config, "h100"))
-        losses[arm] = torch.tensor([row["loss"] for row in steps])
-        assert (
-            len(steps) == 60
-            and losses[arm][-1] < losses[arm][0] - 1
-            and all(row["verdict"] == "OK" for row in steps)
-        )
-        assert summary(config)["mem_peak_gib"] == pytest.approx(
-            float(re.search(r"sum +([\d.]+) GiB", page)[1]), rel=0.05
-        )
-        if importlib.util.find_spec("pynvml"):
-            assert all(
-                0 < row["gpu_mem_pct"] < 100 and 0 <= row["gpu_util_pct"] <= 100
-                for row in steps[5:]
-            )
-    assert (losses["fp8"] / losses["bf16"] - 1).abs().max() < 0.03 and not torch.equal(
-        *losses.values()
-    )
+@pytest.fixture(scope="module")
+def sixty_steps(tmp_path_factory):
+    """Finished runs of gpt125m, by precision."""
+    folder, runs = tmp_path_factory.mktemp("sixty"), {}
+    for arm in "bf16", "fp8":
+        runs[arm] = gpt125m(folder, arm, 60, f"fp8.kernels={arm == 'fp8'}")
+        trained(runs[arm], folder)
+    return runs
+
+
+def losses_of(config):
+    return torch.tensor([row["loss"] for row in rows(config)])
+
+
+@pytest.mark.parametrize("arm", ["bf16", "fp8"])
+def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm):
+    losses = losses_of(sixty_steps[arm])
+    assert len(losses) == 60 and losses[-1] < losses[0] - 1
+    assert {row["verdict"] for row in rows(sixty_steps[arm])} == {"OK"}
+
+
+def test_losses_of_gpt125m_in_fp8_are_near_bf16s_and_not_equal(sixty_steps):
+    bf16, fp8 = losses_of(sixty_steps["bf16"]), losses_of(sixty_steps["fp8"])
+    assert (fp8 / bf16 - 1).abs().max() < 0.03 and not torch.equal(fp8, bf16)
+
+
+@pytest.mark.parametrize("arm", ["bf16", "fp8"])
+def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm):
+    page = "\n".join(plan.plan(sixty_steps[arm], "h100"))
+    planned = float(re.search(r"sum +([\d.]+) GiB", page)[1])
+    assert summary(sixty_steps[arm])["mem_peak_gib"] == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("pynvml"), reason="NVML is not installed")
+@pytest.mark.parametrize("arm", ["bf16", "fp8"])
+def test_rows_hold_what_the_gpu_measures(sixty_steps, arm):
+    for row in rows(sixty_steps[arm])[5:]:
+        assert 0 < row["gpu_mem_pct"] < 100
+        assert 0 <= row["gpu_util_pct"] <= 100
 
 
 def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
