@@ -65,7 +65,11 @@ def test_imports_go_down_only(name):
     """Those inside functions too."""
     room = name.partition(".")[0]
     imported = {module.partition(".")[0] for module in imports(ast.walk(ast.parse(MODULES[name])))}
-    wrong = {other for other in imported & set(LAYERS) if LAYERS[other] >= LAYERS[room]}
+    wrong = {
+        imported_room
+        for imported_room in imported & set(LAYERS)
+        if LAYERS[imported_room] >= LAYERS[room]
+    }
     assert not wrong - {room}
 
 

@@ -79,7 +79,7 @@ def test_every_recipes_matmuls_against_fp64(label):
         got = passes_on_gpu(label, x, w, g)
         want = reference(by_name(label).recipe, x, w, g)
         assert all(
-            distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)
+            distance(on_gpu.cpu(), exact) < 1e-2 for on_gpu, exact in zip(got, want, strict=True)
         ), kind
 
 
@@ -107,8 +107,10 @@ def test_on_hopper_torchaos_blockwise_is_what_other_gpus_emulate():
     assert converted.is_native == (torch.cuda.get_device_capability()[0] == 9)
     native = passes(holder, x.cuda(), g.cuda())
     converted.is_native = False
-    for mine, emulated in zip(native, passes(holder, x.cuda(), g.cuda()), strict=True):
-        assert distance(mine.cpu(), emulated.cpu()) < 5e-3  # sums in another order, results in BF16
+    for on_gpu, emulated in zip(native, passes(holder, x.cuda(), g.cuda()), strict=True):
+        assert (
+            distance(on_gpu.cpu(), emulated.cpu()) < 5e-3
+        )  # sums in another order, results in BF16
 
 
 def test_a_weight_gradient_is_added_to_the_sum_within_its_matmul():
@@ -159,19 +161,21 @@ def test_the_cross_entropys_gradient_on_hardware():
         case = entropy_case(M, V)
         q, qt = cross_entropy_grad(*(t.cuda() for t in case))
         assert is_near(q.cpu(), entropy_grad(*case)) and same(qt.cpu(), q.t().contiguous().cpu())
-    for mine, want in zip(
+    for on_gpu, want in zip(
         head_loss(*(t.cuda() for t in head_case(True))), head_loss(*head_case(True)), strict=True
     ):
         # a sum in another order moves logits across steps of BF16
-        assert distance(mine.cpu(), want) < 2e-2
+        assert distance(on_gpu.cpu(), want) < 2e-2
 
 
 @pytest.mark.parametrize("label", KERNELS)
 def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
     x, w, g = operands("random", 512, 768, 1024)
-    ours, theirs = (passes_on_gpu(one, x, w, g) for one in (label, label.removesuffix("+kernels")))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-    assert distance(ours[2], theirs[2]) < 2**-8
+    ours, torchaos = (
+        passes_on_gpu(arm, x, w, g) for arm in (label, label.removesuffix("+kernels"))
+    )
+    assert torch.equal(ours[0], torchaos[0]) and torch.equal(ours[1], torchaos[1])
+    assert distance(ours[2], torchaos[2]) < 2**-8
 
 
 def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
@@ -233,14 +237,14 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_bits(tiny, tmp_path,
     assert all(
         "deterministic algorithms" in trained(config, tmp_path) for config in (first, second)
     )
-    wanted = record(first)
-    assert record(second) == wanted and wanted["skipped_steps"] == 0
+    expected_record = record(first)
+    assert record(second) == expected_record and expected_record["skipped_steps"] == 0
     assert summary(first)["mem_peak_gib"] > 0
     assert all(p.isfinite().all() for p in load_model(first.run_dir, device="cpu")[0].parameters())
     back_to(second, 3)
     assert (
         re.search("resuming .*step_00000003", trained(second, tmp_path))
-        and record(second) == wanted
+        and record(second) == expected_record
     )
 
 
@@ -304,13 +308,13 @@ def test_rows_hold_what_the_gpu_measures(sixty_steps, arm):
 
 
 def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
-    found = []
+    peaks = []
     for recompute in (False, True):
         config = gpt125m(tmp_path, "fp8", 3, "model.n_layer=4 model.loss_chunk=2048")
         config = changed(config, f"run=recompute_{recompute} parallel.recompute={recompute}")
         trained(config, tmp_path)
-        found.append(([row["loss"] for row in rows(config)], summary(config)["mem_peak_gib"]))
-    (plain, most), (again, least) = found
+        peaks.append(([row["loss"] for row in rows(config)], summary(config)["mem_peak_gib"]))
+    (plain, most), (again, least) = peaks
     assert again == pytest.approx(plain, rel=1e-3) and least < 0.8 * most
 
 

@@ -148,9 +148,9 @@ def test_a_row_that_a_kill_cut_is_dropped_and_no_training_row_before_it(tiny, n_
     run_log.path.write_bytes(b"".join(lines[:n_whole]) + CUTS[cut](lines[n_whole]))
     whole = lines[: n_whole + (cut != "in a row")]
     open_log(tiny, resume=6).close()
-    left = run_log.path.read_bytes().splitlines(True)
-    assert left == whole[: len(left)]
-    assert not [line for line in whole[len(left) :] if b'"train"' in line]
+    lines_left = run_log.path.read_bytes().splitlines(True)
+    assert lines_left == whole[: len(lines_left)]
+    assert not [line for line in whole[len(lines_left) :] if b'"train"' in line]
 
 
 def test_damaged_rows_are_dropped(tiny):
@@ -218,11 +218,11 @@ def test_kill_9_leaves_the_file_before_or_after_a_rollback(tiny):
 def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, spare):
     run_log, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
     intact = run_log.path.read_bytes()
-    for each, size in (run_log, len(intact) + spare), (twin, 10**9):
+    for each_log, size in (run_log, len(intact) + spare), (twin, 10**9):
         with largest_file(size):
-            each.event({"event": "save_failed", "step": 6})
-            each.step(row(7))
-            each.step(row(8))
+            each_log.event({"event": "save_failed", "step": 6})
+            each_log.step(row(7))
+            each_log.step(row(8))
     assert (
         run_log.path.read_bytes()[: len(intact)] == intact
         and run_log.path.stat().st_size == len(intact) + spare
@@ -231,9 +231,9 @@ def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, sp
     with largest_file(10), pytest.raises(OSError, match="File too large"):
         go_back(run_log, 6)
     assert len(list(tiny.run_dir.iterdir())) == 1, "what has filled the disk is removed"
-    for each in run_log, twin:
-        go_back(each, 6)
-        each.step(row(7))
+    for each_log in run_log, twin:
+        go_back(each_log, 6)
+        each_log.step(row(7))
     assert (
         run_log.path.read_bytes() == twin.path.read_bytes()
         and read_rows(run_log.path)[-1]["step"] == 7
@@ -328,13 +328,14 @@ def test_a_mirror_whose_package_is_missing_is_refused(tiny, monkeypatch):
 
 
 def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
-    shown = []
+    points = []
 
     def writer(folder, purge_step):
         # as TensorBoard does when it reads
-        shown[:] = [event for event in shown if event[0] < purge_step]
+        points[:] = [event for event in points if event[0] < purge_step]
         return SimpleNamespace(
-            add_scalar=lambda key, value, step: shown.append((step, key, value)), close=lambda: None
+            add_scalar=lambda key, value, step: points.append((step, key, value)),
+            close=lambda: None,
         )
 
     monkeypatch.setitem(
@@ -343,7 +344,7 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
     config = replace(tiny, log=LogConfig(to=("tensorboard",)))
     rolled_back(config).close()
     open_log(config, resume=5).step(row(6, loss=7.0))
-    assert [(s, v) for s, k, v in shown if k == "train/loss"] == [
+    assert [(s, v) for s, k, v in points if k == "train/loss"] == [
         (1, 2.0),
         (2, 2.0),
         (3, 2.0),
@@ -351,7 +352,7 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
         (5, 9.0),
         (6, 7.0),
     ]
-    assert [s for s, k, _ in shown if k == "val/loss"] == [2, 4]
+    assert [s for s, k, _ in points if k == "val/loss"] == [2, 4]
 
 
 def test_env_json_leaks_no_secret_and_keeps_changes_whatever_a_file_holds(tmp_path, monkeypatch):
@@ -394,9 +395,9 @@ def test_throughput_by_hand():
         {"kind": "train", "since_start": i, "step_s": s}
         for i, s in enumerate([9, 1, 1, 0.1, 0.2, 0.3, 0.4, 0.5], start=1)
     ]
-    others = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]
+    other_rows = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]
     assert log.throughput(
-        [*rows, *others], tokens_per_step=1000, flops_per_token=10**9, peak_bf16=1e13
+        [*rows, *other_rows], tokens_per_step=1000, flops_per_token=10**9, peak_bf16=1e13
     ) == pytest.approx(
         {
             "step_s_median": 0.3,  # the three warm-up steps do not count

@@ -85,11 +85,15 @@ def test_llama_by_hand():
         },
         abs=0.03,
     )
-    kept = planned(config, "parallel.recompute=false")
+    not_recomputed = planned(config, "parallel.recompute=false")
     # the forward pass is a third
-    assert hours_of(page)["BF16"] / hours_of(kept)["BF16"] == pytest.approx(4 / 3, abs=0.1)
-    flops = float(re.search(r"\+ attention +(\S+)", kept)[1])
-    assert hours_of(kept)["BF16"] == pytest.approx(flops / (989.4e12 * 0.45 * 4) / 3600, abs=0.051)
+    assert hours_of(page)["BF16"] / hours_of(not_recomputed)["BF16"] == pytest.approx(
+        4 / 3, abs=0.1
+    )
+    flops = float(re.search(r"\+ attention +(\S+)", not_recomputed)[1])
+    assert hours_of(not_recomputed)["BF16"] == pytest.approx(
+        flops / (989.4e12 * 0.45 * 4) / 3600, abs=0.051
+    )
     assert "name a GPU" in planned(config, gpu="") and "no FP8 matmuls" in planned(
         config, gpu="a100"
     )
@@ -128,9 +132,9 @@ def test_heads_wider_than_their_share_take_what_attention_keeps_of_them():
             (2 * L + 2 * 6) * H * wider,
         ),
     ):
-        before = gib_of(planned(config, words))["activations"]
-        after = gib_of(planned(config, f"{words} model.head_size=256"))["activations"]
-        assert (after - before) * 2**30 / tokens == pytest.approx(bytes_a_token, rel=0.01)
+        narrow = gib_of(planned(config, words))["activations"]
+        wide = gib_of(planned(config, f"{words} model.head_size=256"))["activations"]
+        assert (wide - narrow) * 2**30 / tokens == pytest.approx(bytes_a_token, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +243,9 @@ def test_parameters_are_the_models_own(size, tied):
         replace(config, head_size=64),
         replace(config, head_size=192, n_kv_head=1),
     ):
-        own = GPT.on_meta(model)
+        built = GPT.on_meta(model)
         shapes = [
-            (m.in_features, m.out_features) for m in own.modules() if isinstance(m, nn.Linear)
+            (m.in_features, m.out_features) for m in built.modules() if isinstance(m, nn.Linear)
         ]
         assert sorted(shapes) == sorted(
             (K, N) for _, K, N, count in linears(model) for _ in range(count)
@@ -338,8 +342,8 @@ def test_published_runs_come_out_as_the_documents_say(
 ):
     gated = model in (LLAMA_1B8, LLAMA_8B)
     bf16, this = (
-        sum(step(H100, model, one, micro_batch, tokens, shard, AUTOCAST, gated, rope=30).values())
-        for one in ("bf16", label)
+        sum(step(H100, model, arm, micro_batch, tokens, shard, AUTOCAST, gated, rope=30).values())
+        for arm in ("bf16", label)
     )
     got, slack = (
         (micro_batch * model.n_ctx / this, (0.97, 1.082))
@@ -396,7 +400,7 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
     assert behind - within == pytest.approx((12 * 31 / 32 - 4 * 33 / 32) * blocks / H100)
     for gpu in ("b200", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "a100"):
         assert modelled_ratio(run, gpu) is None
-    for other in (
+    for setting in (
         "fp8.recipe=auto",
         "fp8.recipe=cscale",
         "fp8.skip=mlp.down",
@@ -404,7 +408,7 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
         "parallel.compile=off",
         "parallel.recompute=true",
     ):
-        assert modelled_ratio(changed(run, other), "h100") is None, other
+        assert modelled_ratio(changed(run, setting), "h100") is None, setting
 
 
 def test_the_command_says_that_nothing_is_measured(capsys):

@@ -199,7 +199,7 @@ def texts_of_every_character() -> list[str]:
     """In 1,000 a text."""
     codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     characters = [[chr(code) for code in codes[i::1112]] for i in range(1112)]
-    return ["".join(f"a{c} {c}{c}1" for c in some) for some in characters]
+    return ["".join(f"a{c} {c}{c}1" for c in piece) for piece in characters]
 
 
 LONG_RUNS = ["x" + " " * 2_000_000, "\n" * 2_000_000, "a" * 100_000]
@@ -270,7 +270,7 @@ def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder,
     made.enable_truncation(4)
     made.enable_padding(length=9)
     made.save(str(tmp_path / "tokenizer.json"))
-    other = load_tokenizer(str(tmp_path))
+    other_tokenizer = load_tokenizer(str(tmp_path))
     for text in TEXTS:
         ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
         due = [
@@ -278,8 +278,10 @@ def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder,
             for piece in pieces
             for part in merged([BYTE_LETTERS[b] for b in piece.encode()], ranks)
         ]
-        assert (ids.tolist() == due or len(text) > 2000) and np.array_equal(other.encode(text), ids)
-    assert other.adds_start, "it is noted, though: a model's input begins so"
+        assert (ids.tolist() == due or len(text) > 2000) and np.array_equal(
+            other_tokenizer.encode(text), ids
+        )
+    assert other_tokenizer.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), (
         "a bos token's name adds none"
     )
@@ -307,8 +309,10 @@ def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, pr
     )
     assert (tok.prefix, tok.eot, tok.start) == (prefix, prefix[0], prefix[-1])
     assert (tok.sha256 == usual.sha256) == (prefix == (1, 0))
-    for other in {"vocab": 300}, {"spare": 1}:
-        assert load_tokenizer(str(write_tokenizer(tmp_path, **other))).sha256 != usual.sha256
+    for other_tokenizer in {"vocab": 300}, {"spare": 1}:
+        assert (
+            load_tokenizer(str(write_tokenizer(tmp_path, **other_tokenizer))).sha256 != usual.sha256
+        )
 
 
 @pytest.mark.parametrize(
@@ -353,8 +357,8 @@ def test_roles_of_special_tokens_map_are_those_of_transformers(folder, tmp_path,
     out = tmp_path / "export"
     out.mkdir()
     export.write_tokenizer(tok, 8, tok.vocab_size, out)
-    theirs = AutoTokenizer.from_pretrained(out)
-    assert (theirs.eos_token_id, theirs.bos_token_id) == (1, 0)
+    transformers_own = AutoTokenizer.from_pretrained(out)
+    assert (transformers_own.eos_token_id, transformers_own.bos_token_id) == (1, 0)
 
 
 def test_roles_of_tokenizer_config_go_before_those_of_special_tokens_map(folder, tmp_path):
