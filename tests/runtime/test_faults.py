@@ -477,7 +477,7 @@ def test_a_resume_among_steps_without_targets_ends_in_the_same_bits(long_prompts
 
 
 @pytest.mark.parametrize(
-    "spoilt, rollbacks, replicas, told, saved",
+    "spoilt, rollbacks, replicas, sentence, saved",
     [
         (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1", 4),
         (["nan_weight:8:1"], 0, 1, "step 8: validation loss nan", 8),

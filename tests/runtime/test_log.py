@@ -173,9 +173,7 @@ def test_a_start_at_step_0_empties_the_file(tiny):
 @pytest.mark.parametrize(
     "resume, n_rows", [(9, 7), (2, 5), (1, 3)], ids=["rows were lost", "late event", "validated"]
 )
-def test_events_directly_behind_a_step_stay_and_a_step_keeps_its_first_validation(
-    tiny, resume, n_rows
-):
+def test_events_behind_a_step_stay_and_its_first_validation_counts(tiny, resume, n_rows):
     run_log, failed = open_log(tiny), {"event": "save_failed", "step": 1}
     run_log.step(row(1))
     run_log.event(failed)
