@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo study test gpu soak setup lint clean
+.PHONY: demo study test gpu borrowed soak setup lint clean
 
 demo: setup                 ## corpus -> a study in miniature -> laws, paired gap, figures, score, sample; again: only what is missing
 	$(PY) prepare_data.py demo out=data/demo
@@ -25,6 +25,9 @@ test: lint                  ## every test that needs no GPU
 gpu: setup                  ## the tests that need a GPU, or two: recipes against fp64, kernels against torchao, resume, saves
 	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("make gpu needs an NVIDIA GPU and a CUDA build of torch")'
 	$(PY) -m pytest -q -m gpu tests/test_gpu.py
+
+borrowed:                   ## everything that a GPU at hand for nine minutes can show; needs torch, torchao, numpy, pytest
+	python3 -m bench.borrowed seconds=540
 
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; five to fifteen minutes on two cores
 	$(PY) -m pip install --quiet ray==2.60.0 || echo "soak: there is no ray for this platform: its test is skipped"

@@ -5,20 +5,26 @@ A Llama-family decoder, so that a checkpoint exports to LlamaForCausalLM (Qwen3F
 QK-norm) tensor for tensor: RMSNorm before each sub-layer, half-split RoPE, grouped-query attention,
 SwiGLU, no biases.
 
-    B batch  T time   C channels (n_embd)   H query heads   K key/value heads   D head size (head_dim)   F ffn   V vocabulary
+    B batch  T time  C channels (n_embd)  H query heads  K key/value heads  D head size (head_dim)
+    F ffn  V vocabulary
 
 Weights are stored in fp32. The activations carry the compute dtype (BF16 in training) from the
 embedding on, and each Linear casts its weight to it: no autocast, so the BF16 and FP8 arms of a
 comparison cast at the same places."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+NO_TARGET = -100  # the target of a token without loss: ignore_index of F.cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +128,7 @@ class Linear(nn.Linear):
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -135,13 +141,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(n))
         self.eps = eps
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight.to(x.dtype) * x32.to(x.dtype)
 
 
-def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
+def rope_frequencies(config: GPTConfig, device: torch.device | None = None) -> Tensor:
     """Radians per position of each channel pair, shape (D/2,), fp32; with Llama 3's stretch where
     rope_factor is set.
 
@@ -165,7 +171,7 @@ def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
     )
 
 
-def rotate(x, cos, sin):
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channel i of each head with channel i + D/2 (half-split RoPE); x (B, T, H, D), cos and
     sin (T, D/2)."""
     # (B, T, H, 2, D/2); fp32: BF16 cosines would blur distant positions
@@ -183,15 +189,16 @@ class Attention(nn.Module):
         # one matmul: FP8 pays on wide outputs
         self.qkv = Linear(config.n_embd, (self.H + 2 * self.K) * self.D)
         self.out = Linear(self.H * self.D, config.n_embd)
-        self.q_norm, self.k_norm = (
-            RMSNorm(self.D, config.norm_eps) if config.qk_norm else None for _ in "qk"
-        )
+        self.q_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x, cos, sin, cache=None):
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "KVCache | None" = None
+    ) -> Tensor:
         B, T, _ = x.shape
         H, K, D = self.H, self.K, self.D
         q, k, v = self.qkv(x).view(B, T, -1, D).split((H, K, K), dim=2)  # (B, T, H or K, D)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # Rotated in this layout, which attention's output takes from q: (B, T, H, D) needs no copy
         # before the last matmul.
@@ -209,10 +216,10 @@ class Attention(nn.Module):
         y = self.attend(q, k, v, attn_mask=mask, is_causal=1 < T == S, enable_gqa=H != K)
         return self.out(y.transpose(1, 2).reshape(B, T, H * D))  # (B, T, C)
 
-    def attend(self, q, k, v, **how):
-        """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D); `how` as torch's function has
-        it."""
-        return F.scaled_dot_product_attention(q, k, v, **how)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D); `options` as torch's function has
+        them."""
+        return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 class MLP(nn.Module):
@@ -223,7 +230,7 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.n_embd, 2 * config.n_ffn)
         self.down = Linear(config.n_ffn, config.n_embd)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, F) each
         return self.down(F.silu(gate) * up)
 
@@ -236,7 +243,9 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, cache=None):
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "KVCache | None" = None
+    ) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin, cache)
         return x + self.mlp(self.norm2(x))
 
@@ -244,17 +253,22 @@ class Block(nn.Module):
 class KVCache:
     """Keys and values of the tokens seen so far, by attention layer; grows by concatenation."""
 
-    def __init__(self, length=0, kv=()):
+    def __init__(
+        self, length: int = 0, kv: Mapping[nn.Module, tuple[Tensor, Tensor]] | None = None
+    ):
         self.length = length  # tokens cached
-        self._kv = dict(kv)
+        self._kv = dict(kv or {})
 
-    def append(self, layer, k, v):
+    def append(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v (B, K, T, D) behind those of `layer` so far: (B, K, past + T, D) each."""
         if layer in self._kv:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self._kv[layer], (k, v), strict=True))
+            past_k, past_v = self._kv[layer]
+            k = torch.cat((past_k, k), dim=2)
+            v = torch.cat((past_v, v), dim=2)
         self._kv[layer] = (k, v)
         return k, v
 
-    def rows(self, index):
+    def rows(self, index: Tensor) -> "KVCache":
         """A cache of its own for the rows that index (n,) names, in that order, one as often as it
         is named."""
         return KVCache(
@@ -266,8 +280,8 @@ class GPT(nn.Module):
     """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy
     of a sequence (B,), nats."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.bfloat16):
         super().__init__()
@@ -275,8 +289,8 @@ class GPT(nn.Module):
             raise ValueError("; ".join(problems))
         self.config = config
         self.compute_dtype = compute_dtype
-        # from_pretrained() skips nn.Embedding's own random values, which init_weights() replaces. On
-        # the meta device they would import torch's reference operators, two seconds at every start.
+        # from_pretrained() skips nn.Embedding's own random values, which init_weights() replaces.
+        # On the meta device they would import torch's reference operators, a second at each start.
         self.wte = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_padded, config.n_embd), freeze=False
         )
@@ -290,12 +304,12 @@ class GPT(nn.Module):
         self.tie()
 
     @classmethod
-    def on_meta(cls, config: GPTConfig, compute_dtype: torch.dtype = torch.bfloat16):
+    def on_meta(cls, config: GPTConfig, compute_dtype: torch.dtype = torch.bfloat16) -> "GPT":
         """A model without memory for its weights: to count them, or until they are placed."""
         with torch.device("meta"):
             return cls(config, compute_dtype)
 
-    def tie(self):
+    def tie(self) -> None:
         """Make embedding and head one Parameter again; moving a model off the meta device splits
         them."""
         if self.config.tied:
@@ -307,12 +321,15 @@ class GPT(nn.Module):
         return [block for block in self.layers if isinstance(block, Block)]
 
     @torch.no_grad()
-    def init_weights(self, seed: int, assign=torch.Tensor.copy_):
+    def init_weights(
+        self, seed: int, assign: Callable[[Tensor, Tensor], Any] = Tensor.copy_
+    ) -> None:
         """Fill every parameter and the RoPE tables; the values depend on (seed, parameter name)
         alone, not on device or sharding.
 
-        wte, head, qkv, gate_up  normal, std sqrt(2 / (5 C)), "small init" (1910.05895; 0.020 at C = 1024)
-        attn.out, mlp.down       the same / sqrt(2 * n_layer): the residual sum keeps its size with depth
+        wte, head, qkv, gate_up  normal, std sqrt(2 / (5 C)), "small init" (1910.05895): 0.020 at
+                                 C = 1024
+        attn.out, mlp.down       the same / sqrt(2 * n_layer): the residual sum keeps its size
         norms                    ones
 
         A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats
@@ -335,14 +352,14 @@ class GPT(nn.Module):
         self.init_buffers()
 
     @torch.no_grad()
-    def init_buffers(self):
+    def init_buffers(self) -> None:
         """Fill the RoPE tables, which no checkpoint holds."""
         positions = torch.arange(self.config.n_ctx, dtype=torch.float32, device=self.cos.device)
         angle = torch.outer(positions, rope_frequencies(self.config, self.cos.device))  # (T, D/2)
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
-    def forward(self, x, y=None, cache: KVCache | None = None):
+    def forward(self, x: Tensor, y: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         h = self.hidden(x, cache)
         if y is None:
             return self.head(h)  # (B, T, V)
@@ -360,7 +377,7 @@ class GPT(nn.Module):
             )
         return losses.view(y.shape).sum(dim=1)
 
-    def hidden(self, x, cache: KVCache | None = None):
+    def hidden(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C), normalised: what the head reads."""
         past = cache.length if cache is not None else 0
         T = x.size(1)
@@ -375,20 +392,21 @@ class GPT(nn.Module):
             cache.length += T
         return self.norm(h)
 
-    def token_losses(self, h, targets):
+    def token_losses(self, h: Tensor, targets: Tensor) -> Tensor:
         """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32,
         nats. A head that multiplies in FP8 may compute them together with its matmul."""
-        if hasattr(self.head, "fuses_loss") and self.head.fuses_loss():
-            return self.head.token_losses(h, targets)
+        head: Any = self.head  # a Linear, or one of fp8/ in its place
+        if hasattr(head, "fuses_loss") and head.fuses_loss():
+            return head.token_losses(h, targets)
         # fp32: sums of 50k exponentials
-        return self.loss_of_logits(self.head(h).float(), targets)
+        return self.loss_of_logits(head(h).float(), targets)
 
     @staticmethod
-    def loss_of_logits(logits, targets):
+    def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
         """fp32 logits (n, V), targets (n,) -> the loss of each token (n,). fp8/head_loss.py has it
         a second time, and refuses to convert a model where the two differ. What is added to the
         loss elsewhere it cannot see: such a key needs a check that refuses fp8.head."""
-        return F.cross_entropy(logits, targets, reduction="none")
+        return F.cross_entropy(logits, targets, reduction="none", ignore_index=NO_TARGET)
 
     def counts(self) -> dict[str, int]:
         """Parameters and FLOPs per token under every convention in use, counted from the modules.
@@ -396,10 +414,10 @@ class GPT(nn.Module):
         params_total      all parameters, a tied matrix once
         params_nonembed   without embedding and head (Kaplan et al., 2001.08361)
         params_matmul     weights that multiply an activation: every Linear, the head once
-        flops_per_token_* training FLOPs (forward and backward): 6 a parameter; attention 12 L H D T (PaLM, 2204.02311,
-                          appendix B), half of it where the causal mask is counted.
-                          `flops_per_token` is 6 params_matmul + the whole of attention: the
-                          convention behind every MFU here."""
+        flops_per_token_* training FLOPs (forward and backward): 6 a parameter; attention
+                          12 L H D T (PaLM, 2204.02311, appendix B), half of it where the causal
+                          mask is counted. `flops_per_token` is 6 params_matmul + the whole of
+                          attention: the convention behind every MFU here."""
         c = self.config
         total = sum(p.numel() for p in self.parameters())
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
@@ -407,10 +425,8 @@ class GPT(nn.Module):
         assert total == c.params_total, (
             f"{total} parameters in the modules, {c.params_total} by the formula"
         )
-        nonembed, attention = (
-            total - embed * (1 if c.tied else 2),
-            12 * c.n_layer * c.n_head * c.head_dim * c.n_ctx,
-        )
+        nonembed = total - embed * (1 if c.tied else 2)
+        attention = 12 * c.n_layer * c.n_head * c.head_dim * c.n_ctx
         return {
             "params_total": total,
             "params_nonembed": nonembed,

@@ -1,13 +1,13 @@
 """Train one GPT, from a config file to summary.json.
 
-    python train.py configs/demo_s_fp8.py                                   one process, GPU or CPU
-    torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py             eight GPUs of one machine
-    python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value, each key once
-    python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
-    python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run
-    python train.py FILE start_from=out/<run>                               a training of its own on that run's weights
-    python train.py configs/continue_llama.py                               on from an imported model (step_00000000)
-    python train.py --help                                                  every key, its default and meaning
+    python train.py configs/demo_s_fp8.py                                one process, GPU or CPU
+    torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py          eight GPUs of one machine
+    python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=out    any section.key=value, once
+    python train.py configs/gpt1p5b_fp8.py --plan h100                   its cost; trains nothing
+    python train.py FILE start_from=out/<run>/checkpoints/step_00000400  another end of a wsd run
+    python train.py FILE start_from=out/<run>                            anew on that run's weights
+    python train.py configs/continue_llama.py                            on from an imported model
+    python train.py --help                                               keys, defaults, meanings
 
 What a config file imports is looked for beside it first: a copied pair of configs has its own _bf16
 file as its parent. A run lives in out/<run>/. The same command again resumes it from its newest
@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from runtime.config import Config, help_text, load_config_and_files
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
 from runtime.parallel import World
-from runtime.plan import cpu_estimate, plan, resolve_micro_batch
+from runtime.plan import cpu_estimate, fits_whole, plan, resolve_micro_batch
 from runtime.run import Run, StepResult
 from runtime.training_step import forward_backward, update_weights
 
@@ -45,7 +46,7 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
     with Run.open(config, world, config_files) as run:
         if run is None:  # finished already
             return
-        model, optimizer, precision = run.model, run.optimizer, run.precision
+        model, optimizer, precision = run.trained, run.optimizer, run.precision
         accumulation = config.accumulation(world.size)
         # steps done; validates and goes back where that is due
         while (step := run.next_step()) is not None:
@@ -125,7 +126,7 @@ def train_or_plan(line: CommandLine) -> str | None:
 def joined_ranks(config: Config) -> Iterator[World]:
     """This process among all of its job, which ends with the block where there are several: with
     the exit code of the block, and the sentence of rank 0, or of a rank that has its own story."""
-    world = parallel.start(config)
+    world = parallel.start(config, partial(fits_whole, config))
     if world.size == 1:
         with files_named(config.run_dir):
             yield world

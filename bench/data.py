@@ -50,29 +50,33 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="bench_data_", dir=options.folder) as name:
         folder = Path(name)
         texts = list(some_text(options.mb))
-        files = [folder / f"{i}.jsonl" for i in range(8)]
-        for i, file in enumerate(files):
-            file.write_text(
-                "".join(json.dumps({"text": text}) + "\n" for text in texts[i :: len(files)])
-            )
+        files = write_files(texts, folder)
         mb = sum(len(text.encode()) for text in texts) / 1e6
-        print(
-            f"{mb:.1f} MB of text in {len(texts):,} documents on {device_name(torch.device('cpu'))}"
-        )
+        device = device_name(torch.device("cpu"))
+        print(f"{mb:.1f} MB of text in {len(texts):,} documents on {device}")
         encode = tiktokens_own()
         raw(encode, texts[:100])  # warm
         for n in options.processes:
-            turns = [
-                (raw(encode, texts), prepare(files, folder / "out", n))
-                for _ in range(options.repeats)
-            ]
-            encoded, whole = (mb / min(column) for column in zip(*turns, strict=True))
-            ratio = statistics.median(one / (n * all_of_it) for one, all_of_it in turns)
+            raw_s, prepare_s = [], []
+            for _ in range(options.repeats):
+                raw_s.append(raw(encode, texts))
+                prepare_s.append(prepare(files, folder / "out", n))
+            ratios = [one_s / (n * all_s) for one_s, all_s in zip(raw_s, prepare_s, strict=True)]
             print(
-                f"{n} processes: raw tiktoken {encoded:.1f} MB/s in one, prepare_data.py"
-                f" {whole:.1f} MB/s, median ratio {ratio:.2f} of {n} x raw"
+                f"{n} processes: raw tiktoken {mb / min(raw_s):.1f} MB/s in one, prepare_data.py"
+                f" {mb / min(prepare_s):.1f} MB/s, median ratio {statistics.median(ratios):.2f} of"
+                f" {n} x raw"
             )
         print(f"loader: {loader(folder / 'out') / 1e6:.0f}M tokens/s on one core")
+
+
+def write_files(texts: list[str], folder: Path) -> list[Path]:
+    """The texts, dealt out to eight files of JSON lines."""
+    files = [folder / f"{i}.jsonl" for i in range(8)]
+    for i, file in enumerate(files):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[i :: len(files)]]
+        file.write_text("".join(lines))
+    return files
 
 
 def some_text(mb: float) -> Iterator[str]:
@@ -111,16 +115,16 @@ def tiktokens_own() -> Callable:
 
 def raw(encode: Callable, texts: list[str]) -> float:
     """Seconds to encode each document once."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     for text in texts:
         encode(text, disallowed_special=())
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def prepare(files: list[Path], out: Path, n: int) -> float:
     """Seconds of the command."""
     shutil.rmtree(out, ignore_errors=True)
-    began = time.perf_counter()
+    start = time.perf_counter()
     subprocess.run(
         [
             sys.executable,
@@ -135,7 +139,7 @@ def prepare(files: list[Path], out: Path, n: int) -> float:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def loader(folder: Path) -> float:
@@ -148,11 +152,11 @@ def loader(folder: Path) -> float:
     data = Data(config, index.tokenizer_sha256)
     steps = max(1, min(LOADED_TOKENS, index.splits["train"].tokens) // tokens)
     for first in (0, steps):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for step in range(first, first + steps):
             for micro in range(config.accumulation(1)):
                 data.batch(step, micro, 0, 1)
-    return steps * tokens / (time.perf_counter() - began)
+    return steps * tokens / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

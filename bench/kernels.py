@@ -1,11 +1,11 @@
 """Time single Linears in BF16 against FP8 on the GPU at hand, for fp8.recipe=auto to go by; our
 cast kernels; matmuls alone.
 
-    python -m bench.kernels budget=540  every Linear shape of configs/gpt*_bf16.py; again: what is missing
-    python -m bench.kernels shapes=2048x11264 recipes=tensorwise,tensorwise+kernels,tensorwise+kernels+fast_backward
+    python -m bench.kernels budget=540  every shape of configs/gpt*_bf16.py that is missing
+    python -m bench.kernels shapes=2048x11264 recipes=tensorwise,tensorwise+kernels
     python -m bench.kernels casts       our Triton kernels against a copy of as many bytes
-    python -m bench.kernels matmuls     TFLOP/s of the three matmuls of each Linear of 1.5B, BF16 and FP8
-    python -m bench.kernels shapes=64x64 tokens=64 out=out/cpu.json  a rehearsal without a GPU, uncompiled
+    python -m bench.kernels matmuls     TFLOP/s of the three matmuls of 1.5B's Linears
+    python -m bench.kernels shapes=64x64 tokens=64 out=out/cpu.json  a rehearsal on a CPU
 
 A Linear is timed as RMSNorm -> Linear -> sigmoid on `tokens` rows of random BF16, forward and
 backward, compiled in one graph: the casts to FP8 can fuse with norm and sigmoid as they do in
@@ -22,6 +22,7 @@ import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -63,14 +64,16 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130
     interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    told = shlex.join(["python", "-m", "bench.kernels", *arguments])
-    return command(__doc__, Options, "what")(
-        lambda options: {
-            "linears": partial(time_linears, options, device, told),
-            "casts": partial(time_casts, device),
-            "matmuls": partial(time_matmuls, options, device),
-        }[options.what]()
-    )(arguments)
+    words = shlex.join(["python", "-m", "bench.kernels", *arguments])
+
+    def work(options: Options) -> int | None:
+        if options.what == "linears":
+            return time_linears(options, device, words)
+        if options.what == "casts":
+            return time_casts(device)
+        return time_matmuls(options, device)
+
+    return command(__doc__, Options, "what")(work)(arguments)
 
 
 def milliseconds(call: Callable, device: torch.device) -> float:
@@ -103,82 +106,90 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
             "a CPU's timings say nothing about a GPU: give out=ANOTHER.json to rehearse"
         )
     shapes, recipes, env = shapes_of(options), recipes_of(options), environment(device, ROOT)
+    table = _read_table(out)
+    entry = _entry_of(table, env, device, command, options.out)
+    timed = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}
+    due = [
+        (recipe, K, N)
+        for K, N in shapes
+        for recipe in recipes
+        if (recipe, K, N, options.tokens) not in timed
+    ]
+    n_timed = len(shapes) * len(recipes) - len(due)
+    print(f"{env['device']}: {len(due)} rows to time, {n_timed} are there", flush=True)
+    commits = [*(entry["commit"] or "").split(", "), env["git_commit"]]
+    facts = {
+        "date": env["t_start"][:10],
+        "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None,
+        "command": command,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    start, n_failed = time.perf_counter(), 0
+    for i, (recipe, K, N) in enumerate(due):
+        if options.budget is not None and time.perf_counter() - start > options.budget:
+            print(f"{len(due) - i} rows are left, the same command goes on")
+            break
+        row = _try_linear(recipe, K, N, options, device)
+        if row is None:
+            n_failed += 1
+            continue
+        entry["rows"].append(row)
+        entry |= facts
+        write_atomically(out, speed.to_text(table))
+    return 1 if n_failed else 0
+
+
+def _read_table(path: Path) -> dict:
+    """fp8/speed.py's table; an empty one where there is none yet."""
+    if path.exists():
+        return speed.load_table(path)
+    return {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
+
+
+def _entry_of(table: dict, env: dict, device: torch.device, command: str, out: str) -> dict:
+    """The table's entry for this GPU, made where it has none. Raises UserError where the rows there
+    are of another setup."""
+    is_gpu = device.type == "cuda"
     setup = {
         "torch": env["torch"],
         "torchao": env["torchao"],
         "driver": nvidia_smi("driver_version")[0],
-        "timer": (
-            "CUDA events"
-            if device.type == "cuda"
-            else "perf_counter, uncompiled: a rehearsal on a CPU"
-        ),
+        "timer": "CUDA events" if is_gpu else "perf_counter, uncompiled: a rehearsal on a CPU",
     }
-    table = (
-        speed.load_table(out)
-        if out.exists()
-        else {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
-    )
-    entries = table["measured"].setdefault(speed.architecture_of(env["device"]) or "cpu", [])
-    entry = next((entry for entry in entries if entry["gpu"] == env["device"]), None)
-    if entry is None:
-        entries.append(
-            entry := {
-                "gpu": env["device"],
-                "date": None,
-                **setup,
-                "commit": None,
-                "command": command,
-                "rows": [],
-            }
-        )
-    if differs := [key for key in setup if entry[key] != setup[key]]:
-        raise UserError(
-            f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it"
-            f" is {setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or"
-            " take the entry out"
-        )
-    there = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}
-    todo = [
-        (recipe, K, N)
-        for K, N in shapes
-        for recipe in recipes
-        if (recipe, K, N, options.tokens) not in there
-    ]
+    architecture = speed.architecture_of(env["device"]) or "cpu"
+    entries = table["measured"].setdefault(architecture, [])
+    for entry in entries:
+        if entry["gpu"] != env["device"]:
+            continue
+        for key, value in setup.items():
+            if entry[key] != value:
+                raise UserError(
+                    f"{out} holds rows of this GPU with {key} {entry[key]}, here it"
+                    f" is {value}: rows of two setups do not mix; give out=ANOTHER.json, or"
+                    " take the entry out"
+                )
+        return entry
+    entry = {"gpu": env["device"], "date": None, **setup}
+    entry |= {"commit": None, "command": command, "rows": []}
+    entries.append(entry)
+    return entry
+
+
+def _try_linear(recipe: str, K: int, N: int, options: Options, device: torch.device) -> dict | None:
+    """The row of one Linear, which is printed; None where it fails: one recipe's missing kernel or
+    memory must not cost the other rows."""
+    subject = f"{recipe:26} {K:6d} x {N:<6d}"
+    try:
+        row, bf16_ms = time_linear(recipe, K, N, options, device)
+    except Exception as error:
+        print(f"{subject} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
+        return None
     print(
-        f"{env['device']}: {len(todo)} rows to time, {len(shapes) * len(recipes) - len(todo)} are"
-        " there",
+        f"{subject} {row['ratio']:.3f}x ({row['ratio_p10']:.3f} to"
+        f" {row['ratio_p90']:.3f})  BF16 {bf16_ms:.3f} ms",
         flush=True,
     )
-    commits = [*(entry["commit"] or "").split(", "), env["git_commit"]]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    began, failed = time.perf_counter(), 0
-    for i, (recipe, K, N) in enumerate(todo):
-        if options.budget is not None and time.perf_counter() - began > options.budget:
-            print(f"{len(todo) - i} rows are left, the same command goes on")
-            break
-        try:
-            row, ms = time_linear(recipe, K, N, options, device)
-        except Exception as error:
-            # one recipe's missing kernel or memory must not cost the other rows
-            failed += 1
-            print(
-                f"{recipe:26} {K:6d} x {N:<6d} FAILED: {' '.join(str(error).split())[:300]}",
-                flush=True,
-            )
-            continue
-        entry["rows"].append(row)
-        entry |= {
-            "date": env["t_start"][:10],
-            "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None,
-            "command": command,
-        }
-        write_atomically(out, speed.to_text(table))
-        print(
-            f"{recipe:26} {K:6d} x {N:<6d} {row['ratio']:.3f}x ({row['ratio_p10']:.3f} to"
-            f" {row['ratio_p90']:.3f})  BF16 {ms:.3f} ms",
-            flush=True,
-        )
-    return 1 if failed else 0
+    return row
 
 
 def time_linear(
@@ -282,47 +293,60 @@ def time_casts(device: torch.device) -> None:
     for what, M, K, source, format in CASTS:
         if device.type == "cpu":
             M, K = M // 64, K // 64
-        x, scale = torch.randn(M, K, device=device, dtype=source), torch.ones((), device=device)
+        x = torch.randn(M, K, device=device, dtype=source)
+        scale = torch.ones((), device=device)
         call = partial(cast_both, x, scale, format)
         if what.startswith("logits"):
-            lse, targets = torch.logsumexp(x.float(), 1), torch.randint(0, K, (M,), device=device)
-            call = partial(cross_entropy_grad, x, lse, targets, torch.ones(M, device=device), scale)
-        size = M * K * (source.itemsize + 2)
-        half = torch.randint(0, 255, (size // 2,), dtype=torch.uint8, device=device)
-        copy_ms, ms, ratios = in_turns(partial(torch.empty_like(half).copy_, half), call, 5, device)
+            lse = torch.logsumexp(x.float(), 1)
+            targets = torch.randint(0, K, (M,), device=device)
+            weights = torch.ones(M, device=device)
+            call = partial(cross_entropy_grad, x, lse, targets, weights, scale)
+        n_bytes = M * K * (source.itemsize + 2)
+        half = torch.randint(0, 255, (n_bytes // 2,), dtype=torch.uint8, device=device)
+        copy = partial(torch.empty_like(half).copy_, half)
+        copy_ms, ms, ratios = in_turns(copy, call, 5, device)
+        copy_rate = n_bytes / np.median(copy_ms) / 1e6
         print(
             f"{what:32} {M:6d} x {K:<6d} {np.median(ms):8.4f} ms, {np.median(ratios):.1%} of the"
-            f" pace of a copy, which moves {size / np.median(copy_ms) / 1e6:,.0f} GB/s",
+            f" pace of a copy, which moves {copy_rate:,.0f} GB/s",
             flush=True,
         )
+
+
+OF_1P5B = ((2048, 6144), (2048, 2048), (2048, 11264), (5632, 2048), (2048, 50304))
 
 
 def time_matmuls(options: Options, device: torch.device) -> None:
     """TFLOP/s of (M, K) @ (K, N) on random data, operands stored as cuBLAS wants them; FP8 with one
     scale a tensor."""
-    M, one = options.tokens, torch.ones((), device=device)
-    of_1p5b = ((2048, 6144), (2048, 2048), (2048, 11264), (5632, 2048), (2048, 50304))
-    for K, N in shapes_of(options) if options.shapes else of_1p5b:
-        for name, (m, k, n) in {
+    M = options.tokens
+    for K, N in shapes_of(options) if options.shapes else OF_1P5B:
+        matmuls = {
             "forward": (M, K, N),
             "input's gradient": (M, N, K),
             "weight's gradient": (N, M, K),
-        }.items():
-            a, b = (torch.randn(rows, k, device=device, dtype=BF16) for rows in (m, n))
-            a8, b8 = a.to(E4M3 if name == "forward" else E5M2), b.to(E4M3)
-            fast = (True,) if name == "forward" else (False, True)
-            calls = [
-                partial(torch.mm, a, b.t()),
-                *(partial(scaled_mm, a8, one, b8.t(), one, BF16, how) for how in fast),
-            ]
-            bf16, *quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
-            print(
-                f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s"
-                + "".join(
-                    f", FP8{', accumulating fast' * how} {rate:8.1f}: {rate / bf16:.2f}x"
-                    for how, rate in zip(fast, quantised, strict=True)
-                )
-            )
+        }
+        for name, (m, k, n) in matmuls.items():
+            print(f"{K:6d} x {N:<6d} {name:18} {_matmul_rates(name, m, k, n, device)}")
+
+
+def _matmul_rates(name: str, m: int, k: int, n: int, device: torch.device) -> str:
+    """TFLOP/s of (m, k) @ (k, n) in BF16 and in FP8."""
+    a = torch.randn(m, k, device=device, dtype=BF16)
+    b = torch.randn(n, k, device=device, dtype=BF16)
+    a8, b8 = a.to(E4M3 if name == "forward" else E5M2), b.to(E4M3)
+    scale = torch.ones((), device=device)
+
+    def rate(call: Callable) -> float:
+        return 2 * m * k * n / milliseconds(call, device) / 1e9
+
+    bf16 = rate(partial(torch.mm, a, b.t()))
+    text = f"BF16 {bf16:8.1f} TFLOP/s"
+    for is_fast in (True,) if name == "forward" else (False, True):
+        fp8 = rate(partial(scaled_mm, a8, scale, b8.t(), scale, BF16, is_fast))
+        mode = ", accumulating fast" if is_fast else ""
+        text += f", FP8{mode} {fp8:8.1f}: {fp8 / bf16:.2f}x"
+    return text
 
 
 if __name__ == "__main__":

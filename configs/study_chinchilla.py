@@ -14,7 +14,7 @@ Seeds. BF16 runs that differ in the seed alone are the null that a gap of precis
 Ten pairs at each budget give a gap common to all sizes a 95 % interval of 0.7 standard deviations
 of a pair; its trend with size stays uncertain.
 
-Arms. BF16 and tensorwise everywhere; on one GPU tensorwise+kernels runs faster (docs/speed.md). At
+Arms. BF16 and tensorwise everywhere, by our kernels where each GPU holds the weights. At
 125M rowwise_with_gw_hp, torchao's most careful one, and blockwise, DeepSeek-V3's: do finer scales
 buy the loss back? The control is nvfp4 at 50M and 5 tokens per parameter: four bits, emulated
 (slower than the table of costs says), whose cost of a per cent or more the study must see. Up to

@@ -74,25 +74,19 @@ def read_generation(keys: dict[str, Any] | None, task: str) -> Generation:
         raise _refusal(task, key, keys[key], "asks for sampled answers", "set do_sample to false")
     n_new, until = settings.pop("max_gen_toks"), settings.pop("until")
     for key, value in settings.items():
-        if key in OF_SAMPLING or key in OF_BEAMS:
-            continue
-        if key not in NEUTRAL:
-            raise _refusal(
-                task,
-                key,
-                value,
-                "sets a key that has no meaning for greedy answers here",
-                "remove it",
-            )
-        if value not in NEUTRAL[key]:
-            raise _refusal(
-                task,
-                key,
-                value,
-                "asks for answers that are not greedy",
-                f"set it to {NEUTRAL[key][0]}",
-            )
+        if key not in OF_SAMPLING and key not in OF_BEAMS:
+            _check_neutral(task, key, value)
     return Generation(n_new, tuple(until))
+
+
+def _check_neutral(task: str, key: str, value: Any) -> None:
+    """Raises UserError where the key is unknown or changes greedy answers."""
+    if key not in NEUTRAL:
+        wish = "sets a key that has no meaning for greedy answers here"
+        raise _refusal(task, key, value, wish, "remove it")
+    if value not in NEUTRAL[key]:
+        wish = "asks for answers that are not greedy"
+        raise _refusal(task, key, value, wish, f"set it to {NEUTRAL[key][0]}")
 
 
 def _check_lengths(keys: dict[str, Any], task: str) -> None:

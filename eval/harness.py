@@ -4,10 +4,10 @@
     torchrun --nproc_per_node=8 -m eval.harness out/RUN --tasks core
     python -m eval.harness hf:gpt2 --tasks core    a public model, scored by the same command
     python -m eval.harness --table out/*           all that was scored, as a table and a figure
-    python -m eval.harness --fetch DIR tasks=core  saves the tasks' data; then --offline DIR needs no network
+    python -m eval.harness --fetch DIR tasks=core  their data; then --offline DIR needs no network
 
 tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours:
-demo (val_ppl and val_cloze, made from the run's own validation shards, eval/tasks.py; no network),
+demo (val_ppl and val_cloze, made from the run's own validation shards; no network),
 core (wikitext, lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, openbookqa, boolq, sciq,
 winogrande, without examples shown) and full (core, mmlu with five examples and commonsense_qa, at
 chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts,
@@ -25,33 +25,32 @@ without running code of its own; its scores lie in out/hf_NAME."""
 
 import contextlib
 import ctypes
-import functools
 import gzip
 import importlib.metadata
-import io
 import json
-import math
-import numbers
 import os
 import re
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from eval import tasks
-from eval.sample import Recipe, load_for_inference, pick_device
+from eval.inference import Recipe, load_for_inference, pick_device
+from eval.public_models import public_lm
+from eval.results import Metric, ScoreRecord, TaskScores, write_scores
+from eval.scores import evaluate
 from fp8 import selection
+from fp8.selection import Layer
 from lib.command import command, run_command
-from lib.errors import UserError, memory_error
+from lib.errors import UserError
 from lib.files import write_atomically
 from lib.text import grid
 from lib.values import FilePath
@@ -59,12 +58,6 @@ from runtime.checkpoint import gather, together
 from runtime.config import read_config
 from runtime.parallel import World, finish, own_store, read_launch
 
-RATIOS = {
-    "word_perplexity": "exp",
-    "byte_perplexity": "exp",
-    "perplexity": "exp",
-    "bits_per_byte": "bits",
-}
 # the ranks meet when each has done its part, which may take that long
 PATIENCE = timedelta(hours=24)
 
@@ -86,7 +79,7 @@ class Options:
     fp8: Recipe = "off"
     step: int | None = None  # of a checkpoint that was kept; none = the newest
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise UserError(f"limit={self.limit} must be at least 1")
         names = tasks.expand(self.tasks)
@@ -94,9 +87,8 @@ class Options:
             raise UserError(
                 "tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa"
             )
-        if self.public and (
-            self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)
-        ):
+        needs_a_run = self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)
+        if self.public and needs_a_run:
             raise UserError(
                 f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop"
                 " them"
@@ -123,157 +115,95 @@ class FetchOptions:
     include: FilePath | None = None
 
 
-def score(options: Options, world: World) -> dict:
-    """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
+@dataclass(frozen=True)
+class Prepared:
+    """What scoring needs, on each rank."""
+
+    lm: Any  # answers the requests: lm-eval's LM
+    loaded: dict  # the tasks that make them, lm-eval's TaskDict
+    layers: list[Layer]  # the verdict on every Linear
+    step: int | None  # of the checkpoint; None for a public model
+
+
+def score(options: Options, world: World) -> ScoreRecord:
+    """Run the tasks, write the scores, return them.
 
     The ranks of a `world` share the work, each returns the record, and the first writes. What one
     rank raises is raised on all."""
     start = time.perf_counter()
     if options.public is None:
         read_config(options.run)  # before the seconds that lm-eval takes to start
-    done: list = []  # by this rank: a model does not travel
-    together(lambda: done.append(_prepare(options, world)), world)
-    lm, loaded, layers, step = done[0]
-    if len(set(gather(step, world))) > 1:
+    prepared: Prepared = _on_all_ranks(lambda: _prepare(options, world), world)
+    if len(set(gather(prepared.step, world))) > 1:
         raise UserError(
             f"{options.run} wrote a checkpoint while the processes read it, each another one: start"
             " again"
         )
-    together(lambda: done.append(evaluate(lm, loaded, options.limit)), world)
-    scores, samples = done[1]
-    record = {
-        "run": str(options.run),
-        "step": step,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tasks": scores,
-        "limit": options.limit,
-        "dtype": options.dtype,
-        "fp8": options.fp8,
-        "layers_fp8": [layer.name for layer in layers if layer.recipe],
-        "micro_batch": options.micro_batch,
-        "device": str(lm.device),
-        "lm_eval": importlib.metadata.version("lm_eval"),
-        "truncated_requests": getattr(lm, "n_truncated", None),
-        "shortened_answers": getattr(lm, "n_shortened", None),
-        "wall_s": round(time.perf_counter() - start, 1),
-    }
+    lm = prepared.lm
+    scores, samples = _on_all_ranks(lambda: evaluate(lm, prepared.loaded, options.limit), world)
+    kind = _kind(options)
+    for task in samples:
+        scores[task] = replace(scores[task], samples=f"samples_{task}{kind}.jsonl.gz")
+    record = ScoreRecord(
+        run=str(options.run),
+        step=prepared.step,
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        tasks=scores,
+        limit=options.limit,
+        dtype=options.dtype,
+        fp8=options.fp8,
+        layers_fp8=[layer.name for layer in prepared.layers if layer.recipe],
+        micro_batch=options.micro_batch,
+        device=str(lm.device),
+        lm_eval=importlib.metadata.version("lm_eval"),
+        truncated_requests=getattr(lm, "n_truncated", None),
+        shortened_answers=getattr(lm, "n_shortened", None),
+        wall_s=round(time.perf_counter() - start, 1),
+    )
     if world.is_main:
         write(options, record, samples)
     return record
 
 
-def _prepare(options: Options, world: World) -> tuple:
-    """What answers the requests, the tasks that make them, the verdict on every Linear, and the
-    checkpoint's step. Raises OSError where nothing can be written, as into a run of others: hours
-    of scoring would be lost."""
-    loaded = tasks.load(tasks.expand(options.tasks), options.include, options.run, options.offline)
-    device, layers, step = options.device, [], None
-    if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
-        torch.cuda.set_device(world.local_rank)
-        device = f"cuda:{world.local_rank}"
-    if options.public is None:
-        from eval.lm import CheckpointLM  # after tasks.load()
+def _on_all_ranks(work: Callable[[], Any], world: World) -> Any:
+    """What work() returns on this rank: a model does not travel. What one rank raises is raised on
+    all."""
+    results: list = []
+    together(lambda: results.append(work()), world)
+    return results[0]
 
-        model, tokenizer, where, layers, step = load_for_inference(
-            options.run, device, options.dtype, options.fp8, options.step
-        )
-        lm = CheckpointLM(model, tokenizer, options.micro_batch, where, world)
+
+def _prepare(options: Options, world: World) -> Prepared:
+    """Raises OSError where nothing can be written, as into a run of others: hours of scoring would
+    be lost."""
+    loaded = tasks.load(tasks.expand(options.tasks), options.include, options.run, options.offline)
+    device_name = options.device
+    if world.size > 1 and device_name in ("auto", "cuda") and torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank)
+        device_name = f"cuda:{world.local_rank}"
+    if options.public is None:
+        prepared = _prepare_run(options, world, device_name, loaded)
     elif world.size == 1:
-        lm = public_lm(options.public, pick_device(device), options.dtype, options.micro_batch)
+        device = pick_device(device_name)
+        lm = public_lm(options.public, device, options.dtype, options.micro_batch)
+        prepared = Prepared(lm, loaded, [], None)
     else:
         raise UserError(f"{options.run} is scored by one process: start it without torchrun")
-    if world.is_main and options.fp8 != "off":
-        print("\n".join(selection.table(layers, options.fp8, where.type)), flush=True)
     (options.folder / "eval").mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=options.folder / "eval").close()
-    return lm, loaded, layers, step
+    return prepared
 
 
-def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
-    """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's
-    format."""
-    try:
-        import transformers
-        from lm_eval.models.huggingface import HFLM
+def _prepare_run(options: Options, world: World, device_name: str, loaded: dict) -> Prepared:
+    from eval.lm import CheckpointLM  # after tasks.load(), which sets what lm-eval reads
 
-        transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()
-
-        class PublicLM(HFLM):
-            def _create_tokenizer(self, pretrained, *args, **kwargs):
-                super()._create_tokenizer(pretrained, *args, **kwargs)
-                self.tokenizer = _by_the_file(pretrained, self.tokenizer)
-
-            def loglikelihood_rolling(self, requests, disable_tqdm=False):
-                # it mixes up windows of equal tokens whose scored parts begin elsewhere
-                self.logits_cache = False
-                scores = super().loglikelihood_rolling(requests, disable_tqdm)
-                self.logits_cache = True
-                return scores
-
-        # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds
-        # a log-likelihood to 3 digits.
-        return PublicLM(
-            pretrained=os.path.expanduser(name),
-            device=str(device),
-            dtype=dtype,
-            batch_size=micro_batch,
-            use_safetensors=True,
-            softmax_dtype="float32",
-        )
-    except Exception as error:  # foreign code and foreign files: whatever it raises, name the model
-        if memory_error(error):
-            raise
-        said = (str(error).strip().splitlines() or [""])[0][:300]
-        raise UserError(
-            f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install"
-            " transformers accelerate` and safetensors, on the Hub or in a folder, without code of"
-            " their own"
-        ) from error
-
-
-# Texts on which rules of splitting differ: runs of digits, of blanks and of line ends, a blank at
-# the beginning and at the end, abbreviations, marks, letters of several scripts, a composed letter.
-PROBE_TEXTS = (
-    "In 2024 he'll pay $1,234,567.89 (50%) for it.",
-    " one  two   three\tfour",
-    "def f(x):\n    return x**2\n\n\n",
-    "  NA\u00cfVE caf\u00e9 cafe\u0301 \u0434\u0430 \u65e5\u672c\u8a9e \U0001f642 ",
-    "",
-)
-
-
-def _by_the_file(name: str, theirs):
-    """The tokenizer of a public model: `theirs`, transformers' own, or where that makes other ids
-    than the model's tokenizer.json, one that takes its rules from that file; says so on stderr.
-
-    By the name of one of its own classes transformers 5 takes vocabulary and merges alone from
-    tokenizer.json and splits text by the rules of the class.
-    """
-    import tokenizers
-    import transformers
-    from transformers.utils import cached_file
-
-    path = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return theirs
-    file = tokenizers.Tokenizer.from_file(path)
-    file.no_truncation()
-    file.no_padding()
-    differing = [
-        text
-        for text in PROBE_TEXTS
-        if theirs.encode(text, add_special_tokens=False)
-        != file.encode(text, add_special_tokens=False).ids
-    ]
-    if not differing:
-        return theirs
-    print(
-        f"hf:{name}: transformers' {type(theirs).__name__} makes other tokens than the model's"
-        f" tokenizer.json, of {differing[0]!r} for one: scored with those of tokenizer.json",
-        file=sys.stderr,
+    model, tokenizer, device, layers, step = load_for_inference(
+        options.run, device_name, options.dtype, options.fp8, options.step
     )
-    return transformers.PreTrainedTokenizerFast.from_pretrained(name)
+    if world.is_main and options.fp8 != "off":
+        print("\n".join(selection.table(layers, options.fp8, device.type)), flush=True)
+    lm = CheckpointLM(model, tokenizer, options.micro_batch, device, world)
+    return Prepared(lm, loaded, layers, step)
 
 
 def join() -> World:
@@ -286,209 +216,92 @@ def join() -> World:
     return World(rank, local_rank, size, torch.device("cpu"))
 
 
-def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
-    """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: ..,
-    docs_sha256: ..}} and lm-eval's log of each task's documents. A group's row also names its
-    `subtasks`, the tasks at its leaves."""
-    from lm_eval import evaluator
-    from lm_eval.api import task as lm_eval_task
-
-    for task in loaded["tasks"].values():
-        tasks.watch_requests(task)
-    # "0/125": the building of requests
-    lm_eval_task.tqdm = functools.partial(lm_eval_task.tqdm, disable=True)
-    with contextlib.redirect_stdout(io.StringIO()):  # "bootstrapping for stddev"
-        results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
-    out: dict[str, dict] = {}
-    for name, metrics in results["results"].items():
-        samples = results["samples"].get(name, [])
-        row = out[name] = {}
-        scored: set[str] = set()
-        unscored: set[str] = set()
-        for key, value in metrics.items():
-            # "acc,none", "acc_stderr,none", "exact_match,strict-match"
-            metric, _, which = key.partition(",")
-            if not which or metric.endswith("_stderr"):
-                continue
-            number = to_number(value)
-            if number is None:
-                unscored.add(metric)
-                continue
-            scored.add(metric)
-            label = metric if which == "none" else f"{metric}.{which}"
-            error = metrics.get(f"{metric}_stderr,{which}")
-            if not isinstance(error, (int, float)):
-                influences = (
-                    influence(metric, [s[metric] for s in samples if metric in s])[1]
-                    if metric in RATIOS
-                    else ()
-                )
-                # lm-eval gives a perplexity none
-                error = spread(influences) if len(influences) else None
-            row[label], row[f"{label}_se"] = number, None if error is None else float(error)
-        row["version"] = results["versions"].get(name)
-        task = loaded["tasks"].get(name)
-        if task:
-            unscored |= metrics_asked(task) - scored
-        if unscored:
-            row["not_scored"] = sorted(unscored)
-        if task:  # chance: of guessing, where one of several answers is right
-            guesses = [
-                1 / len(task.doc_to_choice(s["doc"]))
-                for s in samples
-                if task.OUTPUT_TYPE == "multiple_choice"
-            ]
-            row |= {
-                "n": len({s["doc_id"] for s in samples}),
-                "num_fewshot": task.config.num_fewshot or 0,
-                "chance": sum(guesses) / len(guesses) if guesses else None,
-                "docs_sha256": hash_of(s["doc_hash"] for s in samples),
-            }
-    for name, group in loaded["groups"].items():
-        if name in out:  # the tasks at its leaves weigh by their questions
-            subtasks = [task.task_name for task in group.get_all_tasks()]
-            leaves = [out[task] for task in subtasks]
-            n, chances = sum(row["n"] for row in leaves), [row["chance"] for row in leaves]
-            shots = {row["num_fewshot"] for row in leaves}
-            out[name] |= {
-                "n": n,
-                "num_fewshot": shots.pop() if len(shots) == 1 else None,
-                "chance": (
-                    sum(row["chance"] * row["n"] for row in leaves) / n
-                    if n and None not in chances
-                    else None
-                ),
-                "docs_sha256": hash_of(row["docs_sha256"] for row in leaves),
-                "subtasks": subtasks,
-            }
-    return out, results["samples"]
+def _kind(options: Options) -> str:
+    """What the file names tell because it may not be compared: FP8, another dtype, a part of the
+    documents, the step that was asked for."""
+    parts = []
+    if options.fp8 != "off":
+        parts.append(f"_fp8_{options.fp8}")
+    if options.dtype != "bfloat16":
+        parts.append(f"_{options.dtype}")
+    if options.limit:
+        parts.append(f"_limit{options.limit}")
+    if options.step is not None:
+        parts.append(f"_step{options.step}")
+    return "".join(parts)
 
 
-def to_number(value) -> float | None:
-    """A metric's value; of NumPy's and torch's numbers too. None where it is none, as a matrix of
-    confusions."""
-    if hasattr(value, "item") and getattr(value, "size", 1) in (1, torch.Size([])):
-        value = value.item()
-    return float(value) if isinstance(value, numbers.Real) else None
-
-
-def metrics_asked(task) -> set[str]:
-    """The names in a task's metric_list under which lm-eval must have a value."""
-    if task.OUTPUT_TYPE == "generate_until" and not callable(task.config.process_results):
-        # lm-eval computes each; one function may give values of other names, as rouge gives rouge1
-        return set()
-    metrics = [entry["metric"] for entry in task.config.metric_list or []]
-    names = {metric if isinstance(metric, str) else metric.__name__ for metric in metrics}
-    return names - {"bypass"}
-
-
-def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
-    """A metric over documents, and how much each of them moves it, to first order: what the delta
-    method needs.
-
-    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits
-    (Cochran 1977, 6.3)."""
-    # (n,) or (n, 2): nats' minus, size
-    table = np.array(values, dtype=float) if None not in values else np.empty(0)
-    if len(table) < 2 or not np.isfinite(table).all():
-        return None, np.empty(0)
-    if metric not in RATIOS:
-        return float(table.mean()), (table - table.mean()) / len(table)
-    nats, size = (-table, np.ones(len(table))) if table.ndim == 1 else (-table[:, 0], table[:, 1])
-    ratio = nats.sum() / size.sum()
-    value, slope = (
-        (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
-    )
-    return float(value), slope * (nats - ratio * size) / size.sum()
-
-
-def spread(influences: np.ndarray) -> float:
-    """The standard error that documents of these influences give."""
-    n = len(influences)
-    return float(np.sqrt(n / (n - 1) * np.sum(influences**2)))
-
-
-def hash_of(hashes) -> str:
-    """Of the documents scored, in order: equal for two runs whose scores may be compared."""
-    return sha256("".join(hashes).encode()).hexdigest()
-
-
-def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
-    """Put record and logs into the run's eval/. The file names tell what may not be compared: FP8,
-    another dtype, a part of the documents, the step that was asked for. A log is named in its
-    task's row."""
-    kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
-    kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
-    kind += f"_limit{record['limit']}" if record["limit"] else ""
-    kind += "" if options.step is None else f"_step{options.step}"
-    folder, names = (
-        options.folder / "eval",
-        "+".join(dict.fromkeys(word.strip() for word in options.tasks)),
-    )
+def write(options: Options, record: ScoreRecord, samples: dict[str, list[dict]]) -> None:
+    """Put record and logs into the run's eval/. A log is named in its task's row."""
+    folder = options.folder / "eval"
     for task, rows in samples.items():
-        name = record["tasks"][task]["samples"] = f"samples_{task}{kind}.jsonl.gz"
+        log_name = record.tasks[task].samples
+        assert log_name is not None
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        write_atomically(
-            folder / name,
-            gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0),
-        )
+        content = lines.encode(errors="backslashreplace")
+        write_atomically(folder / log_name, gzip.compress(content, compresslevel=5, mtime=0))
+    names = "+".join(dict.fromkeys(word.strip() for word in options.tasks))
     if len(names) > 100:  # file names end at 255 bytes
         names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
-    write_atomically(folder / f"{names}{kind}.json", json.dumps(record, indent=1) + "\n")
+    write_scores(folder / f"{names}{_kind(options)}.json", record)
 
 
-def stands_for(row: dict) -> list[str]:
-    """The tasks that a group's row tells of; none where the group, as openllm, has no score of its
-    own."""
-    return row.get("subtasks", []) if any(key.endswith("_se") for key in row) else []
-
-
-def table(record: dict) -> str:
-    """The scores as Markdown; of a group's tasks the group's row alone."""
+def scores_page(record: ScoreRecord) -> str:
+    """The scores as Markdown; of a group's tasks the group's row alone. Notes below say what was
+    left out."""
     lines = [["task", "metric", "score", "± se", "chance", "n"]]
-    hidden = {name for row in record["tasks"].values() for name in stands_for(row)}
-    for name, row in record["tasks"].items():
-        for metric in (key for key in row if f"{key}_se" in row and name not in hidden):
-            error, chance = (
-                row[f"{metric}_se"],
-                (row.get("chance") if metric.startswith("acc") else None),
-            )
-            error, chance = (
-                "-" if error is None else f"{error:.4f}",
-                ("-" if chance is None else f"{chance:.2f}"),
-            )
-            lines.append([name, metric, f"{row[metric]:.4f}", error, chance, str(row["n"] or "-")])
-    notes = [
-        f"limit={record['limit']}: a part of each task, not to be compared with published scores"
-    ] * bool(record["limit"])
-    if record["truncated_requests"]:
+    hidden = {task for scores in record.tasks.values() for task in scores.covers}
+    for task, scores in record.tasks.items():
+        if task in hidden:
+            continue
+        for name, metric in scores.metrics.items():
+            lines.append(_row(task, name, metric, scores))
+    return "\n".join([grid(lines), *_notes(record)])
+
+
+def _row(task: str, name: str, metric: Metric, scores: TaskScores) -> list[str]:
+    error = "-" if metric.se is None else f"{metric.se:.4f}"
+    has_chance = name.startswith("acc") and scores.chance is not None
+    chance = f"{scores.chance:.2f}" if has_chance else "-"
+    return [task, name, f"{metric.value:.4f}", error, chance, str(scores.n or "-")]
+
+
+def _notes(record: ScoreRecord) -> list[str]:
+    notes = []
+    if record.limit:
         notes.append(
-            f"{record['truncated_requests']} requests were longer than the context and lost their"
+            f"limit={record.limit}: a part of each task, not to be compared with published scores"
+        )
+    if record.truncated_requests:
+        notes.append(
+            f"{record.truncated_requests} requests were longer than the context and lost their"
             " beginning"
         )
-    if record["shortened_answers"]:
+    if record.shortened_answers:
         notes.append(
-            f"{record['shortened_answers']} answers were cut by the end of the context, before the"
+            f"{record.shortened_answers} answers were cut by the end of the context, before the"
             " length that their task asks for"
         )
-    for name, row in record["tasks"].items():
-        if row.get("not_scored"):
+    for task, scores in record.tasks.items():
+        if scores.not_scored:
             notes.append(
-                f"{name}: no number was computed for {', '.join(row['not_scored'])}, which its YAML"
+                f"{task}: no number was computed for {', '.join(scores.not_scored)}, which its YAML"
                 " asks for"
             )
-    return "\n".join([grid(lines), *notes])
+    return notes
 
 
 def main(arguments: list[str]) -> int:
+    is_shown = os.environ.get("RANK", "0") == "0"
     if "--table" in arguments:
-        from eval import table as scores_table
+        from eval import table
 
-        return scores_table.main([word for word in arguments if word != "--table"])
-    cls, work = (Options, "run"), lambda options: table(score(options, join()))
+        return table.main([word for word in arguments if word != "--table"])
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
-        cls, work = (FetchOptions,), lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
-    return command(__doc__, *cls, is_shown=os.environ.get("RANK", "0") == "0")(work)(arguments)
+        fetch = command(__doc__, FetchOptions, is_shown=is_shown)
+        return fetch(lambda o: tasks.fetch(o.fetch, o.tasks, o.include))(arguments)
+    scoring = command(__doc__, Options, "run", is_shown=is_shown)
+    return scoring(lambda options: scores_page(score(options, join())))(arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Answer lm-eval's requests with our own model: in batches that compute a shared beginning once, on
 all ranks."""
 
-from collections.abc import Callable, Sequence
-from itertools import groupby, pairwise
-from os.path import commonprefix
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -12,8 +13,9 @@ from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_te
 from lm_eval.utils import get_rolling_token_windows
 from torch.nn.utils.rnn import pad_sequence
 
+from eval.batching import Batch, chunks, make_batches
 from eval.generation import read_generation
-from eval.sample import stream
+from eval.inference import stream
 from eval.tasks import empty_answer
 from lib.progress import progress_line
 from model import GPT, KVCache
@@ -30,13 +32,94 @@ SOFTMAX_ROWS = {"cpu": 64, "gpu": 2048}
 # fit into no memory.
 LONG_ROW = 2048
 CPU_TOKENS = 4096  # the budget's limit on a CPU, which larger batches make slower
-LEAST_SHARED = 8  # tokens: below, the second forward pass costs more than it saves
-# sequences share a beginning while it is at least this part of what their neighbours share
-LIKE = 0.75
-# (past, groups of rows) for one forward pass; with `past`, for one over each group's first `past`
-# tokens and some over what follows. Rows are told by their indices; those of a group are alike in
-# their first `past` tokens.
-Batch = tuple[int, list[list[int]]]
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens for one forward pass, at most n_ctx + 1: the last predicts nothing."""
+
+    tokens: list[int]
+    n_scored: int  # how many of the last are scored
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The scored tokens of a window."""
+
+    scored: list[int]
+    request: int  # whose window it is
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the model reads, once for all continuations that follow the same tokens."""
+
+    inputs: tuple[int, ...]
+    continuations: list[Continuation]
+
+    @property
+    def first_scored(self) -> int:
+        """Place of the first state that a continuation needs."""
+        longest = max(len(continuation.scored) for continuation in self.continuations)
+        return len(self.inputs) - longest
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The score of one continuation."""
+
+    request: int
+    log_likelihood: float  # nats
+    is_greedy: bool  # whether greedy decoding would say it
+
+
+@dataclass(frozen=True)
+class Job:
+    """A text to be generated."""
+
+    prompt: list[int]
+    n_new: int  # tokens at most, as far as the context allows
+    n_asked: int  # tokens at most, as the task asks
+    until: list[str]  # texts that end the answer
+    request: int
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    request: int
+    text: str
+    has_ended: bool  # by itself, before its length was reached
+
+
+class HiddenStates:
+    """Last hidden states of a batch, kept by owner: ("group", its number) for a shared beginning,
+    ("row", its number) for what follows; in the end one tensor."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._offsets: dict[tuple[str, int], int] = {}  # owner -> index of its place 0
+        self._count = 0
+
+    def add(self, owner: tuple[str, int], begin: int, states: torch.Tensor) -> None:
+        """states (n, C): those of the places from `begin` on."""
+        self._offsets[owner] = self._count - begin
+        self._parts.append(states)
+        self._count += len(states)
+
+    def indices(self, owner: tuple[str, int], begin: int, end: int) -> list[int]:
+        """Rows of concatenated() that hold the owner's places from `begin` to before `end`."""
+        if begin >= end:
+            return []
+        offset = self._offsets[owner]
+        return list(range(offset + begin, offset + end))
+
+    def concatenated(self) -> torch.Tensor:
+        """(n, C)"""
+        return torch.cat(self._parts)
 
 
 class NoTokens(Exception):
@@ -61,14 +144,13 @@ class CheckpointLM(TemplateLM):
         self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World
     ):
         super().__init__()
-        self.model, self.tokenizer_ours, self.micro_batch, self._device = (
-            model,
-            tokenizer,
-            micro_batch,
-            device,
-        )
-        self.world, self.n_ctx, self.n_truncated = world, model.config.n_ctx, 0
-        self.n_shortened = 0
+        self.model = model
+        self.tokenizer_ours = tokenizer
+        self.micro_batch = micro_batch
+        self._device = device
+        self.world = world
+        self.n_ctx = model.config.n_ctx
+        self.n_truncated = self.n_shortened = 0
         self.eot_token_id, self.prefix_token_id = tokenizer.eot, tokenizer.start
         self.ends = tokenizer.ends
         self.start_text, self.end_text = (
@@ -79,7 +161,7 @@ class CheckpointLM(TemplateLM):
         self.budget = min(tokens, CPU_TOKENS) if device.type == "cpu" else tokens
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """A text's ids as lm-eval's HFLM has them: text that spells a special token is that token,
         and first comes the token that begins a text, where the tokenizer itself adds it and the
@@ -92,7 +174,9 @@ class CheckpointLM(TemplateLM):
 
     # ------------------------------------------------------------------------------ log-likelihood
 
-    def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Any], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding would say it) of each request's answer.
         Raises UserError where one has no token, as the text of a token that begins every text."""
         try:
@@ -102,7 +186,7 @@ class CheckpointLM(TemplateLM):
             raise empty_answer(requests[error.place]) from None
 
     def _loglikelihood_tokens(
-        self, requests, disable_tqdm: bool = True, **kwargs
+        self, requests: list[Any], disable_tqdm: bool = True, **kwargs: object
     ) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding would say it) of each continuation after
         its context."""
@@ -113,267 +197,237 @@ class CheckpointLM(TemplateLM):
             [self._windows(context, continuation) for _, context, continuation in requests]
         )
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihood in nats of each whole text, its first token after what stands before a
         document in training.
 
         Where the tokenizer itself begins a text with that token, it is there twice and scored once,
         as HFLM does."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        return [
-            total
-            for total, _ in self._score(
-                [self._windows([self.prefix_token_id], text) for text in texts]
-            )
-        ]
+        scores = self._score([self._windows([self.prefix_token_id], text) for text in texts])
+        return [log_likelihood for log_likelihood, _ in scores]
 
-    def _windows(self, context: list[int], continuation: list[int]) -> list[tuple[list[int], int]]:
-        """Token sequences of at most n_ctx + 1 and how many of the last are scored; together the
-        whole continuation."""
+    def _windows(self, context: list[int], continuation: list[int]) -> list[Window]:
+        """What to compute for a continuation; together the whole of it."""
+        if not continuation:
+            return []
         # lm-eval moves a context's last blanks, here all, to the continuation
         context = context or [self.prefix_token_id]
         if len(continuation) <= self.n_ctx:
-            self.n_truncated += len(context) + len(continuation) > self.n_ctx + 1
-            return (
-                [((context + continuation)[-(self.n_ctx + 1) :], len(continuation))]
-                if continuation
-                else []
-            )
+            tokens = context + continuation
+            self.n_truncated += len(tokens) > self.n_ctx + 1
+            return [Window(tokens[-(self.n_ctx + 1) :], len(continuation))]
         self.n_truncated += len(context) > 1
         windows = get_rolling_token_windows(
             continuation, context[-1], max_seq_len=self.n_ctx, context_len=1
         )
-        return [(inputs + scored[-1:], len(scored)) for inputs, scored in windows]
+        return [Window(inputs + scored[-1:], len(scored)) for inputs, scored in windows]
 
-    def _score(self, requests: list[list[tuple[list[int], int]]]) -> list[tuple[float, bool]]:
-        """Sum over each request's windows. Windows that differ in their last token alone are one
-        row for the model."""
-        # inputs -> (scored tokens, request) of each window
-        rows: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}
-        for i, request in enumerate(requests):
-            for tokens, n in request:
-                rows.setdefault(tuple(tokens[:-1]), []).append((tokens[-n:], i))
-        inputs, windows = list(rows), list(rows.values())
-        batch_list = plan(inputs, self.budget)
-        totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
-        for i, total, greedy in self._shared_out(
-            batch_list,
-            lambda batch: self._score_batch(batch, inputs, windows),
-            [sum(map(len, groups)) for _, groups in batch_list],
-        ):
-            totals[i] += total
-            is_greedy[i] &= greedy
+    def _score(self, requests: list[list[Window]]) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether greedy) of each request, over all its windows. Windows that
+        differ in their last token alone are one row for the model."""
+        continuations: dict[tuple[int, ...], list[Continuation]] = {}  # inputs -> what follows
+        for i, windows in enumerate(requests):
+            for window in windows:
+                inputs = tuple(window.tokens[:-1])
+                scored = window.tokens[-window.n_scored :]
+                continuations.setdefault(inputs, []).append(Continuation(scored, i))
+        rows = [Row(inputs, follow) for inputs, follow in continuations.items()]
+        batches = make_batches([row.inputs for row in rows], self.budget)
+        totals = [0.0 for _ in requests]
+        is_greedy = [True for _ in requests]
+        sizes = [batch.n_rows for batch in batches]
+        for answer in self._work_by_all(batches, lambda b: self._score_batch(b, rows), sizes):
+            totals[answer.request] += answer.log_likelihood
+            is_greedy[answer.request] &= answer.is_greedy
         return list(zip(totals, is_greedy, strict=True))
 
-    def _shared_out(self, batch_list: list, work: Callable, sizes: list[int]) -> list:
+    def _work_by_all(
+        self, batches: list[B], work: Callable[[B], list[A]], sizes: list[int]
+    ) -> list[A]:
         """What work(batch) lists for each batch, in order, each done by one rank: no batch depends
-        on the number of ranks."""
-        world, own = self.world, {}
-        mine = range(world.rank, len(batch_list), world.size)
-        total = sum(sizes[i] for i in mine) or 1  # a rank may have nothing to do
-        with progress_line(
-            "scored",
-            "sequences",
-            lambda: ((n := sum(sizes[i] for i in own)), n / total),
-            world.is_main,
-        ) as show:
-            for i in mine:
-                own[i] = work(batch_list[i])
+        on the number of ranks. sizes: sequences of each."""
+        places = range(self.world.rank, len(batches), self.world.size)  # of this rank's batches
+        answers: dict[int, list[A]] = {}
+        total = sum(sizes[place] for place in places) or 1  # a rank may have nothing to do
+
+        def state() -> tuple[int, float]:
+            n_done = sum(sizes[place] for place in answers)
+            return n_done, n_done / total
+
+        with progress_line("scored", "sequences", state, self.world.is_main) as show:
+            for place in places:
+                answers[place] = work(batches[place])
                 show()
-        done = {i: answer for answers in gather(own, world) for i, answer in answers.items()}
-        return [answer for i in range(len(batch_list)) for answer in done[i]]
+        answers_of_all: dict[int, list[A]] = {}
+        for answers_of_rank in gather(answers, self.world):
+            answers_of_all |= answers_of_rank
+        return [answer for place in range(len(batches)) for answer in answers_of_all[place]]
 
-    @torch.no_grad()  # see eval/sample.py's stream()
-    def _score_batch(
-        self, batch: Batch, inputs: list[tuple[int, ...]], windows: list
-    ) -> list[tuple[int, float, bool]]:
-        """(request, log-likelihood, whether greedy) of every window of the batch's rows."""
-        (past, groups), device = batch, self._device
-        # place of the first scored state
-        first = {
-            row: len(inputs[row]) - max(len(scored) for scored, _ in windows[row])
-            for group in groups
-            for row in group
-        }
-        # of a group or a row: place of the first kept state, states (.., C)
-        kept, cache = {}, KVCache() if past else None
-        if past:
-            x = torch.tensor([inputs[group[0]][:past] for group in groups], device=device)
-            for g, h in enumerate(self.model.hidden(x, cache)):
-                begin = min(past, *(first[row] for row in groups[g]))
-                kept["group", g] = begin, h[begin:].clone()  # a view would keep all of h in memory
-        rest = [
-            (row, g) for g, group in enumerate(groups) for row in group if len(inputs[row]) > past
-        ]
-        for chunk in chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
-            rows = [rest[i][0] for i in chunk]
-            # causal: it sees no padding
-            x = pad_sequence([torch.tensor(inputs[row][past:]) for row in rows], batch_first=True)
-            own = (
-                cache.rows(torch.tensor([rest[i][1] for i in chunk], device=device))
-                if past
-                else None
-            )
-            for row, h in zip(rows, self.model.hidden(x.to(device), own), strict=True):
-                begin = max(first[row], past)
-                kept[row] = begin, h[begin - past : len(inputs[row]) - past].clone()
-        base, n = {}, 0  # base[key] + place is where a state lies among all that are kept
-        for key, (begin, h) in kept.items():
-            base[key], n = n - begin, n + len(h)
-        places, targets, sizes, whose = [], [], [], []
-        for g, group in enumerate(groups):
+    @torch.no_grad()  # see stream()
+    def _score_batch(self, batch: Batch, rows: list[Row]) -> list[Answer]:
+        """Of every continuation of the batch's rows."""
+        states = HiddenStates()
+        cache = self._run_shared(batch, rows, states)
+        self._run_rest(batch, rows, cache, states)
+        places: list[int] = []
+        targets: list[int] = []
+        continuations: list[Continuation] = []
+        for g, group in enumerate(batch.groups):
             for row in group:
-                for scored, i in windows[row]:
-                    begin, end = len(inputs[row]) - len(scored), len(inputs[row])
-                    places += [base["group", g] + place for place in range(begin, min(end, past))]
-                    places += [base[row] + place for place in range(max(begin, past), end)]
-                    targets += scored
-                    sizes.append(len(scored))
-                    whose.append(i)
-        losses, same = self._head(
-            torch.cat([h for _, h in kept.values()]), torch.tensor(places), torch.tensor(targets)
+                end = len(rows[row].inputs)
+                for continuation in rows[row].continuations:
+                    begin = end - len(continuation.scored)
+                    places += states.indices(("group", g), begin, min(end, batch.shared))
+                    places += states.indices(("row", row), max(begin, batch.shared), end)
+                    targets += continuation.scored
+                    continuations.append(continuation)
+        losses, is_likeliest = self._head(
+            states.concatenated(), torch.tensor(places), torch.tensor(targets)
         )
+        sizes = [len(continuation.scored) for continuation in continuations]
+        parts = zip(continuations, losses.split(sizes), is_likeliest.split(sizes), strict=True)
         return [
-            (i, -float(loss.sum()), bool(flags.all()))
-            for i, loss, flags in zip(whose, losses.split(sizes), same.split(sizes), strict=True)
+            Answer(continuation.request, -float(loss.sum()), bool(flags.all()))
+            for continuation, loss, flags in parts
         ]
 
-    def _head(self, h, places, targets) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_shared(self, batch: Batch, rows: list[Row], states: HiddenStates) -> KVCache | None:
+        """One pass over the beginnings that the rows of each group share; its cache."""
+        if not batch.shared:
+            return None
+        cache = KVCache()
+        beginnings = [rows[group[0]].inputs[: batch.shared] for group in batch.groups]
+        hidden = self.model.hidden(torch.tensor(beginnings, device=self._device), cache)
+        for g, h in enumerate(hidden):
+            first_scored = [rows[row].first_scored for row in batch.groups[g]]
+            begin = min(batch.shared, *first_scored)
+            states.add(("group", g), begin, h[begin:].clone())  # a view would keep all of h
+        return cache
+
+    def _run_rest(
+        self, batch: Batch, rows: list[Row], cache: KVCache | None, states: HiddenStates
+    ) -> None:
+        """Passes over what follows the shared beginnings, padded: causal, it sees no padding."""
+        past = batch.shared
+        longer = [
+            (row, g)
+            for g, group in enumerate(batch.groups)
+            for row in group
+            if len(rows[row].inputs) > past
+        ]
+        lengths = [len(rows[row].inputs) - past for row, _ in longer]
+        for chunk in chunks(lengths, past, self.budget):
+            chosen_rows = [longer[place][0] for place in chunk]
+            endings = [torch.tensor(rows[row].inputs[past:]) for row in chosen_rows]
+            x = pad_sequence(endings, batch_first=True).to(self._device)
+            cache_of_rows = None
+            if cache is not None:
+                groups = torch.tensor([longer[place][1] for place in chunk], device=self._device)
+                cache_of_rows = cache.rows(groups)
+            for row, h in zip(chosen_rows, self.model.hidden(x, cache_of_rows), strict=True):
+                begin = max(rows[row].first_scored, past)
+                end = len(rows[row].inputs)
+                states.add(("row", row), begin, h[begin - past : end - past].clone())
+
+    def _head(
+        self, h: torch.Tensor, places: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """h (n, C); for the pairs of places in h and targets, (m,) each on the CPU: cross-entropy
         (m,) fp64 in nats, and whether the target is the likeliest token."""
-        losses, same = (
-            torch.empty(len(places), dtype=torch.float64),
-            torch.zeros(len(places), dtype=torch.bool),
-        )
+        losses = torch.empty(len(places), dtype=torch.float64)
+        is_likeliest = torch.zeros(len(places), dtype=torch.bool)
+        start = 0
+        for logits in self._logits(h):  # (rows, V)
+            end = start + len(logits)
+            pairs = ((places >= start) & (places < end)).nonzero()[:, 0]
+            rows = (places[pairs] - start).to(self._device)
+            target = targets[pairs].to(self._device)
+            losses[pairs] = -logits.log_softmax(dim=-1)[rows, target].double().cpu()
+            emitted = logits[:, : self.tokenizer_ours.vocab_size]
+            # BF16 logits tie: then argmax decides, which costs several times amax
+            is_highest = logits[rows, target] == emitted.amax(dim=-1)[rows]
+            highest = is_highest.nonzero()[:, 0]
+            is_first = emitted[rows[highest]].argmax(dim=-1) == target[highest]
+            is_likeliest[pairs[highest.cpu()]] = is_first.cpu()
+            start = end
+        return losses, is_likeliest
+
+    def _logits(self, h: torch.Tensor) -> Iterator[torch.Tensor]:
+        """fp32 logits (rows, V) of h (n, C), some rows at a time."""
         kind = "cpu" if self._device.type == "cpu" else "gpu"
-        blocks = (
-            part
-            for rows in h.split(HEAD_ROWS[kind])
-            for part in self.model.head(rows).float().split(SOFTMAX_ROWS[kind])
-        )
-        start, end = 0, 0
-        for logits in blocks:  # (rows, V)
-            start, end = end, end + len(logits)
-            asked = ((places >= start) & (places < end)).nonzero()[:, 0]
-            at, target = (places[asked] - start).to(self._device), targets[asked].to(self._device)
-            losses[asked] = -logits.log_softmax(dim=-1)[at, target].double().cpu()
-            real = logits[:, : self.tokenizer_ours.vocab_size]
-            # BF16 logits tie: then argmax decides,
-            likely = (logits[at, target] == real.amax(dim=-1)[at]).nonzero()[:, 0]
-            # which costs several times amax
-            first = real[at[likely]].argmax(dim=-1) == target[likely]
-            same[asked[likely.cpu()]] = first.cpu()
-        return losses, same
+        for rows in h.split(HEAD_ROWS[kind]):
+            yield from self.model.head(rows).float().split(SOFTMAX_ROWS[kind])
 
     # ---------------------------------------------------------------------------------- generation
 
-    def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Greedy continuations up to a stop string, end-of-text, max_gen_toks or the end of the
         context.
 
         A prompt that leaves no room loses its beginning: at most half of the context is freed for
         the answer."""
-        jobs, lengths = [], []
-        for i, request in enumerate(requests):
-            prompt, keys = request.args
-            asked = read_generation(keys, getattr(request, "task_name", None) or "of this request")
-            # spelled in letters it ends an answer too
-            until = handle_stop_sequences(list(asked.until), self.end_text)
-            ids = self.tok_encode(prompt) or [self.eot_token_id]
-            n_new = min(asked.n_new, max(self.n_ctx - len(ids), self.n_ctx // 2, 1))
-            kept = ids[-max(1, self.n_ctx - n_new) :]
-            self.n_truncated += len(kept) < len(ids)
-            jobs.append((kept, n_new, until, i))
-            lengths.append(asked.n_new)
-        batch_list = []
-        for length, alike in groupby(
-            sorted(jobs, key=lambda job: -len(job[0])), key=lambda job: len(job[0])
-        ):
+        jobs = [self._job(request, i) for i, request in enumerate(requests)]
+        batches: list[list[Job]] = []
+        longest_first = sorted(jobs, key=lambda job: -len(job.prompt))
+        for length, equally_long in groupby(longest_first, key=lambda job: len(job.prompt)):
             # the cache knows no padding
-            batch_list += batched(alike, max(1, min(self.micro_batch, self.budget // length)))
-        found = sorted(self._shared_out(batch_list, self._answer, list(map(len, batch_list))))
-        n_allowed = {i: n_new for _, n_new, _, i in jobs}
-        self.n_shortened += sum(
-            not has_ended and n_allowed[i] < lengths[i] for i, _, has_ended in found
-        )
-        return [text for _, text, _ in found]
+            size = max(1, min(self.micro_batch, self.budget // length))
+            batches += batched(equally_long, size)
+        texts = self._work_by_all(batches, self._answer, list(map(len, batches)))
+        texts.sort(key=lambda text: text.request)
+        for job, text in zip(jobs, texts, strict=True):
+            self.n_shortened += not text.has_ended and job.n_new < job.n_asked
+        return [text.text for text in texts]
 
-    def _answer(
-        self, batch: list[tuple[list[int], int, list[str], int]]
-    ) -> list[tuple[int, str, bool]]:
-        """(request, text, whether it ended by itself) of each job: prompt, new tokens at most, stop
-        strings, request."""
-        ids = torch.tensor([job[0] for job in batch], device=self._device)
-        new: list[list[int]] = [[] for _ in batch]
-        done, has_ended = [False] * len(batch), [False] * len(batch)
-        for tokens in stream(
-            self.model,
-            ids,
-            max(job[1] for job in batch),
-            0.0,
-            None,
-            n_ids=self.tokenizer_ours.vocab_size,
-        ):
-            for row, (token, (_, n_new, until, _)) in enumerate(
-                zip(tokens.tolist(), batch, strict=True)
-            ):
-                if done[row]:
-                    continue
-                if token in self.ends:
-                    done[row] = has_ended[row] = True
-                    continue
-                new[row].append(token)
-                text = self.tokenizer_ours.decode(new[row])
-                has_ended[row] = any(stop in text for stop in until)
-                done[row] = has_ended[row] or len(new[row]) == n_new
-            if all(done):
+    def _job(self, request: Any, i: int) -> Job:
+        prompt, keys = request.args
+        generation = read_generation(keys, getattr(request, "task_name", None) or "of this request")
+        # spelled in letters it ends an answer too
+        until = handle_stop_sequences(list(generation.until), self.end_text)
+        ids = self.tok_encode(prompt) or [self.eot_token_id]
+        n_new = min(generation.n_new, max(self.n_ctx - len(ids), self.n_ctx // 2, 1))
+        prompt_ids = ids[-max(1, self.n_ctx - n_new) :]
+        self.n_truncated += len(prompt_ids) < len(ids)
+        return Job(prompt_ids, n_new, generation.n_new, until, i)
+
+    def _answer(self, batch: list[Job]) -> list[GeneratedText]:
+        """The text of each job; all prompts have one length."""
+        rows = [_GrowingText(job, self.tokenizer_ours, self.ends) for job in batch]
+        ids = torch.tensor([job.prompt for job in batch], device=self._device)
+        most = max(job.n_new for job in batch)
+        n_ids = self.tokenizer_ours.vocab_size
+        for tokens in stream(self.model, ids, most, 0.0, None, n_ids=n_ids):
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                row.add(token)
+            if all(row.is_done for row in rows):
                 break
-        texts = [self.tokenizer_ours.decode(row, skip_special=True) for row in new]
-        return [
-            (i, postprocess_generated_text(text, until, None), is_whole)
-            for text, is_whole, (_, _, until, i) in zip(texts, has_ended, batch, strict=True)
-        ]
+        return [row.finished() for row in rows]
 
 
-# ----------------------------------------------------------------------------------------- batches
+class _GrowingText:
+    """The text of a job while it is generated."""
 
+    def __init__(self, job: Job, tokenizer: Tokenizer, ends: tuple[int, ...]):
+        self._job = job
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._tokens: list[int] = []
+        self._has_ended = False  # by itself: at an end of text or a stop string
+        self.is_done = False
 
-def plan(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
-    """Batches of all rows (different from each other, none empty), padded to at most `budget`
-    tokens where one row has no more. Those without a shared beginning go first, the longest
-    leading: memory runs out at once or never."""
-    order = sorted(range(len(rows)), key=rows.__getitem__)  # neighbours share most
-    # of tuples too: each with the next
-    shared = [len(commonprefix([rows[a], rows[b]])) for a, b in pairwise(order)] + [0]
-    # (0, [row]) of a row alone; (length of the shared beginning, rows that share it)
-    alone, alike, i = [], [], 0
-    while i < len(order):
-        start, past = i, 0
-        while shared[i] >= LEAST_SHARED:
-            joined = min(past, shared[i]) if past else shared[i]
-            # the next has more in common with those behind it
-            if joined < LIKE * max(past, shared[i + 1]):
-                break
-            past, i = joined, i + 1
-        (alike if past else alone).append((past, order[start : i + 1]))
-        i += 1
-    parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
-    batches = [(0, [alone[i][1] for i in part]) for part in parts]
-    parts = chunks([past for past, _ in alike], 0, budget)
-    return batches + [(alike[part[-1]][0], [alike[i][1] for i in part]) for part in parts]
+    def add(self, token: int) -> None:
+        if self.is_done:
+            return
+        if token in self._ends:
+            self.is_done = self._has_ended = True
+            return
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        self._has_ended = any(stop in text for stop in self._job.until)
+        self.is_done = self._has_ended or len(self._tokens) == self._job.n_new
 
-
-def chunks(lengths: Sequence[int], past: int, budget: int, like: float = LIKE) -> list[list[int]]:
-    """Places of `lengths`, longest first, in chunks of at most `budget` tokens, padding and the
-    past included; in a chunk each is at least `like` times the longest."""
-    order, out = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
-    for i in order:
-        if (
-            out
-            and (longest := lengths[out[-1][0]]) * like <= lengths[i]
-            and (len(out[-1]) + 1) * (past + longest) <= budget
-        ):
-            out[-1].append(i)
-        else:
-            out.append([i])
-    return out
+    def finished(self) -> GeneratedText:
+        text = self._tokenizer.decode(self._tokens, skip_special=True)
+        text = postprocess_generated_text(text, self._job.until, None)
+        return GeneratedText(self._job.request, text, self._has_ended)

@@ -13,25 +13,26 @@ out/RUN/eval/probe_RECIPE.jsonl: what quantisation does to the weights and activ
 Linear on one validation batch (rows as in fp8/probe.py; `python scaling/figures.py --fp8
 out/RUN` draws them)."""
 
-import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from eval.sample import (
+from eval.inference import (
+    Inference,
     Recipe,
     check_recipe,
     load_for_inference,
     pick_device,
-    read_json,
+    read_json_or_empty,
     read_tokenizer,
 )
+from eval.results import ArmLoss, PrecisionRecord, write_precision
 from fp8 import probe, selection
 from lib.command import command, run_command
 from lib.errors import UserError
-from lib.files import to_line, write_atomically, write_json
+from lib.files import to_line, write_atomically
 from lib.text import grid
 from lib.values import FilePath
 from runtime.config import Config, read_config
@@ -50,57 +51,69 @@ class Options:
 @command(__doc__, Options, "run")
 def main(options: Options) -> str:
     """Measure BF16 and every recipe, write what was found, return the table."""
-    config, device, run_dir = (
-        read_config(options.run),
-        pick_device(options.device),
-        Path(options.run),
-    )
+    config = read_config(options.run)
+    device, run_dir = pick_device(options.device), Path(options.run)
     for recipe in options.recipes:  # all of them before the first checkpoint is read
         check_recipe(config, recipe, device)
     data = Data(config, *read_tokenizer(config, run_dir).hashes)
-    if read_json(run_dir / "summary.json").get("val_sha256", data.val_sha256) != data.val_sha256:
+    _check_validation(data, run_dir)
+    (run_dir / "eval").mkdir(exist_ok=True)
+    micro_batch = options.micro_batch or config.data.micro_batch
+    assert isinstance(micro_batch, int)  # a run's own config holds what "auto" became
+    bf16, reference = _arm("off", options, config, data, micro_batch)
+    arms = {}
+    for recipe in options.recipes:
+        arm, val = _arm(recipe, options, config, data, micro_batch, bf16.step)
+        arms[recipe] = _with_difference(arm, val, reference)
+    record = PrecisionRecord(
+        run=str(options.run),
+        step=bf16.step,
+        device=str(device),
+        micro_batch=micro_batch,
+        n_ctx=data.n_ctx,
+        sequences={source: len(data.val[source]) for source in data.sources},
+        weights=data.weights,
+        val_sha256=data.val_sha256,
+        bf16=bf16,
+        fp8=arms,
+    )
+    write_precision(run_dir / "eval" / "precision.json", record)
+    return precision_table(record)
+
+
+def _check_validation(data: Data, run_dir: Path) -> None:
+    """Raises UserError where the validation tokens are not those that the run was measured on."""
+    summary = read_json_or_empty(run_dir / "summary.json")
+    if summary.get("val_sha256", data.val_sha256) != data.val_sha256:
         raise UserError(
             f"{data.config.data.dir} holds other validation tokens than {run_dir} was measured on:"
             " restore them"
         )
-    (run_dir / "eval").mkdir(exist_ok=True)
-    micro_batch, arms, vals = options.micro_batch or config.data.micro_batch, {}, {}
-    for recipe in ("off", *options.recipes):
-        arms[recipe], vals[recipe] = _arm(
-            recipe, options, config, data, micro_batch, arms.get("off", {}).get("step")
-        )
-    reference, bf16 = vals.pop("off"), arms.pop("off")
-    for recipe, val in vals.items():
-        pairs = {
-            source: losses - reference.sequences[source] for source, losses in val.sequences.items()
-        }
-        # its loss and error are those of the differences
-        gap = ValLoss(pairs, reference.weights, reference.targets)
-        arms[recipe] |= {
-            "difference": gap.loss,
-            "difference_se": gap.standard_error,
-            "difference_percent": 100 * gap.loss / reference.loss,
-        }
-    record = {
-        "run": str(options.run),
-        "step": bf16["step"],
-        "device": str(device),
-        "micro_batch": micro_batch,
-        "n_ctx": data.n_ctx,
-        "sequences": {source: len(data.val[source]) for source in data.sources},
-        "weights": data.weights,
-        "val_sha256": data.val_sha256,
-        "bf16": bf16,
-        "fp8": arms,
+
+
+def _with_difference(arm: ArmLoss, val: ValLoss, reference: ValLoss) -> ArmLoss:
+    """The arm with its distance from BF16, whose losses are `reference`."""
+    differences = {
+        source: losses - reference.sequences[source] for source, losses in val.sequences.items()
     }
-    # null for a loss that overflowed
-    write_json(run_dir / "eval" / "precision.json", json.loads(to_line(record)))
-    return table(record)
+    # its loss and error are those of the differences
+    gap = ValLoss(differences, reference.weights, reference.targets)
+    return replace(
+        arm,
+        difference=gap.loss,
+        difference_se=gap.standard_error,
+        difference_percent=100 * gap.loss / reference.loss,
+    )
 
 
 def _arm(
-    recipe: str, options: Options, config: Config, data: Data, micro_batch: int, step: int | None
-) -> tuple[dict, ValLoss]:
+    recipe: str,
+    options: Options,
+    config: Config,
+    data: Data,
+    micro_batch: int,
+    step: int | None = None,
+) -> tuple[ArmLoss, ValLoss]:
     """Load, evaluate, probe; the model is gone before the next arm's is loaded. step: the first
     arm's, as the run may go on."""
     start = time.perf_counter()
@@ -108,60 +121,65 @@ def _arm(
     if recipe != "off":
         print("\n".join(selection.table(inference.layers, recipe, inference.device.type)[-2:]))
     val = evaluate(inference.model, data.val, data.weights, micro_batch, inference.device)
-    arm = {
-        "loss": val.loss,
-        "loss_se": val.standard_error,
-        "sources": {s: val.source_loss(s) for s in val.sequences},
-        "step": inference.step,
-        "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe},
-    }
-    name = "bf16" if recipe == "off" else recipe
-    print(
-        f"{name}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s", flush=True
+    assert val is not None  # it is for rank 0, which is alone here
+    arm = ArmLoss(
+        loss=val.loss,
+        loss_se=val.standard_error,
+        sources={source: val.source_loss(source) for source in val.sequences},
+        step=inference.step,
+        layers={layer.name: layer.recipe for layer in inference.layers if layer.recipe},
     )
+    name = "bf16" if recipe == "off" else recipe
+    seconds = time.perf_counter() - start
+    print(f"{name}: validation loss {val.loss:.4f}, {seconds:.0f} s", flush=True)
     if recipe != "off":
-        # the loss's scale concerns gradients alone
-        recipes, seen = selection.recipes(inference.layers, loss_scale=1.0), {}
-        # The first sequences of all sources in turn: mixed, as training batches are.
-        rounds = range(max(map(len, data.val.values())))
-        order = [(val, i) for i in rounds for val in data.val.values() if i < len(val)][
-            :micro_batch
-        ]
-        x, y = (
-            torch.cat(parts)
-            for parts in zip(*(val.batch(i, i + 1) for val, i in order), strict=True)
-        )
-        n = probe.sequences(*x.shape, config.probe.tokens)
-        with torch.no_grad(), probe.watching(inference.model, recipes, seen):
-            inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
-        rows = b"".join(map(to_line, probe.rows(inference.step, seen, recipes)))
-        write_atomically(Path(options.run) / "eval" / f"probe_{recipe}.jsonl", rows)
+        path = Path(options.run) / "eval" / f"probe_{recipe}.jsonl"
+        write_atomically(path, _probe(inference, config, data, micro_batch))
     return arm, val
 
 
-def table(record: dict) -> str:
+def _probe(inference: Inference, config: Config, data: Data, micro_batch: int) -> bytes:
+    """Rows of fp8/probe.py, as JSON lines, of one validation batch."""
+    # the loss's scale concerns gradients alone
+    recipes = selection.recipes(inference.layers, loss_scale=1.0)
+    x, y = _mixed_batch(data, micro_batch)
+    n = probe.sequences(x.size(0), x.size(1), config.probe.tokens)
+    statistics: dict = {}
+    with torch.no_grad(), probe.watching(inference.model, recipes, statistics):
+        inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
+    rows = probe.rows(inference.step, statistics, recipes)
+    return b"".join(map(to_line, rows))
+
+
+def _mixed_batch(data: Data, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, y (at most micro_batch, T): the first sequences of all sources in turn, mixed as training
+    batches are."""
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i in range(max(map(len, data.val.values()))):
+        for val in data.val.values():
+            if i < len(val) and len(batches) < micro_batch:
+                batches.append(val.batch(i, i + 1))
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def precision_table(record: PrecisionRecord) -> str:
     """What FP8 costs, as Markdown."""
-    bf16, arms, n = record["bf16"], record["fp8"], str(sum(record["sequences"].values()))
-    losses = [
-        ["measure", "n", "BF16", *arms],
-        [
-            "validation loss [nats/token]",
-            n,
-            *(f"{arm['loss']:.4f}" for arm in (bf16, *arms.values())),
-        ],
-        [
-            "minus BF16, paired",
-            n,
-            "",
-            *(
-                f"{arm['difference']:+.5f}"
-                + ("" if (error := arm["difference_se"]) is None else f" ± {error:.5f}")
-                for arm in arms.values()
-            ),
-        ],
-        ["minus BF16 [%]", n, "", *(f"{arm['difference_percent']:+.3f}" for arm in arms.values())],
+    n = str(sum(record.sequences.values()))
+    arms = list(record.fp8.values())
+    losses = [f"{arm.loss:.4f}" for arm in (record.bf16, *arms)]
+    percents = [f"{arm.difference_percent:+.3f}" for arm in arms]
+    lines = [
+        ["measure", "n", "BF16", *record.fp8],
+        ["validation loss [nats/token]", n, *losses],
+        ["minus BF16, paired", n, "", *map(_difference, arms)],
+        ["minus BF16 [%]", n, "", *percents],
     ]
-    return f"\n{grid(losses)}\n\n± is one standard error over the validation sequences."
+    return f"\n{grid(lines)}\n\n± is one standard error over the validation sequences."
+
+
+def _difference(arm: ArmLoss) -> str:
+    text = f"{arm.difference:+.5f}"
+    return text if arm.difference_se is None else f"{text} ± {arm.difference_se:.5f}"
 
 
 if __name__ == "__main__":

@@ -1,23 +1,15 @@
 """Load lm-eval's tasks by their names; keep their data in a folder, from which they are scored
-without network; make two of a run's validation shards, which need no download."""
+without network."""
 
 import difflib
 import logging
 import os
-import random
-import re
 import sys
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from eval.generation import read_generation
 from lib.errors import UserError
-from runtime.config import read_config
-from runtime.shards import LOSS_MASK_BIT, read_index
-from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 DEMO_TASKS = Path(__file__).parent / "demo_tasks"
 DEMO = ("val_ppl", "val_cloze")
@@ -38,7 +30,13 @@ CORE = (
 # than all of core.
 FULL = (*CORE, "mmlu", "commonsense_qa")
 GROUPS = {"demo": DEMO, "core": CORE, "full": FULL}
-
+# Environment variables by which no library asks the network.
+OFFLINE_SWITCHES = (
+    "HF_HUB_OFFLINE",
+    "HF_DATASETS_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_EVALUATE_OFFLINE",
+)
 # Where lm-eval 0.4.13 keeps those whose folder is not called like them. Its index of 14,000 YAMLs
 # takes ten seconds that these need not wait for; others do, as a group may name tasks of other
 # folders.
@@ -66,89 +64,117 @@ def load(
     To come before any import of lm-eval and datasets, which then read their settings. With
     `offline`, the folder that fetch() filled, and for the demo tasks no library asks the
     network."""
+    _set_environment(names, offline)
+    say_warnings(include)
+    check_include(include)
+    manager = _task_manager(names, include, run_dir)
+    loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in names:
+        part = _load_name(manager, name)
+        for key, task in part["tasks"].items():
+            _set_examples(task)
+            _check_examples(name, key, task, loaded["tasks"])
+        for kind in loaded:
+            loaded[kind] |= part[kind]
+    for name, task in loaded["tasks"].items():
+        task.set_fewshot_seed(seed=1234)  # lm-eval's own default, for equal few-shot examples
+        _check_kind(name, task)
+    return loaded
+
+
+def _set_environment(names: list[str], offline: str | None) -> None:
+    """What lm-eval and datasets read when they are imported."""
     # lm-eval's bootstrap would fork a process that holds torch's threads
     os.environ["DISABLE_MULTIPROC"] = "1"
     if offline is not None:
         os.environ["HF_DATASETS_CACHE"] = os.path.abspath(offline)
-    if offline is not None or set(names) <= set(DEMO):
-        for name in (
-            "HF_HUB_OFFLINE",
-            "HF_DATASETS_OFFLINE",
-            "TRANSFORMERS_OFFLINE",
-            "HF_EVALUATE_OFFLINE",
-        ):
+    needs_network = offline is None and not set(names) <= set(DEMO)
+    if not needs_network:
+        for name in OFFLINE_SWITCHES:
             os.environ[name] = "1"
-    say_warnings(include)
-    check_include(include)
+
+
+def _task_manager(names: list[str], include: str | None, run_dir: str | None) -> Any:
+    """lm-eval's TaskManager that knows all `names`. Raises UserError for one that is no task."""
     import datasets
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()  # of each data set that it finds in the folder
-    theirs = Path(lm_eval.__file__).parent / "tasks"
-    folders = dict.fromkeys(theirs / FOLDERS.get(name, name) for name in names if name in FULL)
+    their_folder = Path(lm_eval.__file__).parent / "tasks"
+    folders = dict.fromkeys(
+        their_folder / FOLDERS.get(name, name) for name in names if name in FULL
+    )
     for is_whole_index in (False, True):
         manager = TaskManager(
             include_path=[*folders, DEMO_TASKS, *([include] if include else [])],
             include_defaults=is_whole_index,
             metadata={"run_dir": run_dir} if set(DEMO) & set(names) else None,
         )
-        unknown = [name for name in names if name not in manager.all_tasks]
-        if not unknown:
-            break
-    else:
-        near = difflib.get_close_matches(unknown[0], [*GROUPS, *manager.all_tasks], 3, cutoff=0.5)
+        absent = [name for name in names if name not in manager.all_tasks]
+        if not absent:
+            return manager
+    choices = [*GROUPS, *manager.all_tasks]
+    close_names = difflib.get_close_matches(absent[0], choices, 3, cutoff=0.5)
+    raise UserError(
+        f"there is no task {absent[0]!r}; `lm-eval ls tasks` lists all; near:"
+        f" {', '.join(close_names) or 'none'}"
+    )
+
+
+def _load_name(manager: Any, name: str) -> dict:
+    """lm-eval's TaskDict of one task, group or tag. Raises UserError."""
+    try:
+        return manager.load([name])
+    except UserError:
+        raise
+    except Exception as error:
+        # a task is foreign code and foreign data: whatever it raises, name the task
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"there is no task {unknown[0]!r}; `lm-eval ls tasks` lists all; near:"
-            f" {', '.join(near) or 'none'}"
+            f"the task {name!r} could not be loaded ({type(error).__name__}: {reason}): its data"
+            " come from where its YAML has them, the Hugging Face Hub, or offline=DIR after"
+            " --fetch DIR"
+        ) from error
+
+
+def _set_examples(task: Any) -> None:
+    """Give a task whose YAML does not name it a number of examples in the prompt.
+
+    Of mmlu five examples are shown, though lm-eval itself shows none (Hendrycks et al.,
+    2009.03300)."""
+    if task.get_config("num_fewshot") is None:
+        is_mmlu = task.config.dataset_path == "cais/mmlu"
+        task.set_config(key="num_fewshot", value=5 if is_mmlu else 0)
+
+
+def _check_examples(name: str, key: str, task: Any, loaded: dict) -> None:
+    """Raises UserError where the task `key` of `name` was loaded with another number of examples
+    before."""
+    shots = task.get_config("num_fewshot")
+    if key in loaded and loaded[key].get_config("num_fewshot") != shots:
+        raise UserError(
+            f"{name} shows {shots} examples to {key!r}, other tasks= another number: score"
+            " them one by one"
         )
-    loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
-    for name in names:
-        try:
-            part = manager.load([name])
-        except UserError:
-            raise
-        except Exception as error:
-            # a task is foreign code and foreign data: whatever it raises, name the task
-            said = (str(error).strip().splitlines() or [""])[0]
-            raise UserError(
-                f"the task {name!r} could not be loaded ({type(error).__name__}: {said}): its data"
-                " come from where its YAML has them, the Hugging Face Hub, or offline=DIR after"
-                " --fetch DIR"
-            ) from error
-        for key, task in part["tasks"].items():
-            if task.get_config("num_fewshot") is None:
-                # Of mmlu five examples are shown, though lm-eval itself shows none (Hendrycks et
-                # al., 2009.03300).
-                task.set_config(
-                    key="num_fewshot", value=5 if task.config.dataset_path == "cais/mmlu" else 0
-                )
-            if loaded["tasks"].get(key, task).get_config("num_fewshot") != (
-                shots := task.get_config("num_fewshot")
-            ):
-                raise UserError(
-                    f"{name} shows {shots} examples to {key!r}, other tasks= another number: score"
-                    " them one by one"
-                )
-        for key in loaded:
-            loaded[key] |= part[key]
-    for name, task in loaded["tasks"].items():
-        task.set_fewshot_seed(seed=1234)  # lm-eval's own default, for equal few-shot examples
-        if getattr(task, "MULTIMODAL", False):
-            raise UserError(
-                f"the task {name!r} shows images or plays sound, but the models here read text:"
-                " leave it out"
-            )
-        if getattr(task, "UNSAFE_CODE", False):
-            raise UserError(
-                f"the task {name!r} runs code that the model has written, which is not done here:"
-                " leave it out"
-            )
-        if task.OUTPUT_TYPE == "generate_until":
-            # refuses what is not greedy
-            read_generation(task.get_config("generation_kwargs"), name)
-    return loaded
+
+
+def _check_kind(name: str, task: Any) -> None:
+    """Raises UserError where a task needs more than text, runs code, or wants answers that are not
+    greedy."""
+    if getattr(task, "MULTIMODAL", False):
+        raise UserError(
+            f"the task {name!r} shows images or plays sound, but the models here read text:"
+            " leave it out"
+        )
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(
+            f"the task {name!r} runs code that the model has written, which is not done here:"
+            " leave it out"
+        )
+    if task.OUTPUT_TYPE == "generate_until":
+        read_generation(task.get_config("generation_kwargs"), name)
 
 
 # What lm-eval says of nearly every task, and what its documentation promises: a default that it
@@ -225,13 +251,13 @@ def check_include(include: str | None) -> None:
             ) from error
 
 
-def watch_requests(task) -> None:
+def watch_requests(task: Any) -> None:
     """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError
     where it fails, and where an answer is empty: without a token its log-likelihood is 0, above
     that of every other, and acc_norm divides by its length."""
     build = task.build_all_requests
 
-    def build_and_check(*args, **settings) -> None:
+    def build_and_check(*args: Any, **settings: Any) -> None:
         try:
             build(*args, **settings)
         except MemoryError:
@@ -255,7 +281,7 @@ def watch_requests(task) -> None:
     task.build_all_requests = build_and_check
 
 
-def empty_answer(request) -> UserError:
+def empty_answer(request: Any) -> UserError:
     """What is said of a request of lm-eval whose answer has nothing that could be scored."""
     return UserError(
         f"the task {request.task_name!r} has an empty answer in its document"
@@ -275,126 +301,3 @@ def fetch(folder: str, words: tuple[str, ...], include: str | None) -> str:
         f"{name}: {len(task.eval_docs):,} documents"
         for name, task in load(names, include)["tasks"].items()
     )
-
-
-# -------------------------- the demo's tasks: the same for every run on the same validation shards
-
-DOCUMENTS = 32  # per source, val_ppl
-CHARACTERS = 4096  # of each document, val_ppl
-QUESTIONS = 100  # per source, val_cloze
-CONTEXT, CHOICE = 96, 32  # characters: both fit a context of 128 bytes
-N_CHOICES = 4
-
-
-def documents(run_dir: str, **_) -> dict:
-    """val_ppl, {"validation": a dataset of `source`, `text`}: documents, cut to CHARACTERS, for
-    their bits per byte."""
-    rows = [
-        {"source": source, "text": text}
-        for source, *texts in _sources(run_dir)
-        for text in _pick(*texts, DOCUMENTS, f"val_ppl/{source}", lambda text: text[:CHARACTERS])
-    ]
-    return _dataset(rows, run_dir)
-
-
-def questions(run_dir: str, **_) -> dict:
-    """val_cloze, {"validation": a dataset of `source`, `context`, `choices`, `label`}: a piece of a
-    document, and four that may follow: its own, three of other documents of the same source, cut
-    from them by the same rule. Only the context tells them apart, so a model that ignores it scores
-    25 %, whatever it has learned about the language."""
-    rows = []
-    for source, *texts in _sources(run_dir):
-        usable = _pick(
-            *texts,
-            QUESTIONS,
-            f"val_cloze/{source}",
-            lambda text: (places := _places(text)) and (text, places),
-        )
-        rng = random.Random(f"val_cloze/{source}/cuts")
-        # in turn: few documents serve several times
-        for q in range(QUESTIONS if len(usable) >= N_CHOICES else 0):
-            asked = q % len(usable)
-            context, answer = _cut(usable[asked], rng)
-            choices = [answer]
-            for other in rng.sample(range(len(usable)), len(usable)):
-                if (
-                    other != asked
-                    and len(choices) < N_CHOICES
-                    and (piece := _cut(usable[other], rng)[1]) not in choices
-                ):
-                    choices.append(piece)
-            if len(choices) == N_CHOICES:
-                rng.shuffle(choices)
-                rows.append(
-                    {
-                        "source": source,
-                        "context": context,
-                        "choices": choices,
-                        "label": choices.index(answer),
-                    }
-                )
-    return _dataset(rows, run_dir)
-
-
-def _places(text: str) -> list[int]:
-    """Where a text may be cut: before a blank, where tokenizers that merge letters part too, with
-    enough on either side."""
-    ends = (m.end() for m in re.finditer(r"\S(?=\s)", text))
-    return [
-        i for i in ends if CONTEXT <= i <= len(text) - CHOICE and not text[i : i + CHOICE].isspace()
-    ]
-
-
-def _cut(usable: tuple[str, list[int]], rng: random.Random) -> tuple[str, str]:
-    """A context and what follows it."""
-    text, places = usable
-    i = rng.choice(places)
-    return text[i - CONTEXT : i], text[i : i + CHOICE]
-
-
-def _dataset(rows: list[dict], run_dir: str) -> dict:
-    import datasets  # here, because it takes a second that only an evaluation should pay
-
-    if not rows:
-        raise UserError(
-            f"no source of {run_dir} has {N_CHOICES} validation documents of"
-            f" {CONTEXT + CHOICE} characters"
-        )
-    return {"validation": datasets.Dataset.from_list(rows)}
-
-
-def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
-    """Each source, the ids of its validation documents, prompts included, and what decodes them."""
-    data = read_config(run_dir).data
-    tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), data.tokenizer))
-    for source in sorted(data.mixture):
-        folder, documents, skip = Path(data.dir) / source, [], len(tokenizer.prefix)
-        index = read_index(folder)
-        if (
-            index.tokenizer != tokenizer.kind
-            or not tokenizer.goes_by(index.tokenizer_sha256)
-            and tokenizer.kind == "folder"
-        ):
-            raise UserError(
-                f"{folder} was made with another tokenizer than {run_dir}: prepare the data with"
-                f" {tokenizer.name}"
-            )
-        for path in (shard.path for shard in index.splits["val"].shards if shard.tokens):
-            ids = np.memmap(path, dtype=index.dtype, mode="r")
-            is_chat = "messages" in index.selection.get("instruct", ())
-            # nothing is learned of it there
-            border = LOSS_MASK_BIT | np.uint32(tokenizer.eot) if is_chat else tokenizer.eot
-            # a document's tail in the next shard is left out
-            starts = np.flatnonzero(ids == border)
-            documents += [
-                ids[a + skip : b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)
-            ]
-        yield source, documents, tokenizer
-
-
-def _pick(documents: list[np.ndarray], tokenizer: Tokenizer, n: int, seed: str, transform) -> list:
-    """transform(text) of n documents drawn without replacement, passing over those it returns
-    nothing for."""
-    order = random.Random(seed).sample(range(len(documents)), len(documents))
-    found = (transform(tokenizer.decode((documents[i] & ~LOSS_MASK_BIT).tolist())) for i in order)
-    return list(islice(filter(None, found), n))

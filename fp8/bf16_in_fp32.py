@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fp8.linears import ConvertedLinear
+from fp8.linears import ConvertedLinear, EmulatedLinear
 from model import Attention, Linear
 
 
@@ -56,11 +56,14 @@ class AttentionInFp32(Attention):
 
 
 def convert(model: nn.Module) -> None:
-    """Replace every Linear that FP8 leaves alone, and every attention; weights and names stay."""
+    """Replace every Linear that FP8 leaves alone, and every attention, and emulate FP8 in fp32 too;
+    weights and names stay."""
     for name, module in list(model.named_modules()):
         if type(module) is Attention:
             model.set_submodule(name, AttentionInFp32(module))
     for name, module in list(model.named_modules()):
         if type(module) is Linear:
             model.set_submodule(name, LinearInFp32(module))
+        if isinstance(module, EmulatedLinear):
+            module.has_units = False
     model.is_in_fp32 = True  # type: ignore[assignment]  # in_bf16() evaluates the same way

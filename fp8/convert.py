@@ -14,16 +14,20 @@ from model import GPT, Linear
 
 
 def convert(
-    model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str = "cpu"
+    model: nn.Module,
+    config: FP8Config,
+    loss_scale: float = 1.0,
+    device_type: str = "cpu",
+    has_kernels: bool | None = None,
 ) -> list[Layer]:
     """Convert the selected Linears of `model`; returns the verdict on every Linear. Weights, their
     names and hence checkpoints stay. Raises UserError as select() and implementation() do, and
     where the head's loss is another than the one that our kernels compute.
 
     loss_scale as in for_loss_scale(); device_type "cuda" or "cpu": where the model, perhaps on the
-    meta device, will run."""
+    meta device, will run; has_kernels as in select()."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    layers = select(model, config, gpu)
+    layers = select(model, config, gpu, has_kernels)
     for layer in layers:
         if layer.recipe is None:
             continue
@@ -31,7 +35,7 @@ def convert(
         recipe = replace(scaled, fast_backward=config.fast_backward)
         linear = model.get_submodule(layer.name)
         assert isinstance(linear, nn.Linear)
-        if _computes_loss(layer, recipe):
+        if _computes_loss(layer, recipe, config):
             assert isinstance(model, GPT)
             check_is_cross_entropy(model.loss_of_logits)
         model.set_submodule(layer.name, converted(linear, layer, recipe, config, device_type))
@@ -44,7 +48,7 @@ def converted(
     """What stands in the place of a Linear, by its verdict."""
     computed_by = implementation(recipe.name, layer.kernels, config.all_gather, device_type)
     if computed_by == "kernels":
-        kernel_linear = FP8Head if _computes_loss(layer, recipe) else FP8KernelLinear
+        kernel_linear = FP8Head if _computes_loss(layer, recipe, config) else FP8KernelLinear
         return kernel_linear(linear, recipe, config.scaling == "delayed")
     if computed_by == "torchao":
         return torchao_linear(linear, recipe, config, is_emulated=device_type == "cpu")
@@ -55,9 +59,11 @@ def converted(
     return EmulatedLinear(linear, recipe)
 
 
-def _computes_loss(layer: Layer, recipe: Recipe) -> bool:
-    """Whether a Linear is a head whose loss our kernels compute with its matmuls."""
-    return layer.kernels and layer.name == "head" and not recipe.has_bf16_weight_grad
+def _computes_loss(layer: Layer, recipe: Recipe, config: FP8Config) -> bool:
+    """Whether a Linear is a head whose loss our kernels compute with its matmuls: where the config
+    names them, because the scale of its gradient is then another one than torchao's."""
+    is_asked_for = layer.kernels and config.kernels is True
+    return is_asked_for and layer.name == "head" and not recipe.has_bf16_weight_grad
 
 
 def keep_bf16_copies(model: nn.Module) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 
 from fp8.kernels import BF16KernelLinear, FP8KernelLinear, KernelLinear, cast_into, empty_layouts
 from fp8.rounding import FORMATS, scale_for
 from fp8.sharded import is_wrapped, max_over_ranks
+from lib.sharding import is_fsdp_module
 
 
 def kernel_linears(model: nn.Module) -> list[KernelLinear]:
@@ -43,7 +43,7 @@ def _refresh_fp8_copies(model: nn.Module, linears: list[FP8KernelLinear]) -> Non
     """Scales over all weights at once where that is one kernel: launches for a hundred Linears
     would take the host longer than the GPU."""
     # FSDP2 frees gathered weights: there only the scales stay
-    is_sharded = isinstance(model, FSDPModule)
+    is_sharded = is_fsdp_module(model)
     operand = linears[0].recipe.weight  # of all: what `auto` mixes rounds weights alike
     format: Any = operand.format
     amaxes = _amaxes_of_shards(model, linears) if is_sharded else _amaxes(linears)

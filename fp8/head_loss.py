@@ -24,8 +24,7 @@ from fp8.kernels import (
 from fp8.recipes import E5M2, Recipe
 from fp8.rounding import cast, scale_of
 from lib.errors import UserError
-
-NO_TARGET = -100  # target of a token without loss: ignore_index of F.cross_entropy
+from model import NO_TARGET
 
 
 class FP8HeadLoss(torch.autograd.Function):

@@ -4,13 +4,14 @@ On a CPU every recipe is emulated. Our own Linears are in fp8/kernels.py; fp8/co
 which one takes a Linear's place."""
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
+from fp8.matmul import has_bf16_units, mm_of_bf16_values
 from fp8.recipes import (
     BF16_OPERAND,
     FOR_BOTH_DIMENSIONS,
@@ -18,7 +19,7 @@ from fp8.recipes import (
     Operand,
     Recipe,
 )
-from fp8.rounding import fake_quantise, noise_at, rotated
+from fp8.rounding import fake_quantise, noise_at, quantise_whole, rotated
 from lib.errors import UserError
 
 
@@ -38,22 +39,43 @@ class ConvertedLinear(nn.Linear):
 # ---------------------------------------------------------------------------------------- emulated
 
 
-def emulation_dtype(recipe: Recipe, device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """In which the dequantised operands of activations in `dtype` are multiplied.
+def emulation_dtype(
+    recipe: Recipe, device_type: str, dtype: torch.dtype, has_units: bool = False
+) -> torch.dtype:
+    """In which the dequantised operands of activations in `dtype` are multiplied: `dtype` where it
+    holds them exactly, else fp32.
 
-    fp32 on a CPU: products of float8 values are exact there, and only their sums and the result
-    round, as on real units. On a GPU `dtype`, where it holds dequantised values exactly, else fp32;
-    runtime.parallel.set_torch_flags() keeps TF32 from rounding those."""
-    if device_type == "cpu" or recipe.needs_fp32_emulation:
+    fp32 also on a CPU whose BF16 units are not to be used (has_units): products of float8 values
+    are exact there, and only their sums and the result round, as on real units. On a GPU
+    runtime.parallel.set_torch_flags() keeps TF32 from rounding fp32."""
+    if recipe.needs_fp32_emulation or (device_type == "cpu" and not has_units):
         return torch.float32
     return dtype
+
+
+class Rounded(NamedTuple):
+    """An operand of an emulated matmul."""
+
+    values: torch.Tensor  # in emulation_dtype() and dequantised, or float8 values in fp32
+    inverse: torch.Tensor | None = None  # () of the scale of float8 values
+
+    def t(self) -> "Rounded":
+        return Rounded(self.values.t(), self.inverse)
+
+    def times(self, other: "Rounded", dtype: torch.dtype) -> torch.Tensor:
+        """self (M, K) @ other (K, N) in `dtype`, rounded once."""
+        if self.inverse is None or other.inverse is None:
+            return (self.values @ other.values).to(dtype)
+        sums = mm_of_bf16_values(self.values, other.values)
+        return sums.mul_(self.inverse * other.inverse).to(dtype)
 
 
 class EmulatedMatmul(torch.autograd.Function):
     """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied;
     numerics only.
 
-    position (), salt: of noise_at()."""
+    position (), salt: of noise_at(). has_units: whether the BF16 units of a CPU multiply, where
+    operands or their float8 values are BF16 numbers."""
 
     @staticmethod
     def forward(
@@ -63,58 +85,72 @@ class EmulatedMatmul(torch.autograd.Function):
         position: torch.Tensor | None,
         salt: torch.Tensor | None,
         recipe: Recipe,
+        has_units: bool,
     ) -> torch.Tensor:
-        qx = _dequantised(x, recipe.input, recipe, x.dtype)
-        qw = _dequantised(w, recipe.weight, recipe, x.dtype)
+        how = Rounding(recipe, x.dtype, has_units)
+        qx = how.rounded(x, recipe.input)
+        qw = how.rounded(w, recipe.weight)
         ctx.has_one_rounding = recipe.input.scaling in FOR_BOTH_DIMENSIONS
         has_rounded_x = ctx.has_one_rounding and not recipe.has_bf16_weight_grad
-        ctx.save_for_backward(qx if has_rounded_x else x, w, position, salt)
-        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
-        return (qx @ qw.t()).to(x.dtype)
+        saved_x = qx if has_rounded_x else Rounded(x)
+        ctx.save_for_backward(*saved_x, w, position, salt)
+        ctx.how, ctx.w_dtype = how, w.dtype
+        return qx.times(qw.t(), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple:
-        x, w, position, salt = ctx.saved_tensors
-        recipe, dtype = ctx.recipe, ctx.dtype
+        x, x_inverse, w, position, salt = ctx.saved_tensors
+        how = ctx.how
+        recipe, dtype = how.recipe, how.dtype
         noise = noise_again = None
         if position is not None:
             noise = noise_at(g.shape, position, salt)
             noise_again = noise_at(g.shape, position, salt + 2**60)
-        qg = _dequantised(g, recipe.grad, recipe, dtype, -1, noise)
+        qg = how.rounded(g, recipe.grad, -1, noise)
 
         # the input gradient g w
         if recipe.has_bf16_input_grad:
-            g_bf16 = _dequantised(g, BF16_OPERAND, recipe, dtype)
-            grad_x = g_bf16 @ _dequantised(w.to(dtype), BF16_OPERAND, recipe, dtype)
+            w_bf16 = how.rounded(w.to(dtype), BF16_OPERAND)
+            grad_x = how.rounded(g, BF16_OPERAND).times(w_bf16, dtype)
         else:
-            grad_x = qg @ _dequantised(w, recipe.weight_again or recipe.weight, recipe, dtype, 0)
+            grad_x = qg.times(how.rounded(w, recipe.weight_again or recipe.weight, 0), dtype)
 
         # the weight gradient g' x
         if recipe.has_bf16_weight_grad:
-            grad_w = g.t() @ x
+            grad_w = (g.t() @ x).to(dtype)
         elif ctx.has_one_rounding:  # x was saved rounded
-            grad_w = qg.t() @ x
+            grad_w = qg.t().times(Rounded(x, x_inverse), dtype)
         else:  # scales along the dimension that this matmul sums over
             if recipe.is_rotated:
                 g, x = rotated(g), rotated(x)
-            qg_again = _dequantised(g, recipe.grad, recipe, dtype, 0, noise_again)
-            grad_w = qg_again.t() @ _dequantised(x, recipe.input, recipe, dtype, 0)
-        grad_x, grad_w = grad_x.to(dtype), grad_w.to(dtype).to(ctx.w_dtype)
-        return grad_x, grad_w, None, None, None
+            qg_again = how.rounded(g, recipe.grad, 0, noise_again)
+            grad_w = qg_again.t().times(how.rounded(x, recipe.input, 0), dtype)
+        return grad_x, grad_w.to(ctx.w_dtype), None, None, None, None
 
 
-def _dequantised(
-    x: torch.Tensor,
-    operand: Operand,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    dim: int = -1,
-    noise: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x (any shape) after rounding as `operand` says, in the dtype of the emulated matmul; `dim`
-    and noise as in fake_quantise()."""
-    q = fake_quantise(x, operand, dim, noise)
-    return q.to(emulation_dtype(recipe, x.device.type, dtype))
+@dataclass(frozen=True)
+class Rounding:
+    """How an emulated Linear rounds an operand."""
+
+    recipe: Recipe
+    dtype: torch.dtype  # of the activations
+    has_units: bool  # as EmulatedMatmul has it
+
+    def rounded(
+        self,
+        x: torch.Tensor,
+        operand: Operand,
+        dim: int = -1,
+        noise: torch.Tensor | None = None,
+    ) -> Rounded:
+        """x (any shape) rounded as `operand` says; `dim` and noise as in fake_quantise()."""
+        on_units = self.has_units and not x.is_cuda
+        if on_units and operand.format is None:
+            return Rounded(x)
+        if on_units and self.recipe.has_one_scale_a_tensor and not operand.is_exact_in_bf16:
+            return Rounded(*quantise_whole(x, operand))
+        dtype = emulation_dtype(self.recipe, x.device.type, self.dtype, on_units)
+        return Rounded(fake_quantise(x, operand, dim, noise, dtype))
 
 
 class EmulatedLinear(ConvertedLinear):
@@ -123,6 +159,7 @@ class EmulatedLinear(ConvertedLinear):
     def __init__(self, linear: nn.Linear, recipe: Recipe):
         super().__init__(linear)
         self.recipe = recipe
+        self.has_units = has_bf16_units()  # fp8.bf16_in_fp32 does without
         # Both () int64, see set_position(): tensors, because torch.compile would compile each layer
         # anew for a number of its own.
         self.position: torch.Tensor | None = None
@@ -134,7 +171,9 @@ class EmulatedLinear(ConvertedLinear):
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """(M, K) -> (M, N)"""
-        return EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
+        return EmulatedMatmul.apply(
+            rows, self.weight, self.position, self.salt, self.recipe, self.has_units
+        )
 
     def place(self, name: str, position: int, seed: int) -> None:
         """Set where in the run's tokens the next pass begins; `name` is this Linear's own."""

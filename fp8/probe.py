@@ -1,5 +1,5 @@
-"""Measure now and then what a running model's values lose to FP8, and how large attention logits
-and SwiGLU outputs are.
+"""Measure now and then what a running model's values and matmuls lose to FP8, and how large
+attention logits and SwiGLU outputs are.
 
 Every probe.every steps one extra forward and backward pass, eager, over a few of the step's own
 sequences, with hooks that are removed afterwards. Training is not affected: the compiled step has
@@ -7,9 +7,11 @@ no hooks, and losses and weights are the same bits with and without. out/<run>/p
 row per converted Linear and one per block: LinearRow and BlockRow.
 
 The weight and the activation are the operands of y = x w', the gradient that of the input gradient,
-each scaled over the dimension that its matmul sums over. A later row of a step replaces an earlier
-one (a resumed run repeats steps); null stands for NaN and infinity. Growing logits and SwiGLU
-outliers precede divergence in FP8 (2409.12517, 2405.18710): the block rows."""
+each scaled over the dimension that its matmul sums over. The signal-to-noise ratio of a matmul is
+that of the recipe's reference (fp8/linears.py, scales of the tensors at hand), before its result is
+rounded to BF16. A later row of a step replaces an earlier one (a resumed run repeats steps); null
+stands for NaN and infinity. Growing logits and SwiGLU outliers precede divergence in FP8
+(2409.12517, 2405.18710), so does the kurtosis of activations (2505.20524)."""
 
 import math
 import os
@@ -24,7 +26,7 @@ import torch
 import torch.nn as nn
 
 from fp8.copies import zero_gradients
-from fp8.linears import noise_of
+from fp8.linears import EmulatedMatmul, noise_of
 from fp8.recipes import Operand, Recipe
 from fp8.rounding import FORMATS, fake_quantise, scale_of
 from fp8.sharded import is_wrapped, unwrap
@@ -43,6 +45,7 @@ class Statistics:
     underflow: float  # share of the values that are not zero and become zero
     saturated: float  # share of the values beyond the format's largest after scaling
     error: float  # ||Q(x) - x|| / ||x||
+    kurtosis: float  # mean of x^4 over the square of that of x^2: 1 of equal magnitudes, 3 normal
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,14 @@ class LinearRow:
     step: int
     layer: str  # its name, such as layers.0.attn.qkv
     recipe: str
-    weight: Statistics | None  # operands of y = x w'
-    activation: Statistics | None
-    gradient: Statistics | None  # of the output, as the input gradient's operand
+    weight: Statistics | None = None  # operands of y = x w'
+    activation: Statistics | None = None
+    gradient: Statistics | None = None  # of the output, as the input gradient's operand
+    # signal-to-quantisation-noise ratio [dB] of each matmul's result, 10 log10(||y||^2 /
+    # ||y_fp8 - y||^2), y in fp32: of x w', and with a backward pass of g w and of g' x
+    output_sqnr: float | None = None
+    input_grad_sqnr: float | None = None
+    weight_grad_sqnr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,10 @@ class BlockRow:
 OPERANDS = "weight", "activation", "gradient"
 STATISTICS = tuple(field.name for field in fields(Statistics))
 # what was measured -> the numbers in its tensor
+MATMULS = "output_sqnr", "input_grad_sqnr", "weight_grad_sqnr"
 NAMES = {
     **dict.fromkeys(OPERANDS, STATISTICS),
+    **{matmul: (matmul,) for matmul in MATMULS},
     "attention": ("attention_logit_max",),
     "swiglu": ("swiglu_amax", "swiglu_rms"),
 }
@@ -156,15 +166,26 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
         if (layer, "activation") in seen:
             return
         seen[layer, "activation"] = statistics(inputs[0], recipe.input)
-        if (layer, "weight") not in seen:
+        # gathered as float8: seen before, and its exact values are gone
+        has_exact_weight = (layer, "weight") not in seen
+        if has_exact_weight:
             # under FSDP2 still gathered
             seen[layer, "weight"] = statistics(module.weight, recipe.weight)
+            sqnr = output_sqnr(inputs[0].detach(), module.weight.detach(), recipe)
+            seen[layer, "output_sqnr"] = sqnr[None]
         if output.requires_grad:
-            output.register_hook(
-                lambda g: seen.__setitem__(
-                    (layer, "gradient"), statistics(g, recipe.grad, noise_of(module, g))
-                )
-            )
+            x = inputs[0].detach() if has_exact_weight else None
+            output.register_hook(partial(gradient, layer, recipe, module, x))
+
+    def gradient(
+        layer: str, recipe: Recipe, module: nn.Linear, x: torch.Tensor | None, g: torch.Tensor
+    ) -> None:
+        seen[layer, "gradient"] = statistics(g, recipe.grad, noise_of(module, g))
+        if x is not None:
+            weight = module.weight.detach()
+            sqnr_of_input_grad, sqnr_of_weight_grad = gradient_sqnrs(x, weight, g, recipe, module)
+            seen[layer, "input_grad_sqnr"] = sqnr_of_input_grad[None]
+            seen[layer, "weight_grad_sqnr"] = sqnr_of_weight_grad[None]
 
     def attention(
         block: str, attn: Attention, module: nn.Module, inputs: tuple, output: torch.Tensor
@@ -202,11 +223,13 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
     values = {(module, what): {name: next(flat) for name in NAMES[what]} for module, what in seen}
     rows_of_step: list[LinearRow | BlockRow] = []
     for layer, recipe in recipes.items():
-        operands = {
-            what: Statistics(**values[layer, what]) if (layer, what) in values else None
-            for what in OPERANDS
-        }
-        rows_of_step.append(LinearRow("linear", step, layer, recipe.name, **operands))
+        numbers: dict[str, Any] = {}
+        for operand in OPERANDS:
+            if (layer, operand) in values:
+                numbers[operand] = Statistics(**values[layer, operand])
+        for matmul in MATMULS:
+            numbers |= values.get((layer, matmul), {})
+        rows_of_step.append(LinearRow("linear", step, layer, recipe.name, **numbers))
     for module, what in values:
         if what == "attention":
             number = int(module.split(".")[1])
@@ -216,7 +239,7 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
 
 
 def _as_json(row: LinearRow | BlockRow) -> dict:
-    """A row as it is written: without the operands that were not seen."""
+    """A row as it is written: without the operands and matmuls that were not seen."""
     return {key: value for key, value in asdict(row).items() if value is not None}
 
 
@@ -227,7 +250,7 @@ def _as_json(row: LinearRow | BlockRow) -> dict:
 def statistics(
     x: torch.Tensor, operand: Operand, noise: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (7,)
+    """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (8,)
     fp32, on x's device.
 
     noise: of stochastic rounding, (..., n)."""
@@ -239,9 +262,48 @@ def statistics(
     saturated = ((x * scale).abs() > largest).float().mean()
     size = _norm(x)
     error = torch.where(size == 0, 0.0, _norm(q - x) / size).float()
-    return torch.stack(
-        (x.abs().amax(), scale.amin(), scale.median(), scale.amax(), underflow, saturated, error)
-    )
+    amax = x.abs().amax()
+    spread = (scale.amin(), scale.median(), scale.amax())
+    return torch.stack((amax, *spread, underflow, saturated, error, kurtosis(x)))
+
+
+def kurtosis(x: torch.Tensor) -> torch.Tensor:
+    """The mean of x^4 over the square of the mean of x^2, x (any shape): (), fp32; of zeros 0.
+
+    About zero, not the mean: what FP8 rounds are magnitudes."""
+    squares = x.double().square()
+    mean_square = squares.mean()
+    return torch.where(mean_square == 0, 0.0, squares.square().mean() / mean_square**2).float()
+
+
+@torch.no_grad()
+def output_sqnr(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """The signal-to-quantisation-noise ratio of x w' by `recipe`, x (..., K), weight (N, K): ()
+    fp32, decibels."""
+    rows, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
+    return _sqnr(EmulatedMatmul.apply(rows, weight, None, None, recipe, False), rows @ weight.t())
+
+
+def gradient_sqnrs(
+    x: torch.Tensor, weight: torch.Tensor, g: torch.Tensor, recipe: Recipe, linear: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ratios of the input gradient g w and of the weight gradient g' x by `recipe`, x (..., K),
+    weight (N, K), g (..., N): () fp32 each, decibels. linear: whose position in the run's tokens
+    decides stochastic rounding."""
+    rows = x.reshape(-1, x.shape[-1]).float().requires_grad_()
+    weight = weight.float().requires_grad_()
+    g = g.reshape(-1, g.shape[-1]).float()
+    position, salt = getattr(linear, "position", None), getattr(linear, "salt", None)
+    with torch.enable_grad():
+        y = EmulatedMatmul.apply(rows, weight, position, salt, recipe, False)
+    grad_x, grad_w = torch.autograd.grad(y, (rows, weight), g)
+    with torch.no_grad():
+        return _sqnr(grad_x, g @ weight), _sqnr(grad_w, g.t() @ rows)
+
+
+def _sqnr(quantised: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """() fp32, in decibels; infinite where nothing is lost, NaN of zeros."""
+    return (20 * torch.log10(_norm(exact) / _norm(quantised - exact))).float()
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

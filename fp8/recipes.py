@@ -4,8 +4,8 @@
     python -m fp8.recipes --write  put them there
 
 Config choices, refusals, the plan, the model of speed and the tables of the documentation are made
-from RECIPES. To add a recipe, add an entry here and its reference to tests/fp8/test_linears.py (OPERANDS);
-fp8/README.md has the steps."""
+from RECIPES. To add a recipe, add an entry here and its reference to tests/fp8/test_linears.py
+(OPERANDS); fp8/README.md has the steps."""
 
 import math
 import re
@@ -91,7 +91,7 @@ class Recipe:
     torchao_name: str = ""  # of torchao's recipe, from which the operands here may differ
     native_on: tuple[int, ...] = ()  # major compute capabilities that "prototype" runs on
     capability: tuple[int, int] = (0, 0)  # least one of a GPU that can run it; ATen checks it too
-    has_kernels: bool = False  # fp8.kernels=true computes it as well
+    has_kernels: bool = False  # our kernels compute it as well
     can_gather: bool = False  # fp8.all_gather=true gathers its weights as float8
     is_fast: bool = False  # made for speed: `auto` may choose it
     # bytes that casts move, by what stands behind the name in a label: "", "+kernels", ..
@@ -418,11 +418,13 @@ else:
 class FP8Config:
     # how matmuls are scaled: README's table; auto = per layer, what this GPU gains from
     recipe: RecipeName = "off"
-    # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
-    kernels: bool = False
-    # delayed: activations and gradients by past steps' amaxes; kernels only
+    # who casts: auto = our kernels on a GPU that holds whole weights, where the recipe has them,
+    # torchao elsewhere; true = ours, also a head's loss within its matmul
+    kernels: bool | Literal["auto"] = "auto"
+    # delayed: activations and gradients by past steps' amaxes; our kernels only
     scaling: Literal["current", "delayed"] = "current"
-    # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
+    # fast accumulation backward too, on GPUs: nobody is known to train with it, and one public
+    # record reports NaN gradients by it
     fast_backward: bool = False
     head: bool = False  # convert the head too; the loss is sensitive to it
     first_bf16: int = within(0, math.inf, 0)  # blocks at the input that stay in BF16
@@ -444,8 +446,11 @@ class FP8Config:
         return "+".join([self.recipe, *(self._word(name) for name in settings)])
 
     def _changed(self) -> list[str]:
-        """Fields that have another value than their default."""
-        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        """Fields that have another value than their default; kernels=false changes no number."""
+        names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if self.kernels is False:
+            names.remove("kernels")
+        return names
 
     def _word(self, name: str) -> str:
         """How a label names a field that is set."""
@@ -459,7 +464,7 @@ class FP8Config:
 
     def problems(self) -> Iterator[str]:
         """A sentence for each contradiction between the settings."""
-        if self.recipe == "off" and self != FP8Config():
+        if self.recipe == "off" and self._changed():
             named = ", ".join(f"fp8.{name}" for name in self._changed())
             yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
         matmul = tuple(name for name, recipe in RECIPES.items() if recipe.on_gpu in FP8_MATMUL)
@@ -476,13 +481,14 @@ class FP8Config:
                     f"fp8.{key}={value} works with {', '.join(recipes)}, not"
                     f" fp8.recipe={self.recipe}: take one, or drop it"
                 )
-        if self.kernels and self.all_gather:
+        if self.kernels is True and self.all_gather:
             yield (
                 "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8:"
                 " set one of the two to false"
             )
-        if self.scaling == "delayed" and not self.kernels:
-            yield "fp8.scaling=delayed needs fp8.kernels=true"
+        if self.scaling == "delayed" and (self.kernels is False or self.all_gather):
+            other = "fp8.all_gather=true" if self.all_gather else "fp8.kernels=false"
+            yield f"fp8.scaling=delayed needs our kernels (fp8.kernels=true): drop it or {other}"
 
     def size_problems(self, micro_batch_tokens: int, loss_chunk: int | None) -> Iterator[str]:
         """A sentence for each number of tokens that a weight gradient cannot sum over;
@@ -563,7 +569,7 @@ def _matmul(first: Operand, second: Operand, is_bf16: bool = False) -> str:
 
 def docs_table() -> str:
     """docs/fp8.md's table: where each recipe fits, and who computes it."""
-    lines = ["| recipe | where it fits | on a GPU | `fp8.kernels` |", "|---|---|---|---|"]
+    lines = ["| recipe | where it fits | on a GPU | our kernels |", "|---|---|---|---|"]
     for recipe in RECIPES.values():
         kernels = "yes" if recipe.has_kernels else ""
         lines.append(f"| `{recipe.name}` | {recipe.use} | {recipe.on_gpu_in_words} | {kernels} |")

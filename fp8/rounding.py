@@ -28,17 +28,25 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
     matmul sums over."""
     if operand.scaling == "constant":
         return torch.full((), 2.0**operand.exponent, device=x.device)
-    magnitude = x.detach().abs()
+    x = x.detach()
     if operand.tile != (1, 1):
-        tiles = _in_tiles(magnitude.float(), operand, dim)
+        tiles = _in_tiles(x.abs().float(), operand, dim)
         return _tile_scale(tiles, operand).expand_as(tiles).reshape(x.shape)
     if operand.scaling == "tensor":
+        amax = _largest_magnitude(x)
+    else:
+        amax = x.abs().amax(dim, keepdim=True)
+    return scale_for(amax, FORMATS[operand.format][0], operand.power_of_2)
+
+
+def _largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """() of x (any shape)."""
+    if x.is_cuda or torch.compiler.is_compiling():
         # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a
         # norm).
-        amax = magnitude.amax(-1).amax()
-    else:
-        amax = magnitude.amax(dim, keepdim=True)
-    return scale_for(amax, FORMATS[operand.format][0], operand.power_of_2)
+        return x.abs().amax(-1).amax()
+    lowest, highest = x.aminmax()  # in one pass, without a copy
+    return torch.maximum(lowest.abs(), highest.abs())
 
 
 def scale_for(amax: torch.Tensor, largest: Any, power_of_2: bool = False) -> torch.Tensor:
@@ -77,25 +85,92 @@ def _tile_scale(magnitude: torch.Tensor, operand: Operand) -> torch.Tensor:
 
 
 def fake_quantise(
-    x: torch.Tensor, operand: Operand, dim: int = -1, noise: torch.Tensor | None = None
+    x: torch.Tensor,
+    operand: Operand,
+    dim: int = -1,
+    noise: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """x (any shape) quantised and dequantised, in fp32: the values that the matmul multiplies;
+    """x (any shape) quantised and dequantised, in `dtype`: the values that the matmul multiplies;
     `dim` as in scale_of().
 
     noise: for stochastic rounding, values from 0 to 1 (exclusive) of x's shape; without it x is
     rounded to nearest."""
-    shape = x.shape
-    x = x.float()
     if operand.format is None:
-        return x
+        return x.to(dtype)
+    if noise is None and _pays_in_blocks(x, operand):
+        return _in_blocks(x, operand, dim, dtype, is_dequantised=True)
+    values, scale = _rounded(x, operand, dim, noise)
+    return values.mul_(scale.reciprocal()).reshape(x.shape).to(dtype)
+
+
+def quantise_whole(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (any shape), which has one scale: its values in the operand's format, held in fp32, and the
+    inverse () of the scale. Their product is fake_quantise(x, operand)."""
+    scale = scale_of(x, operand)
+    if _pays_in_blocks(x, operand):
+        values = _in_blocks(x, operand, -1, torch.float32, is_dequantised=False, scale=scale)
+    else:
+        values, _ = _rounded(x, operand, scale=scale)
+    return values, scale.reciprocal()
+
+
+def _rounded(
+    x: torch.Tensor,
+    operand: Operand,
+    dim: int = -1,
+    noise: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of x in the operand's format, held in fp32, and their scale, which broadcasts to
+    them; tiles as _in_tiles() lays them."""
+    assert operand.format is not None
+    is_copy = x.dtype != torch.float32  # which may be overwritten
+    x32 = x.float()
     # one scale a tile: of each value torch 2.11 does not compile on a CPU
     if operand.tile != (1, 1):
-        x = _in_tiles(x, operand, dim)
+        x32 = _in_tiles(x32, operand, dim)
         noise = None if noise is None else _in_tiles(noise, operand, dim)
-        scale = _tile_scale(x.detach().abs(), operand)
-    else:
+        scale = _tile_scale(x32.detach().abs(), operand)
+    elif scale is None:
         scale = scale_of(x, operand, dim)
-    return _round(x * scale, operand.format, noise).mul_(scale.reciprocal()).reshape(shape)
+    scaled = x32.mul_(scale) if is_copy else x32 * scale
+    return _round(scaled, operand.format, noise), scale
+
+
+# Values of a block, whose fp32 copies stay in a CPU's cache from one operation to the next.
+BLOCK = 2**18
+
+
+def _pays_in_blocks(x: torch.Tensor, operand: Operand) -> bool:
+    """Whether x is rounded faster block by block: a matrix on a CPU, larger than one block, not
+    compiled into one loop. Not with a scale of its tiles' scales (E2M1)."""
+    if torch.compiler.is_compiling() or x.is_cuda or x.ndim != 2 or operand.format == E2M1:
+        return False
+    return x.numel() > BLOCK
+
+
+def _in_blocks(
+    x: torch.Tensor,
+    operand: Operand,
+    dim: int,
+    dtype: torch.dtype,
+    is_dequantised: bool,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """_rounded() of x (M, N) by blocks of whole rows, in `dtype`, dequantised or not; the same
+    bits."""
+    height = max(128, BLOCK // x.shape[1] // 128 * 128)  # 128 rows: those of the largest tile
+    has_scale_in_block = operand.tile != (1, 1) or (operand.scaling == "row" and dim % 2 == 1)
+    if scale is None and not has_scale_in_block:
+        scale = scale_of(x, operand, dim)
+    result = x.new_empty(x.shape, dtype=dtype)
+    for block, rows in zip(result.split(height), x.split(height), strict=True):
+        values, scale_here = _rounded(rows, operand, dim, scale=scale)
+        if is_dequantised:
+            values.mul_(scale_here.reciprocal())
+        block.copy_(values.view(block.shape))
+    return result
 
 
 def _round(x: torch.Tensor, format: Format, noise: torch.Tensor | None = None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from fp8.recipes import (
     Recipe,
     for_loss_scale,
     multiple_of,
+    names_where,
 )
 from fp8.speed import choose, load_table
 from lib.errors import UserError
@@ -53,15 +54,53 @@ class Layer:
 # --------------------------------------------------------------------------------------- selection
 
 
-def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
+@dataclass(frozen=True)
+class Casting:
+    """Who casts the Linears that FP8 converts: what fp8.kernels comes to."""
+
+    is_ours: bool  # our kernels
+    why: str
+
+    def describe(self) -> str:
+        """The line that the start of a run prints."""
+        verb = "cast" if self.is_ours else "do not cast"
+        return f"fp8: our kernels {verb}: {self.why}"
+
+
+def casting(config: FP8Config, device_type: str, has_whole_weights: bool) -> Casting:
+    """Who casts on a kind of device. has_whole_weights: each rank holds all of every weight, so
+    that copies of it last a step."""
+    if config.kernels != "auto":
+        return Casting(config.kernels, f"fp8.kernels={str(config.kernels).lower()}")
+    if config.scaling == "delayed":
+        return Casting(True, "fp8.scaling=delayed needs them")
+    if config.all_gather:
+        return Casting(False, "fp8.all_gather=true gathers weights as float8")
+    if config.recipe != "auto" and config.recipe not in names_where("has_kernels"):
+        return Casting(False, f"fp8.recipe={config.recipe} has none")
+    if device_type == "cpu":
+        return Casting(False, "a CPU emulates FP8")
+    if not has_whole_weights:
+        return Casting(False, "weights are sharded, and would be cast in every micro-batch")
+    return Casting(True, "each rank holds whole weights, which are cast once a step")
+
+
+def select(
+    model: nn.Module,
+    config: FP8Config,
+    gpu: str | None = None,
+    has_kernels: bool | None = None,
+) -> list[Layer]:
     """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name
-    that `auto` looks up.
+    that `auto` looks up. has_kernels: Casting.is_ours; None: only where fp8.kernels=true.
 
     Raises UserError where config contradicts itself, a pattern matches nothing (a typo there once
     quantised a head for months: torchtitan#4008), dimensions do not suit FP8 matmuls, or nothing is
     left to convert, which only `auto` may do."""
     for problem in config.problems():
         raise UserError(problem)
+    if has_kernels is None:
+        has_kernels = config.kernels is True
     shapes = {
         name: (module.in_features, module.out_features)
         for name, module in model.named_modules()
@@ -76,9 +115,9 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
         if reason:
             layers.append(Layer(name, shape, None, reason, kernels=False))
         elif config.recipe == "auto":
-            layers.append(_choose(name, shape, config, gpu, timings))
+            layers.append(_choose(name, shape, has_kernels, gpu, timings))
         else:
-            layers.append(Layer(name, shape, config.recipe, "", config.kernels))
+            layers.append(Layer(name, shape, config.recipe, "", has_kernels))
     _check_sizes(layers, config)
     if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
         raise UserError(
@@ -93,16 +132,16 @@ def _reason_to_keep_bf16(
     name: str, shape: tuple[int, int], n_blocks: int, config: FP8Config
 ) -> str:
     """Why the config leaves a Linear in BF16; "" where it does not."""
-    block = _block_of(name)
     if config.recipe == "off":
         return "fp8.recipe=off"
     if name == "head" and not config.head:
         return "head (fp8.head=false)"
-    for pattern in config.skip:
-        if _matches(name, pattern):
-            return f"fp8.skip={pattern}"
-    if config.include and not any(_matches(name, pattern) for pattern in config.include):
+    skipping = _first_match(name, config.skip)
+    if skipping is not None:
+        return f"fp8.skip={skipping}"
+    if config.include and _first_match(name, config.include) is None:
         return "not in fp8.include"
+    block = _block_of(name)
     if 0 <= block < config.first_bf16:
         return f"fp8.first_bf16={config.first_bf16}"
     if block >= max(0, n_blocks - config.last_bf16):
@@ -112,11 +151,15 @@ def _reason_to_keep_bf16(
     return ""
 
 
+def _first_match(name: str, patterns: Iterable[str]) -> str | None:
+    return next((pattern for pattern in patterns if _matches(name, pattern)), None)
+
+
 def _choose(
-    name: str, shape: tuple[int, int], config: FP8Config, gpu: str | None, timings: dict
+    name: str, shape: tuple[int, int], has_kernels: bool, gpu: str | None, timings: dict
 ) -> Layer:
     """What fp8.recipe=auto makes of a Linear on `gpu`."""
-    candidates = CANDIDATES + (KERNEL_CANDIDATES if config.kernels else ())
+    candidates = CANDIDATES + (KERNEL_CANDIDATES if has_kernels else ())
     label, reason = choose(timings, gpu, *shape, candidates)
     if label is None:
         return Layer(name, shape, None, reason, kernels=False)
@@ -191,9 +234,11 @@ def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
     }
 
 
-def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
-    """The verdicts as printed lines: one per group of like-named Linears, the total, then
-    warnings."""
+def table(
+    layers: list[Layer], recipe: str, device_type: str, cast_by: Casting | None = None
+) -> list[str]:
+    """The verdicts as printed lines: one per group of like-named Linears, the total, who casts
+    where that is told, then warnings."""
     groups = Counter((_pattern(layer.name), *layer.shape, layer.verdict) for layer in layers)
     lines = [
         f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}"
@@ -205,13 +250,19 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
         f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters,"
         " in FP8"
     )
+    if converted and cast_by is not None:
+        lines.append(cast_by.describe())
     if recipe == "auto" and not converted:
         lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
     if converted and device_type == "cpu":
         lines.append("fp8: emulated on this CPU: real numerics, slower than BF16")
-    elif recipe in RECIPES and RECIPES[recipe].is_emulated_on_gpus and not is_native(recipe):
+    elif _is_emulated_on_this_gpu(recipe):
         lines.append("fp8: emulated on this GPU: real numerics, slower than BF16")
     return lines
+
+
+def _is_emulated_on_this_gpu(recipe: str) -> bool:
+    return recipe in RECIPES and RECIPES[recipe].is_emulated_on_gpus and not is_native(recipe)
 
 
 # ---------------------------------------------------------------------------------------- hardware
@@ -240,7 +291,7 @@ def check_hardware(config: FP8Config, device: torch.device) -> None:
     """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent."""
     if device.type != "cuda" or config.recipe not in RECIPES:
         return
-    implementation(config.recipe, config.kernels, config.all_gather, device.type)
+    implementation(config.recipe, config.kernels is True, config.all_gather, device.type)
     needed = RECIPES[config.recipe].capability
     capability = torch.cuda.get_device_capability(device)
     if capability < needed:

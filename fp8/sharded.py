@@ -6,13 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from lib.sharding import is_dtensor, is_fsdp_module
 
 
 def is_wrapped(weight: torch.Tensor) -> bool:
     """Whether `weight`, sharded or not yet, will be gathered as float8."""
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    local = weight._local_tensor if is_dtensor(weight) else weight
     # by name: a BF16 run must not import torchao
     return type(local).__name__ == "WeightWithDynamicFloat8CastTensor"
 
@@ -20,8 +20,10 @@ def is_wrapped(weight: torch.Tensor) -> bool:
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded wrapped weight as a DTensor of plain fp32 on the same memory; any other tensor
     unchanged."""
-    if not (isinstance(tensor, DTensor) and is_wrapped(tensor)):
+    if not (is_dtensor(tensor) and is_wrapped(tensor)):
         return tensor
+    from torch.distributed.tensor import DTensor
+
     wrapper: Any = tensor._local_tensor
     return DTensor.from_local(
         wrapper._tensor.detach(),
@@ -38,7 +40,7 @@ def reshard(model: nn.Module) -> None:
     with parallel.reshard=false every block's: before shards are changed, or the next forward pass
     would use the old weights."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.reshard()
 
 

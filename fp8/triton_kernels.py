@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-IGNORED = tl.constexpr(-100)  # target of a token without loss: torch's ignore_index
+import model
+
+NO_TARGET = tl.constexpr(model.NO_TARGET)
 LOG2_E = tl.constexpr(1.4426950408889634)
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -137,7 +139,7 @@ def _grad_of_rows(
     COLUMNS: tl.constexpr,
 ):
     """The gradient in rows m and COLUMNS columns from v0; logits points to (m0, v0)."""
-    target = tl.load(targets + m, mask=m < M, other=IGNORED)
+    target = tl.load(targets + m, mask=m < M, other=NO_TARGET)
     total = tl.load(lse + m, mask=m < M, other=0.0) * LOG2_E
     factor = tl.load(grad + m, mask=m < M, other=0.0) * s
     v = tl.arange(0, COLUMNS)[None, :]
@@ -147,7 +149,7 @@ def _grad_of_rows(
     p = tl.exp2(logit.to(tl.float32) * LOG2_E - total[:, None])
     hot = (target.to(tl.int32) - v0)[:, None] == v
     value = tl.where(hot, p - 1, p) * factor[:, None]
-    return tl.where(target[:, None] == IGNORED, 0.0, value)  # no factor 0: 0 * NaN is NaN
+    return tl.where(target[:, None] == NO_TARGET, 0.0, value)  # no factor 0: 0 * NaN is NaN
 
 
 @triton.jit

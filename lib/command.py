@@ -70,18 +70,20 @@ def _read_named(arguments: list[str], hints: dict[str, Any]) -> tuple[dict[str, 
             raise UserError(f"{key} is given twice")
         if not equals:
             text = _value_behind(words, hints[key] is bool)
-        if not text or (not equals and text.startswith("--")):
+        if not text:
             raise UserError(f"--{name} needs a value: write {key}=VALUE")
         values[key] = parse(key, text, hints[key])
     return values, bare
 
 
 def _value_behind(words: deque[str], is_flag: bool) -> str:
-    """The value of `--key`, which is taken from the words that follow; "" where there is none. That
-    of a flag may be left out."""
+    """The value of `--key`, which is taken from the words that follow; "" where there is none, or
+    another --key follows. That of a flag may be left out."""
     if is_flag and (not words or words[0] not in ("true", "false")):
         return "true"
-    return words.popleft() if words else ""
+    if not words or words[0].startswith("--"):
+        return ""
+    return words.popleft()
 
 
 def _read_bare(

@@ -21,7 +21,7 @@ HELP_WIDTH, HELP_COLUMN = 100, 44  # widest line; meanings begin at this column 
 def help_page(doc: str, options: str = "") -> str:
     """What --help prints of a command's docstring; its examples, indented lines that begin with a
     program, last."""
-    what, _, rest = EXAMPLE.sub("", doc.strip()).partition("\n\n")
+    what, _, description = EXAMPLE.sub("", doc.strip()).partition("\n\n")
     examples = list(EXAMPLE.finditer(doc))
     program, words = next(example.groups() for example in examples if "python" in example[0])
     bare = [word for word in words.split("  ")[0].split() if "=" not in word]
@@ -29,7 +29,7 @@ def help_page(doc: str, options: str = "") -> str:
         " ".join(["usage:", program, *bare, "[key=value ...]"]),
         what,
         options and f"options:\n{options}",
-        rest.strip("\n"),
+        description.strip("\n"),
         "examples:\n" + "".join(example[0] for example in examples).rstrip(),
     ]
     return "\n\n".join(filter(None, parts))

@@ -79,8 +79,10 @@ def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[
     while asked.poll() is None:
         work()
     # [N/A]
-    told = [None if "[" in value else value.strip() for value in asked.communicate()[0].split(",")]
-    return told if asked.returncode == 0 else [None] * len(fields)
+    answer, _ = asked.communicate()
+    if asked.returncode != 0:
+        return [None] * len(fields)
+    return [None if "[" in value else value.strip() for value in answer.split(",")]
 
 
 def check_device() -> None:

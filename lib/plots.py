@@ -174,14 +174,14 @@ def styles(recipes) -> list[dict]:
         style for style, name in itertools.zip_longest(STYLES, RECIPES) if name not in recipes
     ]
     looks: list[dict] = []
-    others = 0
+    n_without_own = 0
     for name in recipes:
         if name in RECIPES:
             looks.append(STYLES[RECIPES.index(name)])
             continue
-        turn, index = divmod(others, len(unused))
+        turn, index = divmod(n_without_own, len(unused))
         looks.append(_turned(unused[index], turn))
-        others += 1
+        n_without_own += 1
     return looks
 
 

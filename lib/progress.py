@@ -18,22 +18,28 @@ def progress_line(
     """A function that tells, when a line is due, the progress of `name` in `unit`, such as
     "tokens", on stderr. Work that takes less than an interval shows nothing. state(): units so far,
     share of the work that is done, 0 to 1, and words to add."""
-    is_live, began, (at_start, share_at_start, *_) = sys.stderr.isatty(), time.monotonic(), state()
+    is_live = sys.stderr.isatty()
+    start_s = time.monotonic()
+    units_at_start, share_at_start, *_ = state()
     clear, interval = ("\r\x1b[2K", LIVE_S) if is_live else ("", LOG_S)
-    due = began + interval if is_shown else math.inf
+    due = start_s + interval if is_shown else math.inf
 
     def show() -> None:
         nonlocal due
-        if (now := time.monotonic()) < due:
+        time_s = time.monotonic()
+        if time_s < due:
             return
-        due = now + interval
+        due = time_s + interval
         units, share, *words = state()
         # what was there at the start says nothing of the speed
-        seconds, gained = now - began, share - share_at_start
-        told = [f"{si(units)} {unit}", f"{si((units - at_start) / seconds)}/s", *words]
-        told += [f"{duration(seconds * (1 - share) / gained)} left"] if gained > 0 else []
+        seconds = time_s - start_s
+        gained = share - share_at_start
+        speed = (units - units_at_start) / seconds
+        parts = [f"{si(units)} {unit}", f"{si(speed)}/s", *words]
+        if gained > 0:
+            parts.append(f"{duration(seconds * (1 - share) / gained)} left")
         print(
-            f"{clear}{name}: {share:.0%}, {', '.join(told)}",
+            f"{clear}{name}: {share:.0%}, {', '.join(parts)}",
             end="" if is_live else "\n",
             file=sys.stderr,
             flush=True,
@@ -42,4 +48,4 @@ def progress_line(
     try:
         yield show
     finally:
-        print(end=clear * is_shown, file=sys.stderr, flush=True)
+        print(end=clear if is_shown else "", file=sys.stderr, flush=True)

@@ -29,8 +29,11 @@ def nearest(word: str, choices: list[str]) -> str:
 
 def grid(lines: list[list[str]]) -> str:
     """Cells as a Markdown table whose columns are aligned, so that it reads in a terminal too;
-    empty columns go."""
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:]) or len(lines) == 1]
+    empty columns go. A | in a cell is escaped: it would begin another cell."""
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    columns = [
+        column for column in zip(*escaped, strict=True) if any(column[1:]) or len(lines) == 1
+    ]
     widths = [max(map(len, column)) for column in columns]
     rows = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"

@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import types
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -50,24 +51,37 @@ def read_value(text: str, hint: Any) -> Any:
         return expand_home(text)
     if hint in WORDS:
         return WORDS[hint][text.lower()]
+    if hint in (int, float):
+        return _read_number(text, hint)
+    if origin is tuple:
+        if text.lower() == "none":
+            return ()
+        return tuple(read_value(part, inner[0]) for part in _parts(text))
+    if origin is dict:
+        return _read_weights(text)
+    return text
+
+
+def _read_number(text: str, hint: type) -> int | float:
     if hint is int and text.lstrip("+-").isdigit():
         return int(text)
-    if hint in (int, float):
-        number = float(text)
-        # 1e6 is a whole number
-        return int(number) if hint is int and number.is_integer() else number
-    if origin not in (tuple, dict):
-        return text
-    if origin is tuple and text.lower() == "none":
-        return ()
+    number = float(text)
+    is_whole = hint is int and number.is_integer()  # such as 1e6
+    return int(number) if is_whole else number
+
+
+def _parts(text: str) -> list[str]:
+    """What commas separate, without the brackets around all of it."""
     if text[:1] + text[-1:] in ("()", "[]", "{}"):
         text = text[1:-1]
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if origin is tuple:
-        return tuple(read_value(part, inner[0]) for part in parts)
-    pairs = [part.rsplit(":", 1) for part in parts]  # fineweb_edu:0.8,python:0.1
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _read_weights(text: str) -> dict[str, float] | str:
+    """Such as fineweb_edu:0.8,python:0.1; `text` itself where a source is named twice."""
+    pairs = [part.rsplit(":", 1) for part in _parts(text)]
     weights = {source.strip(): float(weight) for source, weight in pairs}
-    return weights if len(weights) == len(pairs) else text  # a source named twice
+    return weights if len(weights) == len(pairs) else text
 
 
 def expand_home(path: str) -> str:
@@ -153,20 +167,25 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _fits(value, inner[0])
-    if len(parts := union_members(hint)) > 1:
-        return any(_fits(value, part) for part in parts)
+    members = union_members(hint)
+    if len(members) > 1:
+        return any(_fits(value, member) for member in members)
     if origin is Literal:
         return isinstance(value, str) and value in inner
     if origin is tuple:
         return isinstance(value, tuple) and all(_fits(v, inner[0]) for v in value)
     if origin is dict:
-        return isinstance(value, dict) and all(
-            _fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items()
-        )
+        return isinstance(value, dict) and _fit_all(value.items(), inner)
     if hint in (int, float):
-        return (
-            isinstance(value, (int, hint))
-            and not isinstance(value, bool)
-            and -math.inf < value < math.inf
-        )
+        return _is_number(value, hint)
     return isinstance(value, hint)
+
+
+def _fit_all(items: Iterable[tuple[Any, Any]], hints: tuple[Any, ...]) -> bool:
+    return all(_fits(key, hints[0]) and _fits(value, hints[1]) for key, value in items)
+
+
+def _is_number(value: Any, hint: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, hint)):
+        return False
+    return math.isfinite(value)

@@ -8,10 +8,12 @@ prepared, and templates that ask for the date have one of their own where they f
 import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -35,6 +37,9 @@ PROBE = [
     {"role": "assistant", "content": "Two."},
     {"role": "user", "content": "Three?"},
 ]
+
+
+TextOf = Callable[..., str]  # (messages, add_generation_prompt=False) -> their text
 
 
 class TemplateProblem(UserError):
@@ -119,7 +124,8 @@ class ChatTemplate:
         if not has_marks:
             _check_roles(messages)
         joined = _join_parts(messages)
-        joined_parts = sum(now is not before for now, before in zip(joined, messages, strict=True))
+        pairs = zip(joined, messages, strict=True)
+        joined_parts = sum(as_text is not message for as_text, message in pairs)
         if joined_parts and self._knows_parts(messages, joined, text_of):
             joined, joined_parts = messages, 0
         if has_marks:
@@ -130,23 +136,22 @@ class ChatTemplate:
             _check_roles(joined)
         return Rendered(rendered.text, _weighted(rendered.spans, joined, weights), joined_parts)
 
-    def _knows_parts(self, messages: list[dict], joined: list[dict], text_of) -> bool:
+    def _knows_parts(self, messages: list[dict], joined: list[dict], text_of: TextOf) -> bool:
         """Whether the template writes the text of `messages` whose content is in parts, rather than
         refuse them, leave them out or spell them as a list. joined: the same messages as texts."""
         try:
             text = text_of(messages)
         except OddConversation:
             return False
-        parts = [
-            part
-            for message, other in zip(messages, joined, strict=True)
-            if message is not other
-            for part in message["content"]
-        ]
+        parts: list[str | dict] = []
+        for message, as_text in zip(messages, joined, strict=True):
+            if message is not as_text:
+                parts += message["content"]
         if any(spelling in text for part in parts for spelling in _spellings(part)):
             return False
-        wanted = text_of(joined)
-        return all(_part_text(part) in text or _part_text(part) not in wanted for part in parts)
+        text_of_joined = text_of(joined)
+        part_texts = [_part_text(part) for part in parts if _part_text(part) in text_of_joined]
+        return all(part_text in text for part_text in part_texts)
 
     @cached_property
     def _marks(self) -> tuple[str, str]:
@@ -156,7 +161,12 @@ class ChatTemplate:
         return marks
 
     def _run(
-        self, name: str, messages: list[dict], tools, extra: dict, add_generation_prompt: bool
+        self,
+        name: str,
+        messages: list[dict],
+        tools: list | None,
+        extra: dict,
+        add_generation_prompt: bool,
     ) -> str:
         assert self._marks  # which the template's {% generation %} writes
         values = self._special_tokens | extra
@@ -181,14 +191,15 @@ class ChatTemplate:
                 "correct its messages",
             ) from error
 
-    def _by_prefixes(self, messages: list[dict], text_of) -> Rendered:
+    def _by_prefixes(self, messages: list[dict], text_of: TextOf) -> Rendered:
         text = text_of(messages)
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = text_of(messages[:i], True), text_of(messages[: i + 1])
-            if not (text.startswith(before) and text.startswith(after)):
+            question = text_of(messages[:i], True)
+            with_answer = text_of(messages[: i + 1])
+            if not (text.startswith(question) and text.startswith(with_answer)):
                 raise OddConversation(
                     f"the chat template of {self._folder} writes message {i + 1} of a conversation"
                     " another way once messages follow it, so what the assistant wrote cannot be"
@@ -196,7 +207,7 @@ class ChatTemplate:
                     "mark it in the template by {% generation %} ... {% endgeneration %}, or give"
                     " conversations that end with their first answer",
                 )
-            spans.append((len(before), len(after)))
+            spans.append((len(question), len(with_answer)))
         if spans and self._ends_with_a_beginning(text_of):
             raise TemplateProblem(
                 f"the chat template of {self._folder} writes the beginning of an answer behind"
@@ -206,7 +217,7 @@ class ChatTemplate:
         return Rendered(text, spans)
 
     @staticmethod
-    def _ends_with_a_beginning(text_of) -> bool:
+    def _ends_with_a_beginning(text_of: TextOf) -> bool:
         """Whether the template adds the beginning of an answer whatever it is asked for."""
         if text_of(PROBE[:1], True) != text_of(PROBE[:1]):
             return False
@@ -235,7 +246,7 @@ def _template_sources(folder: Path, settings: dict) -> dict[str, str]:
         return {"default": template}
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
-        sources = {entry.get("name"): entry.get("template") for entry in named}
+        sources: dict[Any, Any] = {entry.get("name"): entry.get("template") for entry in named}
         if sources and all(isinstance(part, str) for pair in sources.items() for part in pair):
             return sources
     raise TemplateProblem(
@@ -255,27 +266,34 @@ def _special_tokens(settings: dict) -> dict[str, str]:
     return tokens
 
 
+LIST_REMEDY = "give a list of objects with role and content"
+
+
 def _read_row(row: dict) -> tuple[list[dict], list[bool], list | None, dict]:
     """The messages of a row, whether each has the weight to be learned, the tools, and further
     values for the template. Raises OddConversation."""
-    messages, tools, extra = row["messages"], row.get("tools"), row.get("chat_template_kwargs")
-    wanted = "give a list of objects with role and content"
-    if not isinstance(messages, list) or not messages:
-        raise OddConversation(f"messages is {_name_type(messages)}", wanted)
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise OddConversation(f"a message is {json.dumps(message)[:80]}", wanted)
+    tools, extra = row.get("tools"), row.get("chat_template_kwargs")
+    _check_messages(row["messages"])
     if tools is not None and not isinstance(tools, list):
         raise OddConversation(
             f"tools is {_name_type(tools)}", "give a list of functions as JSON schemas"
         )
     if extra is not None and not isinstance(extra, dict):
         raise OddConversation(f"chat_template_kwargs is {_name_type(extra)}", "give an object")
-    read = [_read_message(message) for message in messages]
-    weights = [_take_weight(message, number) for number, message in enumerate(read, 1)]
-    for number, message in enumerate(read, 1):
+    messages = [_read_message(message) for message in row["messages"]]
+    weights = [_take_weight(message, number) for number, message in enumerate(messages, 1)]
+    for number, message in enumerate(messages, 1):
         _check_content(message, number)
-    return read, weights, tools or None, extra or {}
+    return messages, weights, tools or None, extra or {}
+
+
+def _check_messages(messages: object) -> None:
+    """Raises OddConversation where they are no list of objects with a role."""
+    if not isinstance(messages, list) or not messages:
+        raise OddConversation(f"messages is {_name_type(messages)}", LIST_REMEDY)
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise OddConversation(f"a message is {json.dumps(message)[:80]}", LIST_REMEDY)
 
 
 def _check_roles(messages: list[dict]) -> None:
@@ -314,59 +332,62 @@ def _weighted(
     spans: list[tuple[int, int]], messages: list[dict], weights: list[bool]
 ) -> list[tuple[int, int]]:
     """The spans of the answers that have weight. Raises OddConversation."""
-    if all(
-        weight or message["role"] != "assistant"
-        for message, weight in zip(messages, weights, strict=True)
-    ):
-        return spans
-    of_answers = [
+    weights_of_answers = [
         weight
         for message, weight in zip(messages, weights, strict=True)
         if message["role"] == "assistant"
     ]
-    if not any(of_answers):
+    if all(weights_of_answers):
+        return spans
+    if not any(weights_of_answers):
         raise OddConversation(
             "each answer has weight=0, so nothing would be learned", "give one of them weight=1"
         )
-    if len(spans) != len(of_answers):
+    if len(spans) != len(weights_of_answers):
         raise OddConversation(
             f"the template marks {len(spans)} places as written by the assistant, but there are "
-            f"{len(of_answers)} answers, so which place an answer with weight=0 has cannot be told",
+            f"{len(weights_of_answers)} answers, so which place an answer with weight=0 has cannot"
+            " be told",
             "let the template mark each answer once",
         )
-    return [span for span, weight in zip(spans, of_answers, strict=True) if weight]
+    return [span for span, weight in zip(spans, weights_of_answers, strict=True) if weight]
 
 
 def _check_content(message: dict, number: int) -> None:
     """Raises OddConversation where the content is none that can be learned."""
     role, content = message["role"], message.get("content")
-    who = f"message {number}, of the role {role},"
+    subject = f"message {number}, of the role {role},"
     if content is None:
-        if role == "assistant" and any(
-            message.get(name) for name in ("tool_calls", "function_call")
-        ):
+        if role == "assistant" and _has_calls(message):
             return
-        raise OddConversation(f"{who} has no content", "give its text")
+        raise OddConversation(f"{subject} has no content", "give its text")
     if role in TOOL_ROLES or isinstance(content, str):
         return
     if not isinstance(content, list) or not content:
         raise OddConversation(
-            f"{who} has content that is {_name_type(content)}", "give a text, or a list of parts"
+            f"{subject} has content that is {_name_type(content)}",
+            "give a text, or a list of parts",
         )
     for part in content:
         if not _is_text_part(part):
-            kind = part.get("type") if isinstance(part, dict) else None
-            name = (
-                f"a part of type {json.dumps(kind)[:80]}"
-                if kind
-                else f"the part {json.dumps(part)[:80]}"
-            )
             raise OddConversation(
-                f"{who} has {name}, but only text is learned here", "leave the conversation out"
+                f"{subject} has {_name_part(part)}, but only text is learned here",
+                "leave the conversation out",
             )
 
 
-def _is_text_part(part) -> bool:
+def _has_calls(message: dict) -> bool:
+    return any(message.get(name) for name in ("tool_calls", "function_call"))
+
+
+def _name_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind:
+        return f"a part of type {json.dumps(kind)[:80]}"
+    return f"the part {json.dumps(part)[:80]}"
+
+
+def _is_text_part(part: object) -> bool:
     if isinstance(part, str):
         return True
     return (
@@ -402,7 +423,7 @@ def _join_parts(messages: list[dict]) -> list[dict]:
     return joined
 
 
-def _name_type(value) -> str:
+def _name_type(value: object) -> str:
     return "empty" if value == [] else type(value).__name__
 
 
@@ -432,22 +453,29 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _mark(self, caller) -> str:
-        begin, end = self.environment.globals["generation_marks"]
+    def _mark(self, caller: Callable[[], str]) -> str:
+        marks: Any = self.environment.globals["generation_marks"]
+        begin, end = marks
         return f"{begin}{caller()}{end}"
 
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own escapes what HTML would take for tags.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def _raise_exception(message: str):
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

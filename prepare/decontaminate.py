@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 
 from lib.errors import UserError
-from prepare.sources import is_list_type
+from prepare.parquet_reader import is_list_type
 from runtime.shards import file_sha256
 from runtime.tokenizer import clean
 
@@ -28,36 +29,44 @@ BASE = 0x9E3779B97F4A7C15  # odd: no word of a gram loses bits
 
 def found_in(grams: np.ndarray, text: str) -> bool:
     """Whether a gram of the evaluation texts, by read_grams(), is one of `text`."""
-    those = np.sort(_grams(text))  # in order they are found sooner: memory is read in one direction
-    return bool((grams[np.searchsorted(grams[:-1], those)] == those).any())
+    # in order they are found sooner: memory is read in one direction
+    grams_of_text = np.sort(_grams(text))
+    nearest = grams[np.searchsorted(grams[:-1], grams_of_text)]
+    return bool((nearest == grams_of_text).any())
 
 
 def read_grams(paths: Iterable[str]) -> tuple[list[dict], np.ndarray]:
     """{file, sha256} of each file, for index.json, and the grams, uint64 and sorted, of every text
     in the files: all of a .txt; each string of .json, .jsonl and .parquet, however nested. Prints a
     line per file. Raises UserError: a file that cannot be read or has no gram."""
-    files, found = [], [np.empty(0, np.uint64)]
+    files = []
+    grams = [np.empty(0, np.uint64)]
     for path in map(Path, paths):
-        try:
-            grams = [_grams(text) for value in _values(path) for text in _strings(value)]
-        except (ValueError, OSError, RecursionError) as error:
-            # pyarrow's own errors are the first two
-            raise UserError(
-                f"decontaminate={path} cannot be read as .txt, .json, .jsonl or .parquet:"
-                f" {str(error).splitlines()[0]}"
-            ) from error
-        if not (long := [some for some in grams if len(some)]):
-            raise UserError(
-                f"decontaminate={path} has no text of {WORDS} words or more to look for: leave"
-                " it out"
-            )
-        found.append(np.unique(np.concatenate(long)))
-        print(
-            f"{path}: {len(grams):,} texts, {len(found[-1]):,} stretches of {WORDS} words to look"
-            f" for; {len(grams) - len(long):,} texts are shorter and are not looked for"
-        )
+        grams.append(_grams_of_file(path))
         files.append({"file": path.name, "sha256": file_sha256(path)})
-    return files, np.unique(np.concatenate(found))
+    return files, np.unique(np.concatenate(grams))
+
+
+def _grams_of_file(path: Path) -> np.ndarray:
+    try:
+        grams = [_grams(text) for value in _values(path) for text in _strings(value)]
+    except (ValueError, OSError, RecursionError) as error:
+        # pyarrow's own errors are the first two
+        raise UserError(
+            f"decontaminate={path} cannot be read as .txt, .json, .jsonl or .parquet:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
+    long_enough = [grams_of_text for grams_of_text in grams if len(grams_of_text)]
+    if not long_enough:
+        raise UserError(
+            f"decontaminate={path} has no text of {WORDS} words or more to look for: leave it out"
+        )
+    unique = np.unique(np.concatenate(long_enough))
+    print(
+        f"{path}: {len(grams):,} texts, {len(unique):,} stretches of {WORDS} words to look"
+        f" for; {len(grams) - len(long_enough):,} texts are shorter and are not looked for"
+    )
+    return unique
 
 
 def _values(path: Path) -> Iterable:
@@ -77,7 +86,7 @@ def _values(path: Path) -> Iterable:
         return map(json.loads, filter(str.strip, text.split("\n")))
 
 
-def _parquet_values(array) -> Iterator:
+def _parquet_values(array: Any) -> Iterator:
     """The texts of a column of parquet, and what values of type JSON spell; dates and numbers
     are not even converted."""
     import pyarrow.compute
@@ -93,20 +102,40 @@ def _parquet_values(array) -> Iterator:
         yield from _parquet_values(array.dictionary_decode())
     elif isinstance(kind, pyarrow.JsonType):
         yield from (json.loads(text) for text in array.storage.to_pylist() if text is not None)
-    elif types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+    elif _is_string(kind):
         yield from array.to_pylist()
-    elif types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
-        for raw in filter(None, array.to_pylist()):
-            with suppress(UnicodeDecodeError):  # else it is no text
-                yield raw.decode()
+    else:
+        yield from _binary_values(array)
 
 
-def _strings(value) -> Iterator[str]:
+def _is_string(kind: Any) -> bool:
+    from pyarrow import types
+
+    layouts = (types.is_string, types.is_large_string, types.is_string_view)
+    return any(is_layout(kind) for is_layout in layouts)
+
+
+def _binary_values(array: Any) -> Iterator[str]:
+    """Of binary values those that are text in UTF-8; none of another type."""
+    from pyarrow import types
+
+    layouts = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    if not any(is_layout(array.type) for is_layout in layouts):
+        return
+    for raw in filter(None, array.to_pylist()):
+        with suppress(UnicodeDecodeError):  # else it is no text
+            yield raw.decode()
+
+
+def _strings(value: object) -> Iterator[str]:
     """Every string in lists and tables, keys aside."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
+        return
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
             yield from _strings(inner)
 
 

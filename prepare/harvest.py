@@ -63,36 +63,52 @@ def revision(source: str) -> str:
         "c": ["numpy", "torch"],
         "science": ["numpy", "scipy", "sympy", "scikit-learn"],
     }.get(source, versions)
-    found = [f"{name} {versions[name]}" for name in names if name in versions]
-    return ", ".join([f"CPython {platform.python_version()}", *found])
+    packages = [f"{name} {versions[name]}" for name in names if name in versions]
+    return ", ".join([f"CPython {platform.python_version()}", *packages])
 
 
 def documents(source: str) -> Iterator[str]:
     """The documents of "python", "c", "science" or "prose", in a fixed order."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    if source == "python":
-        yield from read_files(stdlib, "*.py")
-    elif source == "c":
-        yield from read_files(Path(sysconfig.get_path("include")), "*.h")
-        yield from read_files(_package("numpy"), "*.h")
-        if torch := _package("torch"):
-            yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", mixed=True))
-    elif source == "science":
-        for name in SCIENCE:
-            texts = (
-                text
-                for code in read_files(_package(name), "*.py", mixed=True)
-                for text in docstrings(code)
-            )
-            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), texts)
-    else:
-        yield from (text for code in read_files(stdlib, "*.py") for text in docstrings(code))
-        from pydoc_data.topics import topics  # the language reference, as help() shows it
+    return {"python": _python, "c": _headers, "science": _science, "prose": _prose}[source]()
 
-        yield from (topics[name] for name in sorted(topics))
-        yield from (
-            d.metadata["Description"] for d in _distributions() if d.metadata["Description"]
-        )
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _python() -> Iterator[str]:
+    return read_files(_stdlib(), "*.py")
+
+
+def _headers() -> Iterator[str]:
+    yield from read_files(Path(sysconfig.get_path("include")), "*.h")
+    yield from read_files(_package("numpy"), "*.h")
+    torch = _package("torch")
+    if torch:
+        yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", mixed=True))
+
+
+def _science() -> Iterator[str]:
+    for name in SCIENCE:
+        files = read_files(_package(name), "*.py", mixed=True)
+        yield from _at_most(SCIENCE_CHARS // len(SCIENCE), _docstrings_of(files))
+
+
+def _prose() -> Iterator[str]:
+    yield from _docstrings_of(read_files(_stdlib(), "*.py"))
+    from pydoc_data.topics import topics  # the language reference, as help() shows it
+
+    for name in sorted(topics):
+        yield topics[name]
+    for distribution in _distributions():
+        description = distribution.metadata["Description"]
+        if description:
+            yield description
+
+
+def _docstrings_of(files: Iterator[str]) -> Iterator[str]:
+    for code in files:
+        yield from docstrings(code)
 
 
 def _package(name: str) -> Path | None:
@@ -107,11 +123,11 @@ def _package(name: str) -> Path | None:
 
 def _distributions() -> list[importlib.metadata.Distribution]:
     """Installed packages by name; the first on the path wins, as it does for import."""
-    # half removed: no name
-    found = {
-        d.name.lower(): d for d in reversed(list(importlib.metadata.distributions())) if d.name
-    }
-    return [found[name] for name in sorted(found)]
+    by_name = {}
+    for distribution in reversed(list(importlib.metadata.distributions())):
+        if distribution.name:  # half removed: no name
+            by_name[distribution.name.lower()] = distribution
+    return [by_name[name] for name in sorted(by_name)]
 
 
 def read_files(root: Path | None, pattern: str, mixed: bool = False) -> Iterator[str]:

@@ -1,13 +1,16 @@
 """Keep a run's checkpoints: save in the background, verify before reading, load at any world size,
 branch off another run.
 
-    out/<run>/checkpoints/step_00013500/       __<rank>_0.distcp, .metadata     torch.distributed.checkpoint (DCP)
-                                                manifest.json  JSON state, tensors, SHA-256 of each file
-                                                DONE           written last: the SHA-256 of manifest.json
-    out/<run>/checkpoints/bad_step_00013500/   one that was found damaged, kept for inspection
-    out/<run>/checkpoints/.tmp_step_00013500/  one that is being written or deleted; the next save or start removes leftovers
-    out/<run>/saved.json                       the step of the first checkpoint that was complete, or null before it: whether a
-                                               run without checkpoints has lost them
+    out/<run>/checkpoints/
+        step_00013500/
+            __<rank>_0.distcp, .metadata  of torch.distributed.checkpoint (DCP)
+            manifest.json                 JSON state, tensors, SHA-256 of each file
+            DONE                          written last: the SHA-256 of manifest.json
+        bad_step_00013500/    one that was found damaged, kept for inspection
+        .tmp_step_00013500/   one that is being written or deleted; the next save or start removes
+                              leftovers
+    out/<run>/saved.json      the step of the first checkpoint that was complete, or null before it:
+                              whether a run without checkpoints has lost them
 
 Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background,
 DCP writes and syncs them under a temporary name, each rank hashes its own files, rank 0 writes
@@ -37,15 +40,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-
-# a BaseException: `except Exception` misses it
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from lib.errors import MachineError, UserError
 from lib.files import file_sha256, sync_folder, write_atomically, write_json
 from lib.machine import GIB
+from lib.sharding import is_dtensor
 from model import GPT
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.optim import check_branch, local
@@ -262,7 +261,7 @@ class Saver:
         def attempt() -> T:
             try:
                 return stage()
-            except (Exception, CheckpointException) as error:
+            except checkpoint_errors() as error:
                 rank = next(iter(getattr(error, "failures", ())), self.world.rank)
                 # where the disk is full, torch's own words do not say so
                 free = shutil.disk_usage(self.dir).free / GIB
@@ -313,8 +312,10 @@ def _host_buffer(live: torch.Tensor) -> torch.Tensor:
     shard = local(live)
     # pinned for a GPU, or the copy would not be asynchronous
     buffer = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda")
-    if not isinstance(live, DTensor):
+    if not is_dtensor(live):
         return buffer
+    from torch.distributed.tensor import DTensor
+
     # from_local() would move it to the mesh's device. FSDP2 makes its CPU-offloaded parameters in
     # this way.
     return DTensor(buffer, live._spec, requires_grad=False)
@@ -357,6 +358,8 @@ def dump(
 ) -> dict[str, dict]:
     """Write this rank's files; returns size and SHA-256 of each, by name, hashed while they are in
     its own page cache."""
+    import torch.distributed.checkpoint as dcp
+
     # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is
     # on the host already.
     dcp.save(
@@ -476,8 +479,8 @@ def restore(
 def _newest_whole(
     run_dir: Path, say: Callable[[str], None], below_step: int | None
 ) -> Restored | None:
-    """The newest checkpoint of a step below `below_step` whose files are what was written; damaged ones
-    are set aside."""
+    """The newest checkpoint of a step below `below_step` whose files are what was written; damaged
+    ones are set aside."""
     for path in reversed(checkpoints(run_dir)):
         if below_step is not None and step_of(path) >= below_step:
             continue
@@ -515,6 +518,8 @@ def load(
                 " not fit"
             )
 
+    import torch.distributed.checkpoint as dcp
+
     def read() -> None:
         reader = dcp.FileSystemReader(path)
         # here, as DCP of torch 2.11 goes on without what it cannot read
@@ -525,7 +530,7 @@ def load(
 
     try:
         together(read, world)
-    except (Exception, CheckpointException) as error:
+    except checkpoint_errors() as error:
         raise MachineError(
             f"{path} could not be loaded ({cause(error)}): run the same command again, or move it"
             " away to use the one before it"
@@ -725,7 +730,7 @@ def together(work: Callable[[], T], world: World | None) -> list[T]:
     problem: BaseException | None = None
     try:
         result = work()
-    except (Exception, CheckpointException) as error:
+    except checkpoint_errors() as error:
         problem = error
     outcomes = gather((result, problem), world)
     problems = [problem_of_rank for _, problem_of_rank in outcomes if problem_of_rank is not None]
@@ -742,6 +747,14 @@ def gather(value: object, world: World | None) -> list:
     values = [value] * world.size
     dist.all_gather_object(values, value, group=world.checkpoint_group)
     return values
+
+
+def checkpoint_errors() -> tuple[type[BaseException], ...]:
+    """What saving and loading may raise. DCP's own error is a BaseException, which `except
+    Exception` misses."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return Exception, CheckpointException
 
 
 def cause(error: BaseException) -> str:

@@ -82,7 +82,8 @@ class ParallelConfig:
     replicate: int = above_zero(
         1
     )  # copies of the sharded model, gradients averaged between them (HSDP)
-    # ranks that share one copy of the weights (FSDP2); none = all that remain
+    # ranks that share one copy of the weights (FSDP2); none = 1, replicas, where the model fits
+    # each GPU whole, else all
     shard: int | None = above_zero(None)
     # several ranks: drop a block's gathered weights between forward and backward
     reshard: bool = True
@@ -462,7 +463,8 @@ def check_compiled_chunks(config: Config) -> Iterator[str]:
     without a word."""
     n_ctx = config.model.n_ctx
     chunk = config.model.loss_chunk
-    if chunk is None or not (config.fp8.head and config.fp8.kernels and config.parallel.compile):
+    has_kernels_on_cpu = config.fp8.kernels is True or config.fp8.scaling == "delayed"
+    if chunk is None or not (config.fp8.head and has_kernels_on_cpu and config.parallel.compile):
         return
     if n_ctx % chunk and chunk % n_ctx:
         allowed = math.lcm(n_ctx, multiple_of(config.fp8.recipe))

@@ -133,10 +133,10 @@ class _SourceLoader(SourceFileLoader):
 def _importing_by(finder: _BesideFinder) -> Iterator[None]:
     """Let `finder` be asked first; afterwards sys.modules holds none of the modules that it
     served."""
-    before = {
+    set_aside = {
         name: module for name, module in sys.modules.items() if name.partition(".")[0] == CONFIGS
     }
-    for name in before:
+    for name in set_aside:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
@@ -146,4 +146,4 @@ def _importing_by(finder: _BesideFinder) -> Iterator[None]:
         for name in list(sys.modules):
             if name.partition(".")[0] in finder.served:
                 del sys.modules[name]
-        sys.modules.update(before)
+        sys.modules.update(set_aside)

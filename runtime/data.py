@@ -25,12 +25,12 @@ import torch
 
 from lib.errors import UserError
 from lib.files import digest
+from model import NO_TARGET
 from runtime.config import Config
 from runtime.guard import FEW_TARGETS
 from runtime.shards import LOSS_MASK_BIT, Index, Shard, missing_source, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
 
-NO_TARGET = -100  # F.cross_entropy's ignore_index
 # read before the first step to say how many steps have no target: some milliseconds
 SAMPLED_SEQUENCES = 4096
 WEIGHT_STEPS = 2**20  # a mixture of no simple ratio is rounded to shares of this

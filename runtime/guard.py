@@ -32,9 +32,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from lib.files import write_json
+from lib.sharding import is_dtensor
 from runtime.config import GuardConfig
 
 # Bounds of the robust standard deviation of a logarithm, so that a quiet window does not turn noise
@@ -267,7 +267,7 @@ def _count(tensor: torch.Tensor) -> dict[str, int]:
     bad = (~tensor.isfinite()).sum()
     return {
         "values": tensor.numel(),
-        "not_finite": int(bad.full_tensor() if isinstance(bad, DTensor) else bad),
+        "not_finite": int(bad.full_tensor() if is_dtensor(bad) else bad),
     }
 
 

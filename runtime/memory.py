@@ -14,7 +14,7 @@ def out_of_memory(error: BaseException, config: Config, world: World) -> str | N
     first_line = str(cause).partition("\n")[0]
     problem = first_line.partition(" If reserved")[0].rstrip(". ") or type(cause).__name__
     return (
-        f"out of memory on rank {world.rank} ({world.device}): {problem}; what was saved stays. Try a"
-        f" smaller data.micro_batch (now {config.data.micro_batch}), parallel.recompute=true,"
+        f"out of memory on rank {world.rank} ({world.device}): {problem}; what was saved stays. Try"
+        f" a smaller data.micro_batch (now {config.data.micro_batch}), parallel.recompute=true,"
         f" model.loss_chunk=1024 or more GPUs (now {world.size})"
     )

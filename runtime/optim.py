@@ -2,16 +2,16 @@
 branch off another."""
 
 import math
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from lib.errors import UserError
+from lib.sharding import is_dtensor
 from model import GPT
 from runtime.config import Config, OptimConfig, changed_keys
 
@@ -27,11 +27,13 @@ BRANCH_FREE = {
 }
 
 
-def build_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
+def build_optimizer(
+    model: GPT, config: OptimConfig, n_replicas: int = 1
+) -> "torch.optim.AdamW | MuonAdamW":
     """The optimizer of optim.kind, with the state of its first step already, for a checkpoint to be
-    loaded into."""
+    loaded into. n_replicas: ranks of which each holds the whole model."""
     return (
-        MuonAdamW(model, config)
+        MuonAdamW(model, config, n_replicas)
         if config.kind == "muon"
         else _adamw(list(model.parameters()), config)
     )
@@ -76,16 +78,18 @@ class MuonAdamW:
     sqrt(max(rows, columns)), 2502.16982), so that rates and weight decay carry over. Q, K, V, gate
     and up are matrices of their own, though stored fused. Not torch.optim.Muon, which knows neither
     parts nor shards. A sharded matrix is orthogonalised by one rank, its owner, to the bits of one
-    process: all ranks send it their shards, it sends back the result's. The momentum (Nesterov) is
-    sharded as the weight is, one fp32 value a parameter."""
+    process: all ranks send it their shards, it sends back the result's. Of replicas the owner sends
+    the result to all. The momentum (Nesterov) is sharded as the weight is, one fp32 value a
+    parameter."""
 
-    def __init__(self, model: GPT, config: OptimConfig):
+    def __init__(self, model: GPT, config: OptimConfig, n_replicas: int = 1):
         self.config = config
         parts = muon_parts(model)
-        self.is_sharded = isinstance(next(iter(parts)), DTensor)
-        ranks = dist.get_world_size() if self.is_sharded else 1
+        self.is_sharded = is_dtensor(next(iter(parts)))
+        self.n_replicas = n_replicas
+        ranks = dist.get_world_size() if self.is_sharded else n_replicas
         owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()], ranks)
-        self.owned = [
+        self.owned: list[list[Any]] = [
             [p for p, owner in zip(parts, owners, strict=True) if owner == rank]
             for rank in range(ranks)
         ]
@@ -103,11 +107,13 @@ class MuonAdamW:
         self.adamw.step()
         # alone, one at a time is in memory
         lr, momenta = self.muon["lr"], map(self._momentum, self.parts)
-        updates = (
-            self._by_owners(list(momenta))
-            if self.is_sharded
-            else map(_by_parts, momenta, self.parts.values())
-        )
+        updates: Iterable[torch.Tensor]
+        if self.is_sharded:
+            updates = self._by_owners(list(momenta))
+        elif self.n_replicas > 1:
+            updates = self._by_replicas(list(momenta))
+        else:
+            updates = map(_by_parts, momenta, self.parts.values())
         for (p, rows), update in zip(self.parts.items(), updates, strict=True):
             update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
             local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
@@ -119,46 +125,36 @@ class MuonAdamW:
         momentum.lerp_(grad, 1 - beta)
         return grad.lerp(momentum, beta).bfloat16()
 
-    def _by_owners(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each matrix this rank's shard, orthogonalised; two exchanges between all ranks,
-        whatever the number of matrices.
+    def _by_replicas(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each matrix whole, orthogonalised by its owner, which sends it to all."""
+        me = dist.get_rank()
+        momentum_of = dict(zip(self.parts, momenta, strict=True))
+        for p in self.owned[me]:
+            momentum_of[p].copy_(_by_parts(momentum_of[p], self.parts[p]))
+        for owner, owned in enumerate(self.owned):
+            if not owned:
+                continue
+            matrices = [momentum_of[p] for p in owned]
+            flat = torch.cat([matrix.flatten() for matrix in matrices])
+            dist.broadcast(flat, owner)
+            sizes = [matrix.numel() for matrix in matrices]
+            for matrix, received in zip(matrices, flat.split(sizes), strict=True):
+                matrix.copy_(received.view_as(matrix))
+        return momenta
 
-        Shards travel padded to one height. Replicas hold equal ones: an owner hears its own replica
-        alone, and answers all."""
-        me, ranks, any_of_them = (
-            dist.get_rank(),
-            range(dist.get_world_size()),
-            next(iter(self.parts)),
-        )
-        n = any_of_them.device_mesh.size(-1)  # ranks of a replica, which follow one another
-        # as FSDP2 cuts
-        near, heights = ranks[me // n * n :][:n], {p: math.ceil(p.shape[0] / n) for p in self.parts}
-        sizes = [[heights[p] * p.shape[1] for p in owned] for owned in self.owned]
-        counts = list(map(sum, sizes))
-        # by owner, as self.parts is
-        flat = torch.cat(
-            [
-                F.pad(m, (0, 0, 0, height - len(m))).flatten()
-                for m, height in zip(momenta, heights.values(), strict=True)
-            ]
-        )
-        mine = flat.new_empty(n, counts[me])
-        dist.all_to_all_single(
-            mine.view(-1),
-            flat[sum(counts[: near[0]]) : sum(counts[: near[-1] + 1])],
-            [counts[me] * (rank in near) for rank in ranks],
-            [counts[rank] * (rank in near) for rank in ranks],
-        )
-        for p, shards in zip(self.owned[me], mine.split(sizes[me], dim=1), strict=True):
-            result = _by_parts(shards.reshape(-1, p.shape[1])[: p.shape[0]], self.parts[p])
-            shards.copy_(F.pad(result, (0, 0, 0, n * heights[p] - len(result))).view(n, -1))
-        dist.all_to_all_single(
-            flat, mine.repeat(len(ranks) // n, 1).view(-1), counts, [counts[me]] * len(ranks)
-        )
-        return [
-            part[: m.numel()].view_as(m)
-            for m, part in zip(momenta, flat.split(sum(sizes, [])), strict=True)
-        ]
+    def _by_owners(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each matrix this rank's shard, orthogonalised by the matrix's owner. momenta: shards
+        in the order of self.parts."""
+        from runtime.shard_exchange import ShardExchange
+
+        exchange = ShardExchange(self.owned)
+        flat = exchange.flatten(momenta)
+        gathered = exchange.gather(flat)
+        for matrix, shards in exchange.own_shards(gathered):
+            whole = exchange.join(shards, matrix)
+            exchange.cut(_by_parts(whole, self.parts[matrix]), shards)
+        exchange.scatter(gathered, flat)
+        return exchange.unflatten(flat, momenta)
 
 
 def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
@@ -193,7 +189,7 @@ def deal(costs: list[int], ranks: int) -> list[int]:
 
 def local(tensor: Any) -> torch.Tensor:
     """This rank's shard, or the whole tensor where it has no shards."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _by_parts(matrix: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
@@ -218,7 +214,8 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of update `step` (0-based) of `steps`.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
-    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
+    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last
+            decay_share (2404.06395)
     """
     warmup = config.warmup_steps(steps)
     if step < warmup:
@@ -235,12 +232,12 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     """Raise UserError unless `config`, trained from scratch, would reach the state of `parent`
     after `step` updates but for its precision: the same model, data, seed and optimizer, and the
     same learning rate at every step before."""
-    where = f"start_from={config.start_from}"
+    key = f"start_from={config.start_from}"
     if config.parent is None or step != config.parent[1]:
-        raise UserError(f"{where} holds step {step}: give the folder the name it was written under")
+        raise UserError(f"{key} holds step {step}: give the folder the name it was written under")
     if changes := changed_keys(_fixed_for_branches(parent), _fixed_for_branches(config)):
         raise UserError(
-            f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in"
+            f"{key} is of another run: {'; '.join(changes)}; a branch differs from its parent in"
             f" run, out, precision, budget and decay alone; start_from=out/{parent.run} takes its"
             " weights"
         )
@@ -250,7 +247,7 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
         if old != new:
             share = parent.optim.warmup_steps(parent.total_steps) / config.total_steps
             raise UserError(
-                f"{where}: step {k + 1} of {parent.run} had the learning rate {old:g}, here"
+                f"{key}: step {k + 1} of {parent.run} had the learning rate {old:g}, here"
                 f" {new:g}: branches need optim.schedule=wsd in both runs,"
                 f" optim.warmup_share={share!r} and a checkpoint before the decay"
             )

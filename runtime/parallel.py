@@ -1,5 +1,5 @@
-"""Build the model and optimizer of a run on one process or many: process group, mesh, sharding,
-recomputation, compilation."""
+"""Build the model and optimizer of a run on one process or many: process group, mesh, sharding or
+replicas, recomputation, compilation."""
 
 import contextlib
 import os
@@ -8,31 +8,35 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fp8 import bf16_in_fp32
 from fp8.convert import convert, keep_bf16_copies
+from fp8.inductor_repair import repair_clamps
 from fp8.precision import Precision
 from fp8.recipes import RECIPES, needs_precision_casts
-from fp8.selection import Layer
+from fp8.selection import Casting, Layer, casting
 from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
+from lib.sharding import is_dtensor, is_fsdp_module
 from model import GPT, Block
 from runtime import optim
 from runtime.config import Config
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # of activations in both arms; weights, gradients and moments are fp32
 COMPUTE_DTYPE = torch.bfloat16
@@ -53,7 +57,7 @@ class World:
     local_rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh | None = None  # ("replicate", "shard"), or None with one process
+    mesh: "DeviceMesh | None" = None  # ("replicate", "shard"), or None with one process
     # processes on this machine, which share its disks; 1 where the launcher does not tell
     local_size: int = 1
     # gloo; a save in the background must not meet the step's own
@@ -65,15 +69,38 @@ class World:
         return self.rank == 0
 
     @property
+    def has_whole_weights(self) -> bool:
+        """Whether each rank holds all of every weight: one process, or replicas."""
+        return self.mesh is None or self.mesh["shard"].size() == 1
+
+    def describe(self) -> list[str]:
+        """Who holds the weights, as a line of the log; none with one process."""
+        if self.mesh is None:
+            return []
+        if self.has_whole_weights:
+            return [
+                f"ranks: {self.size} replicas, each with whole weights; one fp32 gradient a step is"
+                " averaged between them (parallel.shard=N shares weights instead)"
+            ]
+        replicas, shards = self.mesh.shape
+        copies = f"{replicas} copies of the weights, each" if replicas > 1 else "weights"
+        return [f"ranks: {copies} sharded over {shards} ranks (FSDP2)"]
+
+    @property
     def share_of_machine(self) -> tuple[int, int]:
         """(which, of how many) part of the work that this machine's processes divide among
         themselves: (0, 1) is all of it."""
         return (self.local_rank, self.local_size) if self.local_size > 1 else (0, 1)
 
 
-def start(config: Config) -> World:
-    """Join the processes that torchrun started, or be the only one. Raises UserError where the
-    ranks do not fit, MachineError where torchrun has ended."""
+# Whether a model fits a device when each of so many ranks holds it whole; by default it does.
+Fits = Callable[[int, torch.device], bool]
+
+
+def start(config: Config, fits_whole: Fits = lambda size, device: True) -> World:
+    """Join the processes that torchrun started, or be the only one. `fits_whole` decides where the
+    config leaves parallel.shard to it. Raises UserError where the ranks do not fit, MachineError
+    where torchrun has ended."""
     size, rank, local_rank = read_launch(os.environ)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     check_world(config, size, device)
@@ -83,18 +110,19 @@ def start(config: Config) -> World:
     launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if size == 1:
         return World(0, 0, 1, device, launcher=launcher)
-    return _join(config, device, size, rank, local_rank, launcher)
+    return _join(config, device, size, rank, local_rank, launcher, fits_whole)
 
 
 def check_world(config: Config, size: int, device: torch.device) -> None:
     """Raises UserError where `size` processes, on devices such as this one, cannot train
     `config`."""
     p = config.parallel
-    shard = p.shard or size // p.replicate
-    if p.replicate * shard != size:
+    replicas, shard = mesh_shape(config, size, fits_whole=True)
+    if replicas * shard != size:
         raise UserError(
             f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make"
-            f" {size} processes: their product must be the number that torchrun starts"
+            f" {size} processes: parallel.shard must divide the number that torchrun starts, and"
+            " their product be that number; none leaves it to the start"
         )
     config.accumulation(size)
     if config.fp8.all_gather and shard == 1:
@@ -113,6 +141,21 @@ def check_world(config: Config, size: int, device: torch.device) -> None:
             f"parallel.cpu_fp32=true is for one process on a CPU, not for {size} on {device.type}:"
             " drop it"
         )
+
+
+def mesh_shape(config: Config, size: int, fits_whole: bool) -> tuple[int, int]:
+    """(replicas, ranks that share one of them) of `size` processes. Where the config names neither,
+    each rank is a replica if the model fits one device whole; weights that are gathered as float8
+    are sharded. The product is not `size` where the config does not fit it."""
+    p = config.parallel
+    if p.shard is not None:
+        replicas = size // p.shard if p.replicate == 1 else p.replicate
+        return replicas, p.shard
+    if p.replicate > 1:
+        return p.replicate, size // p.replicate
+    if fits_whole and not config.fp8.all_gather:
+        return size, 1
+    return 1, size
 
 
 def check_machine(config: Config, device: torch.device) -> None:
@@ -150,12 +193,15 @@ def _join(
     rank: int,
     local_rank: int,
     launcher: "Launcher | None",
+    fits_whole: Fits,
 ) -> World:
     """Meet the other processes: groups for the step and for checkpoints, the mesh of devices."""
     p = config.parallel
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name
     # the cause.
     patience = timedelta(seconds=2 * p.start_timeout)
+    from torch.distributed.device_mesh import init_device_mesh
+
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -165,7 +211,9 @@ def _join(
         timeout=patience,
         device_id=device if device.type == "cuda" else None,
     )
-    shape = p.replicate, size // p.replicate
+    does_fit = torch.tensor(float(fits_whole(size, device)))
+    dist.all_reduce(does_fit, dist.ReduceOp.MIN)  # ranks may have unequal GPUs
+    shape = mesh_shape(config, size, fits_whole=bool(does_fit))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():  # made with torch's default: 10 minutes for NCCL
         transport = group._get_backend(device)
@@ -368,10 +416,13 @@ class Built:
     model.init_weights(seed, assign) or from a checkpoint, then call precision.after_update()."""
 
     model: GPT
+    # the model, or what reduces its gradients over replicas: a training step calls it
+    trained: nn.Module
     optimizer: torch.optim.AdamW | optim.MuonAdamW
     # gives a parameter, sharded or not, its full value
     assign: Callable[[torch.Tensor, torch.Tensor], None]
     layers: list[Layer]  # the choice of recipe for every Linear
+    cast_by: Casting  # what fp8.kernels has come to
     loss_scale: float  # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]  # lines for people: torch's global switches that were set
     precision: Precision  # what the training loop asks of FP8
@@ -382,12 +433,13 @@ def build(config: Config, world: World) -> Built:
     shard, compile, then allocate. Raises UserError where the config's fp8 or parallel does not fit
     this model or machine."""
     model = GPT.on_meta(config.model, COMPUTE_DTYPE)
-    # mean over the step's tokens; FSDP averages over ranks, so x size
+    # mean over the step's tokens; ranks' gradients are averaged, so x size
     loss_scale = world.size / config.data.tokens_per_step
-    layers = convert(model, config.fp8, loss_scale, world.device.type)
+    cast_by = casting(config.fp8, world.device.type, world.has_whole_weights)
+    layers = convert(model, config.fp8, loss_scale, world.device.type, cast_by.is_ours)
     if config.parallel.cpu_fp32:
         bf16_in_fp32.convert(model)
-    elif world.size == 1:
+    elif world.has_whole_weights:
         keep_bf16_copies(model)
     model.counts()  # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
@@ -402,7 +454,9 @@ def build(config: Config, world: World) -> Built:
 
     def assign(p: torch.Tensor, full: torch.Tensor) -> None:
         # each rank has the same full value and keeps its part: nothing is sent
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
+            from torch.distributed.tensor import distribute_tensor
+
             full = distribute_tensor(
                 full.to(world.device), p.device_mesh, p.placements, src_data_rank=None
             )
@@ -411,11 +465,22 @@ def build(config: Config, world: World) -> Built:
     precision = Precision(model, config.seed, world.size)
     if world.size == 1 and config.accumulation(1) > 1:
         precision.keep_gradients()
-    optimizer = optim.build_optimizer(model, config.optim)
-    return Built(model, optimizer, assign, layers, loss_scale, flags, precision)
+    n_replicas = world.size if world.has_whole_weights else 1
+    optimizer = optim.build_optimizer(model, config.optim, n_replicas)
+    return Built(
+        model=model,
+        trained=replicated(model, world),
+        optimizer=optimizer,
+        assign=assign,
+        layers=layers,
+        cast_by=cast_by,
+        loss_scale=loss_scale,
+        flags=flags,
+        precision=precision,
+    )
 
 
-def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:
+def set_torch_flags(config: Config, world: World, recipes: Collection[str]) -> list[str]:
     """Set every process-wide switch of torch that a run depends on, also back to off; returns those
     set as lines for people.
 
@@ -446,6 +511,10 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
             for recipe in recipes
         )
         torch.set_float32_matmul_precision("highest" if needs_fp32 else "high")
+        if config.parallel.compile and recipes and repair_clamps():
+            flags.append(
+                "inductor writes clamps as tl.where (else float8 stores may be wrong: triton#11111)"
+            )
         if config.parallel.compile and needs_precision_casts(recipes):
             import torch._inductor.config as inductor
 
@@ -497,7 +566,7 @@ class RecomputedBlock(Block):
 
 
 def shard(model: GPT, world: World, reshard: bool = True) -> None:
-    """FSDP2 over the mesh, block by block; one process needs no wrapper.
+    """FSDP2 over the mesh, block by block; whole weights need no wrapper.
 
     Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks
     lose the small ones. Embedding and head are gathered in fp32 and cast by the model, or the
@@ -507,8 +576,10 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
 
     Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers
     no padded shards."""
-    if world.mesh is None:
+    if world.mesh is None or world.has_whole_weights:
         return
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     ranks = world.mesh["shard"].size()
     for name, p in model.named_parameters():
         if is_wrapped(p) and p.shape[0] % ranks:
@@ -526,6 +597,28 @@ def shard(model: GPT, world: World, reshard: bool = True) -> None:
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
 
 
+def replicated(model: GPT, world: World) -> nn.Module:
+    """What averages the gradients of `model` over replicas, once a step and in fp32, beside the
+    backward pass of the last micro-batch: DistributedDataParallel. The model itself where no other
+    rank holds it whole.
+
+    Gradients are not added up within their matmul, as one process does: the reduction waits for
+    autograd to hand each over."""
+    if world.size == 1 or not world.has_whole_weights:
+        return model
+    # Blocks are compiled one by one: their gradients come early enough without its splits, which
+    # break on FP8 (pytorch#158936).
+    torch._dynamo.config.optimize_ddp = False
+    device_ids = [world.device] if world.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model,
+        device_ids=device_ids,
+        broadcast_buffers=False,
+        init_sync=False,  # init_weights() and checkpoints give all ranks the same
+        gradient_as_bucket_view=True,
+    )
+
+
 def compile_model(model: GPT, is_whole: bool) -> None:
     """In place, so that the names in the state dict stay: the whole model, or block by block, as
     FSDP2 needs it."""
@@ -538,20 +631,27 @@ def compile_model(model: GPT, is_whole: bool) -> None:
         module.compile(dynamic=False, fullgraph=True)
     # head and cross-entropy are one more piece: eager, they would hold three copies of the logits
     if not is_whole:
-        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)  # type: ignore[method-assign]
+        compiled: Any = torch.compile(model.token_losses, dynamic=False, fullgraph=True)
+        model.token_losses = compiled  # type: ignore[method-assign]
 
 
 def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
-    """Reduce gradients over the ranks in the next backward pass, or (now=False: all but a step's
-    last micro-batch) only add them up. reshard: as given to shard(); if False, gathered weights
-    stay until the last micro-batch."""
-    if isinstance(model, FSDPModule):
+    """Reduce the gradients of Built.trained over the ranks in the next backward pass, or
+    (now=False: all but a step's last micro-batch) only add them up. reshard: as given to shard();
+    if False, gathered weights stay until the last micro-batch."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = now
+    if is_fsdp_module(model):
         model.set_requires_gradient_sync(now)
         model.set_reshard_after_backward(now or reshard)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale all gradients to a global L2 norm of at most `max_norm`; returns the norm before, on
-    the device, ()."""
+    """Scale all gradients of Built.trained to a global L2 norm of at most `max_norm`; returns the
+    norm before, on the device, (), the same on all ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if isinstance(model, DistributedDataParallel):
+        # Equal on all replicas, unless one of them is at fault: all must judge the step alike.
+        dist.all_reduce(norm)
+        return norm / dist.get_world_size()
+    return norm.full_tensor() if is_dtensor(norm) else norm

@@ -73,11 +73,15 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
         return None
     if not splits:
         return GPT2_PIECES if last["use_regex"] else None
-    if len(splits) > 1 or last["use_regex"] or splits[0].get("type") != "Split":
+    if len(splits) > 1 or last["use_regex"]:
         return None
-    if splits[0]["behavior"] != "Isolated" or splits[0]["invert"]:
+    return _pattern_of_split(splits[0])
+
+
+def _pattern_of_split(split: dict) -> str | None:
+    if split.get("type") != "Split" or split["behavior"] != "Isolated" or split["invert"]:
         return None
-    return splits[0]["pattern"].get("Regex")
+    return split["pattern"].get("Regex")
 
 
 class _PieceEncoder:
@@ -138,10 +142,10 @@ class _PieceEncoder:
 
     def _cuts_alike(self, characters: list[str]) -> bool:
         text = "".join(map(PROBE.format, characters))
-        theirs = [
+        pieces_of_package = [
             text[first:last] for _, (first, last) in self._fast.pre_tokenizer.pre_tokenize_str(text)
         ]
-        return self._pattern.findall(text) == theirs
+        return self._pattern.findall(text) == pieces_of_package
 
 
 class _IdsOfPieces(dict):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,7 @@ class Costs:
 
     counts: dict[str, int]  # as GPT.counts() returns them
     layers: list[selection.Layer]  # the choice of recipe for every Linear
+    cast_by: selection.Casting  # what fp8.kernels comes to on a GPU
     n_gpus: int  # replicate x shard
     steps: int  # training steps of this run; of a branch, those after its branch point
     tokens: int  # training tokens of these steps
@@ -72,7 +73,8 @@ def count_costs(config: Config, gpu: str) -> Costs:
     """The costs of a run on GPUs of this name ("" where none is named). Raises UserError as
     selection.select() does."""
     model = GPT.on_meta(config.model)
-    layers = selection.select(model, config.fp8, gpu.upper() or None)
+    cast_by = selection.casting(config.fp8, "cuda", has_whole_weights=_shard(config) == 1)
+    layers = selection.select(model, config.fp8, gpu.upper() or None, cast_by.is_ours)
     counts = model.counts()
     parent_step = config.parent[1] if config.parent else 0
     steps = config.total_steps - parent_step
@@ -84,7 +86,8 @@ def count_costs(config: Config, gpu: str) -> Costs:
     return Costs(
         counts=counts,
         layers=layers,
-        n_gpus=config.parallel.replicate * (config.parallel.shard or 1),
+        cast_by=cast_by,
+        n_gpus=config.parallel.replicate * _shard(config),
         steps=steps,
         tokens=steps * config.data.tokens_per_step,
         params_fp8=sum(layer.params for layer in layers if layer.recipe),
@@ -93,6 +96,11 @@ def count_costs(config: Config, gpu: str) -> Costs:
         checkpoint_bytes=12 * counts["params_total"] - 4 * params_muon,
         n_checkpoints=_count_checkpoints(config),
     )
+
+
+def _shard(config: Config) -> int:
+    """Ranks that share the weights: as named, else one."""
+    return config.parallel.shard or 1
 
 
 def _count_checkpoints(config: Config) -> int:
@@ -122,7 +130,7 @@ def plan(config: Config, gpu: str) -> list[str]:
         _describe_budget(config, costs),
         _describe_flops(config, costs),
         _describe_memory(config, costs),
-        selection.table(costs.layers, config.fp8.recipe, "cuda"),
+        selection.table(costs.layers, config.fp8.recipe, "cuda", costs.cast_by),
         _hours(config, costs, gpu),
         _describe_disk(config, costs),
     ):
@@ -232,7 +240,7 @@ def _describe_memory(config: Config, costs: Costs) -> list[str]:
     auto = ""
     if config.data.micro_batch == "auto":
         auto = " (auto: the start tries larger ones)"
-    shard = config.parallel.shard or 1
+    shard = _shard(config)
     lines = [
         f"memory per GPU of {costs.n_gpus}, parallel.shard={shard}, micro-batch {micro_batch}{auto}"
     ]
@@ -264,17 +272,53 @@ def memory_shares(config: Config, costs: Costs) -> list[Share]:
     return [*shares, Share("sum", total, note)]
 
 
+# Of a GPU's memory that the estimate may fill: the allocator and NCCL's buffers need the rest.
+PLANNED_SHARE = 0.9
+
+
+def fits_whole(config: Config, size: int, device: torch.device) -> bool:
+    """Whether a GPU such as `device` holds the whole model with its share of the activations, as
+    each of `size` replicas does; a CPU's memory is not asked. Raises UserError where not even an
+    equal share of weights, gradients and moments fits."""
+    if device.type != "cuda":
+        return True
+    available = PLANNED_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return fits_memory(config, size, available)
+
+
+def fits_memory(config: Config, size: int, available: float) -> bool:
+    """fits_whole() for so many bytes a GPU."""
+    gathers = config.fp8.all_gather
+    whole = apply_overrides(config, [f"parallel.replicate={size}", "parallel.shard=1"])
+    if not gathers and _total(whole) <= available:
+        return True
+    of_model = 16 * config.model.params_total / size  # weights, gradients, two moments
+    if of_model > available:
+        raise UserError(
+            f"this model fits {size} GPUs neither whole nor sharded: weights, gradients and moments"
+            f" alone need {of_model / GIB:.1f} GiB on each, of which {available / GIB:.1f} GiB can"
+            f" be planned with: start {math.ceil(of_model * size / available)} or more processes"
+            " with torchrun"
+        )
+    return False
+
+
+def _total(config: Config) -> float:
+    """Bytes that a GPU is planned to hold."""
+    return memory_shares(config, count_costs(config, ""))[-1].size
+
+
 def _weights(config: Config, costs: Costs) -> Share:
-    size = 4 * costs.counts["params_total"] / (config.parallel.shard or 1)
+    size = 4 * costs.counts["params_total"] / _shard(config)
     return Share("weights", size, "fp32")
 
 
 def _copies(config: Config, costs: Costs) -> Share:
     """FSDP2 casts what it gathers; torchao's Linears cast anew in each pass."""
     n_copied = 0
-    if costs.n_gpus == 1:
+    if _shard(config) == 1:
         n_copied = costs.counts["params_matmul"]
-        if not config.fp8.kernels:
+        if not costs.cast_by.is_ours:
             n_copied -= costs.params_fp8
     return Share(
         "copies",
@@ -287,7 +331,7 @@ def _gathered(config: Config, costs: Costs) -> Share:
     """FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm
     in fp32 (the root's)."""
     size = 0.0
-    if (config.parallel.shard or 1) > 1:
+    if _shard(config) > 1:
         nonembed = costs.counts["params_nonembed"]
         share_of_blocks = min(1, 2 / config.model.n_layer) if config.parallel.reshard else 1
         size = 2 * nonembed * share_of_blocks + 4 * (costs.counts["params_total"] - nonembed)
@@ -295,15 +339,18 @@ def _gathered(config: Config, costs: Costs) -> Share:
 
 
 def _gradients(config: Config, costs: Costs) -> Share:
-    shard = config.parallel.shard or 1
+    shard = _shard(config)
     size = 4 * costs.counts["params_total"]
-    if shard > 1 and config.accumulation(costs.n_gpus) > 1:
+    does_accumulate = config.accumulation(costs.n_gpus) > 1
+    if shard > 1 and does_accumulate:
         return Share("gradients", size, "fp32, unsharded while they accumulate")
+    if shard == 1 and costs.n_gpus > 1 and does_accumulate:
+        return Share("gradients", 2 * size, "fp32, beside the buckets in which they are reduced")
     return Share("gradients", size * (1 / shard), "fp32")
 
 
 def _moments(config: Config, costs: Costs) -> Share:
-    shard = config.parallel.shard or 1
+    shard = _shard(config)
     size = (8 * costs.counts["params_total"] - 4 * costs.params_muon) / shard
     note = "fp32 moments"
     if costs.params_muon and costs.n_gpus > 1:
@@ -344,7 +391,7 @@ def _block_bytes(config: Config, costs: Costs) -> int:
     if not (keeps_fp8_alone and are_blocks_in_fp8):
         return block
     # norms' outputs and product as FP8 alone, attention's output as both
-    if f.kernels and f.scaling != "delayed":
+    if costs.cast_by.is_ours and f.scaling != "delayed":
         return block - (2 * m.n_embd - q_width + m.n_ffn)
     # Inductor makes norms' outputs and product anew
     return block - (4 * m.n_embd + 2 * m.n_ffn)
@@ -403,13 +450,13 @@ def _hours(config: Config, costs: Costs, gpu: str) -> list[str]:
         ]
     ratio = modelled_ratio(config, gpu, costs.n_gpus)
     if ratio:
-        return [
-            *lines,
-            (
-                f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings:"
-                f" {ratio:.2f}x of BF16's speed (python -m runtime.roofline); not measured"
-            ),
-        ]
+        lines.append(
+            f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings:"
+            f" {ratio:.2f}x of BF16's speed (python -m runtime.roofline); not measured"
+        )
+        if ratio < NO_GAIN:
+            lines.append(f"  {'':22} {'':>10}     {_faster_remark(config, gpu, costs)}")
+        return lines
     upper_ratio = highest_ratio(config, costs.params_fp8, flops_per_token, (bf16_peak, fp8_peak))
     return [
         *lines,
@@ -419,6 +466,30 @@ def _hours(config: Config, costs: Costs, gpu: str) -> list[str]:
             " layers can be slower than BF16"
         ),
     ]
+
+
+# A modelled ratio that a plan would print as 1.00, or less.
+NO_GAIN = 1.005
+# What could be faster, in the order in which numbers move away from the config's own.
+FASTER = (
+    ("fp8.kernels=true",),
+    ("fp8.recipe=tensorwise", "fp8.kernels=true"),
+    ("fp8.recipe=tensorwise", "fp8.kernels=true", "fp8.scaling=delayed"),
+    ("fp8.recipe=tensorwise", "fp8.kernels=true", "fp8.head=true"),
+)
+
+
+def _faster_remark(config: Config, gpu: str, costs: Costs) -> str:
+    """What would be faster than BF16, where this config's FP8 is not, by the same model."""
+    plain = replace(config, fp8=replace(config.fp8, all_gather=False))
+    for overrides in FASTER:
+        with suppress(UserError):  # it does not go with the other settings
+            ratio = modelled_ratio(apply_overrides(plain, overrides), gpu, costs.n_gpus)
+            if ratio is not None and ratio >= NO_GAIN:
+                return f"faster: {' '.join(overrides)}, {ratio:.2f}x"
+    if _shard(config) > 1:
+        return "faster: parallel.shard=1, where the model fits each GPU: weights are cast once"
+    return "faster: fp8.recipe=off (BF16): a model of this width gains nothing by FP8"
 
 
 def cpu_estimate(config: Config, world: parallel.World) -> str | None:

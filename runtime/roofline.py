@@ -10,7 +10,8 @@ The bytes are counted from the kernels that Inductor plans for model.py on an H1
 constants are assumed, or were chosen with an eye on the thirteen published figures that
 tests/runtime/test_plan.py holds them against: to come out near proves little.
 
-    M tokens of a micro-batch  K inputs, N outputs of a Linear   x input   g gradient of the output   w weight
+    M tokens of a micro-batch   K inputs, N outputs of a Linear
+    x input   g gradient of the output   w weight
 """
 
 import math
@@ -20,6 +21,7 @@ from typing import Literal
 
 from fp8.casts import BF16_CASTS, ZERO_CASTS, Casts
 from fp8.recipes import RECIPES
+from fp8.selection import casting
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.machine import ROOT
@@ -121,66 +123,91 @@ def step(
     bf16: Casts = CASTS["bf16"],
     gated: bool = True,
     rope: int = 10 + 12,
+    head: Casts | None = None,
 ) -> dict[str, float]:
     """Modelled seconds of a micro-batch of `label`, a key of CASTS with or without +head, with its
     part of the optimizer step, by BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 /
     `shard` of the weights; norms' parameters are left out.
 
-    bf16: what the Linears do that stay in BF16. For other people's models: gated as in linears();
+    bf16: what the Linears do that stay in BF16. head: what the head does with +head, where another
+    recipe's casts are meant than the blocks'. For other people's models: gated as in linears();
     rope: bytes per value of attention's output, forward and backward, which lays q, k, v side by
     side again."""
-    M, recipe = micro_batch * model.n_ctx, label.removesuffix("+head")
-    accumulation = max(1, tokens_per_step // M)
-    # parameters whose gradients their matmul adds up
-    buckets, within = dict.fromkeys(BUCKETS, 0.0), 0
+    recipe = label.removesuffix("+head")
+    tokens = micro_batch * model.n_ctx
+    accumulation = max(1, tokens_per_step // tokens)
+    buckets = dict.fromkeys(BUCKETS, 0.0)
+    params_added_within = 0  # parameters whose gradients their matmul adds up
     for name, K, N, count in linears(model, gated):
-        casts = bf16 if recipe == "bf16" or (name == "head" and recipe == label) else CASTS[recipe]
-        sizes = ((M, K, N), (M, N, K), (N, M, K))
-        buckets["matmul"] += count * sum(
-            matmul_seconds(bandwidth, form, *size)
-            for form, size in zip(casts.formats, sizes, strict=True)
-        )
-        buckets["cast"] += count * (
-            casts.x.of(name).seconds(M * K, bandwidth)
-            + casts.g.of(name).seconds(M * N, bandwidth)
-            + casts.w.seconds(K * N, bandwidth)
-            + casts.w_step.seconds(K * N, bandwidth) / accumulation
-        )
-        within += count * K * N if casts.adds and name != "head" and accumulation > 1 else 0
-    C, table, q_width = (
-        model.n_embd,
-        model.vocab_padded * model.n_embd,
-        model.n_head * model.head_dim,
-    )
-    params = sum(count * K * N for _, K, N, count in linears(model, gated)) + (
-        0 if model.tied else table
-    )
-    # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8
-    # forward + 8 backward), RoPE, the activation; then the embedding and the last norm.
-    pointwise = (
-        model.n_layer * (32 * C + rope * q_width + (16 if gated else 10) * model.n_ffn) + 16 * C
-    )
-    # Gradients added up (but for a step's first micro-batch), the embedding's scattered; within a
-    # matmul they are read once more, and zeroed once a step.
-    gradients = (
-        12 * (accumulation - 1) / accumulation * (params - within) + (4 + 4 / accumulation) * within
-    )
-    gradients += (14 if model.tied else 4) * table + 20 * M * C
-    # Attention is 2 + 5 matmuls of T / 2 columns, the causal half.
-    rate = (
-        ATTENTION
-        * model.n_ctx
-        / (model.n_ctx + HALF_T)
-        * (1.0 if model.head_dim >= 128 else NARROW_HEAD)
-    )
-    buckets["attention"] = model.n_layer * M * 7 * q_width * model.n_ctx / rate
-    buckets["pointwise"] = (M * pointwise + gradients) / bandwidth
+        casts = CASTS[recipe]
+        if recipe == "bf16" or (name == "head" and recipe == label):
+            casts = bf16
+        elif name == "head" and head is not None:
+            casts = head
+        buckets["matmul"] += count * _linear_seconds(bandwidth, casts, tokens, K, N)
+        buckets["cast"] += count * _cast_seconds(bandwidth, casts, name, tokens, K, N, accumulation)
+        if casts.adds and name != "head" and accumulation > 1:
+            params_added_within += count * K * N
+    embedding = model.vocab_padded * model.n_embd
+    params = sum(count * K * N for _, K, N, count in linears(model, gated))
+    if not model.tied:
+        params += embedding
+    gradient_bytes = _gradient_bytes(params, params_added_within, accumulation)
+    # of the embedding's, scattered
+    gradient_bytes += (14 if model.tied else 4) * embedding + 20 * tokens * model.n_embd
+    pointwise_bytes = tokens * _pointwise_bytes(model, gated, rope)
+    buckets["attention"] = _attention_seconds(model, tokens)
+    buckets["pointwise"] = (pointwise_bytes + gradient_bytes) / bandwidth
     # logits read forward, read and written backward
-    buckets["loss"] = 6 * M * model.vocab_padded / bandwidth
+    buckets["loss"] = 6 * tokens * model.vocab_padded / bandwidth
     # clip 4 + 8, AdamW 16 + 12
     buckets["optimizer"] = 40 * params / shard / bandwidth / accumulation
     buckets["other"] = IDLE * sum(buckets.values())
     return buckets
+
+
+def _linear_seconds(bandwidth: float, casts: Casts, tokens: int, K: int, N: int) -> float:
+    """The three matmuls of a Linear (K, N): output, input gradient, weight gradient."""
+    sizes = ((tokens, K, N), (tokens, N, K), (N, tokens, K))
+    return sum(
+        matmul_seconds(bandwidth, format, *size)
+        for format, size in zip(casts.formats, sizes, strict=True)
+    )
+
+
+def _cast_seconds(
+    bandwidth: float, casts: Casts, name: str, tokens: int, K: int, N: int, accumulation: int
+) -> float:
+    """Casts of a Linear's operands in a micro-batch, with its part of those once a step."""
+    return (
+        casts.x.of(name).seconds(tokens * K, bandwidth)
+        + casts.g.of(name).seconds(tokens * N, bandwidth)
+        + casts.w.seconds(K * N, bandwidth)
+        + casts.w_step.seconds(K * N, bandwidth) / accumulation
+    )
+
+
+def _gradient_bytes(params: int, added_within: int, accumulation: int) -> float:
+    """Bytes a micro-batch moves to add its gradients up, but for a step's first one. Those that a
+    matmul adds to (`added_within` parameters) are read once more, and zeroed once a step."""
+    added_apart = 12 * (accumulation - 1) / accumulation * (params - added_within)
+    return added_apart + (4 + 4 / accumulation) * added_within
+
+
+def _pointwise_bytes(model: GPTConfig, gated: bool, rope: int) -> int:
+    """A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x
+    (8 forward + 8 backward), RoPE, the activation; then the embedding and the last norm."""
+    q_width = model.n_head * model.head_dim
+    activation = (16 if gated else 10) * model.n_ffn
+    return model.n_layer * (32 * model.n_embd + rope * q_width + activation) + 16 * model.n_embd
+
+
+def _attention_seconds(model: GPTConfig, tokens: int) -> float:
+    """Attention is 2 + 5 matmuls of T / 2 columns, the causal half."""
+    narrow = 1.0 if model.head_dim >= 128 else NARROW_HEAD
+    rate = ATTENTION * model.n_ctx / (model.n_ctx + HALF_T) * narrow
+    q_width = model.n_head * model.head_dim
+    return model.n_layer * tokens * 7 * q_width * model.n_ctx / rate
 
 
 def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
@@ -188,41 +215,36 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     tells: another GPU, a recipe or choice of Linears without casts here, eager or recomputed
     blocks."""
     f, p, m = config.fp8, config.parallel, config.model
-    name = next(
-        (
-            name
-            for name in GPUS
-            if re.search(rf"\b{name}\b", gpu, re.I) and peak_flops(gpu) == peak_flops(name)
-        ),
-        None,
-    )
-    # Under FSDP2 our kernels cast at each use.
-    if (
-        name is None
-        or f.label.removesuffix("+head") not in CASTS
-        or p.recompute
-        or not p.compile
-        or (gpus > 1 and f.kernels)
-    ):
+    has_whole_weights = (p.shard or 1) == 1
+    has_kernels = casting(f, "cuda", has_whole_weights).is_ours
+    label = replace(f, kernels=has_kernels).label
+    name = _modelled_gpu(gpu)
+    if name is None or label.removesuffix("+head") not in CASTS or p.recompute or not p.compile:
         return None
-    micro_batch = (
-        max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
-    )
-    bf16, quantised = (
-        sum(
-            step(
-                GPUS[name],
-                m,
-                label,
-                micro_batch,
-                config.data.tokens_per_step // gpus,
-                p.shard or 1,
-                replace(CASTS["bf16"], adds=gpus == 1),
-            ).values()
-        )
-        for label in ("bf16", f.label)
-    )
-    return bf16 / quantised
+    if has_kernels and not has_whole_weights:  # under FSDP2 our kernels cast at each use
+        return None
+    head = None
+    if f.head and f.kernels == "auto":
+        # whose loss is not within its matmul: ours, alone, are taken to cost what torchao's do
+        head = CASTS[f.recipe]
+    is_known = config.data.micro_batch != "auto"
+    micro_batch = config.micro_batch if is_known else max(1, TOKENS // m.n_ctx)
+    tokens = config.data.tokens_per_step // gpus
+    bf16 = replace(CASTS["bf16"], adds=gpus == 1)
+
+    def seconds(arm: str) -> float:
+        buckets = step(GPUS[name], m, arm, micro_batch, tokens, p.shard or 1, bf16=bf16, head=head)
+        return sum(buckets.values())
+
+    return seconds("bf16") / seconds(label)
+
+
+def _modelled_gpu(gpu: str) -> str | None:
+    """The key of GPUS that a GPU's name means, such as that of "NVIDIA H100 80GB HBM3"."""
+    for name in GPUS:
+        if re.search(rf"\b{name}\b", gpu, re.I) and peak_flops(gpu) == peak_flops(name):
+            return name
+    return None
 
 
 def highest_ratio(

@@ -61,9 +61,9 @@ class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All
     ranks call it together.
 
-    Attributes: config; world; progress; guard; data; model, optimizer, loss_scale, precision, layers
-    as parallel.Built has them; saver; stop, set by a request to stop; start, where it began; log,
-    which is silent but on rank 0."""
+    Attributes: config; world; progress; guard; data; model, trained, optimizer, loss_scale,
+    precision and layers as parallel.Built has them; saver; stop, set by a request to stop; start,
+    where it began; log, which is silent but on rank 0."""
 
     @classmethod
     @contextmanager
@@ -115,7 +115,7 @@ class Run:
         self._is_frozen = False
         self._steps_since_start = 0
 
-    # ---------------------------------------------------------------------------------- before step
+    # --------------------------------------------------------------------------------- before step
 
     def _prepare(self, config_files: list[str], cleanup: ExitStack) -> None:
         """All that a run needs before its first step; each line needs those before it."""
@@ -141,10 +141,12 @@ class Run:
     def _build(self) -> None:
         built = build(self.config, self.world)
         self.model = built.model
+        self.trained = built.trained
         self.optimizer = built.optimizer
         self.loss_scale = built.loss_scale
         self.precision = built.precision
         self.layers = built.layers
+        self._cast_by = built.cast_by
         self._assign = built.assign
         self._flags = built.flags
         self._identity = {
@@ -233,9 +235,10 @@ class Run:
                 f" {config.data.micro_batch} x {config.model.n_ctx} tokens per rank and"
                 " step"
             ),
+            *self.world.describe(),
             *self._flags,
             *self.data.describe(),
-            *selection.table(self.layers, config.fp8.recipe, self.world.device.type),
+            *selection.table(self.layers, config.fp8.recipe, self.world.device.type, self._cast_by),
             starting,
         ]
 
@@ -281,7 +284,7 @@ class Run:
         is_missing = run_on_rank0(self.world, lambda: step not in self.log.validated)
         return is_missing and is_due(step, self.config.eval.every)
 
-    # ------------------------------------------------------------------------------------- the step
+    # ------------------------------------------------------------------------------------ the step
 
     def at(self, phase: str, is_slow: bool = False) -> None:
         """Tell the watchdog where this rank is, all ranks alike. is_slow: between two steps, in
@@ -344,7 +347,7 @@ class Run:
         self._is_stopping = result.is_stopping and step < config.total_steps
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
 
-    # ------------------------------------------------------------------------------ after each step
+    # ----------------------------------------------------------------------------- after each step
 
     def _log_step(self, result: StepResult, step_s: float) -> None:
         tokens_per_step = self.config.data.tokens_per_step
@@ -396,7 +399,7 @@ class Run:
             f" TORCH_ELASTIC_SHUTDOWN_TIMEOUT={enough_s})"
         )
 
-    # ------------------------------------------------------------------------------------------ save
+    # ---------------------------------------------------------------------------------------- save
 
     def _save_if_due(self) -> None:
         """In a row of skips the weights may be what is wrong, no checkpoint to go back to: what is
@@ -539,7 +542,7 @@ class Run:
             f" {self.config.run_dir}/summary.json"
         )
 
-    # -------------------------------------------------------------------------------------- go back
+    # ------------------------------------------------------------------------------------- go back
 
     def _roll_back_or_give_up(self, verdict: Verdict) -> None:
         """ROLLBACK: back to the newest checkpoint from before the skipped steps, whose weights were
@@ -618,7 +621,7 @@ class Run:
             f"({guard.rollbacks} of {self.config.guard.rollbacks} times)"
         )
 
-    # --------------------------------------------------------------------------------------- helpers
+    # ------------------------------------------------------------------------------------- helpers
 
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""

@@ -37,7 +37,7 @@ def claim(config: Config, world: World, cleanup: ExitStack) -> bool:
     return not is_finished(config)  # perhaps since this start waited for the lock
 
 
-# -------------------------------------------------------------------------------------------- lock
+# ------------------------------------------------------------------------------------------- lock
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def as_begun(config: Config, world: World) -> Config:
     return replace(config, data=replace(config.data, mixture=run_on_rank0(world, read_mixture)))
 
 
-# ----------------------------------------------------------------------------- what it has behind it
+# -------------------------------------------------------------------------- what it has behind it
 
 
 def read_first_start(run_dir: Path) -> dict[str, str]:

@@ -121,15 +121,17 @@ def missing_source(folders: list[Path]) -> str:
     """The sentence for sources that are not there: folders of one data folder that hold no
     index.json."""
     out, names = folders[0].parent, [folder.name for folder in folders]
-    known = ", ".join(sorted(path.parent.name for path in out.glob("*/index.json"))) or "no source"
+    sources = ", ".join(sorted(path.parent.name for path in out.glob("*/index.json")))
+    if not sources:
+        sources = "no source"
     paths = " or ".join(str(folder / "index.json") for folder in folders)
     them, name = ("each", "NAME") if len(names) > 1 else ("it", names[0])
-    own = f"local FILE... name={name}"
+    words = f"local FILE... name={name}"
     return (
-        f"there is no {paths} ({out} holds {known}): make {them} of your own text by `python"
-        f" prepare_data.py {own} out={out}`, or, in place of `{own}`, give `demo` for the demo's"
-        " sources or the name of one of configs/sources.py, or set data.mixture= and data.dir= to"
-        " what there is"
+        f"there is no {paths} ({out} holds {sources}): make {them} of your own text by `python"
+        f" prepare_data.py {words} out={out}`, or, in place of `{words}`, give `demo` for the"
+        " demo's sources or the name of one of configs/sources.py, or set data.mixture= and"
+        " data.dir= to what there is"
     )
 
 

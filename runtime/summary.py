@@ -3,7 +3,7 @@
 Summary is the schema of summary.json; docs/schemas.md is made of its fields and comments."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from fp8.selection import Layer
-from lib.help import field_meanings
 from lib.machine import GIB, device_name
+from lib.schema import schema_table
 from runtime import optim
 from runtime.config import Config
 from runtime.data import Data
@@ -284,8 +284,7 @@ def schema_page() -> str:
     parts = [
         (
             "# What a run leaves in summary.json\n\nMade of the comments in `runtime/summary.py`; a"
-            " test compares the two. To write it anew:\n`python -c 'from runtime.summary import"
-            ' schema_page; print(schema_page(), end="")\' > docs/schemas.md`.\n'
+            " test compares the two. `python docs/schemas.py` writes this page anew.\n"
         )
     ]
     for cls, title in (
@@ -293,31 +292,5 @@ def schema_page() -> str:
         (PrecisionSummary, "`precision`"),
         (SourceSummary, "`sources`, each"),
     ):
-        parts.append(f"## {title}\n\n{_schema_table(cls)}\n")
+        parts.append(f"## {title}\n\n{schema_table(cls)}\n")
     return "\n".join(parts)
-
-
-def _schema_table(cls: type) -> str:
-    meanings = field_meanings(cls)
-    lines = ["| key | type | meaning |", "|---|---|---|"]
-    for f in fields(cls):
-        lines.append(f"| `{f.name}` | {_json_type(f.type)} | {meanings[f.name]} |")
-    return "\n".join(lines)
-
-
-def _json_type(annotation: object) -> str:
-    """A field's type as JSON has it."""
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    if text.startswith("dict"):
-        return "object"
-    if text.startswith("list"):
-        return "array"
-    names = {
-        "str": "string",
-        "int": "integer",
-        "float": "number",
-        "bool": "boolean",
-        "None": "null",
-        "PrecisionSummary": "object",
-    }
-    return " or ".join(names[part] for part in text.split(" | "))

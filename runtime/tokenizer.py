@@ -187,8 +187,11 @@ def _load_byte(name: str) -> Tokenizer:
     digest = sha256(b"one id per byte, then 256 for end of text").hexdigest()
 
     def encode_special(text: str) -> list[int]:
-        first, *others = text.split(END_OF_TEXT)
-        return [*first.encode(), *(i for part in others for i in (256, *part.encode()))]
+        first, *further_texts = text.split(END_OF_TEXT)
+        ids = [*first.encode()]
+        for further_text in further_texts:
+            ids += [256, *further_text.encode()]
+        return ids
 
     return Tokenizer(
         name,
@@ -254,60 +257,15 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
     """Of tokenizer_config.json, and special_tokens_map.json where it names none, only the tokens
     that end and begin a text are read: no code, no template. generation_config.json and
     config.json, where the folder has them, may name more tokens that end a text."""
-    import tokenizers
-
-    file, config = (Path(name) / file for file in FOLDER_FILES[:2])
-    if not file.is_file():
-        raise UserError(
-            f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder, but"
-            " that one has no tokenizer.json: transformers'"
-            " AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it"
-        )
-    try:
-        rules, roles = file.read_bytes(), read_roles(Path(name))
-        control = _control_tokens(json.loads(rules))
-        plain = _as_special(rules, control) if control and control_tokens == "text" else rules
-        fast = tokenizers.Tokenizer.from_buffer(plain)
-        fast.no_truncation()
-        fast.no_padding()
-        fast.encode_special_tokens = True  # text that spells a special token stays text
-        # rules that fail on some text should fail here
-        first = fast.encode("any word \u00e9\n").ids[:1]
-        vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())  # ids may have gaps
-        named = [
-            role["content"] if isinstance(role, dict) else role
-            for role in map(roles.get, ("eos_token", "bos_token"))
-        ]
-        eos, bos = (None if token is None else fast.token_to_id(token) for token in named)
-    except Exception as error:  # the package has no class of its own
-        raise UserError(
-            f"{file} and {config.name} cannot be read ({error}): both must be as transformers'"
-            " save_pretrained(...) writes them"
-        ) from error
-    dropout = getattr(fast.model, "dropout", None)
-    if dropout:
-        raise UserError(
-            f"{file} has dropout={dropout:g} in its model, by which a text gets other ids at each"
-            " call: set it to null, for shards must be the same each time"
-        )
-    if eos is None or (bos is None) != (named[1] is None):
-        special = [
-            token.content for token in fast.get_added_tokens_decoder().values() if token.special
-        ]
-        raise UserError(
-            f"{config} says eos_token={named[0]!r:.60} and bos_token={named[1]!r:.60}, but a token"
-            f" of {file.name} must end each document, and begin it where one is named: name one of"
-            f" its tokens there; its special ones are {', '.join(special[:10]) or 'none'}"
-        )
+    folder = _read_folder(name, control_tokens)
+    fast, eos, bos = folder.fast, folder.eos, folder.bos
     prefix = (eos,) if bos in (None, eos) else (eos, bos)
-    special_ids = {
-        i for i, token in fast.get_added_tokens_decoder().items() if token.special
-    } | set(prefix)
+    special_ids = {*folder.special_tokens, *prefix}
 
     def identify() -> tuple[str, ...]:
         # The control tokens as text are no other tokenizer: each id means the same.
-        whole = fast if plain is rules else tokenizers.Tokenizer.from_buffer(rules)
-        written = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
+        whole = fast if folder.is_as_written else _tokenizer_of_rules(folder.rules)
+        written = sha256(folder.rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
         return _identity(whole, [eos, bos]), written
 
     def encode_places(text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -325,18 +283,107 @@ def _load_folder(name: str, control_tokens: str = "ids") -> Tokenizer:
     return Tokenizer(
         name,
         identify,
-        vocab_size,
+        folder.vocab_size,
         prefix,
         build_encoder(fast, encode_whole),
         lambda ids: fast.decode(ids, skip_special_tokens=False),
         lambda text: encode_places(text)[0],
         encode_places,
         # by its post-processor; a bos_token's name alone adds none
-        adds_start=first == [prefix[-1]],
-        other_ends=_other_ends(Path(name), eos, vocab_size),
-        control_tokens=control,
+        adds_start=folder.first_ids == [prefix[-1]],
+        other_ends=_other_ends(Path(name), eos, folder.vocab_size),
+        control_tokens=folder.control_tokens,
         special_ids=frozenset(special_ids),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Folder:
+    """What the files of a folder say."""
+
+    rules: bytes  # tokenizer.json as it is on disk
+    is_as_written: bool  # whether `fast` is of these rules: not where control tokens are text
+    fast: Any  # the tokenizer of the package `tokenizers`
+    eos: int  # id of the token that ends a document
+    bos: int | None  # id of the token that begins one
+    vocab_size: int  # the highest id, and one
+    first_ids: list[int]  # the first id of an encoded text, with what the post-processor adds
+    control_tokens: Any  # as _control_tokens() has them
+    special_tokens: dict[int, str]  # id -> how it is spelled
+
+
+def _read_folder(name: str, control_tokens: str) -> _Folder:
+    """Raises UserError where the folder holds no tokenizer that gives a text the same ids each time
+    and ends each document."""
+    path = Path(name)
+    file, config = path / FOLDER_FILES[0], path / FOLDER_FILES[1]
+    if not file.is_file():
+        raise UserError(
+            f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder,"
+            " but that one has no tokenizer.json: transformers'"
+            " AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it"
+        )
+    try:
+        rules, roles = file.read_bytes(), read_roles(path)
+        control = _control_tokens(json.loads(rules))
+        has_plain_control = bool(control) and control_tokens == "text"
+        fast = _tokenizer_of_rules(_as_special(rules, control) if has_plain_control else rules)
+        fast.encode_special_tokens = True  # text that spells a special token stays text
+        # rules that fail on some text should fail here
+        first_ids = fast.encode("any word \u00e9\n").ids[:1]
+        vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())  # ids may have gaps
+        eos_token, bos_token = _spelled(roles, "eos_token"), _spelled(roles, "bos_token")
+        eos, bos = _id_of(fast, eos_token), _id_of(fast, bos_token)
+    except Exception as error:  # the package has no class of its own
+        raise UserError(
+            f"{file} and {config.name} cannot be read ({error}): both must be as transformers'"
+            " save_pretrained(...) writes them"
+        ) from error
+    dropout = getattr(fast.model, "dropout", None)
+    if dropout:
+        raise UserError(
+            f"{file} has dropout={dropout:g} in its model, by which a text gets other ids at each"
+            " call: set it to null, for shards must be the same each time"
+        )
+    added_tokens = fast.get_added_tokens_decoder().items()
+    special_tokens = {i: token.content for i, token in added_tokens if token.special}
+    if eos is None or (bos is None) != (bos_token is None):
+        spelled = ", ".join(list(special_tokens.values())[:10])
+        raise UserError(
+            f"{config} says eos_token={eos_token!r:.60} and bos_token={bos_token!r:.60}, but a"
+            f" token of {file.name} must end each document, and begin it where one is named: name"
+            f" one of its tokens there; its special ones are {spelled or 'none'}"
+        )
+    return _Folder(
+        rules=rules,
+        is_as_written=not has_plain_control,
+        fast=fast,
+        eos=eos,
+        bos=bos,
+        vocab_size=vocab_size,
+        first_ids=first_ids,
+        control_tokens=control,
+        special_tokens=special_tokens,
+    )
+
+
+def _tokenizer_of_rules(rules: bytes) -> Any:
+    import tokenizers
+
+    fast = tokenizers.Tokenizer.from_buffer(rules)
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _spelled(roles: dict[str, Any], role: str) -> str | None:
+    """How the token of a role is spelled; transformers writes it bare, or with its properties."""
+    token = roles.get(role)
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _id_of(fast: Any, token: str | None) -> int | None:
+    return None if token is None else fast.token_to_id(token)
 
 
 def read_roles(folder: Path) -> dict[str, Any]:
@@ -460,20 +507,21 @@ def end_ids(path: Path) -> list[int]:
 def tokenizer_of(run_dir: Path, name: str) -> str:
     """What to load as a run's data.tokenizer: the run's own copy, where that is a folder and the
     run has one."""
-    own = Path(run_dir) / "tokenizer"
-    return str(own) if name not in VOCAB_SIZE and (own / FOLDER_FILES[0]).is_file() else name
+    copy = Path(run_dir) / "tokenizer"
+    is_folder = name not in VOCAB_SIZE
+    return str(copy) if is_folder and (copy / FOLDER_FILES[0]).is_file() else name
 
 
 def keep_tokenizer(run_dir: Path, name: str) -> None:
     """Copy a tokenizer that is a folder into the run's own folder, so that the run can be moved
     without it."""
-    own, part = Path(run_dir) / "tokenizer", Path(run_dir) / ".tokenizer.tmp"
-    if name in VOCAB_SIZE or own.exists():
+    copy, part = Path(run_dir) / "tokenizer", Path(run_dir) / ".tokenizer.tmp"
+    if name in VOCAB_SIZE or copy.exists():
         return
     shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     shutil.copytree(name, part, ignore=lambda _, names: set(names) - set(FOLDER_FILES))
     _keep_ends(part / GENERATION_FILE, end_ids(Path(name) / "config.json"))
-    part.rename(own)
+    part.rename(copy)
 
 
 def _keep_ends(path: Path, ends: list[int]) -> None:
@@ -488,5 +536,5 @@ def _keep_ends(path: Path, ends: list[int]) -> None:
 
 def with_ends(named: list[int], ends: Iterable[int]) -> int | list[int]:
     """The eos_token_id of a file that names `named`, with all `ends`: a number where it is one."""
-    every = list(dict.fromkeys([*named, *ends]))
-    return every[0] if len(every) == 1 else every
+    ids = list(dict.fromkeys([*named, *ends]))
+    return ids[0] if len(ids) == 1 else ids

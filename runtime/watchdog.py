@@ -95,21 +95,23 @@ class Watchdog(contextlib.AbstractContextManager):
         )
 
     def _watch(self) -> None:
-        place, still = None, 0
+        place: tuple | None = None
+        beats_in_place = 0
         while not self._closed.wait(BEAT):
-            still = still + 1 if self._place is place else 0
+            beats_in_place = beats_in_place + 1 if self._place is place else 0
             place = self._place
             self._publish()
-            patience = place[2] or self.patience
-            if still * BEAT > patience:
+            _, activity, own_patience = place
+            patience = own_patience or self.patience
+            if beats_in_place * BEAT > patience:
                 self._end(
                     f"{STALLED}: rank {self.world.rank}: no progress for {patience:g} s at"
-                    f" {place[1]}"
+                    f" {activity}"
                 )
 
     def _publish(self) -> None:
         self._beat += 1
-        calls, where, _ = self._place
+        calls, activity, _ = self._place
         with contextlib.suppress(Exception):  # the store is gone with its host, or at the job's end
             if self._store is not None:
                 self._store.set(
@@ -118,7 +120,7 @@ class Watchdog(contextlib.AbstractContextManager):
                         {
                             "name": self._name,
                             "calls": calls,
-                            "where": where,
+                            "where": activity,
                             "beat": self._beat,
                             "ended": self._ended,
                         }
@@ -140,52 +142,63 @@ class Watchdog(contextlib.AbstractContextManager):
         faulthandler.dump_traceback(file=2)
         # which marks a run: before it, nothing may be written there
         if (self.run_dir / "config.json").exists():
-            rank, stacks, recorder = (
-                self.world.rank,
-                self.run_dir / "stacks",
-                self.run_dir / "flight_recorder",
-            )
-            c10d: Any = torch._C._distributed_c10d
             with contextlib.suppress(Exception):  # a full disk; a build without NCCL
-                stacks.mkdir(exist_ok=True)
-                with open(stacks / f"rank_{rank}.txt", "w") as file:
-                    print(message, file=file, flush=True)
-                    faulthandler.dump_traceback(file=file)
-                recorder.mkdir(exist_ok=True)
-                (recorder / f"rank_{rank}_gloo.json").write_bytes(c10d._dump_fr_trace_json())
-                (recorder / f"rank_{rank}.json").write_bytes(c10d._dump_nccl_trace_json())
+                self._write_report(message)
         os._exit(1)
+
+    def _write_report(self, message: str) -> None:
+        """The stacks of all threads, then torch's record of collectives, into the run's folder."""
+        rank = self.world.rank
+        stacks = self.run_dir / "stacks"
+        stacks.mkdir(exist_ok=True)
+        with open(stacks / f"rank_{rank}.txt", "w") as file:
+            print(message, file=file, flush=True)
+            faulthandler.dump_traceback(file=file)
+        c10d: Any = torch._C._distributed_c10d
+        recorder = self.run_dir / "flight_recorder"
+        recorder.mkdir(exist_ok=True)
+        (recorder / f"rank_{rank}_gloo.json").write_bytes(c10d._dump_fr_trace_json())
+        (recorder / f"rank_{rank}.json").write_bytes(c10d._dump_nccl_trace_json())
 
     def _culprit(self, is_stalled: bool) -> str | None:
         """The rank to blame, in words: one without heartbeats, else one that ended by itself, else,
         in a stall, the one that is behind; without a stall also one that its watchdog has ended."""
         try:
-            before = self._signs()
+            earlier_signs = self._signs()
             time.sleep(LISTEN * BEAT)
-            now = self._signs()
+            signs = self._signs()
         except Exception:
             self._store = None  # a call that waits for ever holds it
             return (
                 f"the store on host {os.environ['MASTER_ADDR']} does not answer: torchrun or rank 0"
                 " there is gone or stopped"
             )
-        for sign, old in zip(now, before, strict=True):  # this rank's own goes up with each look
-            if sign["ended"] is None and sign["beat"] == old["beat"]:
+        # this rank's own heartbeat goes up with each look
+        for sign, earlier in zip(signs, earlier_signs, strict=True):
+            if sign["ended"] is None and sign["beat"] == earlier["beat"]:
                 return (
                     f"{sign['name']} has sent no heartbeat for {LISTEN * BEAT:g} s: dead or"
                     f" stopped, last at {sign['where']}"
                 )
-        others = [sign for rank, sign in enumerate(now) if rank != self.world.rank]
-        ended = sorted(
-            (sign for sign in others if sign["ended"]),
-            key=lambda sign: sign["ended"].startswith(STALLED),
-        )
-        if ended and not (is_stalled and ended[0]["ended"].startswith(STALLED)):
-            return f"{ended[0]['name']} ended first, at {ended[0]['where']} ({ended[0]['ended']})"
-        behind = min(now, key=lambda sign: sign["calls"])
-        if is_stalled and behind["calls"] < max(sign["calls"] for sign in now):
-            return f"{behind['name']} is behind the others, at {behind['where']}"
+        ended = self._ended_first(signs, is_stalled)
+        if ended is not None:
+            return f"{ended['name']} ended first, at {ended['where']} ({ended['ended']})"
+        slowest = min(signs, key=lambda sign: sign["calls"])
+        if is_stalled and slowest["calls"] < max(sign["calls"] for sign in signs):
+            return f"{slowest['name']} is behind the others, at {slowest['where']}"
         return None
+
+    def _ended_first(self, signs: list[dict], is_stalled: bool) -> dict | None:
+        """The sign of another rank that ended by itself; without a stall of this one, also of one
+        that its watchdog has ended."""
+        by_watchdog = None
+        for rank, sign in enumerate(signs):
+            if rank == self.world.rank or not sign["ended"]:
+                continue
+            if not sign["ended"].startswith(STALLED):
+                return sign
+            by_watchdog = by_watchdog or sign
+        return None if is_stalled else by_watchdog
 
     def _signs(self) -> list[dict]:
         """What each rank published last, in one call for all: hundreds may ask at once. By a

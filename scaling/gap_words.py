@@ -3,8 +3,12 @@ for runs, a table's own names for a table."""
 
 from dataclasses import dataclass
 
+from scaling.paired.estimates import Estimate
+
+# Record.convention -> what stands before "parameters"
+KIND = {"total": "", "nonembed": "non-embedding ", None: ""}
 # Which of a run's two evaluations -> its words.
-ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
+EVALUATION_WORDS = {"bf16": "in BF16", "as_trained": "as trained"}
 
 
 @dataclass(frozen=True)
@@ -13,7 +17,7 @@ class TableColumns:
 
     arm_column: str  # names the precision
     pair_column: str  # equal text makes a pair
-    loss_column: str
+    loss_column: str  # nats per token
     n_column: str  # parameters; "" where the table gives none
     d_column: str  # training tokens; "" where the table gives none
     baseline: str  # the baseline's text in the column of arms
@@ -41,22 +45,21 @@ class Words:
     has_speed: bool  # whether throughputs are known
 
 
-def words_of(result: dict) -> Words:
-    """The words for what precision.analyse gave; result["table"]: TableColumns, none for runs."""
-    table = result.get("table")
+def words_of(table: TableColumns | None, evaluation: str) -> Words:
+    """The words of a page; table: its columns, None for runs."""
     if table is None:
-        return _words_of_runs(result["loss"])
-    return _words_of_table(table, result["loss"])
+        return _words_of_runs(evaluation)
+    return _words_of_table(table, evaluation)
 
 
-def _words_of_runs(arm: str) -> Words:
+def _words_of_runs(evaluation: str) -> Words:
     return Words(
         baseline="BF16",
         arms="FP8",
         recipe="recipe",
-        loss=ARMS[arm],
-        evaluated=f"evaluated {ARMS[arm]}",
-        gap_columns={name: f"gap {words} [%]" for name, words in ARMS.items()},
+        loss=EVALUATION_WORDS[evaluation],
+        evaluated=f"evaluated {EVALUATION_WORDS[evaluation]}",
+        gap_columns={name: f"gap {words} [%]" for name, words in EVALUATION_WORDS.items()},
         seed="seed",
         seeds="seeds",
         two_seeds="bf16, two seeds",
@@ -70,14 +73,14 @@ def _words_of_runs(arm: str) -> Words:
     )
 
 
-def _words_of_table(table: TableColumns, arm: str) -> Words:
+def _words_of_table(table: TableColumns, evaluation: str) -> Words:
     return Words(
         baseline=table.baseline,
         arms=f"Each {table.arm_column}",
         recipe=table.arm_column,
         loss=f"column {table.loss_column}",
         evaluated=f"column {table.loss_column}",
-        gap_columns={arm: f"gap in {table.loss_column} [%]"},
+        gap_columns={evaluation: f"gap in {table.loss_column} [%]"},
         seed=table.pair_column,
         seeds=table.pair_column,
         two_seeds=f"{table.baseline}, two of {table.pair_column}",
@@ -89,3 +92,12 @@ def _words_of_table(table: TableColumns, arm: str) -> Words:
         has_sizes=bool(table.n_column),
         has_speed=False,
     )
+
+
+def format_estimate(estimate: Estimate | None) -> str | None:
+    """Mean ± half the 95 % interval, where there is one; None stays."""
+    if estimate is None:
+        return None
+    if estimate.half is None:
+        return f"{estimate.mean:+.3f}"
+    return f"{estimate.mean:+.3f} ± {estimate.half:.3f}"

@@ -1,39 +1,32 @@
 """Find the best peak learning rate of a sweep; say which rates other sizes get by the stated rule.
 
-    python scaling/learning_rate.py out/h100_lr                          table, optimum, law/learning_rate.json and its figure
-    python scaling/learning_rate.py out/h100_lr at=6.49e6,12.8e6,25.4e6  rates for those non-embedding parameters
+    python scaling/learning_rate.py out/h100_lr                   table, optimum, JSON and figure
+    python scaling/learning_rate.py out/h100_lr at=6.49e6,12.8e6  rates for those sizes
 
-The runs may differ in the peak rate, the seed and the size alone; runs of one size and number of
-tokens are one sweep. A parabola in ln(rate) goes through the lowest loss and its two neighbours.
-The loss is that of validation in BF16, averaged over the seeds that every rate has. Exit code 3:
-there is no optimum, as the lowest loss is at an end of the sweep.
+The runs may differ in the peak rate, the seed and the size alone; sizes are non-embedding
+parameters. The rule is rate ~ N^-1/2 at a fixed batch and number of tokens per parameter
+(scaling/rate_sweep.py says where it comes from). Exit code 3: there is no optimum, as the lowest
+loss is at an end of the sweep."""
 
-The rule is rate ~ N^-1/2 at a fixed number of tokens per parameter and a fixed batch. The 1,911
-dense runs of Step Law (2503.04715), refitted as here, give exponents of -0.48 to -0.81 at their ten
-batches, 2409.19913 -0.55 and muP's 1/width at a fixed depth -0.5 (2203.03466). Where the batch
-grows with the model, DeepSeek LLM (2401.02954) has N^-0.25."""
-
-import itertools
-import math
-from collections import namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from matplotlib.figure import Figure
+from typing import Any
 
 from lib.command import command, run_command
 from lib.errors import UserError
-from lib.plots import STYLES, counts_axis, sheet, styled, write_with
+from lib.plots import write_with
 from lib.text import si
 from lib.values import FilePath
-from scaling.pairs import grouped
-from scaling.precision import fixed, table
-from scaling.records import LAW_FOLDER, read_runs, read_study, without_repeats
+from scaling.declaration import read_declaration
+from scaling.learning_rate_figure import draw
+from scaling.pages import format_fixed, format_table
+from scaling.rate_sweep import RateResult, Sweep, Trial, analyse
+from scaling.reason_words import worded
+from scaling.records import LAW_FOLDER, Record, read_json, read_runs, without_repeats
 
-RULES = {"fixed batch (the rule)": -0.5, "growing batch (DeepSeek LLM)": -0.25}
-FLAT = 0.001  # rates that cost less than 0.1 % of the loss, by the parabola, count as equally good
-TOP = 8.0  # losses farther than 8 % above the lowest of their size leave the panel
+# Keys of summary.json that are equal in a sweep; of a run whose config.json is there, all that its
+# identity holds but MAY_DIFFER.
 SAME = (
     "val_sha256",
     "data_sha256",
@@ -47,7 +40,21 @@ SAME = (
     "weight_decay",
     "clip",
     "schedule",
-)  # of summary.json
+)
+# Keys of a config's identity that runs of a sweep may differ in: rate, seed, size and length. The
+# precision is judged by its label.
+MAY_DIFFER = {
+    "optim.lr",
+    "optim.warmup_share",
+    "seed",
+    "steps",
+    "start_from",
+    "model.n_layer",
+    "model.n_head",
+    "model.n_kv_head",
+    "model.n_embd",
+    "model.n_ffn",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +65,9 @@ class Options:
     # folder that receives learning_rate.json, .png and .svg; none = law beside the runs
     out: FilePath | None = None
 
-    def __post_init__(self):
-        if wrong := [n for n in self.at if not n > 0]:
+    def __post_init__(self) -> None:
+        wrong = [N for N in self.at if not N > 0]
+        if wrong:
             raise UserError(
                 f"at={wrong[0]:g} is no number of parameters: give positive ones, such as"
                 " at=6.49e6,12.8e6"
@@ -70,20 +78,18 @@ class Options:
 def main(options: Options) -> int:
     folder = Path(options.runs)
     trials, notes = read_trials(folder)
-    found = analyse(trials, options.at)
+    result = analyse(trials, options.at)
     wrote = write_with(
         Path(options.out or folder / LAW_FOLDER),
         "learning_rate",
-        draw(found, folder.resolve().name),
-        {"learning_rate.json": found},
+        draw(result, folder.resolve().name),
+        {"learning_rate.json": worded(result)},
     )
-    print("\n".join([*notes, tables(found), "", wrote]))
-    return 0 if found["base"] else 3
+    print("\n".join([*notes, format_result(result), "", wrote]))
+    return 0 if result.base else 3
 
 
-# N: params_nonembed; lr: peak rate; status: "ok", "diverged" or "unfinished"; loss: nats per
-# validation token in BF16, if "ok".
-Trial = namedtuple("Trial", "run N tokens lr seed status loss", defaults=(None,))
+# ----------------------------------------------------------------------------------------- the runs
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
@@ -92,240 +98,132 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
     more than the rate, the seed and the size."""
     records, notes = read_runs([folder])
     records, repeats = without_repeats(records)
-    trials, first = [], {}
-    for record in records:
-        mine = {key: record.summary.get(key) for key in SAME}
-        for key, value in (
-            mine | {"recipe": record.recipe, "weights of the sources": record.weights}
-        ).items():
-            if first.setdefault(key, value) != value:
-                raise UserError(
-                    f"{records[0].run_id} and {record.run_id} differ in {key} ({first[key]},"
-                    f" {value}): the runs of a sweep may differ in learning rate, seed and size"
-                    " alone; leave one out"
-                )
-        trials.append(
-            Trial(
-                record.folder.name,
-                record.params_nonembed,
-                record.tokens,
-                record.summary["lr_peak"],
-                record.seed,
-                record.status,
-                record.loss_bf16 if record.status == "ok" else None,
-            )
-        )
-    finished = {trial.run for trial in trials}
-    for row in read_study(folder).get("runs", []):
-        if row["lr"] and not row["repeat"] and row["run"] not in finished:
-            status = (
-                "diverged" if (folder / row["run"] / "diagnosis.json").exists() else "unfinished"
-            )
-            trials.append(
-                Trial(
-                    row["run"],
-                    row["params_nonembed"],
-                    row["tokens"],
-                    row["lr"],
-                    row["seed"],
-                    status,
-                )
-            )
-    if len({(one.N, one.tokens, one.lr, one.seed) for one in trials}) < len(trials):
+    check_settings(records)
+    trials = [_trial_of(record) for record in records]
+    trials += _unfinished(folder, {trial.run for trial in trials})
+    places = {(trial.N, trial.tokens, trial.lr, trial.seed) for trial in trials}
+    if len(places) < len(trials):
         raise UserError(
             f"{folder}: two runs have the same size, tokens, lr_peak and seed: leave one out"
         )
     return trials, notes + repeats
 
 
-def analyse(trials: list[Trial], sizes=()) -> dict:
-    """What learning_rate.json holds: each size's sweep, the base of the rule, rates for `sizes`
-    (non-embedding parameters)."""
-    sweeps = [judge(some) for _, some in grouped(trials, lambda trial: (trial.N, trial.tokens))]
-    # Of each size the longest runs count: the rate of a trunk serves all of its branches.
-    smallest, *larger = {sweep["N"]: sweep for sweep in sweeps}.values()
-    found = {
-        "format_version": 1,
-        "N": "params_nonembed",
-        "loss": "loss_bf16",
-        "rules": RULES,
-        "sweeps": sweeps,
-        "base": None,
-        "rates": [],
-        "checks": [],
-    }
-    if smallest["optimum"]:
-        lr, N = smallest["optimum"]["lr"], smallest["N"]
-
-        def ruled(size):
-            return {name: lr * (size / N) ** power for name, power in RULES.items()}
-
-        found["base"] = {"N": N, "tokens": smallest["tokens"], "lr": lr}
-        found["rates"] = [
-            {"N": size, **ruled(size)} for size in [N, *(sizes or (2 * N, 4 * N, 8 * N))]
-        ]
-        found["checks"] = [
-            {
-                "N": other["N"],
-                "lr": other["optimum"]["lr"],
-                **ruled(other["N"]),
-                "exponent": math.log(other["optimum"]["lr"] / lr) / math.log(other["N"] / N),
-            }
-            for other in larger
-            if other["optimum"]
-        ]
-    return found
-
-
-def judge(trials: list[Trial]) -> dict:
-    """One size's sweep: a row for each rate, the optimum, or in its place the sentence that says
-    what is missing."""
-    # in rising order of the rate
-    of = dict(grouped(sorted(trials, key=lambda trial: trial.seed), lambda trial: trial.lr))
-    losses = {
-        lr: {trial.seed: trial.loss for trial in tried if trial.status == "ok"}
-        for lr, tried in of.items()
-        # a rate at which one seed diverged is out
-        if all(trial.status in ("ok", "unfinished") for trial in tried)
-    }
-    sound = [lr for lr in losses if losses[lr]]
-    seeds = sorted(set.intersection(*(set(losses[lr]) for lr in sound))) if sound else []
-    mean = (
-        {
-            lr: math.exp(sum(math.log(losses[lr][seed]) for seed in seeds) / len(seeds))
-            for lr in sound
-        }
-        if seeds
-        else {}
+def _trial_of(record: Record) -> Trial:
+    return Trial(
+        run=record.folder.name,
+        N=record.params_nonembed,
+        tokens=record.tokens,
+        lr=record.summary["lr_peak"],
+        seed=record.seed,
+        status=record.status,
+        loss=record.loss_bf16 if record.status == "ok" else None,
     )
-    best = min(mean, key=mean.get, default=None)
-    rows = [
-        {
-            "lr": lr,
-            "runs": [trial.run for trial in tried],
-            "seeds": [trial.seed for trial in tried],
-            "status": next((trial.status for trial in tried if trial.status != "ok"), "ok"),
-            "loss": mean.get(lr),
-            "percent": 100 * (mean[lr] / mean[best] - 1) if lr in mean else None,
-        }
-        for lr, tried in of.items()
-    ]
-    found = {
-        "N": trials[0].N,
-        "tokens": trials[0].tokens,
-        "seeds": seeds,
-        "rows": rows,
-        "optimum": None,
-        "reason": None,
-    }
-    if not seeds:
-        reason = (
-            "no seed has a loss at every rate that has one: finish the sweep, or add lower rates if"
-            " all have diverged"
-        )
-        return found | {"reason": reason}
-    if best in (sound[0], sound[-1]):
-        reason = (
-            f"the loss is lowest at {best:g}, at an end of the rates that have one: add rates"
-            " around it, finish those begun"
-        )
-        return found | {"reason": reason}
-    # a parabola of ln loss over ln rate goes through them
-    three = sound[sound.index(best) - 1 : sound.index(best) + 2]
-    curvature, slope, height = np.polyfit(
-        np.log(three) - np.log(best), np.log([mean[rate] for rate in three]), 2
-    )
-    lr, reach = best * math.exp(-slope / (2 * curvature)), math.exp(math.sqrt(FLAT / curvature))
-    return found | {
-        "optimum": {
-            "lr": lr,
-            "loss": math.exp(height - slope**2 / (4 * curvature)),
-            "bracket": [three[0], three[2]],
-            "curvature": float(curvature),
-            "rates": three,
-            "flat": [lr / reach, lr * reach],
-        }
+
+
+def _unfinished(folder: Path, finished: set[str]) -> list[Trial]:
+    """The declared runs of the sweep that have no summary."""
+    declaration = read_declaration(folder)
+    trials = []
+    for row in declaration.runs if declaration else []:
+        if not row["lr"] or row["repeat"] or row["run"] in finished:
+            continue
+        has_diverged = (folder / row["run"] / "diagnosis.json").exists()
+        status = "diverged" if has_diverged else "unfinished"
+        counts = row["params_nonembed"], row["tokens"]
+        trials.append(Trial(row["run"], *counts, row["lr"], row["seed"], status))
+    return trials
+
+
+def check_settings(records: Sequence[Record]) -> None:
+    """Raise UserError where two runs differ in a setting that a sweep shares."""
+    _check_equal([(record, _summary_settings(record)) for record in records])
+    identities = [(record, _identity(record)) for record in records]
+    _check_equal([(record, identity) for record, identity in identities if identity is not None])
+
+
+def _check_equal(settings: Sequence[tuple[Record, dict[str, Any]]]) -> None:
+    """Hold each run's settings against the first one's; a key that is not there is None."""
+    for record, values in settings[1:]:
+        first_record, first = settings[0]
+        for key in sorted(first.keys() | values.keys()):
+            if first.get(key) != values.get(key):
+                raise UserError(
+                    f"{first_record.run_id} and {record.run_id} differ in {key} ({first.get(key)},"
+                    f" {values.get(key)}): the runs of a sweep may differ in learning rate, seed"
+                    " and size alone; leave one out"
+                )
+
+
+def _summary_settings(record: Record) -> dict[str, Any]:
+    settings: dict[str, Any] = {key: record.summary.get(key) for key in SAME}
+    return settings | {"recipe": record.recipe, "weights of the sources": record.weights}
+
+
+def _identity(record: Record) -> dict[str, Any] | None:
+    """The settings in the identity of a run's config; None of a run that was restored from a row,
+    which has no config."""
+    path = record.folder / "config.json"
+    if not path.exists() or not read_json(path):
+        return None
+    from runtime.config import read_config  # not above: it imports torch
+
+    identity = read_config(record.folder).identity()
+    # the precision is judged by its label
+    return {
+        key: value
+        for key, value in identity.items()
+        if not (key in MAY_DIFFER or key.startswith("fp8."))
     }
 
 
-def tables(found: dict) -> str:
-    blocks, names = [], list(found["rules"])
-    for sweep in found["sweeps"]:
+# ----------------------------------------------------------------------------------------- the page
+
+
+def format_result(result: RateResult) -> str:
+    """Each sweep with its optimum, the rates by the rule, how larger sizes agree with it."""
+    blocks = []
+    for sweep in result.sweeps:
+        blocks += _format_sweep(sweep)
+    names = list(result.rules)
+    if result.base:
         rows = [
-            {
-                "peak rate": f"{row['lr']:g}",
-                "loss": fixed(row["loss"], 4),
-                "above the lowest [%]": fixed(row["percent"], 2),
-                "status": row["status"],
-            }
-            for row in sweep["rows"]
+            {"N": si(rate["N"]), **{name: f"{rate[name]:.3g}" for name in names}}
+            for rate in result.rates
         ]
-        blocks += [
-            (
-                f"N = {sweep['N']:,} non-embedding, {si(sweep['tokens'])} tokens, seeds"
-                f" {sweep['seeds']}"
-            ),
-            table(rows),
-        ]
-        if best := sweep["optimum"]:
-            low, high = best["flat"]
-            blocks.append(
-                f"Optimum {best['lr']:.3g}, loss {best['loss']:.4f}, between"
-                f" {best['bracket'][0]:g} and {best['bracket'][1]:g} (parabola through 3 rates)."
-                f" Within 0.1 % of it: {low:.2g} to {high:.2g}."
-            )
-        else:
-            blocks.append(f"No optimum: {sweep['reason']}.")
-    if found["base"]:
-        rows = [
-            {"N": si(row["N"]), **{name: f"{row[name]:.3g}" for name in names}}
-            for row in found["rates"]
-        ]
-        blocks += ["Peak rates by the rule, at the same tokens per parameter", table(rows)]
-    blocks += [
-        f"At N = {si(one['N'])} the sweep's own optimum is {one['lr']:.3g}, an exponent of"
-        f" {one['exponent']:+.2f}; "
-        + ", ".join(f"the {name} says {one[name]:.3g}" for name in names)
-        + "."
-        for one in found["checks"]
-    ]
+        blocks += ["Peak rates by the rule, at the same tokens per parameter", format_table(rows)]
+    for check in result.checks:
+        rules = ", ".join(f"the {name} says {check[name]:.3g}" for name in names)
+        blocks.append(
+            f"At N = {si(check['N'])} the sweep's own optimum is {check['lr']:.3g}, an exponent of"
+            f" {check['exponent']:+.2f}; {rules}."
+        )
     return "\n\n".join(blocks)
 
 
-@styled
-def draw(found: dict, name: str) -> Figure:
-    runs = sum(len(row["runs"]) for sweep in found["sweeps"] for row in sweep["rows"])
-    figure, ((panel,),) = sheet(
-        (7.4, 3.4),
-        1,
-        1,
-        f"Peak learning rate, {name} (n = {runs} runs)",
-        "Band: within 0.1 % of the optimum. Cross: diverged or unfinished.",
+def _format_sweep(sweep: Sweep) -> list[str]:
+    rows = [
+        {
+            "peak rate": f"{row.lr:g}",
+            "loss": format_fixed(row.loss, 4),
+            "above the lowest [%]": format_fixed(row.percent, 2),
+            "status": row.status,
+        }
+        for row in sweep.rows
+    ]
+    title = f"N = {sweep.N:,} non-embedding, {si(sweep.tokens)} tokens, seeds {sweep.seeds}"
+    return [title, format_table(rows), _format_optimum(sweep)]
+
+
+def _format_optimum(sweep: Sweep) -> str:
+    optimum = sweep.optimum
+    if optimum is None:
+        return f"No optimum: {sweep.reason}."
+    (below, above), (low, high) = optimum.bracket, optimum.flat
+    return (
+        f"Optimum {optimum.lr:.3g}, loss {optimum.loss:.4f}, between {below:g} and {above:g}"
+        f" (parabola through 3 rates). Within 0.1 % of it: {low:.2g} to {high:.2g}."
     )
-    panel.set(xscale="log", xlabel="peak learning rate", ylabel="loss above the lowest [%]")
-    for sweep, style in zip(found["sweeps"], itertools.cycle(STYLES), strict=False):
-        rates, percents = zip(*((row["lr"], row["percent"]) for row in sweep["rows"]), strict=True)
-        panel.plot(
-            rates,
-            np.array(percents, dtype=float),
-            color=style["color"],
-            marker=style["marker"],
-            label=f"N = {si(sweep['N'])}, {si(sweep['tokens'])} tokens",
-        )
-        lost = [row["lr"] for row in sweep["rows"] if not row["loss"]]
-        panel.plot(
-            lost,
-            [0.95] * len(lost),
-            "x",
-            color=style["color"],
-            transform=panel.get_xaxis_transform(),
-        )
-        if sweep["optimum"]:
-            panel.axvspan(*sweep["optimum"]["flat"], color=style["color"], alpha=0.12, linewidth=0)
-    panel.set_ylim(-0.1, min(TOP, panel.get_ylim()[1]))
-    counts_axis(panel.xaxis)
-    panel.legend(frameon=False)
-    return figure
 
 
 if __name__ == "__main__":

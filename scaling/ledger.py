@@ -1,9 +1,9 @@
 """Keep a study's finished runs in the repository, a row each, and go on with it on any machine.
 
-    python scaling/ledger.py configs/study_cpu.py                   what is done, the hours that remain by size and arm
-    python scaling/ledger.py configs/study_cpu.py --run limit=7000  train what is missing, one run at a time, in its order
-    python scaling/ledger.py configs/study_cpu.py --restore         write the rows as run folders, for fit.py and precision.py
-    python scaling/ledger.py configs/study_cpu.py --repeat RUN      train one run again and compare it with its row
+    python scaling/ledger.py configs/study_cpu.py                   what is done, hours that remain
+    python scaling/ledger.py configs/study_cpu.py --run limit=7000  train what is missing, in order
+    python scaling/ledger.py configs/study_cpu.py --restore         write the rows as run folders
+    python scaling/ledger.py configs/study_cpu.py --repeat RUN      train a run again and compare it
 
 The rows lie in studies/<study>/runs.jsonl: what summary.json says, the validation losses in blocks,
 the machine's kind, CPU seconds. They are all that lasts: --run begins by writing them back, so a
@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,10 +41,13 @@ from lib.text import grid, nearest
 from lib.values import FilePath
 from runtime.config import Config, apply_overrides, load_config, positive
 from scaling import sweep
+from scaling.declaration import write_declaration
 from scaling.records import read_json
+from scaling.run_states import arm_label, from_scratch
 from scaling.study import Row, Study, expand, load_study
 
 SCHEMA_VERSION = 1
+BLOCK_KEYS = ("n_tokens", "as_trained", "bf16")  # of Entry.val_blocks, and of val_losses.npz
 BLOCKS = 8  # of each source's validation sequences: sequence i belongs to block i mod 8
 ELSEWHERE = 1e-3  # relative difference of a loss that is allowed on another kind of machine
 # Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of
@@ -66,8 +70,9 @@ class Options:
     out: FilePath = "out"  # holds <study>/<run>/
     rows: FilePath | None = None  # folder of runs.jsonl and study.json; none = studies/<study>
 
-    def __post_init__(self):
-        if problems := positive(self, "limit"):
+    def __post_init__(self) -> None:
+        problems = positive(self, "limit")
+        if problems:
             raise UserError(problems[0])
         if self.run + self.restore + (self.repeat is not None) > 1:
             raise UserError("--run, --restore and --repeat are three commands: give one of them")
@@ -82,40 +87,39 @@ class Kind:
     capability: str  # instructions that torch's own kernels use, such as AVX2
     flags: tuple[str, ...]  # those of CPU_FLAGS that the CPU has
 
-    def is_like(self, other: "Kind") -> bool:
-        return (self.vendor, self.capability, self.flags) == (
-            other.vendor,
-            other.capability,
-            other.flags,
-        )
+    def is_like(self, kind: "Kind") -> bool:
+        """Whether both are equal in all that decides a run's bits."""
+        keys = ("vendor", "capability", "flags")
+        return all(getattr(self, key) == getattr(kind, key) for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A row of runs.jsonl: one finished run."""
 
-    schema_version: int
+    schema_version: int  # of this list of keys
     run: str  # its name
-    machine: Kind
+    machine: Kind  # that trained it
     python: str  # version
     numpy: str  # version
     # CPU seconds of its process: start, steps, evaluation; of its last start where it was resumed
     cpu_s: float
-    # summary.json without NOT_KEPT; its git_commit and torch are those that trained it
+    # summary.json without the layers' recipes, kernels and reasons; its git_commit and torch are
+    # those that trained it
     summary: dict
-    # Source -> sums over each block, in nats: {"n_tokens": [...], "as_trained": [...], "bf16":
-    # [...]}
+    # source -> n_tokens, as_trained, bf16 -> the sum over each block of validation sequences, in
+    # tokens or nats
     val_blocks: dict[str, dict[str, list[float]]]
 
 
-def main(arguments: list[str], began: float | None = None) -> int:
-    """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
+def main(arguments: list[str], started_at: float | None = None) -> int:
+    """The exit code. `started_at`: when the command was started, by time.monotonic(); none = now."""
     return command(__doc__, Options, "study")(
-        lambda options: ledger(options, began or time.monotonic())
+        lambda options: ledger(options, started_at or time.monotonic())
     )(arguments)
 
 
-def ledger(options: Options, began: float) -> int | str:
+def ledger(options: Options, started_at: float) -> int | str:
     study = load_study(options.study)
     rows = expand(study)
     folder = Path(options.out) / study.name
@@ -128,7 +132,7 @@ def ledger(options: Options, began: float) -> int | str:
         restore(entries, home, folder)
         return f"{len(entries)} runs -> {folder}"
     if options.run:
-        return run_missing(study, rows, entries, home, folder, options, began)
+        return run_missing(study, rows, entries, home, folder, options, started_at)
     return status(rows, entries, home)
 
 
@@ -223,18 +227,16 @@ def entry_from(run_dir: Path, cpu_s: float) -> Entry:
 
 def blocks_of(path: Path, sources: list[str]) -> dict[str, dict[str, list[float]]]:
     """Entry.val_blocks of a val_losses.npz, whose sources are numbered in alphabetical order."""
-    blocks = {}
+    blocks: dict[str, dict[str, list[float]]] = {}
     with np.load(path, allow_pickle=False) as file:
-        for number, name in enumerate(sources):
-            chosen = file["source"] == number
-            block = np.arange(chosen.sum()) % BLOCKS
-            sums = {
-                key: np.bincount(block, file[key][chosen].astype(float))
-                for key in ("n_tokens", "as_trained", "bf16")
-            }
-            blocks[name] = {
-                key: [round(value, 4) for value in values.tolist()] for key, values in sums.items()
-            }
+        columns = {key: file[key] for key in ("source", *BLOCK_KEYS)}
+    for number, name in enumerate(sources):
+        is_of_source = columns["source"] == number
+        block = np.arange(is_of_source.sum()) % BLOCKS
+        blocks[name] = {}
+        for key in BLOCK_KEYS:
+            sums = np.bincount(block, columns[key][is_of_source].astype(float))
+            blocks[name][key] = [round(value, 4) for value in sums.tolist()]
     return blocks
 
 
@@ -252,12 +254,10 @@ def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
             continue
         run_dir.mkdir(exist_ok=True)
         sources = [entry.val_blocks[source] for source in sorted(entry.val_blocks)]
-        columns = {
-            key: np.concatenate([source[key] for source in sources])
-            for key in ("n_tokens", "as_trained", "bf16")
-        }
+        columns = {key: np.concatenate([part[key] for part in sources]) for key in BLOCK_KEYS}
         number = np.repeat(np.arange(len(sources)), [len(source["n_tokens"]) for source in sources])
-        np.savez(run_dir / "val_losses.npz", source=number, **columns)
+        arrays: dict[str, Any] = {"source": number, **columns}
+        np.savez(run_dir / "val_losses.npz", **arrays)
         write_json(run_dir / "summary.json", entry.summary)
 
 
@@ -271,39 +271,54 @@ def run_missing(
     home: Path,
     folder: Path,
     options: Options,
-    began: float,
+    started_at: float,
 ) -> int:
     """Train the runs without a row, a trunk and then its branches, and add their rows as they
     finish; the exit code."""
     os.environ["OMP_NUM_THREADS"] = "1"  # for the runs: more threads would sum in another order
     home.mkdir(parents=True, exist_ok=True)
-    chosen = sweep.choose(rows, sweep.Options(study=options.study, run=True, only=options.only))
+    selected = sweep.choose(rows, sweep.Options(study=options.study, run=True, only=options.only))
     restore(entries, home, folder)
     declaration = sweep.declare(study, rows, folder)
-    sweep.check_predicted(chosen, folder)
-    if not all(row.run in entries for row in chosen):
+    sweep.check_predicted(selected, folder)
+    if any(row.run not in entries for row in selected):
         sweep.check_data(rows, folder)
-    write_json(folder / "study.json", declaration)
-    write_json(home / "study.json", declaration)
-    deadline = began + (options.limit or math.inf)
-    failed = False
-    for family in families(chosen):
-        for row in family:
-            if row.run in entries:
-                continue
-            code, cpu_s = train(row, rows, folder, options, deadline)
-            if not sweep.summary_of(row, folder):
-                failed |= code == 1
-                break
-            entries[row.run] = entry_from(folder / row.run, cpu_s)
-            append(entries[row.run], home / "runs.jsonl")
-        else:
+    write_declaration(declaration, folder)
+    write_declaration(declaration, home)
+    deadline = started_at + (options.limit or math.inf)
+    has_failure = False
+    for family in families(selected):
+        outcome = _train_family(family, rows, entries, home, folder, options, deadline)
+        if outcome == "done":
             remove_checkpoints(family, folder)
-            continue
-        if code != 1:  # asked to leave
+        has_failure |= outcome == "failed"
+        if outcome == "stopped":
             break
-    left = [row for row in chosen if row.run not in entries]
-    return 1 if failed else 3 if left else 0
+    if has_failure:
+        return 1
+    return 3 if any(row.run not in entries for row in selected) else 0
+
+
+def _train_family(
+    family: list[Row],
+    rows: list[Row],
+    entries: dict[str, Entry],
+    home: Path,
+    folder: Path,
+    options: Options,
+    deadline: float,
+) -> Literal["done", "failed", "stopped"]:
+    """Train a trunk and its branches, and add their rows; up to the first one that does not
+    finish."""
+    for row in family:
+        if row.run in entries:
+            continue
+        code, cpu_s = train(row, rows, folder, options, deadline)
+        if not sweep.summary_of(row, folder):
+            return "failed" if code == 1 else "stopped"
+        entries[row.run] = entry_from(folder / row.run, cpu_s)
+        append(entries[row.run], home / "runs.jsonl")
+    return "done"
 
 
 def families(rows: list[Row]) -> list[list[Row]]:
@@ -319,10 +334,10 @@ def train(
 ) -> tuple[int, float]:
     """Run one row to its end or to the deadline: (exit code as scaling/sweep.py has it, CPU
     seconds)."""
-    before = children_s()
+    cpu_s = children_s()
     how = sweep.Options(study=options.study, run=True, out=options.out, limit=options.limit)
     code = sweep.run(rows, [sweep.placed(row, folder)], folder, how, [[]], deadline)
-    return code, children_s() - before
+    return code, children_s() - cpu_s
 
 
 def children_s() -> float:
@@ -343,34 +358,28 @@ def remove_checkpoints(family: list[Row], folder: Path) -> None:
 def repeat(name: str, rows: list[Row], entries: dict[str, Entry], options: Options) -> int:
     """Train the run `name` from scratch in a temporary folder and compare it with its row; prints
     both, returns the code."""
-    row = next((row for row in rows if row.run == name), None)
-    if row is None:
+    by_name = {row.run: row for row in rows}
+    if name not in by_name:
         raise UserError(
-            f"repeat={name!r} is no run of"
-            f" {options.study}{nearest(name, [row.run for row in rows])}"
+            f"repeat={name!r} is no run of {options.study}{nearest(name, list(by_name))}"
         )
     if name not in entries:
         raise UserError(f"{name} has no row yet: nothing to compare a repeat with")
     os.environ["OMP_NUM_THREADS"] = "1"
+    row = from_scratch(by_name[name])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        how = replace(options, out=temporary)
-        code, _ = train(from_scratch(row), rows, folder, how, math.inf)
+        code, _ = train(row, rows, folder, replace(options, out=temporary), math.inf)
         if not sweep.summary_of(row, folder):
-            print(
-                (folder / f"{name}.log").read_text() if code == 1 else f"{name} was interrupted",
-                file=sys.stderr,
+            reason = (
+                (folder / f"{name}.log").read_text() if code == 1 else f"{name} was interrupted"
             )
+            print(reason, file=sys.stderr)
             return 1
         again = entry_from(folder / name, 0.0)
-    differences = compare(entries[name], again)
-    print(differences.text)
-    return 0 if differences.is_equal else 1
-
-
-def from_scratch(row: Row) -> Row:
-    """The row without its trunk: it ends in the same weights."""
-    return replace(row, parent=None, parent_step=None)
+    comparison = compare(entries[name], again)
+    print(comparison.text)
+    return 0 if comparison.is_equal else 1
 
 
 @dataclass(frozen=True)
@@ -381,34 +390,30 @@ class Comparison:
 
 def compare(entry: Entry, again: Entry) -> Comparison:
     """Hold a repeat against its row."""
-    names = ("loss_bf16", "loss_as_trained", "train_loss_last")
-    pairs = [(entry.summary[name], again.summary[name]) for name in names]
+    lines = [["", "row", "repeat"]]
+    distances = []
+    for name in ("loss_bf16", "loss_as_trained", "train_loss_last"):
+        old, new = entry.summary[name], again.summary[name]
+        lines.append([name, repr(old), repr(new)])
+        distances.append(abs(new / old - 1))
+    distance = max(distances)
     is_same_kind = (
         entry.machine.is_like(again.machine) and entry.summary["torch"] == again.summary["torch"]
     )
-    distance = max(abs(new / old - 1) for old, new in pairs)
-    same_data = entry.summary["data_sha256"] == again.summary["data_sha256"]
-    is_equal = same_data and (distance == 0 if is_same_kind else distance <= ELSEWHERE)
-    table = grid(
-        [
-            ["", "row", "repeat"],
-            *([name, repr(old), repr(new)] for name, (old, new) in zip(names, pairs, strict=True)),
-        ]
-    )
-    kind = (
-        "the same kind of machine"
-        if is_same_kind
-        else (f"another kind of machine ({kind_of(again)}, the row's was {kind_of(entry)})")
-    )
-    if not same_data:
-        verdict = "the training tokens are others: make the data again (studies/cpu/corpus.py)"
-    elif distance == 0:
+    has_same_data = entry.summary["data_sha256"] == again.summary["data_sha256"]
+    tolerance = 0.0 if is_same_kind else ELSEWHERE
+    kind = "the same kind of machine"
+    if not is_same_kind:
+        kind = f"another kind of machine ({kind_of(again)}, the row's was {kind_of(entry)})"
+    verdict = f"the largest relative difference is {distance:.2g}"
+    if not is_same_kind:
+        verdict += f", of {ELSEWHERE:g} that are allowed there"
+    if distance == 0:
         verdict = "equal to the bit"
-    else:
-        verdict = f"the largest relative difference is {distance:.2g}" + (
-            "" if is_same_kind else f", of {ELSEWHERE:g} that are allowed there"
-        )
-    return Comparison(is_equal, f"{table}\n\n{entry.run} on {kind}: {verdict}.")
+    if not has_same_data:
+        verdict = "the training tokens are others: make the data again (studies/cpu/corpus.py)"
+    text = f"{grid(lines)}\n\n{entry.run} on {kind}: {verdict}."
+    return Comparison(has_same_data and distance <= tolerance, text)
 
 
 def kind_of(entry: Entry) -> str:
@@ -427,27 +432,30 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
     timing = read_json(home / "timing.json") if (home / "timing.json").exists() else {}
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row.size, row.recipe + " null" * row.repeat].append(row)
-    lines, total = [["size", "arm", "runs", "done", "hours done", "hours left"]], [0.0, 0.0]
-    for (size, arm), own in groups.items():
-        done = [entries[row.run].cpu_s for row in own if row.run in entries]
-        left = [seconds_of(row, rows, entries, timing) for row in own if row.run not in entries]
-        hours = [sum(done) / 3600, sum(left) / 3600]
-        total = [before + more for before, more in zip(total, hours, strict=True)]
-        lines.append(
-            [size, arm, str(len(own)), str(len(done)), *(f"{value:.2f}" for value in hours)]
-        )
+        groups[row.size, arm_label(row)].append(row)
+    lines = [["size", "arm", "runs", "done", "hours done", "hours left"]]
+    total_done, total_left = 0.0, 0.0
+    for (size, arm), group in groups.items():
+        done_s = [entries[row.run].cpu_s for row in group if row.run in entries]
+        unfinished = [row for row in group if row.run not in entries]
+        left_s = [seconds_of(row, rows, entries, timing) for row in unfinished]
+        done_h, left_h = sum(done_s) / 3600, sum(left_s) / 3600
+        total_done += done_h
+        total_left += left_h
+        counts = [str(len(group)), str(len(done_s))]
+        lines.append([size, arm, *counts, f"{done_h:.2f}", f"{left_h:.2f}"])
     done_runs = sum(row.run in entries for row in rows)
     machines = sorted({kind_of(entry) for entry in entries.values()})
     text = [
         grid(lines),
         "",
         (
-            f"{done_runs} of {len(rows)} runs are done, {total[0]:.1f} h of one core;"
-            f" {total[1]:.1f} h remain. Machines: {'; '.join(machines) or 'none yet'}."
+            f"{done_runs} of {len(rows)} runs are done, {total_done:.1f} h of one core;"
+            f" {total_left:.1f} h remain. Machines: {'; '.join(machines) or 'none yet'}."
         ),
     ]
-    if mixed := mixed_pairs(entries):
+    mixed = mixed_pairs(entries)
+    if mixed:
         text.append(
             "Pairs whose two runs are of different kinds of machines, so that their gap holds"
             f" rounding too: {mixed}."
@@ -457,25 +465,27 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
 
 def mixed_pairs(entries: dict[str, Entry]) -> int:
     """FP8 runs whose BF16 partner was trained on another kind of machine."""
-    of_bf16 = {
-        entry.summary["pair_id"]: kind_of(entry)
-        for entry in entries.values()
-        if entry.summary["precision"]["recipe"] == "bf16" and not entry.summary["repeat"]
-    }
-    others = [entry for entry in entries.values() if entry.summary["precision"]["recipe"] != "bf16"]
-    return sum(
-        of_bf16.get(entry.summary["pair_id"], kind_of(entry)) != kind_of(entry) for entry in others
-    )
+    kind_of_bf16 = {}
+    fp8_entries = []
+    for entry in entries.values():
+        if entry.summary["precision"]["recipe"] != "bf16":
+            fp8_entries.append(entry)
+        elif not entry.summary["repeat"]:
+            kind_of_bf16[entry.summary["pair_id"]] = kind_of(entry)
+    count = 0
+    for entry in fp8_entries:
+        kind = kind_of(entry)
+        count += kind_of_bf16.get(entry.summary["pair_id"], kind) != kind
+    return count
 
 
 def seconds_of(row: Row, rows: list[Row], entries: dict[str, Entry], timing: dict) -> float:
     """CPU seconds that a run will take: the median of its like, else by timing.json [microseconds a
     token]; nan: unknown."""
-    like = [
-        entries[other.run].cpu_s for other in rows if other.run in entries and is_like(row, other)
-    ]
-    if like:
-        return median(like)
+    finished = [candidate for candidate in rows if candidate.run in entries]
+    measured = [entries[run.run].cpu_s for run in finished if is_like(row, run)]
+    if measured:
+        return median(measured)
     micros = timing.get("microseconds_per_token", {}).get(row.size, {}).get(row.recipe, math.nan)
     config = apply_overrides(_file_config(row.config), row.overrides)
     evaluated = 2 * config.eval.tokens * len(config.data.mixture)  # as trained, and in BF16
@@ -488,13 +498,11 @@ def _file_config(path: str) -> Config:
     return load_config(ROOT / path)
 
 
-def is_like(row: Row, other: Row) -> bool:
+def is_like(row: Row, second: Row) -> bool:
     """Whether two runs differ in seed or rate alone."""
 
-    def key(one: Row) -> tuple:
-        return one.size, one.recipe, one.tokens_per_param, one.repeat
-
-    return key(row) == key(other)
+    keys = ("size", "recipe", "tokens_per_param", "repeat")
+    return all(getattr(row, key) == getattr(second, key) for key in keys)
 
 
 if __name__ == "__main__":

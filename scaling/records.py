@@ -6,8 +6,10 @@ here, before anything is fitted."""
 
 import json
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,185 +80,198 @@ class Record:
         return self.recipe == "bf16"
 
 
-def read_runs(paths, convention: str | None = None) -> tuple[list[Record], list[str]]:
+def read_runs(
+    paths: Iterable[str | Path], convention: str | None = None
+) -> tuple[list[Record], list[str]]:
     """The records of run folders, or of folders whose sub-folders are runs, plus a line for each
     skipped. Never empty."""
-    records, notes, folders = [], [], {}
-    # by sweep.py: a shell's pattern has both
-    for path in (path for path in map(Path, paths) if path.suffix != ".log"):
-        if not path.is_dir():
-            raise UserError(
-                f"{path} does not exist or is a file: give a run's folder such as out/<run>, or one"
-                " that holds such"
-            )
-        is_run = (path / "config.json").exists() or (path / "summary.json").exists()
-        for folder in (
-            [path]
-            if is_run
-            else sorted(one for one in path.iterdir() if one.is_dir() and one.name[0] != ".")
-        ):
+    names = [str(path) for path in paths]
+    folders: dict[Path, Path] = {}  # a run that two paths name counts once
+    for name in names:
+        if name.endswith(".log"):  # by sweep.py: a shell's pattern has both
+            continue
+        for folder in _folders_of_runs(Path(name)):
             folders.setdefault(folder.resolve(), folder)
+    records, notes = [], []
     for folder in folders.values():
         if (folder / "summary.json").exists():
             records.append(read_record(folder, convention))
         elif folder.name != LAW_FOLDER:
             notes.append(f"skipped {folder}: no finished run (it has no summary.json)")
     if not records:
-        raise UserError(
-            "\n".join(
-                [
-                    (
-                        f"no finished run in {', '.join(map(str, paths))}: expected folders with a"
-                        " summary.json"
-                    ),
-                    *notes,
-                ]
-            )
-        )
+        sentence = f"no finished run in {', '.join(names)}: expected folders with a summary.json"
+        raise UserError("\n".join([sentence, *notes]))
     return records, notes
 
 
-def read_record(folder, convention: str | None = None) -> Record:
+def _folders_of_runs(path: Path) -> list[Path]:
+    """The folder itself where it is a run's, else its sub-folders."""
+    if not path.is_dir():
+        raise UserError(
+            f"{path} does not exist or is a file: give a run's folder such as out/<run>, or one"
+            " that holds such"
+        )
+    if (path / "config.json").exists() or (path / "summary.json").exists():
+        return [path]
+    return sorted(folder for folder in path.iterdir() if folder.is_dir() and folder.name[0] != ".")
+
+
+def read_record(folder: str | Path, convention: str | None = None) -> Record:
     """Read and check one run's summary.json; convention: another than its study's. Raises UserError
     naming the file, the key and what was expected."""
     folder = Path(folder)
-    root = folder.absolute().parent
-    path, study = folder / "summary.json", read_study(root)
+    path, study = folder / "summary.json", read_study(folder.absolute().parent)
     summary = read_json(path)
     try:
-        if summary["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema_version {summary['schema_version']}, not {SCHEMA_VERSION}")
-        # as val_losses.npz numbers them
-        precision, sources = summary["precision"], sorted(summary["sources"].items())
-        switched = f"{precision['switched_from']}>" if precision.get("switched_from") else ""
-        plan = next((run for run in study.get("runs", []) if run["run"] == summary["run_id"]), {})
-        total = sum(source["weight"] for _, source in sources)
-        known: dict = {
-            "folder": folder,
-            "summary": summary,
-            "summary_sha256": file_sha256(path),
-            "recipe": switched + precision["recipe"],
-            "is_compiled": precision["compile"],
-            "convention": convention or study.get("params", "total"),
-            "weights": {name: source["weight"] / total for name, source in sources},
-            "trunk": (
-                _root(root, summary.get("parent_run")) or plan.get("parent") or summary["run_id"]
-            ),
-            "decays_from": summary.get("parent_step") or plan.get("parent_step"),
-        }
-        record = Record(
-            **known,
-            **{
-                one.name: summary[one.name]
-                for one in fields(Record)
-                if one.name not in known
-                and (one.default is MISSING or summary.get(one.name) is not None)
-            },
-        )
+        record = _record(folder, summary, study, convention)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise UserError(
             f"{path} is damaged or of another version ({type(error).__name__}: {error}): leave"
             " it out"
         ) from None
-    wrong = type_problems("", record) or [
-        f"{key}={value} is not above zero"
-        for key, value in (vars(record) | record.weights).items()
-        if type(value) in (int, float) and key not in ("seed", "repeat") and value <= 0
-    ]
+    wrong = type_problems("", record) or _not_above_zero(record)
     if wrong:
         raise UserError(f"{path}: {wrong[0]}")
     return record
 
 
+def _record(folder: Path, summary: dict, study: dict, convention: str | None) -> Record:
+    """The record of a summary; raises what a damaged one leads to."""
+    if summary["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {summary['schema_version']}, not {SCHEMA_VERSION}")
+    precision = summary["precision"]
+    plan = _plan_of(summary["run_id"], study)
+    root = folder.absolute().parent
+    trunk = _root(root, summary.get("parent_run")) or plan.get("parent") or summary["run_id"]
+    values: dict[str, Any] = {
+        "folder": folder,
+        "summary": summary,
+        "summary_sha256": file_sha256(folder / "summary.json"),
+        "recipe": _recipe(precision),
+        "is_compiled": precision["compile"],
+        "convention": convention or study.get("params", "total"),
+        "weights": _weights(summary["sources"]),
+        "trunk": trunk,
+        "decays_from": summary.get("parent_step") or plan.get("parent_step"),
+    }
+    for f in fields(Record):
+        is_optional = f.default is not MISSING
+        if f.name in values or (is_optional and summary.get(f.name) is None):
+            continue
+        values[f.name] = summary[f.name]
+    return Record(**values)
+
+
+def _recipe(precision: dict) -> str:
+    """Such as "rowwise", or "bf16>rowwise" where a branch switched."""
+    recipe = precision["recipe"]
+    switched_from = precision.get("switched_from")
+    return f"{switched_from}>{recipe}" if switched_from else recipe
+
+
+def _weights(sources: dict[str, dict]) -> dict[str, float]:
+    """Source -> its share, in the order in which val_losses.npz numbers them."""
+    weights = {name: sources[name]["weight"] for name in sorted(sources)}
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def _plan_of(run_id: str, study: dict) -> dict[str, Any]:
+    """What the study.json beside a run says of it; {} where it says nothing."""
+    return next((run for run in study.get("runs", []) if run["run"] == run_id), {})
+
+
+def _not_above_zero(record: Record) -> list[str]:
+    """A line for each number that must be above zero and is not."""
+    values = vars(record) | record.weights
+    return [
+        f"{key}={value} is not above zero"
+        for key, value in values.items()
+        if type(value) in (int, float) and key not in ("seed", "repeat") and value <= 0
+    ]
+
+
 def _root(folder: Path, run: str | None) -> str | None:
     """The run at the start of the line of branches that `run` stands in, as far as their summaries
     lie in `folder`."""
-    line = set()  # a run may have branched off another folder's run of its own name
-    while (
-        run
-        and run not in line
-        and (path := folder / run / "summary.json").exists()
-        and (parent := read_json(path).get("parent_run"))
-    ):
+    line: set[str] = set()  # a run may have branched off another folder's run of its own name
+    while run and run not in line:
+        path = folder / run / "summary.json"
+        parent = read_json(path).get("parent_run") if path.exists() else None
+        if not parent:
+            break
         line.add(run)
         run = parent
     return run
 
 
-def usable(records) -> tuple[list[Record], list[str]]:
+# ------------------------------------------------------------------------------- what enters a fit
+
+
+def usable(records: Iterable[Record]) -> tuple[list[Record], list[str]]:
     """The records that may enter a fit, plus a line for each left out: failed, or stopped before
     annealing."""
-    return _without(
-        records,
-        lambda one: (
-            f"its status is {one.status!r}, not 'ok'"
-            if one.status != "ok"
-            else (
-                not one.is_annealed
-                and "its learning rate had not annealed, so its loss is no point of the law"
-            )
-        ),
-    )
+    return _without(records, _unusable)
 
 
-def from_scratch(records) -> tuple[list[Record], list[str]]:
+def _unusable(record: Record) -> str | None:
+    if record.status != "ok":
+        return f"its status is {record.status!r}, not 'ok'"
+    if not record.is_annealed:
+        return "its learning rate had not annealed, so its loss is no point of the law"
+    return None
+
+
+def from_scratch(records: Iterable[Record]) -> tuple[list[Record], list[str]]:
     """The records whose tokens are all that their weights have seen, plus a line for each one left
     out of a law."""
-    return _without(
-        records,
-        lambda one: (
-            one.continued_from
-            and (
-                f"it goes on with {one.continued_from}, so its tokens are not all that its"
-                " weights saw"
-            )
-        ),
-    )
+    return _without(records, _continued)
 
 
-def without_repeats(records) -> tuple[list[Record], list[str]]:
-    return _without(
-        records,
-        lambda one: (
-            one.repeat
-            and (
-                "a repeat of the same seed and data is a null for scaling/precision.py, no point of"
-                " its own"
-            )
-        ),
-    )
-
-
-def _without(records, reason_of) -> tuple[list[Record], list[str]]:
+def _continued(record: Record) -> str | None:
+    if not record.continued_from:
+        return None
     return (
-        [one for one in records if not reason_of(one)],
-        [f"left out {one.run_id}: {reason}" for one in records if (reason := reason_of(one))],
+        f"it goes on with {record.continued_from}, so its tokens are not all that its weights saw"
     )
 
 
-def check_comparable(records) -> None:
+def without_repeats(records: Iterable[Record]) -> tuple[list[Record], list[str]]:
+    """The records that are no null runs, plus a line for each that is."""
+    return _without(records, _repeated)
+
+
+def _repeated(record: Record) -> str | None:
+    if not record.repeat:
+        return None
+    return (
+        "a repeat of the same seed and data is a null for scaling/precision.py, no point of its own"
+    )
+
+
+def _without(
+    records: Iterable[Record], reason_of: Callable[[Record], str | None]
+) -> tuple[list[Record], list[str]]:
+    """The records without a reason, a line for each of the others."""
+    usable_records, notes = [], []
+    for record in records:
+        reason = reason_of(record)
+        if reason is None:
+            usable_records.append(record)
+        else:
+            notes.append(f"left out {record.run_id}: {reason}")
+    return usable_records, notes
+
+
+def check_comparable(records: Sequence[Record]) -> None:
     """Raise UserError, naming two runs, where losses cannot stand in one fit or one point would
     count twice."""
-
-    def kind(record: Record) -> dict:
-        same = ("convention", "tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded")
-        return {key: getattr(record, key) for key in same} | {
-            "weights": {name: round(weight, 9) for name, weight in record.weights.items()}
-        }
-
-    for other in records[1:]:
-        for key, mine in kind(records[0]).items():
-            if mine != (its := kind(other)[key]):
-                raise UserError(
-                    f"{records[0].run_id} and {other.run_id} differ in {key} ({mine} against"
-                    f" {its}): their losses cannot enter one fit; fit them apart"
-                    + ", or with n=total"
-                    * (key == "convention")
-                )
+    for record in records[1:]:
+        _check_same_kind(records[0], record)
     for keys in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
-        seen = {}
+        first_of: dict[tuple, Record] = {}
         for record in records:
-            twin = seen.setdefault(tuple(getattr(record, key) for key in keys), record)
+            twin = first_of.setdefault(tuple(getattr(record, key) for key in keys), record)
             if twin is not record:
                 raise UserError(
                     f"{twin.folder} and {record.folder} are one point given twice (same"
@@ -264,18 +279,41 @@ def check_comparable(records) -> None:
                 )
 
 
+def _check_same_kind(first: Record, second: Record) -> None:
+    """Raise UserError where two runs count, tokenise or are validated differently."""
+    first_kind, second_kind = _kind(first), _kind(second)
+    for key, value in first_kind.items():
+        if value == second_kind[key]:
+            continue
+        remedy = "fit them apart"
+        if key == "convention":
+            remedy += ", or with n=total"
+        raise UserError(
+            f"{first.run_id} and {second.run_id} differ in {key} ({value} against"
+            f" {second_kind[key]}): their losses cannot enter one fit; {remedy}"
+        )
+
+
+def _kind(record: Record) -> dict[str, Any]:
+    """What runs of one fit have in common."""
+    keys = ("convention", "tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded")
+    weights = {name: round(weight, 9) for name, weight in record.weights.items()}
+    return {key: getattr(record, key) for key in keys} | {"weights": weights}
+
+
 def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and training loss (nats per token) of each step in metrics.jsonl, as done last; empty
     arrays if it is absent."""
-    last = {
-        row["step"]: (row["tokens"], row["loss"])
-        for row in metrics_rows(read_rows(record.folder / "metrics.jsonl"))
-        if row["kind"] == "train"
-        and isinstance(row.get("loss"), float)
-        and 0 < row["loss"] < math.inf
-    }
-    points = np.array(sorted(last.values()), dtype=float).reshape(-1, 2)
+    by_step = {}
+    for row in metrics_rows(read_rows(record.folder / "metrics.jsonl")):
+        if row["kind"] == "train" and _is_loss(row.get("loss")):
+            by_step[row["step"]] = row["tokens"], row["loss"]
+    points = np.array(sorted(by_step.values()), dtype=float).reshape(-1, 2)
     return points[:, 0], points[:, 1]
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, float) and 0 < value < math.inf
 
 
 def read_json(path: Path) -> dict:
@@ -295,7 +333,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def law_folder(paths, out: str | None) -> Path:
+def law_folder(paths: Sequence[str], out: str | None) -> Path:
     """Where a command leaves what it found in the runs at `paths`: out, else law/ in the one folder
     that holds them."""
     if not out and (len(paths) != 1 or (Path(paths[0]) / "summary.json").exists()):

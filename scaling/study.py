@@ -13,6 +13,7 @@ against."""
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,17 +24,19 @@ from lib.machine import ROOT
 from lib.text import nearest
 from lib.values import expand_home, type_problems
 from model import GPT
-from runtime.config import Config, FP8Config, apply_overrides, load_config
+from runtime.config import Config, FP8Config, OptimConfig, apply_overrides, load_config
 from runtime.config_file import run_file
 from runtime.log import pair_id
+
+# of GPT.counts(), in a Row
+COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One model size. `config` is its BF16 config file, beside the study or from the repository's
-    root; the rest as in Study."""
+    """One model size; what is not explained is as in Study."""
 
-    config: str
+    config: str  # its BF16 config file, beside the study or from the repository's root
     seeds: tuple[int, ...] = (1337,)
     tokens_per_param: tuple[float, ...] | None = None  # none = the study's
     recipes: tuple[str, ...] | None = None  # none = the study's
@@ -60,21 +63,21 @@ class Study:
     null: tuple[str, ...] = ()  # overrides of null runs that change their rounding alone
     decay_share: float = 0.2  # share of every run's steps spent decaying
 
-    def __post_init__(self):
-        if problems := type_problems("", self) or [
-            p for size in self.sizes for p in type_problems(f"{size.config}: ", size)
-        ]:
+    def __post_init__(self) -> None:
+        problems = list(type_problems("", self))
+        for size in self.sizes:
+            problems += type_problems(f"{size.config}: ", size)
+        if problems:
             raise UserError(problems[0])
-        if wrong := [
-            one
-            for part in (self, *self.sizes)
-            for one in part.switch or ()
-            if one.count(">") != 1 or one.partition(">")[0] not in (part.recipes or self.recipes)
-        ]:
-            raise UserError(
-                f"switch={wrong[0]!r} must be written trunk>decay, such as tensorwise>bf16, its"
-                " trunk among recipes="
-            )
+        parts: list[Study | Size] = [self, *self.sizes]
+        for part in parts:
+            for switch in part.switch or ():
+                trunk, _, decay = switch.partition(">")
+                if trunk not in (part.recipes or self.recipes) or not decay or ">" in decay:
+                    raise UserError(
+                        f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16,"
+                        " its trunk among recipes="
+                    )
 
 
 @dataclass(frozen=True)
@@ -82,27 +85,29 @@ class Row:
     """One run of a study: its exact counts, what it starts from, the arguments of train.py that
     make it."""
 
-    run: str
-    size: str
-    recipe: str
-    seed: int
-    tokens_per_param: float
+    run: str  # its name
+    size: str  # name of its size
+    recipe: str  # its arm: label of its precision, "trunk>decay" where its decay switches
+    seed: int  # of initialisation and order of data
+    tokens_per_param: float  # its budget, as the study counts parameters
     tokens: int  # trained on when it ends, its trunk's included
-    steps: int
-    tokens_per_step: int
-    params_total: int
-    params_nonembed: int
-    params_matmul: int
+    steps: int  # optimizer steps when it ends, its trunk's included
+    tokens_per_step: int  # training tokens of a step
+    params_total: int  # all parameters
+    params_nonembed: int  # without embedding and head
+    params_matmul: int  # of every Linear
     flops_per_token: int  # 6 params_matmul + attention
     lr: float | None  # peak learning rate where the study tries several; none = the config's
     repeat: int  # 1: a null run
     parent: str | None  # run that it branches off from; none = from scratch
-    parent_step: int | None
-    config: str
+    parent_step: int | None  # step of its trunk that it starts from
+    config: str  # its config file
     overrides: tuple[str, ...]  # all but out= and start_from=, which depend on where the study lies
-    held_out: bool
+    held_out: bool  # trained only by name, once its prediction is frozen
     # of its config: tells a change of the config file, whose settings are not in overrides
     pair_id: str
+    # arm of its trunk, where its own decay is in another precision; none = the trunk's
+    switched_from: str | None = None
 
     @property
     def own_tokens(self) -> int:
@@ -118,6 +123,8 @@ class Row:
         return [str(ROOT / self.config), *last_of_each.values()]
 
     def branch_point(self, folder: Path) -> Path:
+        """The checkpoint that a branch starts from."""
+        assert self.parent is not None
         return folder / self.parent / "checkpoints" / f"step_{self.parent_step:08d}"
 
 
@@ -127,10 +134,8 @@ def load_study(path: str | Path) -> Study:
     UserError."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(
-            "there is no study file"
-            f" {path}{nearest(path.stem, [o.stem for o in path.parent.glob('study_*.py')])}"
-        )
+        names = [file.stem for file in path.parent.glob("study_*.py")]
+        raise UserError(f"there is no study file {path}{nearest(path.stem, names)}")
     try:
         study, _ = run_file(path, "study")
     except UserError:
@@ -139,12 +144,8 @@ def load_study(path: str | Path) -> Study:
         raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from error
     if not isinstance(study, Study):
         raise UserError(f"{path} must bind study = Study(...), but study is {type(study).__name__}")
-    return replace(
-        study,
-        sizes=tuple(
-            replace(size, config=_config_beside(path, size.config)) for size in study.sizes
-        ),
-    )
+    sizes = [replace(size, config=_config_beside(path, size.config)) for size in study.sizes]
+    return replace(study, sizes=tuple(sizes))
 
 
 def _config_beside(study_file: Path, config: str) -> str:
@@ -162,142 +163,207 @@ def expand(study: Study) -> list[Row]:
     cannot be trained."""
     rows = []
     for size in study.sizes:
-        file_config = load_config(ROOT / size.config)
-        base = apply_overrides(file_config, study.overrides)
-        if not set(size.null_seeds) <= set(size.seeds if study.null else ()):
-            raise UserError(
-                f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null="
-                " must not be empty"
-            )
-        if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
-            raise UserError(
-                f"{size.config} must be in BF16 and give data.micro_batch as a number: all arms"
-                " share it"
-            )
-        every = GPT.on_meta(base.model).counts()
-        counts = {
-            key: every[key]
-            for key in ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
-        }
+        family = _read_size(study, size)
         for seed, lr, recipe in itertools.product(
             size.seeds, size.lr or (None,), size.recipes or study.recipes
         ):
-            for repeat in range(2 if recipe == "bf16" and seed in size.null_seeds else 1):
-                rows += _family(study, size, file_config, base, counts, seed, recipe, lr, repeat)
+            has_null = recipe == "bf16" and seed in size.null_seeds
+            for repeat in range(2 if has_null else 1):
+                rows += replace(family, recipe=recipe, seed=seed, lr=lr, repeat=repeat).rows()
     return rows
 
 
-def _family(
-    study: Study,
-    size: Size,
-    file_config: Config,
-    base: Config,
-    counts: dict,
-    seed: int,
-    recipe: str,
-    lr: float | None,
-    repeat: int,
-) -> list[Row]:
-    size_name, switch = (
-        base.run.removesuffix("_bf16"),
-        (study.switch if size.switch is None else size.switch),
-    )
-    switches = (
-        []
-        if repeat
-        else [after for before, after in (s.split(">") for s in switch) if before == recipe]
-    )
-    # in names of runs
-    arm, *others = (re.sub(r"[^\w.]+", "-", label) for label in (recipe, *switches))
-    name = (
-        f"{size_name}_{arm}"
-        + "_null" * repeat
-        + (f"_lr{lr:g}" if lr else "")
-        + "_t{:g}"
-        + f"_s{seed}"
-    )
-    largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
-    rows, switched, warmup = [], [], base.optim.warmup_steps(base.total_steps)
-    for budget in (*smaller, largest):
-        steps = math.ceil(budget * counts[f"params_{study.params}"] / base.data.tokens_per_step)
-        optim = replace(
-            base.optim,
+def _read_size(study: Study, size: Size) -> "Family":
+    """The family of a size, of any arm. Raises UserError for a size that cannot be trained."""
+    file_config = load_config(ROOT / size.config)
+    base = apply_overrides(file_config, study.overrides)
+    seeds_with_null = size.seeds if study.null else ()
+    if not set(size.null_seeds) <= set(seeds_with_null):
+        raise UserError(
+            f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null="
+            " must not be empty"
+        )
+    if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
+        raise UserError(
+            f"{size.config} must be in BF16 and give data.micro_batch as a number: all arms"
+            " share it"
+        )
+    counts = GPT.on_meta(base.model).counts()
+    return Family(study, size, file_config, base, {key: counts[key] for key in COUNTS})
+
+
+def file_word(label: str) -> str:
+    """A precision's label as a part of file names."""
+    return re.sub(r"[^\w.]+", "-", label)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The runs of one size, arm, seed and rate: a trunk, its branches, and their decays in another
+    precision."""
+
+    study: Study
+    size: Size
+    file_config: Config
+    base: Config  # with the study's overrides
+    counts: dict[str, int]  # COUNTS of its model
+    recipe: str = "bf16"
+    seed: int = 0
+    lr: float | None = None  # none = the config's
+    repeat: int = 0  # 1: null runs
+
+    @property
+    def size_name(self) -> str:
+        return self.base.run.removesuffix("_bf16")
+
+    @property
+    def switches(self) -> list[str]:
+        """The precisions that its decays are tried in too; none of null runs."""
+        switch = self.study.switch if self.size.switch is None else self.size.switch
+        if self.repeat:
+            return []
+        pairs = [pair.split(">") for pair in switch]
+        return [decay for trunk, decay in pairs if trunk == self.recipe]
+
+    def run_name(self, budget: float, decay: str | None = None) -> str:
+        """decay: the precision of the decay, where it is another."""
+        arm = file_word(self.recipe)
+        if decay is not None:
+            arm += f"-{file_word(decay)}"
+        null = "_null" if self.repeat else ""
+        rate = f"_lr{self.lr:g}" if self.lr else ""
+        return f"{self.size_name}_{arm}{null}{rate}_t{budget:g}_s{self.seed}"
+
+    def rows(self) -> list[Row]:
+        """The trunk, its branches from the smallest budget on, then the switched decays."""
+        budgets = sorted(self.size.tokens_per_param or self.study.tokens_per_param)
+        branches = [self._row(budget, trunk_budget=budgets[-1]) for budget in budgets[:-1]]
+        # the trunk keeps the checkpoints that its branches, and its own switched decays, start from
+        steps = [row.parent_step for row in branches]
+        trunk = self._row(budgets[-1], kept_steps=steps)
+        switched = []
+        for row in [*reversed(branches), trunk]:
+            switched += [self._switched(row, decay, trunk) for decay in self.switches]
+        return [trunk, *branches, *switched]
+
+    def _row(
+        self,
+        budget: float,
+        trunk_budget: float | None = None,
+        kept_steps: Sequence[int | None] = (),
+    ) -> Row:
+        """trunk_budget: of a branch. kept_steps: the steps of the trunk that branches start from."""
+        steps = self._steps(budget)
+        optim = self._optim(steps)
+        decays_from = steps - optim.decay_steps(steps)
+        self._check_warmup(budget, decays_from)
+        is_branch = trunk_budget is not None
+        saved_steps = list(kept_steps)
+        if self.switches and not is_branch:
+            saved_steps.append(decays_from)
+        overrides = [*self._overrides(budget, steps, optim)]
+        if saved_steps:
+            overrides.append("checkpoint.at=" + ",".join(map(str, saved_steps)))
+        # judges recipe and dimensions now, not in a week
+        config = apply_overrides(self.file_config, overrides)
+        self._check_config(config, budget)
+        return Row(
+            run=config.run,
+            size=self.size_name,
+            recipe=self.recipe,
+            seed=self.seed,
+            tokens_per_param=budget,
+            tokens=config.total_tokens,
+            steps=steps,
+            tokens_per_step=config.data.tokens_per_step,
+            params_total=self.counts["params_total"],
+            params_nonembed=self.counts["params_nonembed"],
+            params_matmul=self.counts["params_matmul"],
+            flops_per_token=self.counts["flops_per_token"],
+            lr=self.lr,
+            repeat=self.repeat,
+            parent=self.run_name(trunk_budget) if trunk_budget is not None else None,
+            parent_step=decays_from if is_branch else None,
+            config=self.size.config,
+            overrides=tuple(overrides),
+            held_out=self.size.held_out,
+            pair_id=pair_id(config),
+        )
+
+    def _steps(self, budget: float) -> int:
+        parameters = self.counts[f"params_{self.study.params}"]
+        return math.ceil(budget * parameters / self.base.data.tokens_per_step)
+
+    @property
+    def _warmup_steps(self) -> int:
+        """Those of the size's config file at its own budget, for every budget."""
+        return self.base.optim.warmup_steps(self.base.total_steps)
+
+    def _optim(self, steps: int) -> OptimConfig:
+        return replace(
+            self.base.optim,
             schedule="wsd",
-            decay_share=study.decay_share,
-            warmup_share=min(1.0, warmup / steps),
+            decay_share=self.study.decay_share,
+            warmup_share=min(1.0, self._warmup_steps / steps),
         )
-        leaves, is_branch = steps - optim.decay_steps(steps), budget != largest
-        if warmup > leaves:
+
+    def _check_warmup(self, budget: float, decays_from: int) -> None:
+        if self._warmup_steps > decays_from:
             raise UserError(
-                f"{size_name} at {budget:g} tokens per parameter decays from step {leaves} on, in"
-                " its warm-up"
+                f"{self.size_name} at {budget:g} tokens per parameter decays from step"
+                f" {decays_from} on, in its warm-up"
             )
-        length = (
-            [f"tokens_per_param={budget!r}"]
-            if study.params == "total"
-            else ["tokens_per_param=none", f"steps={steps}"]
-        )
+
+    def _overrides(self, budget: float, steps: int, optim: OptimConfig) -> list[str]:
+        """Arguments of train.py, all but which checkpoints are kept."""
+        length = [f"tokens_per_param={budget!r}"]
+        if self.study.params != "total":
+            length = ["tokens_per_param=none", f"steps={steps}"]
         overrides = [
-            f"run={name.format(budget)}",
-            f"seed={seed}",
-            *study.overrides,
+            f"run={self.run_name(budget)}",
+            f"seed={self.seed}",
+            *self.study.overrides,
             *length,
             "optim.schedule=wsd",
             f"optim.decay_share={optim.decay_share!r}",
             f"optim.warmup_share={optim.warmup_share!r}",
-            *[f"optim.lr={lr!r}"] * bool(lr),
-            # one GPU and eight run the same graph
-            *["parallel.compile=block"] * bool(base.parallel.compile),
-            *fp8_overrides(recipe),
-            *["repeat=1", *study.null] * repeat,
         ]
-        kept = [] if is_branch else [row.parent_step for row in rows] + [leaves] * bool(switches)
-        overrides += ["checkpoint.at=" + ",".join(map(str, kept))] * bool(kept)
-        # judges recipe and dimensions now, not in a week
-        config = apply_overrides(file_config, overrides)
-        if (config.run, config.seed) != (name.format(budget), seed):
+        if self.lr:
+            overrides.append(f"optim.lr={self.lr!r}")
+        if self.base.parallel.compile:
+            overrides.append("parallel.compile=block")  # one GPU and eight run the same graph
+        overrides += fp8_overrides(self.recipe)
+        if self.repeat:
+            overrides += ["repeat=1", *self.study.null]
+        return overrides
+
+    def _check_config(self, config: Config, budget: float) -> None:
+        if (config.run, config.seed) != (self.run_name(budget), self.seed):
             raise UserError(
                 "overrides= sets run or seed, which the study gives to each of its runs: drop them,"
                 " and write seeds="
             )
-        if config.fp8.label != recipe:
+        if config.fp8.label != self.recipe:
             raise UserError(
-                f"recipes= names {recipe!r}: write it {config.fp8.label!r}, as its runs are called"
-                " in every table"
+                f"recipes= names {self.recipe!r}: write it {config.fp8.label!r}, as its runs are"
+                " called in every table"
             )
-        rows.insert(
-            0,
-            Row(
-                run=config.run,
-                size=size_name,
-                recipe=recipe,
-                seed=seed,
-                tokens_per_param=budget,
-                tokens=config.total_tokens,
-                steps=steps,
-                tokens_per_step=config.data.tokens_per_step,
-                **counts,
-                lr=lr,
-                repeat=repeat,
-                parent=name.format(largest) if is_branch else None,
-                parent_step=leaves if is_branch else None,
-                config=size.config,
-                overrides=tuple(overrides),
-                held_out=size.held_out,
-                pair_id=pair_id(config),
-            ),
+
+    def _switched(self, row: Row, decay: str, trunk: Row) -> Row:
+        """The run that decays in another precision from where `row` decays."""
+        run = self.run_name(row.tokens_per_param, decay)
+        shared = [
+            word
+            for word in row.overrides
+            if not word.startswith(("run=", "fp8.", "checkpoint.at="))
+        ]
+        optim = self._optim(row.steps)
+        return replace(
+            row,
+            run=run,
+            recipe=f"{self.recipe}>{decay}",
+            parent=trunk.run,
+            parent_step=row.steps - optim.decay_steps(row.steps),
+            overrides=(f"run={run}", *fp8_overrides(decay), *shared),
+            switched_from=self.recipe,
         )
-        for after, other in zip(switches, others, strict=True):
-            run = config.run.replace(f"_{arm}_", f"_{arm}-{other}_")
-            rest = [o for o in overrides if not o.startswith(("run=", "fp8.", "checkpoint.at="))]
-            switched.append(
-                replace(
-                    rows[0],
-                    run=run,
-                    recipe=f"{recipe}>{after}",
-                    parent=name.format(largest),
-                    parent_step=leaves,
-                    overrides=(f"run={run}", *fp8_overrides(after), *rest),
-                )
-            )
-    return rows + switched

@@ -5,17 +5,16 @@ Rows pair where their pair column, N and D are equal and only the arm differs. P
 share the run's trajectory, so they count once in every interval."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from lib.errors import UserError
 from lib.text import listed
 from scaling.gap_words import TableColumns
-from scaling.pairs import Gap, Pair
-from scaling.records import Record
+from scaling.paired.gaps import Gap, Pair
 from scaling.tables import FEWEST_PARAMETERS, Table, read_table, unit_doubts
 
 # cells of the arm column, in any case, that name the baseline
@@ -24,7 +23,7 @@ BASELINES = ("bf16", "bfloat16", "baseline")
 
 @dataclass(frozen=True)
 class TableRun:
-    """One row, as far as the analysis of pairs looks at a run; counts are 1 where the table does
+    """One row, as far as the statistics of pairs look at a run; counts are 1 where the table does
     not give them."""
 
     run_id: str
@@ -37,10 +36,12 @@ class TableRun:
     loss_as_trained: float
     trunk: str
     seed: str
+    summary_sha256: str  # of the table
     convention: str = "total"
     repeat: int = 0
     device: str = ""  # unknown, so there is no speed
-    continued_from: str | None = None
+    tokenizer_sha256: str = ""
+    val_sha256: str = ""
 
     @property
     def params_total(self) -> int:
@@ -55,6 +56,7 @@ class TableRun:
 class TablePairs:
     runs: list[TableRun]
     pairs: list[Pair]
+    doubts: list[str]  # what may make the analysis another than was meant
     notes: list[str]  # what was left out, by line
     sha256: str  # of the table
     columns: TableColumns
@@ -70,42 +72,78 @@ def read_table_pairs(
     baseline or no pair."""
     table = read_table(path, [name for name in (arm, pair, loss, n, d) if name])
     base = base or _baseline(path, table, arm)
-    runs: dict[tuple, TableRun] = {}
-    lines: dict[tuple, int | str] = {}
-    for line, row in table.rows.items():
-        run = _run(path, line, row, arm, pair, loss, n, d, base)
-        key = run.recipe, run.pair_id, run.N, run.tokens
-        if key in runs:
-            missing = "" if n and d else "; give --n and --d where they tell these rows apart"
-            raise UserError(
-                f"{path} lines {lines[key]} and {line} are both the {row[arm]} run of pair"
-                f" {run.pair_id!r}{missing}"
-            )
-        runs[key], lines[key] = run, line
-    found, alone = [], []
-    for key, run in runs.items():
-        if run.is_baseline:
-            continue
-        baseline = runs.get((base, *key[1:]))
-        if baseline is None:
-            alone.append(lines[key])
-        else:
-            found.append(_pair(baseline, run))
-    paired = {id(pair.bf16) for pair in found}
-    alone += [lines[key] for key, run in runs.items() if run.is_baseline and id(run) not in paired]
-    if not found:
+    columns = TableColumns(arm, pair, loss, n, d, base)
+    runs = _runs_by_key(path, table, columns)
+    pairs, unpaired = _match(runs, base)
+    if not pairs:
         raise UserError(
             f"{path} holds no pair: no row of {arm}={base} shares its {pair}, N and D with another"
             " arm's"
         )
-    notes = [*table.notes]
+    doubts = []
     if n and d:
-        counts = np.array([(run.N, run.tokens) for run in runs.values()], dtype=float)
-        notes += unit_doubts(counts[:, 0], counts[:, 1], path.name)
-    if alone:
-        notes.append(f"unpaired rows of {path.name}: lines {listed(alone)}")
-    columns = TableColumns(arm, pair, loss, n, d, base)
-    return TablePairs(list(runs.values()), found, notes, table.sha256, columns)
+        N = np.array([run.N for run in runs.values()], dtype=float)
+        D = np.array([run.tokens for run in runs.values()], dtype=float)
+        doubts += unit_doubts(N, D, path.name)
+        doubts += mixed_unit_doubts({line: run.N for line, run in runs.items()}, path.name)
+    if unpaired:
+        doubts.append(f"unpaired rows of {path.name}: lines {listed(unpaired)}")
+    return TablePairs(list(runs.values()), pairs, doubts, list(table.notes), table.sha256, columns)
+
+
+def mixed_unit_doubts(N: Mapping[int | str, int], name: str) -> list[str]:
+    """A line where some rows count parameters as nobody has them and others do not; N: line of the
+    table -> its parameters."""
+    small = [line for line, count in N.items() if count < FEWEST_PARAMETERS]
+    if not small or len(small) == len(N):
+        return []
+    return [
+        f"{name}: N is below {FEWEST_PARAMETERS:g} parameters at lines {listed(small)} and up to"
+        f" {max(N.values()):.4g} at others: are those in millions or billions? Give counts such as"
+        " 1.24e8; nothing is converted"
+    ]
+
+
+def _runs_by_key(path: Path, table: Table, columns: TableColumns) -> dict[int | str, TableRun]:
+    """Line -> run. Raises UserError for two rows of one arm, pair, N and D."""
+    runs: dict[int | str, TableRun] = {}
+    lines: dict[tuple, int | str] = {}
+    for line, row in table.rows.items():
+        run = _run(Row(path, line, row), table.sha256, columns)
+        first = lines.setdefault(_key(run), line)
+        if first != line:
+            has_sizes = columns.n_column and columns.d_column
+            missing = "" if has_sizes else "; give --n and --d where they tell these rows apart"
+            raise UserError(
+                f"{path} lines {first} and {line} are both the {run.recipe} run of pair"
+                f" {run.pair_id!r}{missing}"
+            )
+        runs[line] = run
+    return runs
+
+
+def _key(run: TableRun) -> tuple[str, str, int, int]:
+    return run.recipe, run.pair_id, run.N, run.tokens
+
+
+def _match(runs: Mapping[int | str, TableRun], base: str) -> tuple[list[Pair], list[int | str]]:
+    """(pairs, lines of the rows that have no partner)."""
+    by_key = {_key(run): run for run in runs.values()}
+    pairs, unpaired = [], []
+    paired_keys = set()
+    for line, run in runs.items():
+        if run.is_baseline:
+            continue
+        key = (base, *_key(run)[1:])
+        if key in by_key:
+            pairs.append(_pair(by_key[key], run))
+            paired_keys.add(key)
+        else:
+            unpaired.append(line)
+    unpaired += [
+        line for line, run in runs.items() if run.is_baseline and _key(run) not in paired_keys
+    ]
+    return pairs, unpaired
 
 
 def _baseline(path: Path, table: Table, arm: str) -> str:
@@ -118,51 +156,62 @@ def _baseline(path: Path, table: Table, arm: str) -> str:
     return matching[0]
 
 
-def _run(path, line, row, arm, pair, loss, n, d, base) -> TableRun:
-    def number(name: str) -> float:
+@dataclass(frozen=True)
+class Row:
+    """One row of a table, whose cells are read as numbers."""
+
+    path: Path
+    line: int | str
+    cells: Mapping[str, str]
+
+    def number(self, name: str) -> float:
         try:
-            value = float(row[name])
+            value = float(self.cells[name])
         except ValueError:
             value = math.nan
         if not 0 < value < math.inf:
             raise UserError(
-                f"{path} line {line}, column {name!r}: {row[name]!r} is no plain finite number"
-                " above zero such as 1.24e8"
+                f"{self.path} line {self.line}, column {name!r}: {self.cells[name]!r} is no plain"
+                " finite number above zero such as 1.24e8"
             )
         return value
 
-    def count(name: str) -> int:
-        value = number(name)
+    def count(self, name: str) -> int:
+        """1 where the table does not give it."""
+        if not name:
+            return 1
+        value = self.number(name)
         if value < FEWEST_PARAMETERS and value != round(value):
             raise UserError(
-                f"{path} line {line}, column {name!r}: {row[name]} is no count; is it in millions"
-                " or billions? Give counts such as 1.24e8, nothing is converted"
+                f"{self.path} line {self.line}, column {name!r}: {self.cells[name]} is no count; is"
+                " it in millions or billions? Give counts such as 1.24e8, nothing is converted"
             )
         return round(value)
 
-    recipe = row[arm]
-    if not recipe or not row[pair]:
-        raise UserError(f"{path} line {line}: the cell of {arm if not recipe else pair!r} is empty")
-    N = count(n) if n else 1
-    tokens = count(d) if d else 1
+
+def _run(row: Row, sha256: str, columns: TableColumns) -> TableRun:
+    recipe, pair_id = row.cells[columns.arm_column], row.cells[columns.pair_column]
+    if not recipe or not pair_id:
+        name = columns.pair_column if recipe else columns.arm_column
+        raise UserError(f"{row.path} line {row.line}: the cell of {name!r} is empty")
+    N = row.count(columns.n_column)
+    loss = row.number(columns.loss_column)
     return TableRun(
-        run_id=f"{path.name} line {line}",
-        pair_id=row[pair],
+        run_id=f"{row.path.name} line {row.line}",
+        pair_id=pair_id,
         recipe=recipe,
-        is_baseline=recipe == base,
+        is_baseline=recipe == columns.baseline,
         N=N,
-        tokens=tokens,
-        loss_bf16=number(loss),
-        loss_as_trained=number(loss),
-        trunk=f"{recipe} {row[pair]} {N}",
-        seed=row[pair],
+        tokens=row.count(columns.d_column),
+        loss_bf16=loss,
+        loss_as_trained=loss,
+        trunk=f"{recipe} {pair_id} {N}",
+        seed=pair_id,
+        summary_sha256=sha256,
     )
 
 
 def _pair(baseline: TableRun, run: TableRun) -> Pair:
     nats = run.loss_bf16 - baseline.loss_bf16
     gap = Gap(nats, 100 * nats / baseline.loss_bf16, None)
-    # A TableRun has what the analysis of pairs reads of a Record.
-    return Pair(
-        cast(Record, baseline), cast(Record, run), {"bf16": gap, "as_trained": gap}, None, 1
-    )
+    return Pair(baseline, run, {"bf16": gap, "as_trained": gap}, None, 1)

@@ -9,6 +9,7 @@ import csv
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,12 @@ RUN = "run"  # the column that a chart export gets for its runs' names
 NAME_COLUMNS = ("run", "Run", "Name", "name", "run_id")  # of a table that describes runs
 # at the largest run of a table, below which its unit is doubted
 FEWEST_PARAMETERS, FEWEST_TOKENS = 5_000, 50_000
+SPACED = "the table is separated by spaces: quote names that hold one, or use commas"
 USUAL_RATIOS = 0.05, 100_000.0  # tokens per parameter
+
+
+Line = int | str  # of a file, or the run of a chart export
+Row = dict[str, str]  # column -> cell
 
 
 @dataclass(frozen=True)
@@ -38,15 +44,15 @@ class Table:
     """The rows of one file that are not blank."""
 
     header: list[str]
-    rows: dict[int | str, dict[str, str]]  # line number, or run of a chart export -> {column: cell}
+    rows: dict[Line, Row]  # line number, or run of a chart export -> {column: cell}
     sha256: str  # of the file's bytes
     # what a reader should know about how it was read
     notes: list[str] = field(default_factory=list)
     is_chart: bool = False  # a chart export: a row is a run, with its last value
 
 
-def read_table(path: Path, wanted=()) -> Table:
-    """The table in a UTF-8 file with one header line; `wanted`: columns that must be there once.
+def read_table(path: Path, names: Sequence[str] = ()) -> Table:
+    """The table in a UTF-8 file with one header line; `names`: columns that must be there once.
     Raises UserError."""
     try:
         content = path.read_bytes()
@@ -60,20 +66,28 @@ def read_table(path: Path, wanted=()) -> Table:
     metrics = _chart_metrics(header)
     if metrics:
         table = _chart(path, header, numbered, metrics, sha256)
-        hint = (
-            f"; the chart holds {RUN}, {', '.join(table.header[1:])}: give the others by --runs"
-            " TABLE"
-        )
     else:
-        rows: dict[int | str, dict[str, str]] = {}
-        rows |= {line: dict(zip(header, cells, strict=True)) for line, cells in numbered}
-        table, hint = Table(header, rows, sha256), ""
-    for name in wanted:
-        count = table.header.count(name)
-        if count != 1:
-            near = nearest(name, table.header) if count == 0 and not hint else ""
-            raise UserError(f"{path} has {count} columns called {name!r}{near}{hint}")
+        rows: dict[Line, Row] = {}
+        for line, cells in numbered:
+            rows[line] = dict(zip(header, cells, strict=True))
+        table = Table(header, rows, sha256)
+    for name in names:
+        _check_column(path, table, name)
     return table
+
+
+def _check_column(path: Path, table: Table, name: str) -> None:
+    """Raise UserError where the table has not one column of this name."""
+    count = table.header.count(name)
+    if count == 1:
+        return
+    remedy = ""
+    if table.is_chart:
+        columns = ", ".join(table.header[1:])
+        remedy = f"; the chart holds {RUN}, {columns}: give the others by --runs TABLE"
+    elif count == 0:
+        remedy = nearest(name, table.header)
+    raise UserError(f"{path} has {count} columns called {name!r}{remedy}")
 
 
 def joined(table: Table, path: Path, runs_path: Path) -> Table:
@@ -84,36 +98,53 @@ def joined(table: Table, path: Path, runs_path: Path) -> Table:
             f"runs={runs_path}: {path} has no column {RUN!r} by which its rows name their run"
         )
     described = read_table(runs_path)
-    name_column = next((name for name in NAME_COLUMNS if name in described.header), None)
-    if name_column is None:
-        raise UserError(
-            f"{runs_path} has no column that names runs (one of {', '.join(NAME_COLUMNS)})"
-        )
+    name_column = _name_column(described, runs_path)
     names = Counter(row[name_column] for row in described.rows.values())
     by_name = {row[name_column]: row for row in described.rows.values()}
-    for row in table.rows.values():
-        name = row[RUN]
-        if names[name] != 1:
+    new_columns = [name for name in described.header if name not in table.header and name]
+    rows: dict[Line, Row] = {}
+    for line, row in table.rows.items():
+        run = row[RUN]
+        if names[run] != 1:
             raise UserError(
-                f"{runs_path} has {names[name]} rows for the run {name!r} of {path}; expected one"
+                f"{runs_path} has {names[run]} rows for the run {run!r} of {path}; expected one"
             )
-    more = [name for name in described.header if name not in table.header and name]
-    rows = {
-        line: row | {name: by_name[row[RUN]][name] for name in more}
-        for line, row in table.rows.items()
-    }
-    return Table(table.header + more, rows, table.sha256, table.notes, table.is_chart)
+        rows[line] = row | {name: by_name[run][name] for name in new_columns}
+    return Table(table.header + new_columns, rows, table.sha256, table.notes, table.is_chart)
+
+
+def _name_column(table: Table, path: Path) -> str:
+    """The column that names the runs which a table describes."""
+    for name in NAME_COLUMNS:
+        if name in table.header:
+            return name
+    raise UserError(f"{path} has no column that names runs (one of {', '.join(NAME_COLUMNS)})")
 
 
 def _cells(path: Path, lines: list[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """(the header, the stripped cells of each other line that is not blank with its number)."""
-    first = next((line for line in lines if line.strip()), "")
-    separator = max(",\t;", key=first.count)
-    is_spaced = separator not in first and " " in first.strip()
+    header_line = next((line for line in lines if line.strip()), "")
+    separator = max(",\t;", key=header_line.count)
+    is_spaced = separator not in header_line and " " in header_line.strip()
     if is_spaced:
         separator = " "
         lines = [line.strip() for line in lines]
-    reader = csv.reader(lines, delimiter=separator, skipinitialspace=is_spaced, strict=True)
+    rows = _split(path, lines, separator)
+    header = rows.pop(0)[1] if rows else []
+    if is_spaced and rows and all(len(cells) == len(header) + 1 for _, cells in rows):
+        header = ["", *header]  # as R and pandas print: the rows' names have no header
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise UserError(
+                f"{path} line {line}: {len(cells)} cells where the header has {len(header)};"
+                f" {SPACED if is_spaced else 'repair the line'}"
+            )
+    return header, rows
+
+
+def _split(path: Path, lines: list[str], separator: str) -> list[tuple[int, list[str]]]:
+    """The stripped cells of each line that is not blank, with its number."""
+    reader = csv.reader(lines, delimiter=separator, skipinitialspace=separator == " ", strict=True)
     rows = []
     try:
         for cells in reader:
@@ -124,21 +155,7 @@ def _cells(path: Path, lines: list[str]) -> tuple[list[str], list[tuple[int, lis
         raise UserError(
             f"{path} line {reader.line_num}: {error}: is a quotation mark left open?"
         ) from None
-    header = rows.pop(0)[1] if rows else []
-    if is_spaced and rows and all(len(cells) == len(header) + 1 for _, cells in rows):
-        header = ["", *header]  # as R and pandas print: the rows' names have no header
-    for line, cells in rows:
-        if len(cells) != len(header):
-            remedy = "repair the line"
-            if is_spaced:
-                remedy = (
-                    "the table is separated by spaces: quote names that hold one, or use commas"
-                )
-            raise UserError(
-                f"{path} line {line}: {len(cells)} cells where the header has {len(header)};"
-                f" {remedy}"
-            )
-    return header, rows
+    return rows
 
 
 def _chart_metrics(header: list[str]) -> list[str]:
@@ -146,9 +163,8 @@ def _chart_metrics(header: list[str]) -> list[str]:
     another table."""
     if len(header) < 2:
         return []
-    found = [CHART_COLUMN.fullmatch(name) for name in header[1:]]
-    matches = [match for match in found if match is not None]
-    if len(matches) < len(found):
+    matches = [match for match in map(CHART_COLUMN.fullmatch, header[1:]) if match is not None]
+    if len(matches) < len(header) - 1:
         return []
     has_bounds = any(match["bound"] for match in matches)
     if not has_bounds and header[0] not in STEP_COLUMNS:
@@ -156,11 +172,17 @@ def _chart_metrics(header: list[str]) -> list[str]:
     return list(dict.fromkeys(match["metric"] for match in matches))
 
 
-def _chart(path: Path, header, numbered, metrics: list[str], sha256: str) -> Table:
+def _chart(
+    path: Path,
+    header: list[str],
+    numbered: list[tuple[int, list[str]]],
+    metrics: list[str],
+    sha256: str,
+) -> Table:
     """A row for each run: its last value of each metric, and the first column's value in that
     line."""
     axis = header[0]
-    rows: dict[int | str, dict[str, str]] = {}
+    rows: dict[Line, Row] = {}
     for column, name in enumerate(header[1:], 1):
         match = CHART_COLUMN.fullmatch(name)
         if match is None or match["bound"]:  # the band of a smoothed line
@@ -188,7 +210,7 @@ def _position(cell: str) -> float:
         return -1.0
 
 
-def unit_doubts(N, D, name: str) -> list[str]:
+def unit_doubts(N: np.ndarray, D: np.ndarray | None, name: str) -> list[str]:
     """Lines that doubt the unit of the counts: nobody trains so few parameters, or on so few
     tokens. D: None where unknown."""
     doubts = []

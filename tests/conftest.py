@@ -43,7 +43,7 @@ def write_shards(
         for split, shards in splits.items()
     }
     np.save(folder / "hashes.npy", np.arange(6, dtype="<u8"))
-    first_shard = next(iter(splits.values()))[0]
+    first_shard = next(ids for shards in splits.values() for ids in shards)
     index: dict[str, object] = {
         "format_version": 2,
         "dtype": first_shard.dtype.name,

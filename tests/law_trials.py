@@ -1,14 +1,14 @@
 """Simulate studies of known laws and count how often scaling/fit.py tells the truth about them
 (docs/scaling.md has the counts).
 
-    python tests/law_trials.py outliers --draws 60   # is the right law kept, are the outliers named, and nothing else?
-    python tests/law_trials.py faults --draws 300    # are faults that runs share noticed, and do intervals hold the truth?
-    python tests/law_trials.py isoflop --draws 100   # bias and coverage of N*'s exponent over ten designs and four laws
-    python tests/law_trials.py forecasts --draws 20  # do predictions hold surfaces that bend as no law here does?
-    python tests/law_trials.py gap --draws 400       # coverage of the gap's law, and trends told where there is none
+    python tests/law_trials.py outliers --draws 60   # right law kept, outliers named, nothing else?
+    python tests/law_trials.py faults --draws 300    # shared faults noticed, intervals that cover?
+    python tests/law_trials.py isoflop --draws 100   # bias and coverage of N*'s exponent
+    python tests/law_trials.py forecasts --draws 20  # do predictions hold surfaces that bend?
+    python tests/law_trials.py gap --draws 400       # coverage of the gap's law, false trends
 
-Every trial draws tables from a law that is known, so a rule of laws.py can be judged, or changed,
-without a published table."""
+Every trial draws tables from a law that is known, so a rule of scaling/laws can be judged, or
+changed, without a published table."""
 
 import os
 import sys
@@ -20,32 +20,37 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scaling.gap_law import CannotFit, GapFit, GapPoints, fit_gap, power_axes
 from scaling.laws import (
     Fit,
+    Forecast,
     Points,
     fit_form,
     fit_isoflop,
+    forecast,
     lack_of_fit,
     shared_fault,
     with_bootstrap,
 )
-from scaling.predict import forecast
+from scaling.paired.gap_law import CannotFit, GapFit, GapPoints, fit_gap, power_axes
+
+Law = dict[str, float]  # E, A, B, alpha, beta
+LossSurface = Callable[[np.ndarray, np.ndarray], np.ndarray]  # N, D -> nats per token
 
 # Besiroglu et al. 2024
 TRUTH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}
 
 
-def loss_of(N, D, truth: dict = TRUTH):
+def loss_of(N: np.ndarray, D: np.ndarray, truth: Law = TRUTH) -> np.ndarray:
     """Nats per token of L(N, D) = E + A / N^alpha + B / D^beta."""
     return truth["E"] + truth["A"] * N ** -truth["alpha"] + truth["B"] * D ** -truth["beta"]
 
 
-def independent(N, D, loss) -> Points:
+def independent(N: np.ndarray, D: np.ndarray, loss: np.ndarray) -> Points:
     """Points of C = 6 N D, each a trajectory of its own."""
     return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
 
@@ -65,7 +70,7 @@ class OutlierTrial:
 
 def table_with_outliers(
     seed: int, outliers: int, sizes: int = 6, ratios: int = 6, noise: float = 2e-3
-):
+) -> tuple[Points, np.ndarray]:
     """(points, indices of the outliers): a grid with normal noise, some losses of which are 2 to 8
     % too high or too low."""
     rng = np.random.default_rng(seed)
@@ -77,21 +82,23 @@ def table_with_outliers(
     return independent(N, D, loss), wrong
 
 
-def outlier_trial(seed: int, outliers: int, resamples: int = 0, **design) -> OutlierTrial:
+def outlier_trial(seed: int, outliers: int, resamples: int = 0, **design: float) -> OutlierTrial:
     points, wrong = table_with_outliers(seed, outliers, **design)
     fit = with_bootstrap(fit_form("chinchilla", points), points, resamples)
     lack = lack_of_fit(fit, points) if fit.identified else None
     named = {index for index, _ in fit.outliers}
-    blamed = named if lack is None else named | set(lack["left_out"])
+    blamed = set(named)
+    if lack is not None and lack.mended is not None:
+        blamed |= set(lack.mended.left_out)
     return OutlierTrial(
-        fit.identified and lack is None,
-        len(set(wrong) - named),
-        len(blamed - set(wrong)),
-        covers(fit),
+        is_kept=fit.identified and lack is None,
+        missed=len(set(wrong) - named),
+        false_names=len(blamed - set(wrong)),
+        covers=covers(fit),
     )
 
 
-def covers(fit: Fit, truth: dict = TRUTH, name: str = "alpha") -> bool:
+def covers(fit: Fit, truth: Law = TRUTH, name: str = "alpha") -> bool:
     if fit.ci95 is None:
         return False
     low, high = fit.ci95[name]
@@ -139,24 +146,30 @@ def table_of_sizes(
     run = np.repeat(np.arange(sizes * seeds), ratios)
     N = run_sizes[run]
     D = N * np.tile(np.geomspace(5, 160, ratios), sizes * seeds)
-    off = (
-        np.repeat(rng.normal(0, tuning, sizes), seeds)[run]
-        + rng.normal(0, trunk, sizes * seeds)[run]
-    )
-    loss = loss_of(N, D) * np.exp(off + rng.normal(0, noise, len(N)))
+    of_size = np.repeat(rng.normal(0, tuning, sizes), seeds)
+    of_run = rng.normal(0, trunk, sizes * seeds)
+    deviation = of_size[run] + of_run[run]
+    loss = loss_of(N, D) * np.exp(deviation + rng.normal(0, noise, len(N)))
     return independent(N, D, loss), run
 
 
-def fault_trial(seed: int, **design) -> tuple[str | None, bool, bool]:
-    """(what shares a fault, whether the interval of alpha holds the truth, whether the one of
-    independent points does)."""
+@dataclass(frozen=True)
+class FaultTrial:
+    """What one table whose runs may share a fault led to."""
+
+    by: str | None  # what shares it
+    covers: bool  # the interval of alpha, of the groups that share it, holds the truth
+    covers_as_independent: bool  # so does the one of independent points
+
+
+def fault_trial(seed: int, **design: float) -> FaultTrial:
     points, run = table_of_sizes(seed, **design)
     fit = fit_form("chinchilla", points)
     fault = shared_fault(fit, points, {"run": run} if design.get("trunk") else {})
     if fault is None:
-        return None, covers(fit), covers(fit)
+        return FaultTrial(None, covers(fit), covers(fit))
     clustered = replace(points, cluster=fault.labels)
-    return fault.by, covers(with_bootstrap(fit, clustered, 100)), covers(fit)
+    return FaultTrial(fault.by, covers(with_bootstrap(fit, clustered, 100)), covers(fit))
 
 
 def report_faults(draws: int) -> None:
@@ -172,7 +185,9 @@ def report_faults(draws: int) -> None:
     ]
     for name, design in designs:
         trials = [fault_trial(seed, **design) for seed in range(draws)]
-        noticed, inside, plain = (sum(map(bool, column)) for column in zip(*trials, strict=True))
+        noticed = sum(trial.by is not None for trial in trials)
+        inside = sum(trial.covers for trial in trials)
+        plain = sum(trial.covers_as_independent for trial in trials)
         print(
             f"{name}: a fault named in {noticed} of {draws}, alpha inside in {inside}, by intervals"
             f" of independent points in {plain}",
@@ -202,7 +217,7 @@ ISOFLOP_DESIGNS = (
 )
 
 
-def best_size(compute: float, truth: dict) -> float:
+def best_size(compute: float, truth: Law) -> float:
     total = truth["alpha"] + truth["beta"]
     factor = truth["alpha"] * truth["A"] / (truth["beta"] * truth["B"])
     return factor ** (1 / total) * (compute / 6) ** (truth["beta"] / total)
@@ -222,30 +237,28 @@ def sizes_of_design(design: str, best: float, place: float) -> np.ndarray:
     if design == "unbalanced":
         return best * np.concatenate([np.geomspace(1 / 3, 0.8, 3), np.geomspace(1, 16, 6)])
     if design == "global":
-        every = np.geomspace(1e4, 1e12, 54)
-        return every[(every > best / 9) & (every < 9 * best)]
+        sizes = np.geomspace(1e4, 1e12, 54)
+        return sizes[(sizes > best / 9) & (sizes < 9 * best)]
     if design == "drifting":
         return best * 3 ** (2 * place - 1) * np.geomspace(1 / 9, 9, 11)
     return best * np.geomspace(1 / 5, 5, 9)
 
 
-def isoflop_table(seed: int, design: str, truth: dict, noise: float = 2e-3) -> Points:
+def isoflop_table(seed: int, design: str, truth: Law, noise: float = 2e-3) -> Points:
     rng = np.random.default_rng(seed)
     computes = np.geomspace(1e18, 1e21, 4 if design == "few" else 7)
     rows = []
     for i, compute in enumerate(computes):
         N = sizes_of_design(design, best_size(compute, truth), i / (len(computes) - 1))
-        deviation = (
-            rng.standard_t(3, len(N)) / np.sqrt(3)
-            if design == "heavy tails"
-            else rng.normal(0, 1, len(N))
-        )
+        if design == "heavy tails":
+            deviation = rng.standard_t(3, len(N)) / np.sqrt(3)
+        else:
+            deviation = rng.normal(0, 1, len(N))
         loss = loss_of(N, compute / 6 / N, truth) * np.exp(noise * deviation)
         if design == "outliers":
             is_wrong = rng.random(len(N)) < 0.05
-            loss *= np.where(
-                is_wrong, 1 + rng.uniform(0.02, 0.06, len(N)) * rng.choice([-1, 1], len(N)), 1
-            )
+            shift = rng.uniform(0.02, 0.06, len(N)) * rng.choice([-1, 1], len(N))
+            loss *= np.where(is_wrong, 1 + shift, 1)
         rows.append((N, compute / 6 / N, np.full(len(N), compute), loss))
     N, D, C, loss = np.hstack(rows)
     return Points(N, D, C, loss, np.arange(len(N)))
@@ -262,13 +275,12 @@ def bent_valleys(seed: int = 0, noise: float = 1.5e-3) -> Points:
         rise = 0.05 * away**2 + 0.03 * np.maximum(away, 0) ** 3
         N.append(best * np.exp(away))
         D.append(compute / 6 / N[-1])
-        loss.append(
-            loss_of(best, compute / 6 / best) * (1 + rise) * np.exp(rng.normal(0, noise, len(away)))
-        )
+        lowest = loss_of(best, compute / 6 / best)
+        loss.append(lowest * (1 + rise) * np.exp(rng.normal(0, noise, len(away))))
     return independent(np.concatenate(N), np.concatenate(D), np.concatenate(loss))
 
 
-def isoflop_trials(design: str, draws: int, truth: dict) -> tuple[np.ndarray, np.ndarray]:
+def isoflop_trials(design: str, draws: int, truth: Law) -> tuple[np.ndarray, np.ndarray]:
     """(errors of a, whether its interval holds the truth) of the tables whose exponent is
     identified."""
     exponent = truth["beta"] / (truth["alpha"] + truth["beta"])
@@ -299,23 +311,23 @@ def report_isoflop(draws: int) -> None:
 # --------------------------------------------------------------------------------------- forecasts
 
 
-def third_term(N, D):
+def third_term(N: np.ndarray, D: np.ndarray) -> np.ndarray:
     """A slow third term: in sight of the points it passes for an irreducible loss, far out it falls
     on."""
     return loss_of(N, D, TRUTH | {"E": 1.0}) + 6 * (N * D) ** -0.05
 
 
-def mixed_term(N, D):
+def mixed_term(N: np.ndarray, D: np.ndarray) -> np.ndarray:
     return loss_of(N, D, TRUTH | {"E": 1.4}) + 100 * (N * D) ** -0.1
 
 
-def saturating(N, D):
+def saturating(N: np.ndarray, D: np.ndarray) -> np.ndarray:
     """Exponents that fall by .02 a decade."""
     alpha, beta = 0.347 - 0.02 * np.log10(N / 1e8), 0.367 - 0.02 * np.log10(D / 2e9)
     return 1.6 + 477 * N**-alpha + 2143 * D**-beta
 
 
-def steepening(N, D):
+def steepening(N: np.ndarray, D: np.ndarray) -> np.ndarray:
     alpha, beta = 0.24 + 0.01 * np.log10(N / 1e8), 0.24 + 0.01 * np.log10(D / 2e9)
     return 1.6 + 60 * N**-alpha + 100 * D**-beta
 
@@ -328,25 +340,44 @@ OFF_THE_RAY = {
 }
 
 
-def forecast_trial(seed: int, surface, design: str, noise: float = 1e-3) -> dict:
-    """A forecast at 20 tokens per parameter, with `truth`, the surface's loss there."""
+@dataclass(frozen=True)
+class ForecastTrial:
+    """A forecast of a surface that is known."""
+
+    forecast: Forecast
+    truth: float  # the surface's loss at the target
+
+    @property
+    def is_inside(self) -> bool:
+        return self.forecast.low <= self.truth <= self.forecast.high
+
+    @property
+    def error_percent(self) -> float:
+        return 100 * (self.forecast.loss / self.truth - 1)
+
+    @property
+    def width_percent(self) -> float:
+        return 100 * (self.forecast.high / self.forecast.low - 1)
+
+
+def forecast_trial(seed: int, surface: LossSurface, design: str) -> ForecastTrial:
+    """A forecast at 20 tokens per parameter, with .1 % of noise."""
     sizes, ratios, target = OFF_THE_RAY[design]
     N = np.repeat(sizes, len(ratios))
     D = N * np.tile(ratios, len(sizes))
-    rng = np.random.default_rng(seed)
-    points = independent(N, D, surface(N, D) * np.exp(rng.normal(0, noise, len(N))))
-    return forecast(points, (target, 20 * target, 120 * target**2)) | {
-        "truth": float(surface(target, 20 * target))
-    }
+    noise = np.random.default_rng(seed).normal(0, 1e-3, len(N))
+    points = independent(N, D, surface(N, D) * np.exp(noise))
+    prediction = forecast(points, (target, 20 * target, 120 * target**2))
+    return ForecastTrial(prediction, float(surface(target, 20 * target)))
 
 
 def report_forecasts(draws: int) -> None:
     for surface in BENT:
         for design in OFF_THE_RAY:
-            said = [forecast_trial(seed, surface, design) for seed in range(draws)]
-            inside = sum(one["low"] <= one["truth"] <= one["high"] for one in said)
-            error = np.mean([100 * (one["loss"] / one["truth"] - 1) for one in said])
-            width = np.mean([100 * (one["high"] / one["low"] - 1) for one in said])
+            trials = [forecast_trial(seed, surface, design) for seed in range(draws)]
+            inside = sum(trial.is_inside for trial in trials)
+            error = np.mean([trial.error_percent for trial in trials])
+            width = np.mean([trial.width_percent for trial in trials])
             print(
                 f"{surface.__name__:12} {design:9} inside {inside} of {draws}, error"
                 f" {error:+.2f} %, interval {width:.1f} % wide",
@@ -365,7 +396,7 @@ class GapTruth:
     a: float
     b: float
 
-    def at(self, N, D):
+    def at(self, N: np.ndarray, D: np.ndarray) -> np.ndarray:
         return self.k * (N / 2e5) ** -self.a * (D / N / 20) ** self.b
 
 

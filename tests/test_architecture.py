@@ -4,6 +4,7 @@ unpickled."""
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import re
 import sys
 from graphlib import TopologicalSorter
@@ -26,6 +27,7 @@ LAYERS = {
     "train": 6,
     "prepare_data": 6,
     "studies": 7,
+    "docs": 7,
 }
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
@@ -114,10 +116,12 @@ def test_help_names_every_option(name, capsys):
             ),
             {"torchao", "triton"},
         ),
+        ("import train", {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"}),
     ],
 )
 def test_what_is_not_needed_is_not_imported(code, unneeded):
-    """Readers of records start without torch, BF16 runs without torchao."""
+    """Readers of records start without torch, BF16 runs without torchao, a process that trains
+    alone without what shards."""
     code += f"\nimport sys; print({unneeded} & set(sys.modules))"
     assert process("-c", code).stdout == "set()\n"
 
@@ -132,3 +136,10 @@ def test_no_class_is_swapped_and_no_method_is_planted_on_one_instance():
     is made."""
     pattern = r"__class__\b[^=\n]*=[^=]|\bMethodType\b"
     assert not [name for name, text in MODULES.items() if re.search(pattern, text)]
+
+
+def test_the_page_of_schemas_is_what_its_script_writes():
+    spec = importlib.util.spec_from_file_location("docs_schemas", ROOT / "docs/schemas.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text() == script.page()

@@ -12,9 +12,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model as our_model
-from bench import peers
-from bench.peers import BESIDE, LABELS, OURS, groups_of, load
-from bench.throughput import Cell, config_of, measure
+from bench import peer_models, peers
+from bench.cells import Cell, config_of
+from bench.measuring import measure
+from bench.peer_models import BESIDE, LABELS, OURS, load
+from bench.peers import groups_of
 from lib.errors import UserError
 from model import GPT, GPTConfig
 
@@ -87,7 +89,7 @@ def cross_entropy(logits, targets):
 
 # The files of a made-up checkout import what they hold from here; a config is a SimpleNamespace of
 # what the benchmark gives.
-CONFIG, HERE = "from types import SimpleNamespace as ", "from test_peers import "
+CONFIG, HERE = "from types import SimpleNamespace as ", "from tests.bench.test_peers import "
 LLAMA = "torchtitan/models/llama3/model/"
 FILES = {
     "nanogpt": {"model.py": f"{CONFIG}GPTConfig\n{HERE}Nano as GPT\n"},
@@ -235,12 +237,12 @@ def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
 def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path):
     for peer in FILES:
         with pytest.raises(UserError, match="give a checkout of https://github.com/"):
-            peers.check(peer, str(tmp_path))
+            peer_models.check(peer, str(tmp_path))
     folder = make("nanochat", tmp_path)
-    assert peers.check("nanochat", folder).startswith("nanochat at an unknown commit")
+    assert peer_models.check("nanochat", folder).startswith("nanochat at an unknown commit")
     for words in ("init -q", "-c user.name=x -c user.email=x commit --allow-empty -qm x", "tag v7"):
         subprocess.run(["git", "-C", folder, *words.split(" ")], check=True)
-    assert peers.check("nanochat", folder).startswith("nanochat at v7;")
+    assert peer_models.check("nanochat", folder).startswith("nanochat at v7;")
 
 
 def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():

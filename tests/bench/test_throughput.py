@@ -11,19 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import throughput
-from bench.throughput import (
-    Cell,
-    Timer,
-    build_ours,
-    cell_row,
-    compared,
-    config_of,
-    groups_of,
-    measure,
-    run_cell,
-    table,
-)
+from bench import judging, measuring, report, throughput, timing
+from bench.cells import Cell, build_ours, config_of, groups_of
+from bench.judging import cell_row, compared
+from bench.measuring import measure
+from bench.report import table
+from bench.timing import Timer, run_cell
 from lib.errors import UserError
 from lib.files import read_bytes, read_rows
 from lib.machine import nvidia_smi
@@ -79,7 +72,7 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
     model = GPT(config.model, torch.bfloat16)
     model.init_weights(config.seed)
     adam = build_optimizer(model, config.optim)  # by tests/runtime/test_optim.py torch's own
-    x, y = throughput.tokens_like_text(8, 32, 257, CPU)
+    x, y = measuring.tokens_like_text(8, 32, 257, CPU)
     assert (
         torch.equal(x[:, 1:], y[:, :-1])
         and x.max() < 257
@@ -91,9 +84,7 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
             mean = model(x[part], y[part]).sum() / 512
             mean.backward()
             assert loss.item() == pytest.approx(mean.item() * 4) and not loss.requires_grad
-        assert throughput.gradient_norms(subject.model)[
-            "layers.*.attn.qkv.weight"
-        ] == pytest.approx(
+        assert measuring.gradient_norms(subject.model)["layers.*.attn.qkv.weight"] == pytest.approx(
             torch.cat([layer.attn.qkv.weight.grad for layer in model.layers]).norm().item()
         )
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,7 +98,7 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
 def test_every_recipe_passes_the_verdict(eager, monkeypatch):
     """And one that loses a gradient does not: test_what_makes_a_row_invalid(), as every kind of
     parameter's is measured."""
-    monkeypatch.setitem(throughput.TIMED_S, "cpu", 0.01)
+    monkeypatch.setitem(measuring.TIMED_S, "cpu", 0.01)
     base = cell_row(TOY, measure(TOY), None)
     assert (
         base["valid"]
@@ -216,9 +207,9 @@ def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp
         (tmp_path / "nvidia-smi").chmod(0o755)
         steps = []
         found = nvidia_smi(
-            *throughput.CLOCKS.values(), work=lambda steps=steps: steps.append(time.sleep(0.01))
+            *measuring.CLOCKS.values(), work=lambda steps=steps: steps.append(time.sleep(0.01))
         )
-        assert list(map(throughput._number, found)) == told and len(steps) > 5
+        assert list(map(measuring.to_number, found)) == told and len(steps) > 5
 
 
 @pytest.fixture
@@ -227,7 +218,7 @@ def turns(tmp_path, monkeypatch):
     answers in turn, the last one again and again. Returns the cells that were run, what is left,
     and the rows."""
     now = [0.0]
-    monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
 
     def run(
         budget=1e4,
@@ -252,7 +243,7 @@ def turns(tmp_path, monkeypatch):
                 else {"failure": "not done"}
             )
 
-        monkeypatch.setattr(throughput, "run_cell", fake)
+        monkeypatch.setattr(timing, "run_cell", fake)
         timer = Timer(out, "cpu", budget, "the command", again=again)
         timer.run([group])
         return asked, len(timer.due(group)), read_rows(out)
@@ -289,7 +280,7 @@ def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
         "mxfp8",
         "bf16",
     ]
-    by = {row["label"]: row for row in throughput.newest(rows).values()}
+    by = {row["label"]: row for row in report.newest(rows).values()}
     found = (
         *(by[label]["ratio"] for label in ("tensorwise", "rowwise", "mxfp8")),
         by["rowwise"]["drift"],
@@ -356,7 +347,7 @@ def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor
         (420, 1, ["bf16", "tensorwise", "rowwise", "bf16"]),
         (100, 0, ["bf16", "rowwise"]),
     ):
-        monkeypatch.setattr(throughput, "CELL_LIMIT_S", limit)
+        monkeypatch.setattr(timing, "CELL_LIMIT_S", limit)
         asked, still, rows = turns(
             budget=300, rowwise=[lambda cell: {"failure": "not done"}], slow="rowwise"
         )
@@ -395,7 +386,7 @@ def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
 ):
     real, started = subprocess.Popen, []
     monkeypatch.setattr(
-        throughput.subprocess,
+        timing.subprocess,
         "Popen",
         lambda command, **options: (
             started.append(real([sys.executable, "-c", code], **options)) or started[0]
@@ -462,14 +453,14 @@ def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
         and "- not counted: 1p5b/rowwise: too hot" in second
     )
     for name, some in (("x", rows), ("y", [rows[-1]]), ("z", [])):
-        throughput.draw(some, tmp_path / name)
+        report.draw(some, tmp_path / name)
     assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"] and table(
         []
     ) == "Nothing has been measured."
 
 
 def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
-    old, check = board(), throughput.check
+    old, check = board(), judging.check
     assert check(old, old) == check(old, board(tensorwise=1.17, rowwise=1.2)) == []
     for now, told in (
         (board(tensorwise=1.15)[:3], "1.200 before, 1.150 now (-4.2%)"),

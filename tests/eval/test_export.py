@@ -26,8 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import prepare_data
 from configs.continue_llama import config as LLAMA_8B
 from eval import export
-from eval.export import MODEL_TYPES, gpt_config, import_checkpoint
-from eval.sample import load_for_inference
+from eval.hf import config as hf_config
+from eval.hf import export as hf_export
+from eval.hf import files as hf_files
+from eval.hf import weights as hf_weights
+from eval.hf.config import MODEL_TYPES, gpt_config
+from eval.hf.importing import import_checkpoint
+from eval.inference import load_for_inference
 from lib.errors import UserError
 from lib.files import read_rows
 from runtime.checkpoint import branch, checkpoints, load_model, read_manifest
@@ -235,7 +240,7 @@ def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_sever
     old = load_file(exported(run, tmp_path / "old", "step=3", "dtype=fp32") / "model.safetensors")
     assert torch.equal(old["lm_head.weight"], earlier.head.weight)
     # the embedding takes 49,152, gate and up 12,288 each
-    monkeypatch.setattr(export, "FILE_BYTES", 60_000)
+    monkeypatch.setattr(hf_export, "FILE_BYTES", 60_000)
     (tmp_path / "many").mkdir()
     many = exported(run, tmp_path / "many")
     files, index = (
@@ -267,7 +272,7 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(
 ):
     """What the run kept in BF16 stays so, with the head, whatever the run did; a BF16 run gets the
     recipe's own choice."""
-    monkeypatch.setattr(export, "FILE_BYTES", 60_000 if recipe == "rowwise" else 10**9)
+    monkeypatch.setattr(hf_export, "FILE_BYTES", 60_000 if recipe == "rowwise" else 10**9)
     head_size = 32 if recipe == "rowwise" else None  # twice its share of the width
     config, ours = write_run(
         tmp_path / "run", fp8=own, n_kv_head=2, tied=not own.head, head_size=head_size
@@ -279,7 +284,7 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(
         json.loads((folder / "config.json").read_text())["quantization_config"],
     )
     assert about["modules_to_not_convert"] == ["lm_head", *kept]
-    for fused, names in export.layout(config.model).items():
+    for fused, names in hf_weights.layout(config.model).items():
         weight, parts = (
             ours.get_parameter(fused),
             [theirs.get_parameter(name).data for name in names],
@@ -353,9 +358,9 @@ def test_what_cannot_be_written_and_a_kill_leave_no_half_folder_and_nothing_need
     assert export.main([str(tmp_path / "run"), str(tmp_path / "run/config.json/hf")]) == 1
     assert "run/config.json" in capsys.readouterr().err
     code = (
-        "import os, signal, sys; sys.modules['transformers'] = None\nfrom eval import export\n"
+        "import os, signal, sys; sys.modules['transformers'] = None\nfrom eval import export; from eval.hf import files\n"
         # all is written, nothing renamed
-        "export.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "files.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"
     )
     done = process("-c", code, tmp_path / "run", tmp_path / "hf")
@@ -365,9 +370,11 @@ def test_what_cannot_be_written_and_a_kill_leave_no_half_folder_and_nothing_need
 
 
 def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp_path):
-    with export.new_folder(tmp_path / "hf") as part:
+    with hf_files.new_folder(tmp_path / "hf") as part:
         (part / "config.json").touch()
-        second = threading.Thread(target=export.new_folder(tmp_path / "hf").__enter__, daemon=True)
+        second = threading.Thread(
+            target=hf_files.new_folder(tmp_path / "hf").__enter__, daemon=True
+        )
         second.start()
         second.join(0.5)
         assert second.is_alive() and (part / "config.json").exists()
@@ -525,7 +532,7 @@ def test_published_configurations_are_read_as_they_are_meant():
     )
     # transformers 5 reads one
     for gone in ({}, {"rope_theta": None, "rope_scaling": None}, {"rope_parameters": None}):
-        assert gpt_config(export.hf_config(OURS_31_8B, "bfloat16") | gone) == OURS_31_8B
+        assert gpt_config(hf_config.hf_config(OURS_31_8B, "bfloat16") | gone) == OURS_31_8B
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
     # its own default
     assert gpt_config({key: QWEN3[key] for key in QWEN3.keys() - {"head_dim"}}).head_dim == 128
@@ -582,7 +589,7 @@ def test_published_models_with_heads_of_their_own_width_have_the_published_param
 ):
     config = gpt_config(raw)
     assert (config.params_total, config.head_dim) == (params_total, 128)
-    assert gpt_config(export.hf_config(config, "bfloat16")) == config
+    assert gpt_config(hf_config.hf_config(config, "bfloat16")) == config
 
 
 @pytest.mark.parametrize(
@@ -695,7 +702,10 @@ READ_FIRST = {"architectures"}  # and model_type, which is the class's own
 def test_every_attribute_of_transformers_configurations_is_read_or_known_to_have_no_effect(name):
     attributes = {f.name for f in fields(getattr(transformers, name))}
     known = (
-        {f.name for f in fields(export.HFConfig)} | WITHOUT_EFFECT.keys() | TOKEN_ROLES | READ_FIRST
+        {f.name for f in fields(hf_config.HFConfig)}
+        | WITHOUT_EFFECT.keys()
+        | TOKEN_ROLES
+        | READ_FIRST
     )
     assert attributes - known == set()
 
@@ -849,7 +859,7 @@ def test_no_value_of_a_config_json_changes_the_computation_without_a_word(archit
         weights = model.state_dict()
         ours = build(config, 0)
         ours.load_state_dict(
-            dict(export.from_hf(config, weights, weights.__getitem__)), strict=False
+            dict(hf_weights.from_hf(config, weights, weights.__getitem__)), strict=False
         )
         with torch.no_grad():
             torch.testing.assert_close(
@@ -895,13 +905,13 @@ def test_half_precision_becomes_fp32_exactly_what_says_nothing_new_is_left_out_a
         }
         theirs = {
             name: t
-            for name, t in (export.to_hf(TINY, ours) | known | changes).items()
+            for name, t in (hf_weights.to_hf(TINY, ours) | known | changes).items()
             if t is not None
         }
         with (
             pytest.raises(UserError, match=rf"^.*{re.escape(words)}.*$") if words else nullcontext()
         ):
-            found = dict(export.from_hf(TINY, theirs, theirs.__getitem__))
+            found = dict(hf_weights.from_hf(TINY, theirs, theirs.__getitem__))
             assert found.keys() == ours.keys()
             assert all(
                 found[k].dtype == torch.float32 and torch.equal(found[k], ours[k].float())

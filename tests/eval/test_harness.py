@@ -20,8 +20,17 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval import export, harness, precision, sample, tasks
-from eval.sample import Inference
+from eval import (
+    demo_questions,
+    export,
+    harness,
+    inference,
+    precision,
+    public_models,
+    sample,
+    tasks,
+)
+from eval.inference import Inference
 from lib.errors import UserError
 from runtime import checkpoint
 from tests.conftest import process, write_index
@@ -45,7 +54,7 @@ from tests.helpers.text_files import BEGINS, DIGITS_APART, write_tokenizer
 SUM = {"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}
 finished = pytest.fixture(build_run)
 run = pytest.fixture(
-    lambda finished, monkeypatch: monkeypatch.setattr(tasks, "QUESTIONS", 20) or finished
+    lambda finished, monkeypatch: monkeypatch.setattr(demo_questions, "QUESTIONS", 20) or finished
 )
 public = pytest.fixture(
     lambda tmp_path_factory: make_llama(tmp_path_factory.mktemp("hub") / "tiny-llama"),
@@ -102,7 +111,7 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
         and not list(run.rglob("*.tmp"))
         and os.environ["HF_DATASETS_OFFLINE"] == "1"
     ), "asks no network"
-    rows = [row["text"] for row in list(tasks.documents(str(run))["validation"])[:12]]
+    rows = [row["text"] for row in list(demo_questions.documents(str(run))["validation"])[:12]]
     nats = np.array([-rolled(model, [256], list(text.encode())) for text in rows])
     sizes = np.array([len(text.encode()) for text in rows])
     ppl, cloze = record["tasks"]["val_ppl"], record["tasks"]["val_cloze"]
@@ -111,7 +120,7 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     bootstrap = (nats[draws].sum(1) / sizes[draws].sum(1) / math.log(2)).std()
     assert ppl["bits_per_byte_se"] == pytest.approx(bootstrap * math.sqrt(12 / 11), rel=0.05)
 
-    questions = list(tasks.questions(str(run))["validation"])[:12]
+    questions = list(demo_questions.questions(str(run))["validation"])[:12]
     right = [
         int(
             np.argmax([expected_pair(model, q["context"], c)[0] for c in q["choices"]])
@@ -242,26 +251,25 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     names = tuple(task for task, *_ in LAYOUTS.values())
     scores = harness.score(
         harness.Options(run=str(run), tasks=names, dtype="float32"), harness.join()
-    )["tasks"]
+    ).tasks
     assert scores.keys() == set(names)
     for task, row in scores.items():
-        assert [row["acc"], row.get("acc_norm", row["acc"])] == pytest.approx(
-            [row["chance"]] * 2, abs=1e-12
-        ), task
+        accuracies = [metric.value for metric in row.metrics.values()]
+        assert accuracies == pytest.approx([row.chance] * len(accuracies), abs=1e-12), task
         samples = [
             *map(
                 json.loads,
-                gzip.decompress((run / "eval" / row["samples"]).read_bytes()).splitlines(),
+                gzip.decompress((run / "eval" / row.samples).read_bytes()).splitlines(),
             )
         ]
         preferred = {
             int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples
         }
         # and the model sees something, else this would hold as well
-        assert len(samples) == row["n"]
+        assert len(samples) == row.n
         assert len(preferred) > 1 or task == "winogrande"
     assert (
-        scores["mmlu_anatomy"]["num_fewshot"] == 5
+        scores["mmlu_anatomy"].num_fewshot == 5
         and str(samples[0]["arguments"]).count("Answer:") == 4 * 6
     )
 
@@ -323,7 +331,7 @@ def test_a_public_models_log_likelihoods_in_bf16_are_its_own_their_softmax_in_fp
         AutoModelForCausalLM.from_pretrained(public, dtype=torch.bfloat16),
     )
     pairs = [("The cat", " sat on the mat"), ("A", " dog"), ("One two", " three four")]
-    got = harness.public_lm(str(public), "cpu", "bfloat16", 1).loglikelihood(
+    got = public_models.public_lm(str(public), "cpu", "bfloat16", 1).loglikelihood(
         [request(*pair) for pair in pairs], True
     )
     for (total, _), (context, continuation) in zip(got, pairs, strict=True):
@@ -386,17 +394,17 @@ def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json_not_of_tran
     public, tmp_path, capsys
 ):
     folder = shutil.copytree(public, tmp_path / "split")
-    harness.public_lm(str(folder), "cpu", "float32", 1)
+    public_models.public_lm(str(folder), "cpu", "float32", 1)
     assert "scored with" not in capsys.readouterr().err, "both agree"
     roles = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "tokenizer_class": "Qwen2Tokenizer"}
     write_tokenizer(folder, roles, pre_tokenizer=DIGITS_APART)
     reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    lm = harness.public_lm(str(folder), "cpu", "float32", 1)
+    lm = public_models.public_lm(str(folder), "cpu", "float32", 1)
     assert (
         "Qwen2Tokenizer makes other tokens than the model's tokenizer.json"
         in capsys.readouterr().err
     )
-    for text in harness.PROBE_TEXTS:
+    for text in public_models.PROBE_TEXTS:
         assert lm.tok_encode(text) == reference.encode(text, add_special_tokens=False).ids
 
 
@@ -412,8 +420,8 @@ def exported_pair(tmp_path, monkeypatch):
     write_tokenizer(folder, spare=20, post_processor=BEGINS)
     call(export, "--from-hf", folder, "out/ours")
     call(export, "out/ours", "exported", "dtype=fp32")
-    loaded = sample.load_for_inference("out/ours", "cpu", "float32")
-    return build_lm(loaded.model, tokenizer=loaded.tokenizer), harness.public_lm(
+    loaded = inference.load_for_inference("out/ours", "cpu", "float32")
+    return build_lm(loaded.model, tokenizer=loaded.tokenizer), public_models.public_lm(
         "exported", "cpu", "float32", 1
     )
 
@@ -652,7 +660,7 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(
 ):
     def cannot_load(name, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
-            harness.public_lm(str(name), "cpu", "float32", 1)
+            public_models.public_lm(str(name), "cpu", "float32", 1)
 
     pickled, own = (shutil.copytree(public, tmp_path / name) for name in ("pickled", "own"))
     # whole, and a pickle
@@ -721,15 +729,17 @@ def test_what_cannot_be_scored_or_kept_is_told_before_the_scoring(run, monkeypat
 
 def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(finished):
     rows, documents = (
-        list(f(str(finished))["validation"]) for f in (tasks.questions, tasks.documents)
+        list(f(str(finished))["validation"])
+        for f in (demo_questions.questions, demo_questions.documents)
     )
     assert [rows, documents] == [
-        list(f(str(finished))["validation"]) for f in (tasks.questions, tasks.documents)
+        list(f(str(finished))["validation"])
+        for f in (demo_questions.questions, demo_questions.documents)
     ]
     assert len(rows) == 200 and {row["source"] for row in rows} == {"prose", "code"}
     texts = {
         source: [tok.decode(ids.tolist()) for ids in found]
-        for source, found, tok in tasks._sources(str(finished))
+        for source, found, tok in demo_questions._sources(str(finished))
     }
     assert sum(map(len, texts.values())) == 500 and len(documents) == 64
     assert all(row["text"] in texts[row["source"]] for row in documents)
@@ -751,7 +761,7 @@ def test_who_knows_nothing_scores_chance(finished):
     """Random models, and whoever ignores the context but knows how frequent each letter is: within
     two standard errors of one model's score; over twelve made-up corpora it was 25.5 +- 0.9 % and
     25.5 +- 0.5 %."""
-    rows = list(tasks.questions(str(finished))["validation"])
+    rows = list(demo_questions.questions(str(finished))["validation"])
     pairs = [request(row["context"], choice) for row in rows for choice in row["choices"]]
     judges = [build_lm(build(replace(TINY, n_ctx=192), seed), 32) for seed in range(4)]
     by_frequency = [

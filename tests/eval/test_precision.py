@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from eval import harness, precision, sample
+from eval import harness, inference, precision, sample
 from fp8.probe import statistics
 from fp8.recipes import RECIPES
 from lib.errors import UserError
@@ -76,7 +76,7 @@ def by_hand(run, recipe, names):
 
 
 def load(run, recipe="off"):
-    return sample.load_for_inference(str(run), "cpu", "bfloat16", recipe)
+    return inference.load_for_inference(str(run), "cpu", "bfloat16", recipe)
 
 
 def logits_with_cache(model, ids):
@@ -90,8 +90,8 @@ def logits_with_cache(model, ids):
 @pytest.mark.parametrize("recipe", NATIVE)
 @torch.no_grad()
 def test_logits_are_those_of_explicit_quantisation_with_and_without_cache(runs, recipe):
-    inference = load(runs / "bf16", recipe)
-    assert [layer.name for layer in inference.layers if layer.recipe] == EIGHT
+    loaded = load(runs / "bf16", recipe)
+    assert [layer.name for layer in loaded.layers if layer.recipe] == EIGHT
     ids = torch.randint(80, (3, 12), generator=torch.Generator().manual_seed(0))
     plain, reference = load_model(runs / "bf16")[0], by_hand(runs / "bf16", recipe, EIGHT)
     for run_model in (
@@ -99,7 +99,7 @@ def test_logits_are_those_of_explicit_quantisation_with_and_without_cache(runs, 
         lambda m: logits_with_cache(m, ids),
         lambda m: logits_with_cache(m, ids[:1]),
     ):
-        got, want, unquantised = (run_model(m) for m in (inference.model, reference, plain))
+        got, want, unquantised = (run_model(m) for m in (loaded.model, reference, plain))
         wrong, effect = (got - want).norm() / want.norm(), (unquantised - want).norm() / want.norm()
         assert wrong < 0.25 * effect, (
             f"{wrong:.1e} from explicit quantisation, whose whole effect is {effect:.1e}"
@@ -109,7 +109,7 @@ def test_logits_are_those_of_explicit_quantisation_with_and_without_cache(runs, 
     # training.
     weight = plain.layers[1].mlp.down.weight
     assert weight.dtype == torch.float32 and torch.equal(
-        inference.model.layers[1].mlp.down.weight, weight
+        loaded.model.layers[1].mlp.down.weight, weight
     )
 
 
@@ -191,7 +191,8 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
         } == {8}
         for row in rows[:8]:  # nothing of gradients
             assert (
-                row.keys() == {"kind", "step", "layer", "recipe", "weight", "activation"}
+                row.keys()
+                == {"kind", "step", "layer", "recipe", "weight", "activation", "output_sqnr"}
                 and row["recipe"] == recipe
             )
             assert (
@@ -199,11 +200,11 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
                 and row["activation"]["amax"]
             )
     val, seen = Data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
-    inference = load(runs / "bf16", "mxfp8").model
-    inference.layers[0].attn.qkv.register_forward_pre_hook(
+    quantised_model = load(runs / "bf16", "mxfp8").model
+    quantised_model.layers[0].attn.qkv.register_forward_pre_hook(
         lambda module, x: seen.append(statistics(x[0], RECIPES["mxfp8"].input).tolist())
     )
-    inference(
+    quantised_model(
         torch.cat(
             [val[source].batch(i, i + 1)[0] for i in range(3) for source in ("code", "web")][:5]
         )
@@ -242,15 +243,15 @@ def test_a_loss_that_is_no_number_and_all_arms_of_one_checkpoint_though_the_run_
     """It is null in JSON and nan in the table."""
 
     def broken(run, *arguments):
-        inference = sample.load_for_inference(run, *arguments)
+        loaded = inference.load_for_inference(run, *arguments)
         if arguments[2] != "off":
-            inference.model.layers[0].mlp.down.weight.data.fill_(math.nan)
+            loaded.model.layers[0].mlp.down.weight.data.fill_(math.nan)
         shutil.copytree(
             f"{run}/checkpoints/step_00000008",
             f"{run}/checkpoints/step_00000009",
             dirs_exist_ok=True,
         )
-        return inference
+        return loaded
 
     monkeypatch.setattr(precision, "load_for_inference", broken)
     (runs / "bf16" / "summary.json").unlink()  # a run that is not finished has none
@@ -270,7 +271,7 @@ def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(
     runs, capsys, monkeypatch, entry, argument
 ):
     monkeypatch.setattr(
-        sample, "load_model", lambda *a, **k: pytest.fail("the checkpoint was read")
+        inference, "load_model", lambda *a, **k: pytest.fail("the checkpoint was read")
     )
     arguments = [runs / "bf16", argument, *["tasks=demo"] * (entry is harness)]
     config = read_json(path := runs / "bf16" / "config.json")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
-from eval import export, sample
+from eval import export, inference, sample
 from lib.errors import UserError
 from runtime.config import read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer
@@ -202,19 +202,19 @@ def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
         (with_bos, [[97, 98], [3]]),
         (replace(with_bos, adds_start=True), [[3, 97, 98], [3]]),
     ):
-        assert [sample.prompt_ids(tokenizer, prompt) for prompt in ("ab", "")] == want
+        assert [inference.prompt_ids(tokenizer, prompt) for prompt in ("ab", "")] == want
 
 
 def test_a_prompt_that_spells_a_special_token_holds_it_and_plain_text_does_not():
     """As transformers and nanoGPT's sample.py read it; data that spells it stays text."""
     gpt2 = load_tokenizer("gpt2")
-    assert sample.prompt_ids(gpt2, "<|endoftext|>Once<|endoftext|>") == [
+    assert inference.prompt_ids(gpt2, "<|endoftext|>Once<|endoftext|>") == [
         50256,
         *gpt2.encode("Once"),
         50256,
     ]
     assert (
-        sample.prompt_ids(BYTES, "a<|endoftext|>") == [97, 256]
+        inference.prompt_ids(BYTES, "a<|endoftext|>") == [97, 256]
         and len(BYTES.encode("<|endoftext|>")) == 13
     )
 
@@ -225,8 +225,10 @@ def test_a_folders_special_tokens_are_read_from_a_prompt_as_transformers_reads_t
     )
     ours = load_tokenizer(str(tmp_path / "tok"))
     for text in ("hi<|spare_1|> there", "<|spare_0|><|end|>", "no <|spare_9|>", ""):
-        assert sample.prompt_ids(ours, text) == theirs(text).input_ids
-    assert sample.prompt_ids(ours, "<|begin|>hi") == [0, *ours.encode("hi")], "once, as in lm-eval"
+        assert inference.prompt_ids(ours, text) == theirs(text).input_ids
+    assert inference.prompt_ids(ours, "<|begin|>hi") == [0, *ours.encode("hi")], (
+        "once, as in lm-eval"
+    )
     assert len(ours.encode("<|spare_1|>")) > 3, "data stays text"
     ids = [0, *ours.encode("hi"), 1, ours.vocab_size - 1, *ours.encode(" ho")]
     assert (
@@ -269,4 +271,4 @@ def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(run, capsys,
         )
         assert not (run / "new").exists()
     (run / MANIFEST).write_text(json.dumps({"state": {"tokenizer_sha256": BYTES.sha256}}))
-    assert sample.read_tokenizer(read_config(run), run).sha256 == BYTES.sha256
+    assert inference.read_tokenizer(read_config(run), run).sha256 == BYTES.sha256

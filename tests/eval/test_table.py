@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from eval import table
+from eval import table, table_figure, table_rows
 from tests.helpers.eval_runs import call, refused
 from tests.helpers.scaling_runs import edit
 
@@ -94,7 +94,7 @@ def pair(out):
 
 
 def page(*paths):
-    return table.build(table.read_rows(paths))
+    return table.build(table_rows.read_models(paths))
 
 
 def cells(text, first):
@@ -168,7 +168,7 @@ def test_what_is_no_partner_and_how_models_are_named(out, pair, monkeypatch):
     assert ours.index("| gpt2 ") > ours.index("| run_tensorwise ")
     assert "lm-eval" not in ours and "Pythia 160M" in theirs and "acc_norm" in theirs
     monkeypatch.chdir(out / "run_bf16")
-    assert {row.name for row in table.read_rows(["."])} == {"run_bf16"}
+    assert {row.name for row in table_rows.read_models(["."])} == {"run_bf16"}
 
 
 @pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "perplexity"])
@@ -192,10 +192,10 @@ def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(tmp_pa
                 for doc, x, n in zip(map(str, range(N)), nats.tolist(), size.tolist(), strict=True)
             ],
         )
-        arms.append((nats, table.Score(float(value(nats, size)), None, None, [path])))
+        arms.append((nats, table_rows.Score(float(value(nats, size)), None, None, [path])))
     (base_nats, base), (nats, score) = arms
-    difference, error = table.paired_difference(
-        table.Column("t", metric, digest(*map(str, range(N))), None, 0, ""), score, base
+    difference, error = table_rows.paired_difference(
+        table_rows.Column("t", metric, digest(*map(str, range(N))), None, 0, ""), score, base
     )
     draws = rng.integers(N, size=(4000, N))
     bootstrap = value(nats[draws], size[draws]) - value(base_nats[draws], size[draws])
@@ -257,7 +257,7 @@ def test_limited_scores_and_other_documents_never_share_a_column(out):
     ):
         write(out / name, samples={"piqa": rows}, **more)
     write(out / "shots", tasks={"piqa": mean_row(full, num_fewshot=5)})
-    rows = table.read_rows([out])
+    rows = table_rows.read_models([out])
     assert len({column for row in rows for column in row.scores}) == 5
     whole, *limited = table.build(rows).split("## limit=")
     assert [text.split(":")[0] for text in limited] == ["50", "400"]
@@ -345,7 +345,7 @@ def test_the_command_writes_the_page_and_figures_of_scores_errors_and_chance(
             out / name, tasks={"wikitext": {"word_perplexity": value, "n": 1, "docs_sha256": "x"}}
         )
         assert cells(page(out), name)[-2] == f"{value:.3g}"
-    exploded, panel = table.draw(table.read_rows([out])).axes
+    exploded, panel = table_figure.draw(table_rows.read_models([out])).axes
     assert not exploded.containers, "in the table, and not on the axis"
     assert [line.get_xdata()[0] for line in panel.lines if line.get_label() == "chance"] == [25.0]
     for container, rows in zip(panel.containers, pair, strict=True):

@@ -26,6 +26,7 @@ from tests.helpers.fp8_models import NAMES, NATIVE, tokens
 from tests.helpers.fp8_models import build as build_model
 from tests.test_model import reference_logits
 
+SATURATED, ERROR = probe.STATISTICS.index("saturated"), probe.STATISTICS.index("error")
 SCALE = 1 / 2048  # of the loss, as in a run with steps of 2,048 tokens
 
 
@@ -72,6 +73,7 @@ def reference(x, operand, noise=None):
         "underflow": ((x != 0) & (q == 0)).double().mean(),
         "saturated": over.double().mean(),
         "error": (q - x).norm() / x.norm(),
+        "kurtosis": (x**4).mean() / (x**2).mean() ** 2,
     }
 
 
@@ -155,8 +157,8 @@ def test_the_host_waits_for_the_device_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("sharing", ["tensor", "row", "block", "constant"])
 def test_statistics_of_zeros_are_finite(sharing):
     values = statistics(torch.zeros(32, 64), Operand(E4M3, sharing)).tolist()
-    amax, *scales, underflow, saturated, error = values
-    assert (amax, underflow, saturated, error) == (0, 0, 0, 0)
+    amax, *scales, underflow, saturated, error, kurtosis = values
+    assert (amax, underflow, saturated, error, kurtosis) == (0, 0, 0, 0, 0)
     assert all(0 < scale < math.inf for scale in scales)
 
 
@@ -164,7 +166,7 @@ def test_the_error_of_the_smallest_gradients_is_that_of_large_ones():
     """In fp32 their squares would vanish, and those lost altogether would show no error."""
     g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     operand = Operand(E4M3, "row", power_of_2=True)
-    large, small = (statistics(g * size, operand)[-1].item() for size in (1.0, 2.0**-36))
+    large, small = (statistics(g * size, operand)[ERROR].item() for size in (1.0, 2.0**-36))
     assert small == pytest.approx(large, rel=1e-6) and 0.01 < large < 0.05
 
 
@@ -172,7 +174,7 @@ def test_a_largest_value_that_its_scale_lifts_is_not_saturated():
     """448 / amax rounds up as often as down; the largest value times it is then slightly above
     448."""
     for amax in torch.linspace(0.01, 3, 500).bfloat16():
-        assert statistics(amax * torch.ones(1, 32), Operand(E4M3))[5] == 0, amax
+        assert statistics(amax * torch.ones(1, 32), Operand(E4M3))[SATURATED] == 0, amax
 
 
 HEADS = pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def seen(request, data_dir, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("nan")
     # of a size that two ranks and three can share
     shared = f"data.tokens_per_step={size * 128} model.n_embd=48 model.n_ffn=96"
-    config = changed(tiny_config(data_dir, folder / "out"), shared)
+    sharded = f"{shared} parallel.shard={size}"
+    config = changed(tiny_config(data_dir, folder / "out"), sharded)
     on_ranks(size, look_at_nan, Job(folder, config), folder / "log")
     views = []
     for rank in range(size):

@@ -13,8 +13,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from eval import sample
-from eval.export import write_checkpoint
+from eval import inference
+from eval.hf.importing import write_checkpoint
 from eval.lm import CheckpointLM
 from model import GPTConfig
 from runtime.checkpoint import name_of, read_manifest, seal
@@ -55,7 +55,7 @@ def rigged(logits_of):
 def generate(model, ids, n_new, temperature=0.0, top_k=None, generator=None, **more):
     """The new tokens of eval/sample.py's stream(), (B, at most n_new)."""
     return torch.stack(
-        list(sample.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1
+        list(inference.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1
     )
 
 

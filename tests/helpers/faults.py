@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,7 +60,8 @@ FORKS.set_forkserver_preload(
 class Run:
     """A start of train.py with `overrides`, as `ranks` processes, of which the first leads their
     process group. With `restarts` the one process is the genuine torchrun, and two ranks, which
-    import everything themselves, are its own processes."""
+    import everything themselves, are its own processes. Ranks share the weights, where the config
+    leaves it open."""
 
     def __init__(
         self,
@@ -70,6 +71,9 @@ class Run:
         ranks: int = 1,
         restarts: int | None = None,
     ):
+        n_ranks = ranks if restarts is None else 2
+        if n_ranks > 1 and (config.parallel.replicate, config.parallel.shard) == (1, None):
+            config = replace(config, parallel=replace(config.parallel, shard=n_ranks))
         logs = Path(config.out).with_name("logs")
         logs.mkdir(exist_ok=True)
         self.config = config
@@ -449,6 +453,7 @@ def signal_in_step(step: float, rank: float, number: float) -> None:
     def send() -> None:
         NOW.run.saver.wait()
         os.kill(os.getpid(), int(number))
+        NOW.run.stop.wait(1.0)  # the thread that hears it may wait for a core
 
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         before_norm(send, step, rank)

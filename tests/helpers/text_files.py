@@ -5,15 +5,18 @@ import json
 import lzma
 import random
 
-import pyarrow
-import pyarrow.parquet
-import zstandard
+
+def _zstandard(content: bytes) -> bytes:
+    import zstandard  # here: a test on a GPU reads this file, its machine may lack it
+
+    return zstandard.ZstdCompressor().compress(content)
+
 
 PACK = {
     "": bytes,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
+    ".zst": _zstandard,
 }
 
 
@@ -45,6 +48,8 @@ def write_rows(path, rows):
     """As the name says: .parquet, or a line of JSON a row, which may be packed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
+        import pyarrow.parquet  # as above
+
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
     else:
         path.write_bytes(

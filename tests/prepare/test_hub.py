@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.sources import SOURCES
+from prepare import hub as hub_source
 from prepare import sources
 from prepare_data import main
 from runtime import shards
@@ -120,8 +121,8 @@ def here(hub, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(shards, "SHARD_TOKENS", 20_000)
-    monkeypatch.setattr(sources, "READ_WAITS", (0.1,) * 4)
-    monkeypatch.setattr(sources, "ASK_WAITS", (0.1, 0.1))
+    monkeypatch.setattr(hub_source, "READ_WAITS", (0.1,) * 4)
+    monkeypatch.setattr(hub_source, "ASK_WAITS", (0.1, 0.1))
     monkeypatch.setattr(http, "time", SimpleNamespace(**{**vars(time), "sleep": lambda s: None}))
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -302,7 +303,7 @@ def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
     )
     # 3 is in a file that begins with another number
     for grouped_by, numbers in ((None, (0, 3)), ("more.n", (0,))):
-        files = replace(some, grouped_by=grouped_by).list_files()
+        files = hub_source.list_files(replace(some, grouped_by=grouped_by))
         assert {row.texts[0] for file in files for row in file.read(sources.Reading())} == {
             f"text {n} " * 9 for n in numbers
         }

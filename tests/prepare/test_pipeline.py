@@ -26,7 +26,7 @@ from bench import data as benchmark
 from lib import progress
 from lib.errors import UserError
 from lib.files import read_bytes
-from prepare import harvest, pipeline, sources
+from prepare import harvest, layout, pieces, text_reader, writing
 from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
 from runtime import shards
@@ -198,7 +198,7 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
     )
     assert local(tmp_path / "c.parquet", out=tmp_path / "other") == 0
     assert found(tmp_path / "other/mine") == due(["good", "caf\ufffd", *DOCUMENTS])
-    monkeypatch.setattr(sources, "TXT_CHARS", 100)
+    monkeypatch.setattr(text_reader, "TXT_CHARS", 100)
     paragraphs = [f"line {n}\n" * 20 + "\n" for n in range(20)]
     (tmp_path / "b.txt").write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
     assert local(tmp_path / "b.txt", out=tmp_path, name="cut") == 0
@@ -208,7 +208,7 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
 def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(pipeline, "BLOCK", 70)
+    monkeypatch.setattr(writing, "BLOCK", 70)
     assert local(file, out=tmp_path / "cut") == 0
     assert found(tmp_path / "cut/mine") == due(DOCUMENTS)
     for split in shards.read_index(tmp_path / "cut/mine").splits.values():
@@ -228,7 +228,7 @@ def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys
 def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(pipeline, "SORTED_AT_ONCE", 9)  # the hashes are taken in ranges
+    monkeypatch.setattr(layout, "SORTED_AT_ONCE", 9)  # the hashes are taken in ranges
     texts = {
         "one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]],
         "two": DOCUMENTS[20:],
@@ -300,7 +300,7 @@ def test_a_budget_counts_training_tokens(tmp_path, monkeypatch, capsys):
         "training tokens are all there are, 9,000,000,000 were asked for" in capsys.readouterr().err
     )
     write(files[0], [DOCUMENTS[0]] * 200 + DOCUMENTS)
-    write_json, ends = pipeline.write_json, []
+    write_json, ends = pieces.write_json, []
 
     def stop_before_the_second_end(path, value):
         ends.extend(["an end"] * bool(value.get("end")))
@@ -309,7 +309,7 @@ def test_a_budget_counts_training_tokens(tmp_path, monkeypatch, capsys):
         write_json(path, value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "write_json", stop_before_the_second_end)
+        patched.setattr(pieces, "write_json", stop_before_the_second_end)
         assert local(files[0], out=tmp_path / "anew", tokens=2000) == 130
     assert local(files[0], out=tmp_path / "anew", tokens=2000) == 0
     assert found(tmp_path / "anew/mine") == due(DOCUMENTS, budget=2000), (
@@ -343,14 +343,14 @@ def test_demo_writes_four_sources_and_stays_when_the_installation_ages(
 CHILD = """
 import errno, hashlib, os, signal, sys, time
 import prepare_data
-from prepare import pipeline
+from prepare import encoding, pieces, pipeline, writing
 from runtime import shards
 from tests.helpers.changes import on_change
-pipeline.TELL_S, shards.SHARD_TOKENS, pipeline.BLOCK = 0.01, 20_000, 30_000
+pieces.TELL_S, shards.SHARD_TOKENS, writing.BLOCK = 0.01, 20_000, 30_000
 if "SLOW" in os.environ:
-    pipeline.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
+    encoding.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
 if "FAULT" in os.environ:
-    pipeline.TELL_S = 1000      # the changes are those of every run
+    pieces.TELL_S = 1000      # the changes are those of every run
     at, kind, folder = os.environ["FAULT"].split()
     def fault(count, what):
         if count == int(at) and kind == "kill":
@@ -531,6 +531,23 @@ def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(tmp_path, 
     assert found(tmp_path / "out/mine") == due([*others[0], *others[1]])
 
 
+def test_a_skipped_file_does_not_end_a_source_whose_copies_left_the_budget_unfilled(
+    tmp_path: Path,
+) -> None:
+    """The first pieces hold tokens enough, but half of them are copies: more files are read."""
+    texts = [some_documents(60, seed) for seed in range(2)]
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(b"no gzip")
+    files = [
+        broken,
+        write(tmp_path / "a.jsonl", texts[0] + texts[0]),
+        write(tmp_path / "b.jsonl", texts[1]),
+    ]
+    budget = sum(len(text.encode()) for text in texts[0])
+    assert local(*files, out=tmp_path / "out", skip_bad="true", tokens=budget) == 0
+    assert found(tmp_path / "out/mine") == due(texts[0] + texts[1], budget=budget)
+
+
 def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("no json")
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
@@ -578,7 +595,7 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
 
 def test_progress_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "LOG_S", 0.0)
-    monkeypatch.setattr(pipeline, "TELL_S", 0.0)
+    monkeypatch.setattr(pieces, "TELL_S", 0.0)
     assert local(write(tmp_path / "a.jsonl", some_documents(300)), out=tmp_path) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mine: ")]
     assert len(lines) > 50 and all(
@@ -589,7 +606,7 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
 
 def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
-    monkeypatch.setattr(pipeline, "BLOCK", 1_000_000)
+    monkeypatch.setattr(writing, "BLOCK", 1_000_000)
     rng = random.Random(0)
     file = write(tmp_path / "a.jsonl", [rng.randbytes(50_000).hex() for _ in range(400)])  # 40 MB
     tracemalloc.start()

@@ -16,7 +16,9 @@ import pytest
 import zstandard
 
 from lib.errors import UserError
-from prepare import pipeline, sources
+from prepare import hub, json_reader, pieces, text_reader
+from prepare import local as local_files
+from prepare import packed as packed_files
 from prepare.decontaminate import found_in, read_grams
 from prepare_data import main
 from runtime import shards
@@ -370,7 +372,7 @@ def paragraphs_of(book, count=8):
 @pytest.fixture
 def short_pieces(monkeypatch):
     """A text file is cut behind 100 characters, so that each paragraph becomes a piece."""
-    monkeypatch.setattr(sources, "TXT_CHARS", 100)
+    monkeypatch.setattr(text_reader, "TXT_CHARS", 100)
 
 
 @pytest.mark.parametrize("is_one_file", [True, False])
@@ -446,7 +448,7 @@ def test_another_val_share_goes_on_with_what_was_read(tmp_path, capsys, monkeypa
     )
     share, count = re.search(r"give val_share=([\d.]+), which keeps (\d+) of them", errors).groups()
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "make_piece", None)  # nothing is tokenised again
+        patched.setattr(pieces, "make_piece", None)  # nothing is tokenised again
         assert local(file, out=tmp_path, val_share=share) == 0
     assert found(tmp_path / "mine") == due(DOCUMENTS, val_per_10k=round(float(share) * 10_000))
     assert shards.read_index(tmp_path / "mine").splits["val"].documents == int(count) >= 5
@@ -485,7 +487,7 @@ ROWS = [{"id": n, "text": text, "more": {"list": [1, "]", {}]}} for n, text in e
 @pytest.mark.parametrize("packing", PACK)
 @pytest.mark.parametrize("layout", ["lines", "array", "indented", "strings"])
 def test_json_of_every_layout_and_packing_is_read(tmp_path, monkeypatch, packing, layout):
-    monkeypatch.setattr(sources, "JSON_CHARS", 50)  # elements are cut at every place
+    monkeypatch.setattr(json_reader, "JSON_CHARS", 50)  # elements are cut at every place
     content = {
         "lines": "".join(json.dumps(row) + "\n" for row in ROWS),
         "array": json.dumps(ROWS, ensure_ascii=False),
@@ -524,13 +526,13 @@ def test_an_array_is_read_in_bounded_memory(tmp_path):
     ],
 )
 def test_an_array_that_is_no_json_is_a_bad_file(tmp_path, capsys, monkeypatch, content, sentence):
-    monkeypatch.setattr(sources, "JSON_CHARS", 8)
+    monkeypatch.setattr(json_reader, "JSON_CHARS", 8)
     (tmp_path / "a.json").write_text(content)
     assert sentence in said(capsys, 1, tmp_path / "a.json", out=tmp_path)
 
 
 def test_an_element_without_end_is_not_read_into_memory(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sources, "JSON_CHARS_MOST", 1000)
+    monkeypatch.setattr(json_reader, "JSON_CHARS_MOST", 1000)
     (tmp_path / "a.json").write_text('[{"text": "' + "x" * 600_000)
     assert "longer than 1,000 characters" in said(capsys, 1, tmp_path / "a.json", out=tmp_path)
 
@@ -650,7 +652,7 @@ def test_zeros_packed_by_zstd_are_unpacked_in_bounded_memory():
     packed = zstd(bytes(1 << 28))
     tracemalloc.start()
     try:
-        frames = sources.FramesReader(
+        frames = packed_files.FramesReader(
             io.BytesIO(packed), zstandard.ZstdDecompressor().decompressobj
         )
         reader = io.BufferedReader(frames)
@@ -673,7 +675,7 @@ def test_zeros_packed_by_zstd_are_unpacked_in_bounded_memory():
     ],
 )
 def test_braces_are_expanded_as_a_shell_does(pattern, expanded):
-    assert sources.expand_braces(pattern) == expanded
+    assert hub.expand_braces(pattern) == expanded
 
 
 # -------------------------------------------------------------------- what was made of these files
@@ -745,7 +747,7 @@ def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(tmp_path, capsys
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(sources, "open", refuse, raising=False)
+    monkeypatch.setattr(local_files, "open", refuse, raising=False)
     errors = said(capsys, 1, file, out=tmp_path)
     assert "Permission denied): check its permissions" in errors and "fetch" not in errors
 

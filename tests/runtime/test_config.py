@@ -23,6 +23,7 @@ from runtime.config import (
     FREE_KEYS,
     KEYS,
     SECTIONS,
+    FP8Config,
     OptimConfig,
     apply_overrides,
     config_from_dict,
@@ -190,7 +191,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
         ],
         *[
             (f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling")
-            for how in ("off", "tensorwise", "auto fp8.kernels=true")
+            for how in ("off", "tensorwise fp8.kernels=false", "auto fp8.kernels=true")
         ],
         ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"),
         ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
@@ -237,6 +238,23 @@ def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, sentence):
         apply_overrides(tiny, overrides.split())
     else:
         assert re.search(sentence, refused(apply_overrides, tiny, overrides.split()))
+
+
+@pytest.mark.parametrize("kernels", ["auto", True, False])
+@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
+def test_who_casts_is_no_part_of_a_run_and_stored_choices_load(tiny, recipe, kernels):
+    if recipe == "off" and kernels is True:
+        return  # which converts nothing
+    stored = json.loads(json.dumps(asdict(apply_overrides(tiny, [f"fp8.recipe={recipe}"]))))
+    stored["fp8"]["kernels"] = kernels
+    loaded = config_from_dict(stored)
+    assert loaded.fp8.kernels == kernels
+    assert loaded.identity() == apply_overrides(tiny, [f"fp8.recipe={recipe}"]).identity()
+
+
+@pytest.mark.parametrize("kernels, label", [("auto", "tensorwise"), (False, "tensorwise")])
+def test_an_arm_is_called_by_its_recipe_whoever_casts(kernels, label):
+    assert FP8Config(recipe="tensorwise", kernels=kernels).label == label
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval import tasks
+from eval import demo_questions
 from lib.errors import UserError
 from prepare_data import main
 from runtime import shards
@@ -646,8 +646,8 @@ def test_tasks_on_a_masked_source_read_prompts_and_responses(chat):
     config = chat.config
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.json").write_text(json.dumps(asdict(config)))
-    ((_, *texts),) = tasks._sources(str(config.run_dir))
-    picked = tasks._pick(*texts, 999, "seed", lambda text: text)
+    (source,) = demo_questions._sources(str(config.run_dir))
+    picked = demo_questions._pick(source, 999, "seed", lambda text: text)
     assert len(picked) == len(chat.response_bytes["val"])
     assert set(picked) <= {prompt + response for prompt, response in UNIQUE}
 

@@ -314,12 +314,14 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
     [
         ("scale_loss:5:5:inf", "omit_update:5", [], None, 1, "steps=8"),
         ("nan_gradient:5:1", "omit_update:5", [], None, 2, "steps=8"),
+        ("nan_gradient:5:1", "omit_update:5", [], None, 2, "steps=8 parallel.shard=1"),
         # The NaN comes right before a save, and a kill soon after it: the rollback goes to the
         # checkpoint before.
         ("nan_weight:8:0", "move_data:5:7", [(11, 4)], 11, 1, "guard.skips=3 eval.every=6"),
         # Validated after step 8, where it was saved too. On two ranks the validation has left weights
         # gathered: those of the checkpoint must be gathered anew.
         ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.reshard=false"),
+        ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.shard=1"),
         # A tenfold loss that lasts. Killed after the rollback, before a save has noted that the data
         # moved on.
         (
@@ -331,7 +333,15 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
             "steps=28 guard.window=16 guard.skips=3 eval.every=none",
         ),
     ],
-    ids=["loss", "gradient", "poisoned_checkpoint", "nan_validation", "spike"],
+    ids=[
+        "loss",
+        "gradient",
+        "replicas_gradient",
+        "poisoned_checkpoint",
+        "nan_validation",
+        "replicas_nan_validation",
+        "spike",
+    ],
 )
 def test_a_skip_or_a_rollback_ends_as_a_run_that_did_at_once_what_is_due(
     request, base, fault, due, back, killed_at, ranks, changes

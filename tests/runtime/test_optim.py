@@ -398,7 +398,10 @@ def two_updates(world: parallel.World | None) -> tuple[dict[str, torch.Tensor], 
     model.init_weights(0)
     if world is not None:
         parallel.shard(model, world)
-    optimizer = optim.build_optimizer(model, MUON)
+    n_replicas = 1
+    if world is not None and world.has_whole_weights:
+        n_replicas = world.size
+    optimizer = optim.build_optimizer(model, MUON, n_replicas)
     calls, compute = [], optim.orthogonalised
     optim.orthogonalised = lambda matrix: calls.append(1) or compute(matrix)
     torch.manual_seed(1)

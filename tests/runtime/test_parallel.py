@@ -14,6 +14,7 @@ import torch
 import torch._inductor.config as inductor
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_args as torchrun_options
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8 import selection
@@ -21,9 +22,9 @@ from fp8.copies import refresh_weight_copies, zero_gradients
 from fp8.probe import Probe
 from fp8.recipes import RECIPES
 from lib.errors import MachineError, UserError
+from model import NO_TARGET
 from runtime import parallel
 from runtime.config import Config
-from runtime.data import NO_TARGET
 from runtime.parallel import World
 from tests.conftest import ALONE, changed
 from tests.helpers.faults import record
@@ -58,12 +59,13 @@ def step(
 ) -> Step:
     """A step on this rank's own tokens."""
     for micro in range(micros):
-        parallel.sync_gradients(built.model, micro == micros - 1, reshard)
-        loss = built.model(*tokens(seed + 10 * world.rank + micro)).sum()
+        parallel.sync_gradients(built.trained, micro == micros - 1, reshard)
+        loss = built.trained(*tokens(seed + 10 * world.rank + micro)).sum()
         loss.backward()
-    gradients = {name: weight.grad for name, weight in built.model.named_parameters()}
-    if world.size > 1:
-        gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    gradients = {}
+    for name, weight in built.model.named_parameters():
+        is_sharded = isinstance(weight.grad, DTensor)
+        gradients[name] = weight.grad.full_tensor() if is_sharded else weight.grad
     return Step(loss.item(), gradients)
 
 
@@ -190,7 +192,7 @@ def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(
 def test_rows_that_ranks_cannot_share_are_refused_with_float8_all_gather(tiny):
     """torchao would not pad them."""
     mesh = {"shard": SimpleNamespace(size=lambda: 3)}
-    three = SimpleNamespace(size=3, device=torch.device("cpu"), mesh=mesh)
+    three = SimpleNamespace(size=3, device=torch.device("cpu"), mesh=mesh, has_whole_weights=False)
     sentence = r"32 rows of layers.0.attn.out.weight do not divide among 3 ranks"
     with pytest.raises(UserError, match=sentence):
         build(tiny, "fp8.recipe=tensorwise fp8.all_gather=true model.n_ffn=96", three)

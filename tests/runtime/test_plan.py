@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch.nn as nn
 
-from bench.throughput import Cell, config_of
+from bench.cells import Cell, config_of
 from fp8.casts import Casts, Moved
 from lib.errors import MachineError, UserError
 from lib.files import read_bytes, read_rows, write_json
@@ -176,10 +176,14 @@ def test_muon_by_hand():
 
 
 def test_hours_of_fp8_are_modelled_where_its_casts_are_known():
-    page = planned(FP8_RUN)
+    page = planned(FP8_RUN, "fp8.kernels=false")
     assert "an assumed mfu_bf16 of 45%" in page and "MODELLED" in page
     assert "1.13x of BF16's speed" in page
     assert hours_of(page)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.1316, rel=0.002)
+
+
+def test_hours_of_fp8_by_our_kernels_are_modelled():
+    assert planned(FP8_RUN).count("1.24x of BF16's speed") == 1
 
 
 @pytest.mark.parametrize(
@@ -386,8 +390,9 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
     assert (
         modelled_ratio(run, "h100")
         == modelled_ratio(run, "NVIDIA H100 80GB HBM3")
-        == due("tensorwise")
+        == due("tensorwise+kernels")
     )
+    assert modelled_ratio(changed(run, "fp8.kernels=false"), "h100") == due("tensorwise")
     assert modelled_ratio(changed(run, "parallel.shard=8"), "h100", 8) == due(
         "tensorwise", 8, apart
     )
@@ -409,6 +414,23 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
         "parallel.recompute=true",
     ):
         assert modelled_ratio(changed(run, setting), "h100") is None, setting
+
+
+@pytest.mark.parametrize(
+    "size, words, remark",
+    [
+        ("350m", "fp8.kernels=false", "fp8.kernels=true, 1.0"),
+        ("350m", "fp8.recipe=rowwise", "fp8.recipe=tensorwise fp8.kernels=true, 1.0"),
+        ("350m", "", None),
+        ("125m", "parallel.shard=8", "parallel.shard=1"),
+    ],
+)
+def test_a_plan_that_gains_nothing_says_what_would_be_faster(size, words, remark):
+    """350M by torchao's casts takes as long as BF16."""
+    page = planned(load_config(ROOT / f"configs/gpt{size}_fp8.py"), words)
+    remarks = [line.strip() for line in page.splitlines() if line.strip().startswith("faster:")]
+    assert bool(remarks) == (remark is not None)
+    assert remark is None or remark in remarks[0]
 
 
 def test_the_command_says_that_nothing_is_measured(capsys):

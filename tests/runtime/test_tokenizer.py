@@ -16,7 +16,7 @@ import tokenizers
 from tiktoken_ext.openai_public import r50k_pat_str
 from transformers import AutoTokenizer
 
-from eval import export
+from eval.hf import tokenizer as hf_tokenizer
 from lib.errors import UserError
 from runtime import tokenizer as room
 from runtime.tokenizer import (
@@ -356,7 +356,7 @@ def test_roles_of_special_tokens_map_are_those_of_transformers(folder, tmp_path,
     assert tok.prefix == (1, 0) and tok.sha256 == load_tokenizer(str(folder)).sha256
     out = tmp_path / "export"
     out.mkdir()
-    export.write_tokenizer(tok, 8, tok.vocab_size, out)
+    hf_tokenizer.write_tokenizer(tok, 8, tok.vocab_size, out)
     transformers_own = AutoTokenizer.from_pretrained(out)
     assert (transformers_own.eos_token_id, transformers_own.bos_token_id) == (1, 0)
 

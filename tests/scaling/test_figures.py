@@ -5,14 +5,21 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
 from lib.plots import BLUE, GREY
 from scaling import figures
+from scaling.histories import read_history
+from scaling.probe_figures import draw_outliers, draw_scales, draw_underflow
+from scaling.probes import OPERANDS, SHARES, format_worst, read_probe
+from scaling.run_figure import MARKS, draw
 from tests.conftest import asked
 from tests.helpers.scaling_runs import cells, legend
 
@@ -29,17 +36,17 @@ ZERO = {
 }
 
 
-def write(folder, rows, name="metrics.jsonl"):
+def write(folder: Path, rows: Iterable[dict], name: str = "metrics.jsonl"):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def lines_of(panel):
+def lines_of(panel: Axes):
     return [line.get_xydata() for line in panel.get_lines()]
 
 
-def row(step, kind="train", **changes):
+def row(step: int, kind: str = "train", **changes):
     return {
         "kind": kind,
         "step": step,
@@ -55,7 +62,7 @@ def row(step, kind="train", **changes):
     }
 
 
-def event(name, step, **more):
+def event(name: str, step: int, **more):
     return {"kind": "event", "event": name, "step": step, **more}
 
 
@@ -89,11 +96,11 @@ def eventful():
     return [one for r in rows for one in (r, *val.get(r["step"], ()), *after.get(r["step"], ()))]
 
 
-def drawn(run):
-    return figures.draw(figures.read_history(run), run.name)
+def drawn(run: Path):
+    return draw(read_history(run), run.name)
 
 
-def points(panel, shape, color):
+def points(panel: Axes, shape: str, color: str):
     return sorted(
         (float(x), float(y))
         for line in panel.get_lines()
@@ -102,12 +109,14 @@ def points(panel, shape, color):
     )
 
 
-def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(tmp_path):
-    history = figures.read_history(
+def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(
+    tmp_path: Path,
+) -> None:
+    history = read_history(
         write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)])
     )
     assert list(history.train["loss"]) == [6.0, 4.0, 8.0]
-    history = figures.read_history(
+    history = read_history(
         write(
             tmp_path / "two",
             [
@@ -123,7 +132,7 @@ def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(t
     assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
 
 
-def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
+def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path: Path) -> None:
     figure = drawn(write(tmp_path / "run", eventful()))
     (loss, norm), (low, high) = figure.axes[:2], figure.axes[0].get_ylim()
     # validation
@@ -149,10 +158,10 @@ def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
         "resume": [(10, low), (15, low)],
         "ROLLBACK": [(24, low), (24, high)],
     }.items():
-        assert np.array(points(loss, *figures.MARKS[name])) == pytest.approx(
-            np.array(sorted(expected))
-        ), name
-    assert points(norm, *figures.MARKS["SKIP"])[:2] == [
+        assert np.array(points(loss, *MARKS[name])) == pytest.approx(np.array(sorted(expected))), (
+            name
+        )
+    assert points(norm, *MARKS["SKIP"])[:2] == [
         (5, norm.get_ylim()[1]),
         (9, norm.get_ylim()[1]),
     ]
@@ -168,7 +177,9 @@ def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
     assert figure.legends[0].get_title().get_text() == "Training of run (n = 1 run, steps 1 to 40)"
 
 
-def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp_path):
+def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(
+    tmp_path: Path,
+) -> None:
     rows = [row(step, loss=3.0, grad_norm=1.0, gpu_util_pct=95.0) for step in range(1, 401)]
     rows[200] |= {"loss": 1000.0, "grad_norm": 1e6, "verdict": "SKIP"}
     loss, norm, *_, busy = drawn(write(tmp_path / "run", rows)).axes
@@ -181,7 +192,7 @@ def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp
     assert loss.get_ylim()[1] < 4 and norm.get_ylim()[1] < 4
 
 
-def test_odd_runs_are_drawn(tmp_path):
+def test_odd_runs_are_drawn(tmp_path: Path) -> None:
     figures = [
         drawn(write(tmp_path / f"a $\\run$ {i}", rows))
         for i, rows in enumerate(
@@ -203,7 +214,9 @@ def test_odd_runs_are_drawn(tmp_path):
     ], "of the norm"
 
 
-def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(tmp_path, capsys):
+def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, before, images = write(tmp_path / "run", eventful()), dict(matplotlib.rcParams), set()
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:-30])
     for out in (tmp_path / "one", tmp_path / "two"):
@@ -212,7 +225,7 @@ def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time
     assert len(images) == 1 and dict(matplotlib.rcParams) == before
 
 
-def operand(name, block, kind, step):
+def operand(name: str, block: int, kind: str, step: int):
     """A known function: scales are powers of two that fall with depth, underflow grows with the
     step."""
     base = (
@@ -230,18 +243,18 @@ def operand(name, block, kind, step):
     }
 
 
-def linear_row(step, block, kind, **changes):
+def linear_row(step: int, block: int, kind: str, **changes):
     return {
         "kind": "linear",
         "step": step,
         "layer": f"layers.{block}.{LINEARS[kind]}",
         "recipe": "tensorwise",
-        **{name: operand(name, block, kind, step) for name in figures.OPERANDS},
+        **{name: operand(name, block, kind, step) for name in OPERANDS},
         **changes,
     }
 
 
-def block_row(step, block, **changes):
+def block_row(step: int, block: int, **changes):
     return {
         "kind": "block",
         "step": step,
@@ -253,7 +266,7 @@ def block_row(step, block, **changes):
     }
 
 
-def rows_of(blocks=3):
+def rows_of(blocks: int = 3):
     return [
         row
         for step in STEPS
@@ -262,11 +275,11 @@ def rows_of(blocks=3):
     ]
 
 
-def probe_of(folder, rows):
-    return figures.read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
+def probe_of(folder: Path, rows: Iterable[dict]):
+    return read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
 
 
-def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
+def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
     rows = [block_row(step, block) for step in STEPS for block in range(12)]
     rows[13]["swiglu_amax"] = None  # of step 200, block 1
     unscaled = linear_row(300, 0, 0)
@@ -277,13 +290,13 @@ def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
         / "probe.jsonl"
     )
     path.write_text(path.read_text() + '{"kind": "linear", "ste')
-    probe = figures.read_probe(path)
+    probe = read_probe(path)
     assert np.isnan(probe.linear["weight", "scale"]).all()
     assert "no scale: these stay in BF16" in [
-        text.get_text() for text in figures.draw_scales(probe, {}, "run").axes[0].texts
+        text.get_text() for text in draw_scales(probe, {}, "run").axes[0].texts
     ]
-    assert any(line[-1] == "-" for line in cells(figures.table(probe)))
-    logit, ratio = figures.draw_outliers(probe, "run").axes[:2]
+    assert any(line[-1] == "-" for line in cells(format_worst(probe)))
+    logit, ratio = draw_outliers(probe, "run").axes[:2]
     want = [
         [block_row(step, block)["attention_logit_max"] for step in STEPS] for block in range(12)
     ]
@@ -294,7 +307,7 @@ def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
     )
 
 
-def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
+def test_scales_are_drawn_where_the_rows_put_them(tmp_path: Path) -> None:
     """The last of a repeated step counts; the top shows the last step that has every layer, also of
     a cut-off file."""
     wrong = linear_row(300, 1, 2) | {"weight": {**operand("weight", 1, 2, 300), "scale": 1.0}}
@@ -306,8 +319,8 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
     inference = probe_of(
         tmp_path / "eval", [linear_row(300, block, kind, gradient=None) for block, kind in every]
     )
-    figure = figures.draw_scales(probe, {"rowwise": inference}, "run")
-    for column, name in enumerate(figures.OPERANDS):
+    figure = draw_scales(probe, {"rowwise": inference}, "run")
+    for column, name in enumerate(OPERANDS):
         top, bottom = figure.axes[column], figure.axes[3 + column]
         for kind in range(4):
             want = [math.log2(operand(name, block, kind, 300)["scale"]) for block in range(3)]
@@ -329,13 +342,11 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
         )
 
 
-def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
+def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path: Path) -> None:
     head = [linear_row(step, 0, 0, layer="head") for step in STEPS]
-    figure = figures.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
+    figure = draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
     places = [*itertools.product(range(12), range(4)), (0, 0)]  # the head last
-    for panel, (share, name) in zip(
-        figure.axes, itertools.product(figures.SHARES, figures.OPERANDS), strict=False
-    ):
+    for panel, (share, name) in zip(figure.axes, itertools.product(SHARES, OPERANDS), strict=False):
         want = np.array(
             [[operand(name, *where, step)[share] for step in STEPS] for where in places]
         )
@@ -368,8 +379,12 @@ def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
     ],
 )
 def test_the_command_writes_figures_and_the_worst_of_each_kind(
-    tmp_path, capsys, rows, figures_of, told
-):
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: Iterable[dict],
+    figures_of: Callable,
+    told: str,
+) -> None:
     run = write(tmp_path / "run", rows, "probe.jsonl")
     if linears := [row for row in rows if row["kind"] == "linear"]:
         write(run, linears, "eval/probe_rowwise.jsonl")
@@ -391,7 +406,9 @@ def test_the_command_writes_figures_and_the_worst_of_each_kind(
         ("{0}/run out={0}/run/metrics.jsonl", "cannot be written"),
     ],
 )
-def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
+def test_mistakes_get_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, words: str
+) -> None:
     write(tmp_path / "run", [row(1)])
     write(tmp_path / "none", [event("resume", 3)])
     (tmp_path / "none/probe.jsonl").touch()

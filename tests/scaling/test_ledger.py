@@ -4,22 +4,26 @@ its row to the bit."""
 import functools
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 import train
 from lib.files import read_rows
 from model import GPTConfig
+from runtime.config import Config
 from scaling import ledger, precision, sweep
 from scaling.ledger import compare, machine_kind, read_entries
+from scaling.study import Row
 from tests.conftest import asked, changed, tiny_config, write_config
 from tests.helpers.scaling_runs import strict
 
 RUNS = ["a_bf16_t1_s1", "a_bf16_t0.5_s1", "a_tensorwise_t1_s1", "a_tensorwise_t0.5_s1"]
 
 
-def write_study(folder, config, seeds=(1,), margin=1.0):
+def write_study(folder: Path, config: Config, seeds: tuple[int, ...] = (1,), margin: float = 1.0):
     """A study of one tiny size: trunks of 21 steps with a branch, in BF16 and tensorwise."""
     config = replace(
         config,
@@ -40,10 +44,12 @@ study = Study(name="tiny", sizes=(Size(config={str(path)!r}, seeds={seeds}),), t
     return file
 
 
-def in_process(trained):
+def in_process(trained: list[str]):
     """A ledger.train that trains in this process and notes what."""
 
-    def train_row(row, rows, folder, options, deadline):
+    def train_row(
+        row: Row, rows: list[Row], folder: Path, options: ledger.Options, deadline: float
+    ):
         trained.append(row.run)
         folder.mkdir(parents=True, exist_ok=True)
         return train.main(sweep.placed(row, folder).arguments(folder)), 1.5
@@ -52,7 +58,7 @@ def in_process(trained):
 
 
 @pytest.fixture(scope="module")
-def finished(data_dir, tmp_path_factory):
+def finished(data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """A folder with the study, trained: study_tiny.py, out/, rows/."""
     folder = tmp_path_factory.mktemp("finished")
     file = write_study(folder, tiny_config(data_dir, folder / "out"))
@@ -66,7 +72,12 @@ def finished(data_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def command(tiny, tmp_path, monkeypatch, capsys):
+def command(
+    tiny: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     """command(*words, study=, code=): what scaling/ledger.py prints; runs are trained in this
     process."""
     trained, file = [], write_study(tmp_path, tiny)
@@ -80,7 +91,7 @@ def command(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ledger, "train", quietly)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def call(*words, study=file, code=0):
+    def call(*words, study: Path = file, code: int = 0):
         return asked(
             capsys,
             ledger.main,
@@ -96,18 +107,20 @@ def command(tiny, tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def done(command, finished, tmp_path):
+def done(command: Callable[..., str], finished: Path, tmp_path: Path):
     """The command where the whole study has been trained."""
     for folder in "out", "rows":
         shutil.copytree(finished / folder, tmp_path / folder)
     return functools.partial(command, study=finished / "study_tiny.py")
 
 
-def rows_of(tmp_path):
+def rows_of(tmp_path: Path):
     return read_rows(tmp_path / "rows/runs.jsonl")
 
 
-def test_every_finished_run_has_a_row_and_is_not_trained_again(done, tmp_path):
+def test_every_finished_run_has_a_row_and_is_not_trained_again(
+    done: Callable[..., str], tmp_path: Path
+) -> None:
     first = rows_of(tmp_path)
     done("--run")
     assert (
@@ -120,7 +133,9 @@ def test_every_finished_run_has_a_row_and_is_not_trained_again(done, tmp_path):
     )
 
 
-def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_loss(done, tmp_path):
+def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_loss(
+    done: Callable[..., str], tmp_path: Path
+) -> None:
     rows = rows_of(tmp_path)
     kept = [row for row in rows if row["run"] != "a_bf16_t0.5_s1"]
     (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -132,8 +147,8 @@ def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_l
 
 
 def test_restored_runs_give_precision_the_gaps_of_the_runs_themselves(
-    done, tmp_path, no_figures, capsys
-):
+    done: Callable[..., str], tmp_path: Path, no_figures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     def gaps():
         asked(capsys, precision.main, tmp_path / "out/tiny")
         found = strict(tmp_path / "out/tiny/law/precision.json")
@@ -149,7 +164,9 @@ def test_restored_runs_give_precision_the_gaps_of_the_runs_themselves(
     assert "before the runs" in margin, "the declaration keeps its date"
 
 
-def test_a_repeat_is_equal_to_the_bit_or_says_how_far_it_is(done, tmp_path):
+def test_a_repeat_is_equal_to_the_bit_or_says_how_far_it_is(
+    done: Callable[..., str], tmp_path: Path
+) -> None:
     assert "equal to the bit" in done("repeat=a_tensorwise_t0.5_s1")
     path = tmp_path / "rows/runs.jsonl"
     rows = rows_of(tmp_path)
@@ -159,7 +176,9 @@ def test_a_repeat_is_equal_to_the_bit_or_says_how_far_it_is(done, tmp_path):
 
 
 @pytest.mark.parametrize("factor, is_equal", [(1.0, True), (1 + 9e-4, True), (1 + 2e-3, False)])
-def test_on_another_kind_of_machine_a_thousandth_is_allowed(factor, is_equal, done, tmp_path):
+def test_on_another_kind_of_machine_a_thousandth_is_allowed(
+    factor: float, is_equal: bool, done: Callable[..., str], tmp_path: Path
+) -> None:
     entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[0]]
     elsewhere = replace(
         entry,
@@ -170,13 +189,15 @@ def test_on_another_kind_of_machine_a_thousandth_is_allowed(factor, is_equal, do
     assert found.is_equal == is_equal and "another kind of machine" in found.text
 
 
-def test_other_training_tokens_are_no_repeat(done, tmp_path):
+def test_other_training_tokens_are_no_repeat(done: Callable[..., str], tmp_path: Path) -> None:
     entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[0]]
     found = compare(entry, replace(entry, summary={**entry.summary, "data_sha256": "0"}))
     assert not found.is_equal and "training tokens are others" in found.text
 
 
-def test_a_study_may_grow_but_not_change(done, tiny, tmp_path):
+def test_a_study_may_grow_but_not_change(
+    done: Callable[..., str], tiny: Config, tmp_path: Path
+) -> None:
     grown = write_study(tmp_path, tiny, seeds=(1, 2))
     assert "4 of 8 runs are done" in done(study=grown)
     other = write_study(tmp_path, changed(tiny, "optim.lr=0.02"))
@@ -185,7 +206,7 @@ def test_a_study_may_grow_but_not_change(done, tiny, tmp_path):
     assert "margin_percent is another now" in done("--run", study=margin, code=2)
 
 
-def test_the_table_counts_hours_by_size_and_arm(done):
+def test_the_table_counts_hours_by_size_and_arm(done: Callable[..., str]) -> None:
     table = done()
     assert (
         "| a    | bf16       | 2    | 2    | 0.00       | 0.00       |" in table
@@ -193,7 +214,9 @@ def test_the_table_counts_hours_by_size_and_arm(done):
     )
 
 
-def test_pairs_of_two_kinds_of_machines_are_counted(done, tmp_path):
+def test_pairs_of_two_kinds_of_machines_are_counted(
+    done: Callable[..., str], tmp_path: Path
+) -> None:
     assert "different kinds" not in done()
     rows = rows_of(tmp_path)
     rows[2]["machine"]["vendor"] = "Another"
@@ -212,7 +235,9 @@ def test_pairs_of_two_kinds_of_machines_are_counted(done, tmp_path):
         ),
     ],
 )
-def test_damaged_rows_get_a_sentence(damage, told, done, tmp_path):
+def test_damaged_rows_get_a_sentence(
+    damage: Callable[[str], str], told: str, done: Callable[..., str], tmp_path: Path
+) -> None:
     path = tmp_path / "rows/runs.jsonl"
     path.write_text(damage(path.read_text()))
     assert told in done(code=2)
@@ -227,14 +252,18 @@ def test_damaged_rows_get_a_sentence(damage, told, done, tmp_path):
         (("--run", "limit=0"), "must be a positive"),
     ],
 )
-def test_a_wrong_command_gets_a_sentence(words, told, command):
+def test_a_wrong_command_gets_a_sentence(
+    words: tuple[str, ...], told: str, command: Callable[..., str]
+) -> None:
     assert told in command(*words, code=2)
 
 
-def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(command, monkeypatch, tmp_path):
+def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(
+    command: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     train_run = ledger.train
 
-    def failing(row, *more):
+    def failing(row: Row, *more):
         return (1, 0.0) if row.run == RUNS[0] else train_run(row, *more)
 
     monkeypatch.setattr(ledger, "train", failing)
@@ -242,7 +271,7 @@ def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(command, mon
     assert [row["run"] for row in rows_of(tmp_path)] == RUNS[2:]
 
 
-def test_a_row_holds_what_its_fields_say(done, tmp_path):
+def test_a_row_holds_what_its_fields_say(done: Callable[..., str], tmp_path: Path) -> None:
     entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[2]]
     blocks = entry.val_blocks
     assert (

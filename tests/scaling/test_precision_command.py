@@ -1,186 +1,238 @@
-"""scaling/precision.py: the command's files, tables and figure say what the gaps are, in words that
+"""scaling/precision.py: the command's files, tables and page say what the gaps are, in words that
 follow the numbers."""
 
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
 
 from scaling import precision
-from scaling.gap_figure import NULL_COLOURS
-from scaling.pairs import EPOCH, Margin, kumar_gap, pairs, sun_gap
-from scaling.precision import analyse, draw_precision
-from scaling.records import read_runs
+from scaling.paired.cost import EPOCH
 from tests.conftest import asked
-from tests.helpers.scaling_runs import (
-    cells,
-    edit,
-    errorbars,
-    legend,
-    strict,
-    write_branches,
-    write_run,
-)
+from tests.helpers.scaling_runs import cells, edit, strict, write_branches, write_run
 
 BF16 = 2.20, 2.21, 2.18  # nats, of seeds 1, 2, 3
+GAPS = (0.004, 0.010, 0.007)  # nats
+PERCENTS = 100 * np.divide(GAPS, BF16)
+Capsys = pytest.CaptureFixture[str]
 
 
-def write_seeds(folder, gaps, recipe="tensorwise", params=38_912, **changes):
+def write_seeds(
+    folder: Path,
+    gaps: tuple[float, ...],
+    recipe: str = "tensorwise",
+    params: int = 38_912,
+    **changes: object,
+) -> Path:
     """A BF16 run and its FP8 partner for each seed; gaps in nats."""
     for seed, gap in enumerate(gaps, 1):
-        for name, own in (("bf16", 0.0), (recipe, gap)):
-            if not (path := folder / f"{name}_{params}_{seed}").exists():
-                write_run(
-                    path,
-                    recipe=name,
-                    loss=BF16[seed - 1],
-                    gap=own,
-                    seed=seed,
-                    params=params,
-                    **changes,
-                )
+        shared = {"loss": BF16[seed - 1], "seed": seed, "params": params, **changes}
+        for name, fp8_gap in (("bf16", 0.0), (recipe, gap)):
+            path = folder / f"{name}_{params}_{seed}"
+            if not path.exists():
+                write_run(path, recipe=name, gap=fp8_gap, **shared)
     return folder
 
 
-def study(folder, percent=0.25, declared="2026-11-19T00:00:00Z"):
+def declare(folder: Path, percent: float = 0.25, declared: str = "2026-11-19T00:00:00Z") -> Path:
     """A study.json from before write_run's runs began (20 November)."""
     edit(folder / "study.json", margin_percent=percent, declared=declared)
     return folder
 
 
-def run(capsys, folder, *arguments):
-    return asked(capsys, precision.main, folder, *arguments, "--all"), strict(
-        folder / "law/precision.json"
-    )
+def run(capsys: Capsys, folder: Path, *arguments: str) -> tuple[str, dict]:
+    """(page, precision.json)."""
+    page = asked(capsys, precision.main, folder, *arguments, "--all")
+    return page, strict(folder / "law/precision.json")
 
 
-def row(output, name, first="N"):
+def row(page: str, name: str, first: str = "N") -> list[str]:
     """Cells of the line that holds `name`, in the table whose first column is `first`."""
-    table = re.split(rf"^\| {first} ", output, maxsplit=1, flags=re.M)[1].split("\n\n")[0]
+    table = re.split(rf"^\| {first} ", page, maxsplit=1, flags=re.M)[1].split("\n\n")[0]
     return next(line for line in cells(table) if name in line)
 
 
-def test_mean_interval_and_null_are_those_of_the_textbook_and_a_speed_up_is_a_gpus(
-    tmp_path, capsys, no_figures
-):
-    gaps = [0.004, 0.010, 0.007]
-    output, result = run(capsys, write_seeds(tmp_path, gaps))
-    theirs = ttest_1samp(percents := 100 * np.divide(gaps, BF16), 0).confidence_interval()
-    mean, half = (theirs.low + theirs.high) / 2, (theirs.high - theirs.low) / 2
-    assert row(output, "tensorwise")[3:5] == ["3", f"{mean:+.3f} ± {half:.3f}"]
-    assert result["common"]["tensorwise"]["bf16"]["mean"] == pytest.approx(
-        np.mean(100 * np.log1p(percents / 100)), rel=1e-9
-    )
-    null = 100 * math.sqrt(2) * np.log(BF16).std(ddof=1)
-    assert row(output, "bf16, two seeds")[3:6] == ["3 runs", f"SD {null:.3f}", f"SD {null:.3f}"]
-    output, result = run(capsys, study(write_seeds(tmp_path / "one", [0.01], "amax")))
-    assert row(output, "amax")[-1] == "no interval (n = 1)" and "two seeds" not in output
+# ---------------------------------------------------------------------------- gaps and their tables
+
+
+def test_a_sizes_gap_is_the_t_interval_of_its_seeds(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    page, _ = run(capsys, write_seeds(tmp_path, GAPS))
+    interval = ttest_1samp(PERCENTS, 0).confidence_interval()
+    mean, half = (interval.low + interval.high) / 2, (interval.high - interval.low) / 2
+    assert row(page, "tensorwise")[3:5] == ["3", f"{mean:+.3f} ± {half:.3f}"]
+
+
+def test_the_gap_over_all_sizes_is_of_logarithms(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    _, result = run(capsys, write_seeds(tmp_path, GAPS))
+    mean = result["common"]["tensorwise"]["bf16"]["mean"]
+    assert mean == pytest.approx(np.mean(100 * np.log1p(PERCENTS / 100)), rel=1e-9)
+
+
+def test_the_null_of_other_seeds_stands_beside_the_gap(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    page, _ = run(capsys, write_seeds(tmp_path, GAPS))
+    spread = f"SD {100 * math.sqrt(2) * np.log(BF16).std(ddof=1):.3f}"
+    assert row(page, "bf16, two seeds")[3:6] == ["3 runs", spread, spread]
+
+
+def test_a_single_pair_has_no_interval_and_no_null(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    page, result = run(capsys, declare(write_seeds(tmp_path, (0.01,), "amax")))
+    assert row(page, "amax")[-1] == "no interval (n = 1)" and "two seeds" not in page
     assert result["null"]["pooled"] is result["null"]["same_seed"]["pooled"] is None
-    assert "a CPU has no FP8 units" in output and all(
-        cost["speedup"] is None for cost in result["sizes"][0]["costs"]
-    )
-    _, result = run(
-        capsys,
-        write_seeds(
-            tmp_path / "gpu", gaps, device="NVIDIA H100", params=1_500_000_000, tok_per_s_median=1.0
-        ),
-    )
-    cost = next(one for one in result["sizes"][0]["costs"] if one["law"] == "Epoch")
-    assert cost["speedup"] == pytest.approx(1 / EPOCH.extra_tokens(0.007, 30e9))  # equal throughput
+
+
+def test_a_cpu_has_no_speed_up(tmp_path: Path, capsys: Capsys, no_figures: None) -> None:
+    page, result = run(capsys, write_seeds(tmp_path, GAPS))
+    assert "a CPU has no FP8 units" in page
+    assert all(cost["speedup"] is None for cost in result["sizes"][0]["costs"])
+
+
+def test_a_speed_up_of_a_gpu_is_net_of_the_extra_tokens(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    gpu = {"device": "NVIDIA H100", "params": 1_500_000_000, "tok_per_s_median": 1.0}
+    _, result = run(capsys, write_seeds(tmp_path, GAPS, **gpu))
+    (cost,) = [cost for cost in result["sizes"][0]["costs"] if cost["law"] == "Epoch"]
+    # equal throughput
+    assert cost["speedup"] == pytest.approx(1 / EPOCH.extra_tokens(0.007, 30e9))
 
 
 @pytest.mark.parametrize("cut_off", ["none", "*_tensorwise_1_*", "*_d5"])
-def test_branches_of_one_trunk_count_once_and_the_console_gets_forty_lines(
-    tmp_path, capsys, no_figures, cut_off
-):
-    """Also where they were trained from scratch without their trunk's checkpoint: they share its
-    seed, data and schedule."""
+class TestBranches:
+    """Branches of one trunk count once, also where they were trained from scratch without their
+    trunk's checkpoint: they share its seed, data and schedule."""
+
+    def analyse(self, folder: Path, capsys: Capsys, cut_off: str) -> tuple[str, dict]:
+        write_branches(folder, sizes=(30_000, 60_000, 120_000))
+        for path in folder.glob(f"{cut_off}/summary.json"):
+            edit(path, parent_run=None, parent_step=None)
+        return run(capsys, folder)
+
+    def test_in_the_gap(
+        self, tmp_path: Path, capsys: Capsys, no_figures: None, cut_off: str
+    ) -> None:
+        page, result = self.analyse(tmp_path, capsys, cut_off)
+        assert row(page, "tensorwise", "recipe")[3] == "6 of 24" and "own" in result["laws"]
+        assert all(size["bf16"]["n"] == 2 for size in result["sizes"])
+        assert len(result["sizes"]) == 12
+
+    def test_in_the_null(
+        self, tmp_path: Path, capsys: Capsys, no_figures: None, cut_off: str
+    ) -> None:
+        _, result = self.analyse(tmp_path, capsys, cut_off)
+        pooled = result["null"]["pooled"]
+        # two seeds at each of three sizes
+        assert (pooled["runs"], pooled["dof"]) == (24, 3)
+
+
+def test_the_console_gets_forty_lines_and_all_of_them_with_all(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
     write_branches(tmp_path, sizes=(30_000, 60_000, 120_000))
     for i in range(12):
         write_run(tmp_path / f"alone_{i}", params=50_000 + i, recipe="amax")
-    for path in tmp_path.glob(f"{cut_off}/summary.json"):
-        edit(path, parent_run=None, parent_step=None)
-    output, result = run(capsys, tmp_path)
-    assert row(output, "tensorwise", "recipe")[3] == "6 of 24" and "own" in result["laws"]
-    # two seeds at each of three sizes
-    assert (result["null"]["pooled"]["runs"], result["null"]["pooled"]["dof"]) == (24, 3)
-    assert all(one["bf16"]["n"] == 2 for one in result["sizes"]) and len(result["sizes"]) == 12
+    whole, _ = run(capsys, tmp_path)
     short = asked(capsys, precision.main, tmp_path)
-    assert (
-        output.count("\n") > 55
-        and output.count("WARNING: unpaired alone") == 12
-        and short.count("\n") <= 40
-    )
-    assert "tensorwise" in short.splitlines()[2] and "--all" in short
+    assert whole.count("\n") > 55 and whole.count("WARNING: unpaired alone") == 12
+    assert short.count("\n") <= 40 and "--all" in short
+    assert "tensorwise" in short.splitlines()[2]
 
 
-def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, capsys, no_figures):
-    output, result = run(capsys, write_seeds(tmp_path, [0.0002, -0.0003, 0.0002]))
-    assert "No margin was declared" in output and result["margin"] is None
-    output, result = run(capsys, study(tmp_path))
-    words = row(output, "tensorwise", "recipe")
-    assert (
-        re.fullmatch(r"equivalent within ±0\.25 % \(TOST, p=[\d.e-]+\)", words[2])
-        and result["margin"]["is_declared"]
-    )
-    assert words[-1] == f"{result['common']['tensorwise']['smallest_seen']:.4g}"
-    output, result = run(capsys, tmp_path, "margin=0.5")
-    assert (
-        "margin after the fact" in output
-        and "±0.5 %" in output
-        and not result["margin"]["is_declared"]
-    )
-    study(write_seeds(tmp_path / "later", [0.0002], params=60_000))
-    study(tmp_path, declared="2026-11-20T09:00:01Z")
-    output = asked(capsys, precision.main, tmp_path, tmp_path / "later", f"out={tmp_path}/law")
-    # not the other's
-    assert "margin after the fact" in output and f"{tmp_path}/study.json" in output
-    assert "after 6 of 6 runs had begun" in output
-    # nobody knows when they began
-    study(write_seeds(tmp_path / "b", [0.0002], params=50_000, t_start=...), 0.5)
-    assert not run(capsys, tmp_path / "b")[1]["margin"]["is_declared"]
-    assert "0.25, 0.5" in asked(
-        capsys, precision.main, tmp_path, tmp_path / "b", f"out={tmp_path}/c", code=2
-    )
-
-
-def test_a_recipe_that_converts_nothing_is_called_bf16_and_the_best_is_named(
-    tmp_path, capsys, no_figures
-):
-    write_seeds(tmp_path, [0.010, 0.011, 0.012])
-    write_seeds(tmp_path, [0.020, 0.021, 0.025], "cscale")
-    write_seeds(
-        tmp_path,
-        [1e-5, 2e-5, 3e-5],
-        "auto",
-        precision={"recipe": "auto", "compile": False, "layers_converted": []},
-    )
-    output, result = run(capsys, tmp_path)
-    assert row(output, "auto", "recipe")[2].startswith("BF16 again") and len(result["pairs"]) == 9
-    assert "Best: tensorwise has the lowest gap" in output and "Not ranked: auto" in output
+def test_a_recipe_that_converts_nothing_is_called_bf16(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    write_seeds(tmp_path, (0.010, 0.011, 0.012))
+    write_seeds(tmp_path, (0.020, 0.021, 0.025), "cscale")
+    idle = {"recipe": "auto", "compile": False, "layers_converted": []}
+    write_seeds(tmp_path, (1e-5, 2e-5, 3e-5), "auto", precision=idle)
+    page, result = run(capsys, tmp_path)
+    assert row(page, "auto", "recipe")[2].startswith("BF16 again") and len(result["pairs"]) == 9
+    assert "Best: tensorwise has the lowest gap" in page and "Not ranked: auto" in page
 
 
 def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(
-    tmp_path, capsys, no_figures
-):
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
     for ratio, loss, params in ((10, 2.2, 30_000), (20, 2.0, 30_000), (20, 1.9, 60_000)):
-        for recipe in ("bf16", "tensorwise"):
-            write_run(
-                tmp_path / f"{recipe}_{params}_{ratio}",
-                recipe=recipe,
-                gap=0.01 * (recipe != "bf16"),
-                params=params,
-                tokens=ratio * params,
-                loss=loss,
-            )
+        shared = {"params": params, "tokens": ratio * params, "loss": loss}
+        write_run(tmp_path / f"bf16_{params}_{ratio}", **shared)
+        name = f"tensorwise_{params}_{ratio}"
+        write_run(tmp_path / name, recipe="tensorwise", gap=0.01, **shared)
     _, result = run(capsys, tmp_path)
-    beta, (one, epoch) = math.log(2.2 / 2.0) / math.log(2), result["sizes"][1]["costs"]
-    assert (one["law"], epoch["law"]) == ("own, at this N", "Epoch")
-    assert one["extra_tokens"] == pytest.approx((1 - 0.01 / 2.0) ** (-1 / beta))
+    own, epoch = result["sizes"][1]["costs"]
+    beta = math.log(2.2 / 2.0) / math.log(2)
+    assert (own["law"], epoch["law"]) == ("own, at this N", "Epoch")
+    assert own["extra_tokens"] == pytest.approx((1 - 0.01 / 2.0) ** (-1 / beta))
     # one token count at that size
     assert [cost["law"] for cost in result["sizes"][2]["costs"]] == ["Epoch"]
+
+
+# -------------------------------------------------------------------------------------- the margin
+
+
+SMALL_GAPS = (0.0002, -0.0003, 0.0002)
+
+
+def test_without_a_declared_margin_there_is_no_test_of_equivalence(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    page, result = run(capsys, write_seeds(tmp_path, SMALL_GAPS))
+    assert "No margin was declared" in page and result["margin"] is None
+
+
+def test_a_margin_declared_before_the_runs_makes_a_test_of_equivalence(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    page, result = run(capsys, declare(write_seeds(tmp_path, SMALL_GAPS)))
+    words = row(page, "tensorwise", "recipe")
+    assert re.fullmatch(r"equivalent within ±0\.25 % \(TOST, p=[\d.e-]+\)", words[2])
+    assert result["margin"]["is_declared"]
+    assert words[-1] == f"{result['common']['tensorwise']['smallest_seen']:.4g}"
+
+
+def test_a_given_margin_is_after_the_fact(tmp_path: Path, capsys: Capsys, no_figures: None) -> None:
+    page, result = run(capsys, declare(write_seeds(tmp_path, SMALL_GAPS)), "margin=0.5")
+    assert "margin after the fact" in page and "±0.5 %" in page
+    assert not result["margin"]["is_declared"]
+
+
+def test_of_two_studies_with_one_margin_the_late_declaration_counts(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    declare(write_seeds(tmp_path, SMALL_GAPS), declared="2026-11-20T09:00:01Z")
+    declare(write_seeds(tmp_path / "other", (0.0002,), params=60_000))
+    words = [tmp_path, tmp_path / "other", f"out={tmp_path}/law"]
+    page = asked(capsys, precision.main, *words)
+    assert "margin after the fact" in page and f"{tmp_path}/study.json" in page
+    assert "after 6 of 6 runs had begun" in page
+
+
+def test_a_margin_is_not_declared_where_nobody_knows_when_the_runs_began(
+    tmp_path: Path, capsys: Capsys, no_figures: None
+) -> None:
+    declare(write_seeds(tmp_path, (0.0002,), t_start=...))
+    assert not run(capsys, tmp_path)[1]["margin"]["is_declared"]
+
+
+def test_two_margins_are_refused(tmp_path: Path, capsys: Capsys, no_figures: None) -> None:
+    declare(write_seeds(tmp_path / "a", SMALL_GAPS))
+    declare(write_seeds(tmp_path / "b", (0.0002,), params=50_000), 0.5)
+    words = [tmp_path / "a", tmp_path / "b", f"out={tmp_path}/c"]
+    assert "0.25, 0.5" in asked(capsys, precision.main, *words, code=2)
+
+
+# ---------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(
@@ -193,19 +245,36 @@ def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(
         ("{runs}/bf16_38912_1 out=x", "no BF16/FP8 pair among these runs"),
     ],
 )
-def test_mistakes_are_a_sentence(tmp_path, capsys, arguments, sentence):
-    write_seeds(tmp_path, [0.004])
-    before = sorted(tmp_path.rglob("*"))
-    assert sentence in asked(
-        capsys, precision.main, *arguments.format(runs=tmp_path).split(), code=2
-    )
-    assert sorted(tmp_path.rglob("*")) == before
+def test_mistakes_are_a_sentence(
+    tmp_path: Path, capsys: Capsys, arguments: str, sentence: str
+) -> None:
+    write_seeds(tmp_path, (0.004,))
+    files = sorted(tmp_path.rglob("*"))
+    words = arguments.format(runs=tmp_path).split()
+    assert sentence in asked(capsys, precision.main, *words, code=2)
+    assert sorted(tmp_path.rglob("*")) == files
 
 
-def damaged(runs, shift=0, **arrays):
-    with np.load(runs / "bf16_38912_2/val_losses.npz") as file:
+LOSSES = Path("bf16_38912_2/val_losses.npz")
+
+
+def change_losses(runs: Path, shift: int = 0, **arrays: np.ndarray) -> None:
+    """Roll the validation losses of a run, or replace columns of them."""
+    with np.load(runs / LOSSES) as file:
         whole = {name: np.roll(array, shift) for name, array in file.items()}
-    np.savez(runs / "bf16_38912_2/val_losses.npz", **whole | arrays)
+    np.savez(runs / LOSSES, **whole | arrays)
+
+
+def write_fewer_sequences(runs: Path) -> None:
+    """A pair whose BF16 run was validated on other sequences."""
+    write_run(runs / "tensorwise", recipe="tensorwise", loss=2.2, seed=9)
+    write_run(runs / "bf16", loss=2.2, seed=9, per_source=5)
+
+
+def leave_a_diverged_run(runs: Path) -> None:
+    for path in runs.glob("*/summary.json"):
+        path.unlink()
+    write_run(runs / "x", status="diverged")
 
 
 @pytest.mark.parametrize(
@@ -215,144 +284,31 @@ def damaged(runs, shift=0, **arrays):
             lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'),
             "study.json cannot be read",
         ),
-        (lambda runs: study(runs, percent=0), "margin"),
-        (lambda runs: study(runs, declared="yesterday"), "margin"),
+        (lambda runs: declare(runs, percent=0), "margin"),
+        (lambda runs: declare(runs, declared="yesterday"), "margin"),
         (
             lambda runs: write_run(runs / "d", seed=9, pair_id="pair38912_778240_1"),
             "d are both the BF16 run of pair",
         ),
-        (
-            lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(),
-            "val_losses.npz cannot be read",
-        ),
-        (
-            lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"),
-            "val_losses.npz cannot be read",
-        ),
-        (lambda runs: damaged(runs, bf16=np.full(35, 9.9)), "val_losses.npz cannot be read"),
-        (lambda runs: damaged(runs, bf16=np.full(36, math.nan)), "not from one evaluation"),
+        (lambda runs: (runs / LOSSES).unlink(), "val_losses.npz cannot be read"),
+        (lambda runs: (runs / LOSSES).write_bytes(b"PK"), "val_losses.npz cannot be read"),
+        (lambda runs: change_losses(runs, bf16=np.full(35, 9.9)), "val_losses.npz cannot be read"),
+        (lambda runs: change_losses(runs, bf16=np.full(36, math.nan)), "not from one evaluation"),
         # a source without a target
-        (lambda runs: damaged(runs, n_tokens=np.arange(36) // 12 * 9), "not from one evaluation"),
-        (lambda runs: damaged(runs, bf16=np.full(36, 9.9)), "not from one evaluation"),
-        (lambda runs: damaged(runs, shift=5), "same validation sequences in the same order"),
         (
-            lambda runs: [
-                write_run(runs / name, recipe=name, loss=2.2, seed=9, **more)
-                for name, more in (("tensorwise", {}), ("bf16", {"per_source": 5}))
-            ],
-            "same validation sequences",
+            lambda runs: change_losses(runs, n_tokens=np.arange(36) // 12 * 9),
+            "not from one evaluation",
         ),
+        (lambda runs: change_losses(runs, bf16=np.full(36, 9.9)), "not from one evaluation"),
+        (lambda runs: change_losses(runs, shift=5), "same validation sequences in the same order"),
+        (write_fewer_sequences, "same validation sequences"),
         (lambda runs: write_run(runs / "other", params=50_000, val_sha256="w" * 64), "val_sha256"),
-        (
-            lambda runs: (
-                [path.unlink() for path in runs.glob("*/summary.json")]
-                + [write_run(runs / "x", status="diverged")]
-            ),
-            "no run is left to compare",
-        ),
+        (leave_a_diverged_run, "no run is left to compare"),
     ],
 )
-def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, damage, sentence):
-    damage(study(write_seeds(tmp_path, [0.004, 0.010, 0.007])))
-    assert (
-        sentence in asked(capsys, precision.main, tmp_path, code=2)
-        and not (tmp_path / "law").exists()
-    )
-
-
-def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
-    write_seeds(tmp_path, [0.010, 0.012, 0.015], params=40_000)
-    write_seeds(tmp_path, [-0.004, -0.006, -0.009], "rowwise", params=40_000)
-    write_seeds(tmp_path, [0.004], params=300_000)
-    write_run(tmp_path / "again", loss=BF16[0] + 1e-3, params=40_000, seed=1, repeat=1)
-    records, _ = read_runs([tmp_path])
-    result = analyse(records, pairs(records)[0], "bf16", Margin(0.25, "study.json", True))
-    figure = draw_precision(result)
-    left, right = figure.axes
-    theirs = ttest_1samp(
-        percent := 100 * np.divide([0.010, 0.012, 0.015], BF16), 0
-    ).confidence_interval()
-    first, alone = errorbars(left, "#D55E00")
-    assert first[1:] == pytest.approx((np.mean(percent), theirs.low, theirs.high), rel=1e-6)
-    se = next(pair.gap["bf16"].se_percent for pair in pairs(records)[0] if pair.fp8.N == 300_000)
-    mean = 100 * 0.004 / 2.2
-    # one pair: the bar is the evaluation's noise, not the seeds'
-    assert alone == pytest.approx((300_000, mean, mean - 1.96 * se, mean + 1.96 * se), rel=1e-4)
-    (other,) = errorbars(left, "#009E73")
-    # two recipes of one size stand side by side
-    assert other[0] < 40_000 < first[0] and other[1] < 0
-    bands = [result["null"]["pooled"]["band"], result["null"]["same_seed"]["pooled"]["band"]]
-    # the null of other seeds leaves the panel, that of the same seed does not
-    assert 0.25 < left.get_ylim()[1] < 1.2 < bands[0] and bands[1] < left.get_ylim()[1]
-    assert null_ends(left, "v") == [-left.get_ylim()[1]] == [-end for end in null_ends(left, "^")]
-    assert null_ends(left, "_") == pytest.approx([-bands[1], bands[1]])
-    assert [text.get_text() for text in left.texts] == [f"±{band:.2g} %" for band in bands]
-    assert {-0.25, 0.25} <= {
-        line.get_ydata()[0] for line in left.lines if line.get_linestyle() == "--"
-    }
-    assert legend(figure) == [
-        f"null, other seed, ±{bands[0]:.2g} %",
-        f"null, same seed, ±{bands[1]:.2g} %",
-        "margin, ±0.25 %",
-        "rowwise",
-        "tensorwise",
-        "mean of pairs, 95 % interval",
-        "single pair, evaluation noise",
-    ]
-    lines = {line.get_label(): line.get_data() for line in right.lines}
-    N, nats = lines["Kumar INT8"]
-    assert nats == pytest.approx(kumar_gap(N)) and N.min() >= 30e6 and N.max() <= 220e6
-    N, nats = lines["Sun E4M3, block 128"]
-    assert (
-        nats == pytest.approx(sun_gap(N, 20 * N))
-        and N.min() >= 41e6
-        and right.get_xlim()[1] > 1.5e9
-    )
-    markers = {line.get_xdata()[0]: line.get_markerfacecolor() for line, *_ in right.containers}
-    assert markers == {40_000: "#D55E00", 300_000: "white"}
-    assert sorted(nats for _, nats, *_ in errorbars(right)) == pytest.approx(
-        [0.004, np.mean([0.010, 0.012, 0.015])], rel=1e-6
-    )
-
-
-def test_few_and_extreme_pairs_are_drawn(tmp_path, capsys):
-    for gaps in ([-0.01], [2.0, 2.5]):
-        runs, out = write_seeds(tmp_path / f"{len(gaps)}/runs", gaps), tmp_path / f"{len(gaps)}/out"
-        assert "FP8 minus BF16, as trained" in asked(
-            capsys, precision.main, runs, "loss=as_trained", "--out", out
-        )
-        assert {path.suffix for path in out.iterdir()} == {".json", ".png", ".svg"}
-        assert strict(out / "precision.json")["sizes"][0]["nats"]["mean"] == pytest.approx(
-            1.5 * np.mean(gaps)
-        )
-        limit = (
-            draw_precision(found := precision.load(out / "precision.json")).axes[0].get_ylim()[1]
-        )
-        mean = abs(found["sizes"][0]["as_trained"].mean)
-        if len(gaps) == 2:
-            assert limit == pytest.approx(1.2 * mean), "two pairs' bar may leave the panel"
-        else:
-            assert limit > 1.2 * mean, "a single pair's bar may not"
-
-
-def null_ends(panel, marker):
-    """Where brackets of nulls end with this marker."""
-    lines = [line for line in panel.lines if line.get_color() in NULL_COLOURS]
-    return [line.get_ydata()[0] for line in lines if line.get_marker() == marker]
-
-
-@pytest.mark.parametrize("gap", [0.001, 0.3, 1.0, 6.0, 150.0])
-def test_the_margin_can_be_read_whatever_the_gaps_and_nulls_are(tmp_path, gap):
-    """Its lines lie a tenth of the axis away from the edges and from each other."""
-    write_seeds(tmp_path, [gap * loss / 100 for loss in BF16], params=40_000)
-    records, _ = read_runs([tmp_path])
-    result = analyse(records, pairs(records)[0], "bf16", Margin(0.25, "study.json", True))
-    panel = draw_precision(result).axes[0]
-    heights = panel.transAxes.inverted().transform(
-        panel.transData.transform([(40_000, side * 0.25) for side in (-1, 1)])
-    )[:, 1]
-    assert heights[0] > 0.1 and heights[1] < 0.9 and heights[1] - heights[0] > 0.1
-    low, high = panel.get_ylim()
-    ticks = [tick for tick in panel.get_yticks() if low <= tick <= high]
-    assert 0 in ticks and len(ticks) >= 3
-    assert all(low < mean < high for _, mean, *_ in errorbars(panel))
+def test_damaged_runs_are_a_sentence_and_nothing_is_written(
+    tmp_path: Path, capsys: Capsys, damage: Callable[[Path], object], sentence: str
+) -> None:
+    damage(declare(write_seeds(tmp_path, GAPS)))
+    assert sentence in asked(capsys, precision.main, tmp_path, code=2)
+    assert not (tmp_path / "law").exists()

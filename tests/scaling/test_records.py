@@ -3,91 +3,131 @@ skipped in silence."""
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lib.errors import UserError
 from scaling import records as room
-from scaling.pairs import pairs
-from scaling.records import check_comparable, read_curve, read_record, read_runs
+from scaling.paired.gaps import Pair
+from scaling.pairing import pair_runs
+from scaling.records import Record, check_comparable, read_curve, read_record, read_runs
 from tests.helpers.scaling_runs import edit, write_ladder, write_run
 
+# ------------------------------------------------------------------------------ folders of runs
 
-def test_run_folders_and_folders_of_runs_are_read_and_what_is_skipped_is_said(tmp_path):
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Path:
+    """Six runs beside a run that has begun, a folder of notes, and law/, which fit.py writes."""
     folder = write_ladder(tmp_path / "out")
-    for name in ("begun/config.json", "notes/x.json", "law/law.json"):  # law: by fit.py
+    for name in ("begun/config.json", "notes/x.json", "law/law.json"):
         edit(folder / name)
-    found, notes = read_runs([folder, folder / "a_bf16"])  # the second is there already
-    assert [one.run_id for one in found] == [
-        "a_bf16",
-        "a_fp8",
-        "b_bf16",
-        "b_fp8",
-        "c_bf16",
-        "c_fp8",
-    ]
+    return folder
+
+
+def test_run_folders_and_folders_of_runs_are_read_once(ladder: Path):
+    records, _ = read_runs([ladder, ladder / "a_bf16"])
+    names = [f"{letter}_{arm}" for letter in "abc" for arm in ("bf16", "fp8")]
+    assert [record.run_id for record in records] == names
+
+
+def test_what_is_skipped_is_said(ladder: Path):
+    _, notes = read_runs([ladder])
     assert [note.partition(":")[0][-5:] for note in notes] == ["begun", "notes"]
-    (folder / "a_bf16.log").touch()  # by sweep.py: out/study/*_bf16* names it too
-    (one,), _ = read_runs(sorted(folder.glob("a_bf16*")))
-    assert (one.run_id, one.recipe, one.params_total, one.tokens) == (
-        "a_bf16",
-        "bf16",
-        38_912,
-        778_240,
-    )
-    assert one.weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
-    for path, sentence in (
+
+
+def test_a_log_beside_a_run_is_no_run(ladder: Path):
+    """out/study/*_bf16* names it too."""
+    (ladder / "a_bf16.log").touch()
+    (record,), _ = read_runs(sorted(ladder.glob("a_bf16*")))
+    assert record.run_id == "a_bf16"
+
+
+def test_a_record_is_what_the_summary_says(ladder: Path):
+    record = read_record(ladder / "a_bf16")
+    values = (record.run_id, record.recipe, record.params_total, record.tokens)
+    assert values == ("a_bf16", "bf16", 38_912, 778_240)
+    assert record.weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
         ("nowhere", "does not exist"),
         ("a_fp8/summary.json", "is a file"),
         ("notes", "no finished run in "),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            read_runs([folder / path])
+    ],
+)
+def test_a_path_without_a_run_is_refused(ladder: Path, path: str, sentence: str):
+    with pytest.raises(UserError, match=sentence):
+        read_runs([ladder / path])
 
 
-def test_branches_know_their_trunk(tmp_path):
-    """By themselves, or by their study where a branch was trained from scratch: same seed, same
-    data, same schedule."""
+# ----------------------------------------------------------------------------------- branches
 
-    def lineage(*names):
-        return [
-            (one.trunk, one.decays_from) for one in (read_record(tmp_path / name) for name in names)
-        ]
 
-    write_run(
-        tmp_path / "long",
-        params=106_624,
-        **dict.fromkeys(("parent_run", "parent_step", "t_start"), ...),
+@pytest.fixture
+def family(tmp_path: Path) -> Path:
+    """A trunk, runs that pass for its branches, and branches of another folder's runs."""
+    absent = dict.fromkeys(("parent_run", "parent_step", "t_start"), ...)
+    write_run(tmp_path / "long", params=106_624, **absent)
+    runs = (
+        ("short", 10**6, {}),
+        ("other", 10**6, {"parent_run": "elsewhere", "parent_step": 7}),
+        ("further", 2 * 10**6, {"parent_run": "other", "parent_step": 9}),
+        # of another folder's run of its name
+        ("same", 10**6, {"parent_run": "same", "parent_step": 7}),
     )
-    write_run(tmp_path / "short", params=106_624, tokens=10**6)
-    write_run(
-        tmp_path / "other", params=106_624, tokens=10**6, parent_run="elsewhere", parent_step=7
-    )
-    write_run(
-        tmp_path / "further", params=106_624, tokens=2 * 10**6, parent_run="other", parent_step=9
-    )
-    # of another folder's run of its name
-    write_run(tmp_path / "same", params=50_000, parent_run="same", parent_step=7)
-    assert lineage("long", "short", "other", "further", "same") == [
-        ("long", None),
-        ("short", None),
-        ("elsewhere", 7),
-        ("elsewhere", 9),
-        ("same", 7),
+    for name, tokens, parent in runs:
+        write_run(tmp_path / name, params=106_624, tokens=tokens, **parent)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "trunk", "step"),
+    [
+        ("long", "long", None),
+        ("short", "short", None),
+        ("other", "elsewhere", 7),
+        ("further", "elsewhere", 9),
+        ("same", "same", 7),
+    ],
+)
+def test_branches_know_their_trunk(family: Path, name: str, trunk: str, step: int | None):
+    record = read_record(family / name)
+    assert (record.trunk, record.decays_from) == (trunk, step)
+
+
+@pytest.mark.parametrize(
+    ("name", "trunk", "step"),
+    [
+        ("long", "long", None),
+        ("short", "long", 400),
+        # what was done counts, not the plan
+        ("other", "elsewhere", 7),
+    ],
+)
+def test_a_branch_that_was_trained_from_scratch_is_told_by_its_study(
+    family: Path, name: str, trunk: str, step: int | None
+):
+    """Same seed, same data, same schedule."""
+    plan = [("long", None, None), ("short", "long", 400), ("other", "long", 400)]
+    runs = [
+        {"run": run, "parent": parent, "parent_step": step_of_plan}
+        for run, parent, step_of_plan in plan
     ]
-    edit(
-        tmp_path / "study.json",
-        runs=[
-            {"run": "long", "parent": None, "parent_step": None},
-            {"run": "short", "parent": "long", "parent_step": 400},
-            # what was done counts, not the plan
-            {"run": "other", "parent": "long", "parent_step": 400},
-        ],
-    )
-    assert lineage("long", "short", "other") == [("long", None), ("long", 400), ("elsewhere", 7)]
-    assert read_record(tmp_path / "short").parent_step is None
+    edit(family / "study.json", runs=runs)
+    record = read_record(family / name)
+    assert (record.trunk, record.decays_from) == (trunk, step)
+    assert name == "other" or record.parent_step is None
+
+
+# -------------------------------------------------------------------------------- damaged files
 
 
 @pytest.mark.parametrize(
@@ -104,7 +144,7 @@ def test_branches_know_their_trunk(tmp_path):
         ("sources", {"a": {"weight": 0}, "b": {"weight": 1}}, "a=0.0 is not above zero"),
     ],
 )
-def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
+def test_bad_fields_get_a_sentence(tmp_path: Path, key: str, value: Any, sentence: str):
     write_run(tmp_path / "run", **{key: value})
     with pytest.raises(UserError, match=f"{tmp_path}/run/summary.json.*{sentence}"):
         read_record(tmp_path / "run")
@@ -114,11 +154,14 @@ def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"\xff\xfe{}", b'{"schema_version": 1, "run_id": "r']
 )
-def test_damaged_files_are_refused(tmp_path, file, content):
+def test_damaged_files_are_refused(tmp_path: Path, file: str, content: bytes):
     write_run(tmp_path / "run")
     (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=f"{file} (is not valid JSON|holds a list)"):
         read_record(tmp_path / "run")
+
+
+# ----------------------------------------------------------------------------- what enters a fit
 
 
 @pytest.mark.parametrize(
@@ -133,119 +176,174 @@ def test_damaged_files_are_refused(tmp_path, file, content):
         ({"params": 38_912}, "same recipe, params_total, tokens, seed"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_naming_two_runs(tmp_path, changes, sentence):
+def test_what_cannot_be_compared_is_refused_naming_two_runs(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", **{"params": 106_624, **changes})
     with pytest.raises(UserError, match=f"a and .*{sentence}"):
         check_comparable(read_runs([tmp_path])[0])
 
 
-def test_what_enters_a_law(tmp_path):
-    """Annealed runs that ended well, from scratch, once: a repeat is a null, what goes on with a
-    model has more tokens."""
+@pytest.fixture
+def mixed(tmp_path: Path) -> list[Record]:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=2, is_annealed=False)
     write_run(tmp_path / "c", seed=3, status="diverged")
     write_run(tmp_path / "d", params=106_624, continued_from="llama31_8b")
     write_run(tmp_path / "e", repeat=1)
-    records = read_runs([tmp_path])[0]
-    check_comparable(records)  # another seed is another point
-    check_comparable(
-        [
-            records[0],
-            replace(
-                records[1], weights={name: w + 1e-12 for name, w in records[1].weights.items()}
-            ),
-        ]
-    )
-    for sieve, gone in ((room.usable, "bc"), (room.from_scratch, "d"), (room.without_repeats, "e")):
-        kept, notes = sieve(records)
-        assert [record.run_id for record in kept] == [name for name in "abcde" if name not in gone]
-        assert [note.split(":")[0] for note in notes] == [f"left out {name}" for name in gone]
+    return read_runs([tmp_path])[0]
 
 
-def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_path):
-    for name, params, study in (
-        ("x", 106_624, {"params": "nonembed"}),
-        ("y", 38_912, {"params": "total"}),
-        ("z", 38_912, {}),
-    ):
+Sieve = Callable[[list[Record]], tuple[list[Record], list[str]]]
+
+
+@pytest.mark.parametrize(
+    ("sieve", "gone"),
+    [(room.usable, "bc"), (room.from_scratch, "d"), (room.without_repeats, "e")],
+)
+def test_what_enters_a_law(mixed: list[Record], sieve: Sieve, gone: str):
+    """Annealed runs that ended well, from scratch, once: a repeat is a null, what goes on with a
+    model has more tokens."""
+    records, notes = sieve(mixed)
+    assert [record.run_id for record in records] == sorted(set("abcde") - set(gone))
+    assert [note.split(":")[0] for note in notes] == [f"left out {name}" for name in gone]
+
+
+def test_another_seed_is_another_point(mixed: list[Record]):
+    check_comparable(mixed)
+
+
+def test_weights_that_differ_by_rounding_are_equal(mixed: list[Record]):
+    first, second, *_ = mixed
+    weights = {name: weight + 1e-12 for name, weight in second.weights.items()}
+    check_comparable([first, replace(second, weights=weights)])
+
+
+# --------------------------------------------------------------------------- what N counts
+
+
+@pytest.fixture
+def counted(tmp_path: Path) -> Path:
+    """x by a study of non-embedding parameters, y by one of all, z by one that does not say."""
+    studies = (("x", {"params": "nonembed"}), ("y", {"params": "total"}), ("z", {}))
+    for params, (name, study) in zip((106_624, 38_912, 38_912), studies, strict=True):
         write_run(tmp_path / name / name, params=params)
         edit(tmp_path / name / "study.json", **study)
-    x, y, z = (read_record(tmp_path / name / name) for name in "xyz")
-    assert x.N == x.params_nonembed != x.params_total and y.N == z.N == 38_912
-    assert (
-        y.params_nonembed
-        == read_record(tmp_path / "y" / "y", "nonembed").N
-        == read_runs([tmp_path / "y"], "nonembed")[0][0].N
-    )
+    return tmp_path
+
+
+def test_n_is_what_the_study_beside_the_run_counts(counted: Path):
+    x, y, z = (read_record(counted / name / name) for name in "xyz")
+    assert x.N == x.params_nonembed != x.params_total
+    assert y.N == z.N == 38_912
+
+
+def test_a_word_overrides_what_the_study_counts(counted: Path):
+    record = read_record(counted / "y" / "y", "nonembed")
+    assert record.params_nonembed == record.N
+    assert read_runs([counted / "y"], "nonembed")[0][0].N == record.N
+
+
+def test_runs_that_count_differently_are_refused_with_the_word_that_mends_it(counted: Path):
+    x, y = (read_record(counted / name / name) for name in "xy")
     with pytest.raises(UserError, match="x and y differ in convention .*n=total"):
         check_comparable([x, y])
-    check_comparable(read_runs([tmp_path / "x", tmp_path / "y"], "total")[0])
+    check_comparable(read_runs([counted / "x", counted / "y"], "total")[0])
 
 
-def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path):
+# ---------------------------------------------------------------------------- training curves
+
+
+def test_a_run_without_metrics_has_an_empty_curve(tmp_path: Path):
     write_run(tmp_path / "a")
-    record = read_record(tmp_path / "a")
-    assert [len(values) for values in read_curve(record)] == [0, 0]
-    rows = [
-        {
-            "kind": "val" if loss == 9 else "train",
-            "step": tokens // 10,
-            "tokens": tokens,
-            "loss": loss,
-        }
-        for tokens, loss in ((10, 5.0), (10, 9.0), (20, math.nan), (30, 4.0), (30, 3.5))
-    ]
-    (tmp_path / "a" / "metrics.jsonl").write_text(
-        "\n".join(map(json.dumps, rows)) + '\n[1]\n{"kind": "tr'
+    assert [len(values) for values in read_curve(read_record(tmp_path / "a"))] == [0, 0]
+
+
+def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path: Path):
+    write_run(tmp_path / "a")
+    rows = []
+    for tokens, loss in ((10, 5.0), (10, 9.0), (20, math.nan), (30, 4.0), (30, 3.5)):
+        kind = "val" if loss == 9 else "train"
+        row = {"kind": kind, "step": tokens // 10, "tokens": tokens, "loss": loss}
+        rows.append(json.dumps(row))
+    torn = '\n[1]\n{"kind": "tr'
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(rows) + torn)
+    tokens, losses = read_curve(read_record(tmp_path / "a"))
+    assert tokens.tolist() == [10, 30] and losses.tolist() == [5.0, 3.5]
+
+
+# ------------------------------------------------------------------------ a paired gap by hand
+
+# Nats of two sequences of 10 tokens, then of 20, 30 and, context alone, of none; what FP8 adds.
+BASE = np.array([20.0, 22, 50, 70, 0])
+ADDED = {"bf16": np.array([1.0, 3, 2, 8, 0]), "as_trained": np.array([2.0, 4, 4, 6, 0])}
+WEIGHTS = {"p": 0.25, "q": 0.75}
+
+
+def write_by_hand(folder: Path, recipe: str, device: str) -> None:
+    """A run of two sources with these losses."""
+    is_fp8 = recipe != "bf16"
+    nats = {arm: BASE + added if is_fp8 else BASE for arm, added in ADDED.items()}
+    losses = {}
+    for arm, values in nats.items():
+        of_p, of_q = values[:2].sum() / 20, values[2:].sum() / 50
+        losses[f"loss_{arm}"] = WEIGHTS["p"] * of_p + WEIGHTS["q"] * of_q
+    write_run(
+        folder,
+        recipe=recipe,
+        sources={name: {"weight": weight} for name, weight in WEIGHTS.items()},
+        tok_per_s_median=130.0 if is_fp8 else 100.0,
+        device=device,
+        **losses,
     )
-    tokens, loss = read_curve(record)
-    assert tokens.tolist() == [10, 30] and loss.tolist() == [5.0, 3.5]
+    tokens = [10, 10, 20, 30, 0]
+    np.savez(folder / "val_losses.npz", source=[0, 0, 1, 1, 1], n_tokens=tokens, **nats)
 
 
-def test_paired_gap_by_hand(tmp_path):
-    """Two sources of weight 1/4 and 3/4; two sequences of 10 tokens, then of 20, 30 and, context
-    alone, of none."""
-    base = np.array([20.0, 22, 50, 70, 0])
-    change = {"bf16": np.array([1.0, 3, 2, 8, 0]), "as_trained": np.array([2.0, 4, 4, 6, 0])}
-    for name, recipe, sign, device in (
-        ("x", "bf16", 0, "one"),
-        ("y", "tensorwise", 1, "one"),
-        ("z", "rowwise", 1, "another"),
+@pytest.fixture
+def by_hand(tmp_path: Path) -> tuple[Pair, Pair]:
+    """(a pair of two devices, a pair of one)."""
+    for name, recipe, device in (
+        ("x", "bf16", "one"),
+        ("y", "tensorwise", "one"),
+        ("z", "rowwise", "another"),
     ):
-        nats = {arm: base + sign * change[arm] for arm in change}
-        loss = {
-            f"loss_{arm}": 0.25 * nats[arm][:2].sum() / 20 + 0.75 * nats[arm][2:].sum() / 50
-            for arm in nats
-        }
-        write_run(
-            tmp_path / name,
-            recipe=recipe,
-            sources={"p": {"weight": 0.25}, "q": {"weight": 0.75}},
-            tok_per_s_median=100.0 + 30 * sign,
-            device=device,
-            **loss,
-        )
-        np.savez(
-            tmp_path / name / "val_losses.npz",
-            source=[0, 0, 1, 1, 1],
-            n_tokens=[10, 10, 20, 30, 0],
-            **nats,
-        )
-    (elsewhere, pair), notes = pairs(read_runs([tmp_path])[0])
-    assert notes == [] and pair.bf16.run_id == "x" and pair.fp8.run_id == "y"
-    assert elsewhere.fp8.run_id == "z" and elsewhere.tok_per_s_ratio is None
-    # In BF16: source p gains (1+3)/20 = 0.2, q (2+8)/50 = 0.2 nats per token.
-    assert pair.gap["bf16"].nats == pytest.approx(0.25 * 0.2 + 0.75 * 0.2, rel=1e-12)
-    assert pair.gap["bf16"].percent == pytest.approx(
-        100 * 0.2 / (0.25 * 42 / 20 + 0.75 * 120 / 50), rel=1e-12
-    )
-    # Residuals d - g t: p -1, +1; q 2-4=-2, 8-6=+2, 0. Variance per source: n/(n-1) * sum of
-    # squares / tokens^2.
-    variance = 0.25**2 * 2 * (1 + 1) / 20**2 + 0.75**2 * 3 / 2 * (4 + 4) / 50**2
-    assert pair.gap["bf16"].se == pytest.approx(variance**0.5, rel=1e-12)
-    # As trained: p 6/20 = 0.3, q 10/50 = 0.2; residuals p -1, +1; q 4-4=0, 6-6=0.
-    assert pair.gap["as_trained"].nats == pytest.approx(0.25 * 0.3 + 0.75 * 0.2, rel=1e-12)
-    assert pair.gap["as_trained"].se == pytest.approx((0.25**2 * 2 * 2 / 20**2) ** 0.5, rel=1e-12)
+        write_by_hand(tmp_path / name, recipe, device)
+    (elsewhere, pair), notes = pair_runs(read_runs([tmp_path])[0])
+    assert notes == []
+    return elsewhere, pair
+
+
+def test_runs_pair_by_all_but_their_precision(by_hand: tuple[Pair, Pair]):
+    elsewhere, pair = by_hand
+    assert (pair.bf16.run_id, pair.fp8.run_id, elsewhere.fp8.run_id) == ("x", "y", "z")
+
+
+def test_speeds_of_two_devices_are_not_compared(by_hand: tuple[Pair, Pair]):
+    elsewhere, pair = by_hand
+    assert elsewhere.tok_per_s_ratio is None
     assert pair.tok_per_s_ratio == pytest.approx(1.3)
+
+
+def test_a_gap_is_the_weighted_mean_over_sources(by_hand: tuple[Pair, Pair]):
+    """In BF16 p gains (1+3)/20 = 0.2, q (2+8)/50 = 0.2 nats per token; as trained p 6/20 = 0.3, q
+    10/50 = 0.2."""
+    gap = by_hand[1].gap
+    assert gap["bf16"].nats == pytest.approx(0.25 * 0.2 + 0.75 * 0.2, rel=1e-12)
+    assert gap["as_trained"].nats == pytest.approx(0.25 * 0.3 + 0.75 * 0.2, rel=1e-12)
+
+
+def test_a_gap_in_per_cent_is_of_the_bf16_loss(by_hand: tuple[Pair, Pair]):
+    loss = 0.25 * 42 / 20 + 0.75 * 120 / 50
+    assert by_hand[1].gap["bf16"].percent == pytest.approx(100 * 0.2 / loss, rel=1e-12)
+
+
+def test_the_error_of_a_gap_is_that_of_the_choice_of_sequences(by_hand: tuple[Pair, Pair]):
+    """Residuals d - g t. In BF16 p -1, +1; q 2-4=-2, 8-6=+2, 0; as trained p -1, +1; q 4-4=0,
+    6-6=0. Variance per source: n/(n-1) * sum of squares / tokens^2."""
+    gap = by_hand[1].gap
+    of_p = 0.25**2 * 2 * (1 + 1) / 20**2
+    of_q = 0.75**2 * 3 / 2 * (4 + 4) / 50**2
+    assert gap["bf16"].se == pytest.approx(math.sqrt(of_p + of_q), rel=1e-12)
+    assert gap["as_trained"].se == pytest.approx(math.sqrt(of_p), rel=1e-12)

@@ -5,16 +5,23 @@ import json
 import re
 import shutil
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lib.plots import STYLES
+from runtime.config import Config
 from scaling import fit, precision, report
-from scaling.pairs import pairs
+from scaling.pairing import pair_runs
+from scaling.precision_result import read_precision
+from scaling.precision_tables import format_tables
 from scaling.records import read_runs
-from scaling.report import draw_losses, read_arms
+from scaling.study_report import format_laws
+from scaling.training_figure import draw_losses
+from scaling.training_report import read_arms, spread
 from tests.conftest import asked, changed
 from tests.helpers.scaling_runs import cells, edit, strict, write_branches, write_run
 from tests.law_trials import bent_valleys
@@ -25,7 +32,7 @@ GAPS = {"bf16": 0.0, "tensorwise": 0.01, "rowwise": -0.004}
 SPEED = {"bf16": 1000.0, "tensorwise": 1300.0, "rowwise": 1150.0}
 
 
-def ordinary(recipe):
+def ordinary(recipe: str):
     """Steps of half a second or less; the first takes eight more. GPU rows say what no mean may
     hold in their first step."""
     rows = []
@@ -53,7 +60,7 @@ def ordinary(recipe):
     return rows
 
 
-def write_arm(folder, recipe="bf16", rows=None, **changes):
+def write_arm(folder: Path, recipe: str = "bf16", rows: list[dict] | None = None, **changes):
     write_run(
         folder,
         **{
@@ -73,7 +80,7 @@ def write_arm(folder, recipe="bf16", rows=None, **changes):
 
 
 @pytest.fixture
-def runs(tmp_path):
+def runs(tmp_path: Path):
     """tensorwise, rowwise, BF16, in the order of their names' letters."""
     return [
         write_arm(tmp_path / "runs" / f"{letter}_{recipe}", recipe)
@@ -81,17 +88,17 @@ def runs(tmp_path):
     ]
 
 
-def call(capsys, *words):
+def call(capsys: pytest.CaptureFixture[str], *words):
     out = asked(capsys, report.main, *words)
     return out, strict(out.rsplit("wrote ", 1)[1].split("/: ")[0] + "/report.json")
 
 
-def lines_of(text, label):
+def lines_of(text: str, label: str):
     """The cells of an arm's lines in the tables of training loss, validation loss and costs."""
     return [line for line in cells(text) if line[0] == label]
 
 
-def counted(values):
+def counted(values: Sequence[float]):
     found = {
         "max": max(values),
         "min": min(values),
@@ -101,7 +108,9 @@ def counted(values):
     return pytest.approx(found | {"final": values[-1], "n": len(values)})
 
 
-def test_each_number_is_that_of_an_independent_count(runs, capsys, no_figures):
+def test_each_number_is_that_of_an_independent_count(
+    runs: list[Path], capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     out, result = call(capsys, *runs)
     # BF16 first, then as given
     assert [row["label"] for row in result["runs"]] == ["bf16", "tensorwise", "rowwise"]
@@ -140,8 +149,8 @@ def test_each_number_is_that_of_an_independent_count(runs, capsys, no_figures):
 
 
 def test_gaps_are_those_of_the_pairs_a_repeat_has_one_too_and_two_machines_are_two_arms(
-    runs, tmp_path, capsys, no_figures
-):
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     """Given first, a repeat is still not what the others are held to. Another machine has no speed
     against BF16."""
     null = write_arm(runs[0].parent / "a_null", loss=2.605, repeat=1, tok_per_s_median=900.0)
@@ -156,7 +165,7 @@ def test_gaps_are_those_of_the_pairs_a_repeat_has_one_too_and_two_machines_are_t
         "b_rowwise",
         "a_tensorwise",
     ]
-    for pair in pairs(read_runs(runs)[0])[0]:
+    for pair in pair_runs(read_runs(runs)[0])[0]:
         row = next(one for one in result["runs"] if one["run_id"] == pair.fp8.run_id)
         assert row["gap"] == {
             arm: asdict(gap) | {"se_percent": pytest.approx(100 * gap.se / 2.6)}
@@ -175,7 +184,9 @@ def test_gaps_are_those_of_the_pairs_a_repeat_has_one_too_and_two_machines_are_t
         )
 
 
-def test_time_counts_undone_steps_and_each_start(tmp_path, capsys, no_figures):
+def test_time_counts_undone_steps_and_each_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     """Ten steps of a second, the last of two; two starts compile for 5 and 3 s more; 5 and 6 are
     done twice."""
     rows = [
@@ -211,7 +222,9 @@ def test_time_counts_undone_steps_and_each_start(tmp_path, capsys, no_figures):
         }
 
 
-def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys, no_figures):
+def test_steps_without_a_finite_loss_are_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     rows = ordinary("bf16")
     # without a target: the fifth step and the last but its validation
     rows[4]["loss"] = rows[-2]["loss"] = 0.0
@@ -221,7 +234,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys, no_
     )
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
     assert result["runs"][0]["train_loss"] == counted(losses) and len(losses) == 37
-    assert report.spread([3.0])["sd"] is None  # of one validation; strict JSON holds no NaN
+    assert spread([3.0]).sd is None  # of one validation; strict JSON holds no NaN
     assert "3 steps had no target" in result["notes"][0] and "'diverged'" in result["notes"][1]
     # they took their time
     assert result["runs"][0]["step_time_s"]["with_compile"] == pytest.approx(28)
@@ -250,8 +263,13 @@ def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys, no_
     ],
 )
 def test_mistakes_are_a_sentence_and_nothing_is_written(
-    runs, capsys, no_figures, words, damage, sentence
-):
+    runs: list[Path],
+    capsys: pytest.CaptureFixture[str],
+    no_figures: None,
+    words: str,
+    damage: Callable[[Path], object] | None,
+    sentence: str,
+) -> None:
     if damage:
         damage(runs[0])
     before = sorted(runs[0].parent.rglob("*"))
@@ -260,8 +278,8 @@ def test_mistakes_are_a_sentence_and_nothing_is_written(
 
 
 def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_governs_it(
-    runs, tmp_path
-):
+    runs: list[Path], tmp_path: Path
+) -> None:
     arms = read_arms(runs)[0]
     _, val, gap = panels = draw_losses(arms).axes
     assert [len(panel.get_lines()) for panel in panels] == [3, 3, 3] and not gap.get_lines()[
@@ -289,7 +307,9 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
         assert panel.get_ylim()[1] < 20  # neither a spike nor a whole run governs the axis
 
 
-def test_what_train_writes_is_what_the_report_reads(tiny, tmp_path, run, capsys):
+def test_what_train_writes_is_what_the_report_reads(
+    tiny: Config, tmp_path: Path, run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
     configs = [
         changed(tiny, f"run=tiny_{recipe} fp8.recipe={recipe} eval.every=2")
         for recipe in ("off", "tensorwise")
@@ -325,7 +345,7 @@ def test_what_train_writes_is_what_the_report_reads(tiny, tmp_path, run, capsys)
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
+def study(tmp_path_factory: pytest.TempPathFactory):
     """A study of 24 runs with its largest size held out, predicted, run and scored; its laws, its
     gaps."""
     folder, later = tmp_path_factory.mktemp("out") / "s", tmp_path_factory.mktemp("later") / "s"
@@ -361,7 +381,9 @@ def study(tmp_path_factory):
     return folder
 
 
-def test_a_studys_page_says_what_its_files_say(study, capsys):
+def test_a_studys_page_says_what_its_files_say(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     asked(capsys, report.main, "--study", study)  # which does not count as a page of somebody else
     out, page = asked(capsys, report.main, "--study", study), (study / "README.md").read_text()
@@ -382,7 +404,7 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
         and "![precision](law/precision.png)" in page
         and "Missing" not in page
     )
-    assert "\n\n".join(precision.tables(precision.load(study / "law/precision.json"))) in page
+    assert "\n\n".join(format_tables(read_precision(study / "law/precision.json"))) in page
     summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
     assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
     for row in said["runs"]:
@@ -392,14 +414,14 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
 
 
-def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path):
+def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path: Path) -> None:
     group = fit.fit_points(bent_valleys(), "isoflop.csv", resamples=0)
     law = {
         "conventions": {"N": "params_total", "loss": "loss_bf16"},
         "groups": {"bf16": group.plain()},
     }
     (tmp_path / "law.json").write_text(json.dumps(law))
-    rows = cells(report._laws(tmp_path / "law.json"))[1:]
+    rows = cells(format_laws(tmp_path / "law.json"))[1:]
     assert [row[1] for row in rows] == [
         "isoflop (headline)",
         f"{group.frontier.form} through the minima (frontier)",
@@ -411,7 +433,9 @@ def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path):
     assert rows[0][3].startswith("a ") and ", b " in rows[0][3]
 
 
-def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
+def test_what_a_study_lacks_is_said_with_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
     page = asked(capsys, report.main, "--study", folder)
@@ -431,8 +455,8 @@ def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
 
 
 def test_runs_at_several_learning_rates_and_on_several_machines_are_not_taken_for_seeds(
-    tmp_path, capsys
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for lr in (0.002, 0.004):
         for seed in (1, 2):
             write_run(
@@ -473,7 +497,9 @@ def test_runs_at_several_learning_rates_and_on_several_machines_are_not_taken_fo
     ]
 
 
-def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, tmp_path, capsys):
+def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = shutil.copytree(study, tmp_path / "s")
     write_run(folder / "later_null", params=90_000, repeat=1)  # of use to precision.py alone
     stale = "law/{}.json was made from other runs than those that are here now"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -22,24 +23,25 @@ import train
 from lib.errors import UserError
 from lib.files import read_rows
 from lib.text import duration
-from runtime.config import FP8Config, apply_overrides, load_config
+from runtime.config import Config, FP8Config, apply_overrides, load_config
 from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
 from runtime.roofline import modelled_ratio
-from scaling import sweep
-from scaling.predict import digest
-from scaling.study import Size, Study, expand, load_study
-from scaling.sweep import (
+from scaling import scheduler, sweep
+from scaling.declaration import content_of
+from scaling.predictions import digest
+from scaling.run_states import (
     ENDED,
-    Options,
+    Cost,
     cost_of,
-    declare,
-    is_ready,
+    format_grid,
     placed,
     state_of,
-    table,
     tokens_left,
 )
+from scaling.scheduler import is_ready
+from scaling.study import Row, Size, Study, expand, load_study
+from scaling.sweep import Options, declare
 from tests.conftest import ROOT, asked, write_config
 from tests.helpers.faults import wait_for
 from tests.helpers.scaling_runs import cells, edit, strict
@@ -68,15 +70,16 @@ def finish(**more):
 
 
 def tiny_study(
-    tiny,
-    folder,
-    budgets=(10, 20),
-    seeds=(1,),
-    recipes=("bf16",),
-    held_out=False,
-    sizes=(64, 128),
-    null=False,
-    max_epochs=100,
+    tiny: Config,
+    folder: Path,
+    budgets: Sequence[float] = (10, 20),
+    seeds: Sequence[int] = (1,),
+    recipes: Sequence[str] = ("bf16",),
+    held_out: bool = False,
+    sizes: Sequence[int] = (64, 128),
+    null: bool = False,
+    max_epochs: int = 100,
+    micro_batch: int = 4,
 ):
     """A study file of tiny sizes, each given by its n_ffn: 64 and 128 have 22.6k and 28.8k
     parameters."""
@@ -89,7 +92,7 @@ def tiny_study(
             tokens_per_param=20,
             log=replace(tiny.log, every=100),
             model=replace(tiny.model, n_layer=1, n_ffn=n_ffn),
-            data=replace(tiny.data, max_epochs=max_epochs),
+            data=replace(tiny.data, max_epochs=max_epochs, micro_batch=micro_batch),
             checkpoint=replace(tiny.checkpoint, every=None, keep=1),
             optim=replace(tiny.optim, warmup_share=0.05),
         )
@@ -115,7 +118,7 @@ def tiny_study(
     return file
 
 
-def finish(row, folder, **changes):
+def finish(row: Row, folder: Path, **changes):
     edit(
         folder / row.run / "summary.json",
         **{
@@ -131,28 +134,34 @@ def finish(row, folder, **changes):
     )
 
 
-def checkpoint(row, folder, step):
+def checkpoint(row: Row, folder: Path, step: int):
     edit(folder / row.run / f"checkpoints/step_{step:08d}/DONE")
 
 
 @pytest.fixture
-def rows(tiny, tmp_path):
+def rows(tiny: Config, tmp_path: Path):
     """a_bf16_t20_s1, its branch t10, the same of b."""
     return expand(load_study(tiny_study(tiny, tmp_path)))
 
 
 @pytest.fixture
-def fake(tiny, tmp_path, monkeypatch, capsys):
+def fake(
+    tiny: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     """sweep.main() on a tiny study whose train.py is the given text; the call returns what it
     printed as it ended in `code`."""
     monkeypatch.setattr(sweep, "ROOT", tmp_path)
-    monkeypatch.setattr(sweep, "POLL_S", 0.02)
-    monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
+    monkeypatch.setattr(scheduler, "ROOT", tmp_path)
+    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
+    monkeypatch.setattr(scheduler, "LEAVE_S", 0.3)
     # handlers of sweep.main() would outlive the test
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def call(body, *arguments, code=0, began=None, **study):
+    def call(body: str, *arguments, code: int = 0, began: float | None = None, **study):
         (tmp_path / "train.py").write_text(TRAIN + body)
         ended = sweep.main(
             [str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments],
@@ -165,29 +174,31 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
     return call
 
 
-def summaries(tmp_path):
+def summaries(tmp_path: Path):
     return {
         path.parent.name: strict(path) for path in (tmp_path / "out/tiny").glob("*/summary.json")
     }
 
 
 @pytest.fixture
-def study(tiny, tmp_path):
+def study(tiny: Config, tmp_path: Path):
     return load_study(tiny_study(tiny, tmp_path, seeds=(1, 2), recipes=("bf16", "tensorwise")))
 
 
 @cache
-def file_config(path):
+def file_config(path: Path):
     return load_config(path)
 
 
-def config_of(row, out=Path("out")):
+def config_of(row: Row, out: Path = Path("out")):
     path, *overrides = row.arguments(out)
     return apply_overrides(file_config(path), overrides)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
-def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_path):
+def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(
+    path: Path, tmp_path: Path
+) -> None:
     study = load_study(path)
     rows = {row.run: row for row in expand(study)}
     assert f"study_{study.name}" == path.stem
@@ -213,7 +224,7 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
             row.flops_per_token
             == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_dim * m.n_ctx
         )
-        base = load_config(ROOT / row.config)
+        base = file_config(ROOT / row.config)
         assert config.optim.warmup_steps(row.steps) == base.optim.warmup_steps(base.total_steps)
         if row.parent:
             trunk = config_of(rows[row.parent], tmp_path)
@@ -231,7 +242,9 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
     assert len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1:] for pair in pairs})
 
 
-def test_sizes_may_have_arms_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
+def test_sizes_may_have_arms_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(
+    study: Study,
+) -> None:
     first, second = study.sizes
     arm, label = (
         "rowwise-first_bf16-1-skip-attn.out-layers.-.mlp.down",
@@ -306,24 +319,26 @@ def demo(**more):
         (demo(tokens_per_param=(1.1, 20)), "in its warm-up"),
     ],
 )
-def test_an_impossible_study_gets_a_sentence(study, changes, told):
+def test_an_impossible_study_gets_a_sentence(study: Study, changes: dict, told: str) -> None:
     with pytest.raises(UserError) as error:
         expand(replace(study, **changes))
     assert told in str(error.value)
 
 
-def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path):
+def test_what_was_declared_may_only_grow_once_a_run_has_finished(
+    study: Study, tmp_path: Path
+) -> None:
     rows, day = expand(study), "2026-01-01T00:00:00Z"
-    first = declare(study, rows, tmp_path)
+    first = content_of(declare(study, rows, tmp_path))
     del first["runs"][-1]["pair_id"]  # as older ones
     edit(tmp_path / "study.json", **{**first, "declared": day})
-    assert declare(study, rows, tmp_path)["declared"] == day
+    assert declare(study, rows, tmp_path).declared == day
     # nothing ran
-    assert declare(replace(study, margin_percent=0.5), rows, tmp_path)["declared"] > day
+    assert declare(replace(study, margin_percent=0.5), rows, tmp_path).declared > day
     finish(rows[0], tmp_path)
     grown = replace(study, sizes=(replace(study.sizes[0], seeds=(1, 2, 3)), study.sizes[1]))
     content = declare(grown, expand(grown), tmp_path)
-    assert content["declared"] == day and len(content["runs"]) == 20
+    assert content.declared == day and len(content.runs) == 20
     for change, told in (
         ({"margin_percent": 0.5}, "margin_percent"),
         ({"params": "nonembed", "tokens_per_param": (20, 40)}, "params"),
@@ -342,10 +357,12 @@ def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path
         declare(study, [replace(rows[0], pair_id="other"), *rows[1:]], tmp_path)
 
 
-def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study, tiny, tmp_path):
+def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(
+    study: Study, tiny: Config, tmp_path: Path
+) -> None:
     trunk, branch = expand(study)[:2]
     alone = replace(branch, parent=None, parent_step=None)
-    switched = replace(branch, recipe="tensorwise>bf16")
+    switched = replace(branch, recipe="tensorwise>bf16", switched_from="tensorwise")
     assert [placed(trunk, tmp_path), placed(branch, tmp_path)] == [trunk, branch] and not is_ready(
         branch, tmp_path
     )
@@ -374,8 +391,8 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
         assert (placed(branch, tmp_path), state_of(branch, tmp_path)) == (expected, "done")
 
 
-def test_the_table_by_hand(rows, tmp_path):
-    text, (trunk, branch, *_) = table(rows, tmp_path / "none", OPTIONS), rows
+def test_the_table_by_hand(rows: list[Row], tmp_path: Path) -> None:
+    text, (trunk, branch, *_) = format_grid(rows, tmp_path / "none", OPTIONS), rows
     assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354) and not (
         tmp_path / "none"
     ).exists()
@@ -396,10 +413,12 @@ def test_the_table_by_hand(rows, tmp_path):
             f"left: 4 runs: {left:.3g} FLOPs, {duration(4 * 6 * 2 + left / (989.4e12 * 1e-7))} of a"
             " GPU\n"
         )
-        assert told in table(rows, tmp_path, options)
+        assert told in format_grid(rows, tmp_path, options)
 
 
-def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
+def test_speed_and_start_are_those_of_the_runs_that_are_done(
+    rows: list[Row], tmp_path: Path
+) -> None:
     # of the size: 1,500 and 1,000 tokens/s on each GPU; 8.5 and 1.5 seconds beside the steps, and 5
     # no summary tells of
     finish(
@@ -412,7 +431,7 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
     )
     finish(rows[1], tmp_path, tok_per_s_median=1000.0, wall_s=88 * 512 / 1000 + 1.5)
     for gpus in (1, 8):  # a start occupies all of them
-        text = table(rows, tmp_path, replace(OPTIONS, gpus=gpus))
+        text = format_grid(rows, tmp_path, replace(OPTIONS, gpus=gpus))
         for line, steps, state in zip(
             cells(text)[1:], (884, 88), ("diverged", "done"), strict=False
         ):
@@ -424,8 +443,8 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
 
 
 def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_where_a_model_tells(
-    tiny, tmp_path
-):
+    tiny: Config, tmp_path: Path
+) -> None:
     tiny = replace(tiny, parallel=replace(tiny.parallel, compile=True))
     rows = expand(
         load_study(
@@ -439,7 +458,7 @@ def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_wh
             )
         )
     )
-    bf16, _, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS)[0] for row in rows)
+    bf16, _, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS).tok_per_s for row in rows)
     assert (
         fp8 == pytest.approx([modelled_ratio(config_of(rows[2]), "h100") * bf16, bf16])
         and fp8[0] != bf16
@@ -448,12 +467,14 @@ def test_a_cost_is_of_a_size_and_a_recipe_null_runs_apart_and_fp8_is_modelled_wh
     finish(rows[1], tmp_path, tok_per_s_median=100.0, wall_s=1e4)
     bf16, null, tensorwise, _ = (cost_of(row, rows, tmp_path, OPTIONS) for row in rows)
     assert (bf16, null) == (
-        (1000.0, 5.0, "X"),
-        (100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
-    ) and tensorwise[-1] is None
+        Cost(1000.0, 5.0, "X"),
+        Cost(100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
+    ) and tensorwise.device is None
 
 
-def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path):
+def test_data_that_will_not_do_are_refused_before_anything_starts(
+    fake: Callable[..., str], tmp_path: Path
+) -> None:
     # 10: too little for b alone, which is held out and waits for a prediction of it
     for limit in (2, 10):
         assert "b_bf16_t20_s1: this run plans " in fake(
@@ -467,7 +488,7 @@ def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path
     assert len(summaries(tmp_path)) == 1
 
 
-def test_held_out_runs_wait_to_be_named(fake, tmp_path):
+def test_held_out_runs_wait_to_be_named(fake: Callable[..., str], tmp_path: Path) -> None:
     fake("finish()", held_out=True)
     rows, folder = expand(load_study(tmp_path / "study_tiny.py")), tmp_path / "out/tiny"
     assert [state_of(row, folder) for row in rows] == ["done", "done", "held out", "held out"]
@@ -487,7 +508,7 @@ def test_held_out_runs_wait_to_be_named(fake, tmp_path):
     assert len(summaries(tmp_path)) == 4
 
 
-def predict(row, folder, **changes):
+def predict(row: Row, folder: Path, **changes):
     """A frozen prediction of a run, as far as scaling/predict.py reads one."""
     content = {
         "target": {**asdict(row), "overrides": [], "name": row.run, **changes},
@@ -513,7 +534,9 @@ def predict(row, folder, **changes):
         ("study_tyni.py", "did you mean 'study_tiny'?"),
     ],
 )
-def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, words, told):
+def test_mistakes_get_a_sentence(
+    tiny: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, told: str
+) -> None:
     tiny_study(tiny, tmp_path)
     assert told in asked(
         capsys, sweep.main, *f"{tmp_path}/{words} out={tmp_path}/out".split(), code=2
@@ -522,8 +545,8 @@ def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, words, told):
 
 
 def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_done(
-    tiny, tmp_path, capsys
-):
+    tiny: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = asked(
         capsys, sweep.main, tiny_study(tiny, tmp_path, seeds=(1, 2)), "--slurm", "gpus=8"
     )
@@ -566,7 +589,9 @@ def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_don
     assert process.communicate(timeout=20)[0] == "scontrol requeue 71\n" and process.returncode == 3
 
 
-def test_trunks_come_before_branches_and_one_at_a_time(fake, tmp_path):
+def test_trunks_come_before_branches_and_one_at_a_time(
+    fake: Callable[..., str], tmp_path: Path
+) -> None:
     fake("time.sleep(0.05); finish()", recipes=("bf16", "tensorwise"))
     done = summaries(tmp_path)
     ran = sorted(done, key=lambda run: done[run]["began"])
@@ -587,12 +612,14 @@ def test_trunks_come_before_branches_and_one_at_a_time(fake, tmp_path):
     assert "0 of 8 runs to do" in fake("sys.exit('not again')", recipes=("bf16", "tensorwise"))
 
 
-def test_two_jobs_run_side_by_side_each_with_gpus_of_its_own(fake, tmp_path, monkeypatch):
+def test_two_jobs_run_side_by_side_each_with_gpus_of_its_own(
+    fake: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
     seen, popen = [], subprocess.Popen
     monkeypatch.setattr(
-        sweep.subprocess,
+        scheduler.subprocess,
         "Popen",
         lambda command, **more: (
             seen.append(command),
@@ -610,7 +637,9 @@ def test_two_jobs_run_side_by_side_each_with_gpus_of_its_own(fake, tmp_path, mon
     )
 
 
-def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
+def test_a_failed_run_is_named_and_does_not_stop_the_others(
+    fake: Callable[..., str], tmp_path: Path
+) -> None:
     body = (
         "if run == 'a_bf16_t20_s1': print('train.py: the disk is full', file=sys.stderr);"
         " sys.exit(1)\nfinish()"
@@ -630,7 +659,9 @@ def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
     assert done["b_bf16_t10_s1"]["began"] < done["a_bf16_t20_s1"]["began"]
 
 
-def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(fake, tmp_path, monkeypatch):
+def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(
+    fake: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     fake(
         "if 't20' in run: checkpoint(given['checkpoint.at']); time.sleep(1)\nfinish()",
@@ -643,7 +674,9 @@ def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(fake, tmp_path
     } == {"4"}
 
 
-def test_what_is_left_is_told_at_the_speed_of_the_runs_under_way(rows, tmp_path):
+def test_what_is_left_is_told_at_the_speed_of_the_runs_under_way(
+    rows: list[Row], tmp_path: Path
+) -> None:
     finish(rows[0], tmp_path)
     checkpoint(rows[2], tmp_path, 8)
     lines = [
@@ -657,13 +690,13 @@ def test_what_is_left_is_told_at_the_speed_of_the_runs_under_way(rows, tmp_path)
     )
     left = duration(flops / (500 * rows[2].flops_per_token))
     assert (
-        sweep.progress(rows, [rows[2]], tmp_path)
+        scheduler.progress(rows, [rows[2]], tmp_path)
         == f"1 of 4 runs done, about {left} left; b_bf16_t20_s1 10 / 1,124, loss 2.000, 500"
         " tokens/s"
     )
 
 
-def test_a_limit_has_the_runs_save_and_leave(fake, tmp_path):
+def test_a_limit_has_the_runs_save_and_leave(fake: Callable[..., str], tmp_path: Path) -> None:
     body = """
 signal.signal(signal.SIGTERM, lambda *_: (checkpoint(7), sys.exit(0)))
 if not list((folder / "checkpoints").glob("step_00000007")): time.sleep(30)
@@ -678,7 +711,9 @@ finish()"""
     )
 
 
-def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
+def test_what_has_no_time_for_more_than_its_start_is_not_begun(
+    fake: Callable[..., str], tmp_path: Path
+) -> None:
     # from the command's start
     told = fake("finish()", "limit=100", "only=a_bf16_t20_s1", code=3, began=time.monotonic() - 45)
     assert (
@@ -696,74 +731,100 @@ def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
     assert len(summaries(tmp_path)) == 4
 
 
-def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbroken_study(
-    tiny, tmp_path, capsys, monkeypatch
-):
-    """Real runs. First Ctrl-C, then the sweep alone is killed, while its run lives on and nobody
-    else may write there."""
-    file, folder = tiny_study(tiny, tmp_path, budgets=(3, 6), sizes=(64,)), tmp_path / "out/tiny"
-    call = [sys.executable, "scaling/sweep.py", str(file), "--run", f"out={tmp_path}/out"]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+LEFT_ALONE = "a_bf16_t4_s1 is being run by another sweep: left to it"
+EQUAL_KEYS = (
+    "pair_id",
+    "loss_bf16",
+    "loss_as_trained",
+    "sources",
+    "train_loss_last",
+    "steps",
+    "tokens",
+    "is_annealed",
+)
 
-    def begin(steps):
+
+class RealSweep:
+    """Sweeps of a tiny study as processes; their runs are real."""
+
+    def __init__(self, file: Path, out: Path) -> None:
+        self.rows = expand(load_study(file))
+        self.folder = out / "tiny"
+        self.words = [str(file), "--run", f"out={out}"]
+
+    @property
+    def trunk_rows(self) -> int:
+        return len(read_rows(self.folder / self.rows[0].run / "metrics.jsonl"))
+
+    def begin(self, steps: int) -> subprocess.Popen:
+        """A sweep whose trunk has done so many steps."""
         process = subprocess.Popen(
-            [*call, "limit=1000"],
+            [sys.executable, "scaling/sweep.py", *self.words, "limit=1000"],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        wait_for(
-            lambda: (
-                len(read_rows(folder / "a_bf16_t6_s1/metrics.jsonl")) >= steps
-                or process.poll() is not None
-            )
-        )
+        wait_for(lambda: self.trunk_rows >= steps or process.poll() is not None)
         assert process.poll() is None, process.stdout.read()
         return process
 
-    rows = expand(load_study(file))
-    first = begin(20)
+    def state(self) -> str:
+        return state_of(self.rows[0], self.folder)
+
+
+def child_of(process: subprocess.Popen) -> int:
+    """The process id of the one run that a sweep has started."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+
+
+def test_a_study_interrupted_killed_and_run_again_ends_as_an_unbroken_one(
+    tiny: Config,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """First Ctrl-C, then the sweep alone is killed, while its run lives on and nobody else may
+    write there."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tiny_study(tiny, tmp_path, budgets=(2, 4), sizes=(64,), micro_batch=16)
+    real = RealSweep(file, tmp_path / "out")
+    trunk, branch = real.rows
+
+    first = real.begin(20)
     os.killpg(first.pid, signal.SIGINT)  # as a terminal does, to all it started
     told = first.communicate(timeout=60)[0]
     assert first.returncode == 3 and "asking the runs to save and leave" in told, told
     # torch's import counts
     assert 900 < float(re.search(r"; (\S+) s are left of limit=1000\n", told)[1]) < 999.7
-    at = int(re.fullmatch(r"at step (\d+)", state_of(rows[0], folder))[1])
-    assert 20 <= at < rows[0].steps
+    saved_at = int(re.fullmatch(r"at step (\d+)", real.state())[1])
+    assert 20 <= saved_at < trunk.steps
 
-    second = begin(at + 20)
+    second = real.begin(saved_at + 20)
+    run = child_of(second)
+    os.kill(run, signal.SIGSTOP)  # it shall not end before it has been looked at
     second.kill()
     second.communicate()
-    assert (
-        state_of(rows[0], folder) == "running" and sweep.main([*call[2:], "only=a_bf16_t6_s1"]) == 3
-    )
-    assert "a_bf16_t6_s1 is being run by another sweep: left to it" in capsys.readouterr().out
-    wait_for(lambda: state_of(rows[0], folder) != "running")
+    assert real.state() == "running"
+    assert sweep.main([*real.words, f"only={trunk.run}"]) == 3
+    assert LEFT_ALONE in capsys.readouterr().out
+    os.kill(run, signal.SIGCONT)
+    wait_for(lambda: real.state() != "running")
 
-    assert sweep.main(call[2:]) == 0, capsys.readouterr()
-    assert (folder / "a_bf16_t3_s1.log").read_text().endswith(f"{ENDED}0\n")
+    assert sweep.main(real.words) == 0, capsys.readouterr()
+    assert (real.folder / f"{branch.run}.log").read_text().endswith(f"{ENDED}0\n")
     torch.set_num_threads(1)  # as the runs of the sweep, or sums would be rounded otherwise
-    for row in rows:
-        assert train.main(replace(row, parent=None).arguments(tmp_path / "whole")) == 0, (
-            capsys.readouterr().err
-        )
-        ours, theirs = (
-            strict(base / row.run / "summary.json") for base in (folder, tmp_path / "whole")
-        )
-        assert (ours["parent_run"], ours["parent_step"]) == (row.parent, row.parent_step)
-        for key in (
-            "pair_id",
-            "loss_bf16",
-            "loss_as_trained",
-            "sources",
-            "train_loss_last",
-            "steps",
-            "tokens",
-            "is_annealed",
-        ):
-            assert ours[key] == theirs[key], (row.run, key)
-        steps = [
-            r["step"] for r in read_rows(folder / row.run / "metrics.jsonl") if r["kind"] == "train"
-        ]
-        assert steps == list(range((row.parent_step or 0) + 1, row.steps + 1))
+    for row in real.rows:
+        whole = replace(row, parent=None).arguments(tmp_path / "whole")
+        assert train.main(whole) == 0, capsys.readouterr().err
+        check_equal(row, real.folder, tmp_path / "whole")
+
+
+def check_equal(row: Row, folder: Path, whole: Path) -> None:
+    """A run of a broken study has done each step once and says what the unbroken one says."""
+    summary, expected = (strict(base / row.run / "summary.json") for base in (folder, whole))
+    assert (summary["parent_run"], summary["parent_step"]) == (row.parent, row.parent_step)
+    assert {key: summary[key] for key in EQUAL_KEYS} == {key: expected[key] for key in EQUAL_KEYS}
+    rows = read_rows(folder / row.run / "metrics.jsonl")
+    steps = [line["step"] for line in rows if line["kind"] == "train"]
+    assert steps == list(range((row.parent_step or 0) + 1, row.steps + 1))

@@ -1,5 +1,8 @@
 """scaling/table_pairs.py: the pairs of anyone's table get what our own studies get."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
@@ -12,7 +15,7 @@ GAPS = {1: 0.1, 2: 0.3, 3: 0.2}  # per cent, of three pairs
 SIZES = (10**8, 2 * 10**8, 4 * 10**8)
 
 
-def write_table(path, curve=(1.0,), sizes=SIZES):
+def write_table(path: Path, curve: Sequence[float] = (1.0,), sizes: Sequence[int] = SIZES):
     """Losses of both arms; `curve`: shares of the tokens at which they are given."""
     lines = ["precision,run,loss,N,D"]
     for N in sizes:
@@ -38,7 +41,9 @@ def write_table(path, curve=(1.0,), sizes=SIZES):
     ]
 
 
-def test_the_gap_is_that_of_a_paired_t_test(tmp_path, capsys, no_figures):
+def test_the_gap_is_that_of_a_paired_t_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     asked(capsys, precision.main, *write_table(tmp_path / "t.csv", sizes=SIZES[:1]), "margin=1")
     row = strict(tmp_path / "out/precision.json")["common"]["fp8"]
     interval = ttest_1samp(
@@ -50,7 +55,7 @@ def test_the_gap_is_that_of_a_paired_t_test(tmp_path, capsys, no_figures):
     )
 
 
-def test_points_of_one_curve_count_once(tmp_path, capsys):
+def test_points_of_one_curve_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         *write_table(tmp_path / "t.csv", curve=(0.5, 0.75, 1.0)),
         "--n",
@@ -81,7 +86,13 @@ def test_points_of_one_curve_count_once(tmp_path, capsys):
         (("", ""), ("--d", "tokns", "--n", "N"), "0 columns called 'tokns'"),
     ],
 )
-def test_mistakes_are_a_sentence_and_nothing_is_written(tmp_path, capsys, change, words, sentence):
+def test_mistakes_are_a_sentence_and_nothing_is_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: tuple[str, str],
+    words: tuple[str, ...],
+    sentence: str,
+) -> None:
     arguments = write_table(tmp_path / "t.csv", sizes=SIZES[:1])
     path = tmp_path / "t.csv"
     path.write_text(path.read_text().replace(*change) if change[0] else path.read_text())
@@ -92,7 +103,9 @@ def test_mistakes_are_a_sentence_and_nothing_is_written(tmp_path, capsys, change
 OWN_WORDS = ("FP8", "BF16", "bf16", "CPU", "Linear", "as trained", "tok/s", "speed", "branches")
 
 
-def other_table(path, arms=("int8", "int4"), curve=(1.0,)):
+def other_table(
+    path: Path, arms: Sequence[str] = ("int8", "int4"), curve: Sequence[float] = (1.0,)
+):
     """The table under names of its own: baseline "float", a pair called a replica."""
     lines = ["format,replica,perplexity_nats,size,seen"]
     for N in SIZES:
@@ -110,7 +123,9 @@ def other_table(path, arms=("int8", "int4"), curve=(1.0,)):
 
 
 @pytest.mark.parametrize("curve", [(1.0,), (0.5, 0.75, 1.0)])
-def test_the_page_speaks_of_the_tables_own_arms_and_columns(tmp_path, capsys, no_figures, curve):
+def test_the_page_speaks_of_the_tables_own_arms_and_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None, curve: Sequence[float]
+) -> None:
     output = asked(capsys, precision.main, *other_table(tmp_path / "t.csv", curve=curve))
     assert not [word for word in OWN_WORDS if word in output]
     assert "Each format minus float, column perplexity_nats" in output
@@ -119,7 +134,9 @@ def test_the_page_speaks_of_the_tables_own_arms_and_columns(tmp_path, capsys, no
     assert "two float runs" in output
 
 
-def test_a_page_without_sizes_speaks_of_pairs(tmp_path, capsys, no_figures):
+def test_a_page_without_sizes_speaks_of_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     words = other_table(tmp_path / "t.csv")
     of_one_size = (tmp_path / "t.csv").read_text().splitlines()[:10]
     (tmp_path / "t.csv").write_text("\n".join(of_one_size))
@@ -129,7 +146,9 @@ def test_a_page_without_sizes_speaks_of_pairs(tmp_path, capsys, no_figures):
     assert "largest common budget" not in output and "decade" not in output
 
 
-def test_the_json_names_the_columns_and_the_arms_as_the_table_does(tmp_path, capsys, no_figures):
+def test_the_json_names_the_columns_and_the_arms_as_the_table_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
     result = strict(tmp_path / "out/precision.json")
     assert result["table"] == {
@@ -147,15 +166,17 @@ def test_the_json_names_the_columns_and_the_arms_as_the_table_does(tmp_path, cap
 
 
 def test_an_arm_called_bf16_is_not_the_baseline_where_base_names_another(
-    tmp_path, capsys, no_figures
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     asked(capsys, precision.main, *other_table(tmp_path / "t.csv", arms=("bf16",)))
     common = strict(tmp_path / "out/precision.json")["common"]
     expected = np.mean([100 * np.log1p(gap / 100) for gap in GAPS.values()])
     assert common["bf16"]["bf16"]["mean"] == pytest.approx(expected)
 
 
-def test_the_figure_names_the_tables_baseline_and_loss(tmp_path, capsys, monkeypatch):
+def test_the_figure_names_the_tables_baseline_and_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn = []
     monkeypatch.setattr("lib.plots.render", lambda figure, form: drawn.append(figure) or b"")
     asked(capsys, precision.main, *other_table(tmp_path / "t.csv"))
@@ -164,8 +185,11 @@ def test_the_figure_names_the_tables_baseline_and_loss(tmp_path, capsys, monkeyp
 
 
 def test_pairs_that_never_differ_have_a_gap_of_zero_without_an_interval(
-    tmp_path, capsys, no_figures, monkeypatch
-):
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    no_figures: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A table whose precisions agree in every digit is analysed, not refused."""
     monkeypatch.setitem(GAPS, 1, 0.0)
     monkeypatch.setitem(GAPS, 2, 0.0)
@@ -178,13 +202,17 @@ def test_pairs_that_never_differ_have_a_gap_of_zero_without_an_interval(
     assert row["over_sizes"]["low"] is None
 
 
-def test_counts_in_millions_are_doubted_as_by_the_fit(tmp_path, capsys, no_figures):
+def test_counts_in_millions_are_doubted_as_by_the_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
     words = write_table(tmp_path / "t.csv", sizes=(100, 200, 400))
     page = asked(capsys, precision.main, *words, "--n", "N", "--d", "D")
     assert "t.csv: N is at most 400 parameters: is it in millions or billions?" in page
 
 
-def test_tokens_in_billions_are_not_rounded_to_whole_ones(tmp_path, capsys):
+def test_tokens_in_billions_are_not_rounded_to_whole_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """0.15 and 0.3 billion would both be 0, and two budgets one."""
     words = write_table(tmp_path / "t.csv", sizes=SIZES[:1])
     table = tmp_path / "t.csv"
@@ -194,10 +222,30 @@ def test_tokens_in_billions_are_not_rounded_to_whole_ones(tmp_path, capsys):
 
 
 def test_a_huge_gap_over_all_sizes_is_given_in_both_units(
-    tmp_path, capsys, no_figures, monkeypatch
-):
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    no_figures: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each size says +82 %; the mean of logarithms over all sizes is +60 %."""
     for seed, gap in {1: 82.0, 2: 82.2, 3: 82.4}.items():
         monkeypatch.setitem(GAPS, seed, gap)
     page = asked(capsys, precision.main, *write_table(tmp_path / "t.csv"), "--n", "N", "--d", "D")
     assert "+60 % here is a loss that differs by +82.2 %" in page
+
+
+def test_some_counts_in_millions_among_others_are_doubted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    words = write_table(tmp_path / "t.csv", sizes=(100, 2 * 10**8, 4 * 10**8))
+    page = asked(capsys, precision.main, *words, "--n", "N", "--d", "D")
+    assert "WARNING: t.csv: N is below" in page and "up to 4e+08 at others" in page
+
+
+def test_an_arm_with_a_bar_in_its_name_keeps_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    page = asked(capsys, precision.main, *other_table(tmp_path / "t.csv", arms=("int8|sym",)))
+    rows = [line for line in page.splitlines() if r"int8\|sym" in line]
+    heads = page.splitlines()[0]
+    assert rows[0].replace(r"\|", "").count("|") == heads.count("|")

@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from scaling import fit
-from scaling.equivalence import Equivalence, Part
-from scaling.pairs import Estimate, Margin, estimate, judged, verdict
-from scaling.precision import _equivalence_words
+from scaling import groups
+from scaling.paired.equivalence import Equivalence, Part
+from scaling.paired.estimates import Estimate, estimate, tost
+from scaling.verdicts import Margin, format_equivalence, format_verdict
 from tests.conftest import ROOT
+from tests.helpers.paired_runs import exact_sample
 
 MARGIN = Margin(1.0, "study.json", True)
 PASSED = Part("size", 10**6, 10**7, 3, 0.1, 0.05, 2, p=0.01)
@@ -17,17 +18,17 @@ FAILED = Part("size", 10**6, 10**7, 3, 0.9, 0.3, 2, p=0.3)
 UNKNOWN = Part("size", 10**6, 10**7, 1, 0.9)
 
 VERDICTS = [
-    verdict(Estimate(1, 0.3), MARGIN, None),
-    verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.3),
-    verdict(estimate([-0.3, -0.31, -0.32]), MARGIN, 0.3),
-    verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.01),
-    verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.01),
-    verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.3),
-    judged([], Estimate(1, 0.0), None, None)["verdict"],
-    _equivalence_words(Equivalence([PASSED], 0.01, 0.4), MARGIN),
-    _equivalence_words(Equivalence([FAILED], 0.3, 0.4), MARGIN),
-    _equivalence_words(Equivalence([UNKNOWN], None, None), MARGIN),
-    _equivalence_words(Equivalence([UNKNOWN], None, None), None),
+    format_verdict(Estimate(1, 0.3), MARGIN, None),
+    format_verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.3),
+    format_verdict(estimate([-0.3, -0.31, -0.32]), MARGIN, 0.3),
+    format_verdict(estimate([0.3, 0.31, 0.32]), MARGIN, 0.01),
+    format_verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.01),
+    format_verdict(estimate([-0.1, 0.1, 0.02]), MARGIN, 0.3),
+    format_verdict(Estimate(1, 0.0), None, None, is_idle=True),
+    format_equivalence(Equivalence([PASSED], 0.01, 0.4), MARGIN),
+    format_equivalence(Equivalence([FAILED], 0.3, 0.4), MARGIN),
+    format_equivalence(Equivalence([UNKNOWN], None, None), MARGIN),
+    format_equivalence(Equivalence([UNKNOWN], None, None), None),
 ]
 
 
@@ -55,18 +56,39 @@ def clauses() -> list[str]:
 
 
 @pytest.mark.parametrize("clause", dict.fromkeys(clauses()))
-def test_every_verdict_has_its_row(clause):
+def test_every_verdict_has_its_row(clause: str) -> None:
     assert any(re.match(pattern(words), clause) for words in rows_of_verdicts())
 
 
 @pytest.mark.parametrize("words", rows_of_verdicts())
-def test_every_row_is_a_verdict(words):
+def test_every_row_is_a_verdict(words: str) -> None:
     assert any(re.match(pattern(words), clause) for clause in clauses())
 
 
-def test_every_law_that_fit_may_headline_has_its_row():
-    source = inspect.getsource(fit._headline)
-    headlines = re.findall(r"return \(?\s*\"(\w+)\"", source)
+def test_every_law_that_fit_may_headline_has_its_row() -> None:
+    source = inspect.getsource(groups.choose_headline)
+    headlines = re.findall(r"Headline\(\s*\"(\w+)\"", source)
     rows = first_column("what fit.py says")
     assert len(headlines) == 5
     assert all(any(row.startswith(f"{form}:") for row in rows) for form in headlines)
+
+
+@pytest.mark.parametrize(
+    "n, mean, sd, words",
+    [
+        (2, 0.1, 0.1, "undecided"),
+        (6, 0.1, 0.21, "undecided"),  # p between .05 and .1
+        (30, 0.24, 0.1, "costs 0.24 %"),
+        (5, 0.5, 0.1, "costs 0.5 %"),
+        (5, -0.5, 0.1, "gains 0.5 %"),
+        (6, 0.1, 0.05, "costs 0.1 %, within ±0.25 % (TOST, p="),
+        (8, 0.01, 0.1, "equivalent within ±0.25 % (TOST, p="),
+        (5, 0.01, 0.5, "undecided: interval -0.61 to +0.63"),
+    ],
+)
+def test_a_verdict_follows_the_interval_and_the_test(
+    n: int, mean: float, sd: float, words: str
+) -> None:
+    gap = estimate(exact_sample(n, mean, sd))
+    margin = Margin(0.25, "study.json", True)
+    assert format_verdict(gap, margin, tost(gap, 0.25)).startswith(words)

@@ -1,0 +1,385 @@
+"""Everything that a GPU at hand for minutes can show, the most valuable first.
+
+    python -m bench.borrowed seconds=540         the parts in order; each result a line as soon as it is there
+    python -m bench.borrowed seconds=540         again: goes on with what is missing
+    python -m bench.borrowed list=true           what each part shows, its seconds, what is there of it
+    python -m bench.borrowed parts=tests,1p5b    these alone
+    python -m bench.borrowed rehearse=true       on a CPU, at tiny sizes, without the packages that a bare machine lacks
+    python -m bench.borrowed report=true         the results as Markdown; write=true puts them into docs/speed.md
+
+It needs a checkout, torch, torchao, numpy and pytest. A part is a process of its own with a time
+limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, and those of single
+cells to bench/results as ever. Before each part the time left is compared with what the part took
+the last time, or is guessed to take; what does not fit is left out and named, and a later, shorter
+part may still fit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bench.report import rows_of
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import read_rows, to_line
+from lib.machine import ROOT, nvidia_smi
+from lib.text import duration, grid, nearest
+from lib.values import FilePath
+from runtime.config import positive
+from runtime.log import environment
+
+LINES = "borrowed.jsonl"
+BARE = ROOT / "bench" / "bare"  # its sitecustomize.py hides what a bare machine lacks
+CELLS = "bench/results/h100.jsonl"  # where bench.throughput keeps the rows of a GPU
+KEPT_S = 15.0  # left at the end, to write and to go
+SCHEMA_VERSION = 1
+
+Outcome = Literal["done", "failed", "cut", "left out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One process. In its words {out} stands for the part's own folder, {budget} for the whole
+    seconds that it may take."""
+
+    name: str
+    shows: str  # what will be known by it
+    guess_s: float  # until it has run on this GPU
+    words: tuple[str, ...]  # behind `python`
+    rehearsal: tuple[str, ...]  # on a CPU
+    results: str = ""  # file of JSON lines in the part's folder that holds its results
+
+
+def _cells(sizes: str, labels: str) -> str:
+    names = [f"{size}/{label}" for size in sizes.split() for label in labels.split()]
+    return ",".join(names)
+
+
+def _throughput(cells: str) -> tuple[str, ...]:
+    command = ("-m", "bench.throughput", "suite=h100", "budget={budget}", f"cells={cells}")
+    return (*command, f"out={CELLS}")
+
+
+_TOY_CELLS = ("-m", "bench.throughput", "suite=toy", "budget={budget}", "out={out}/../toy.jsonl")
+_TOY_MODEL = (
+    "set=model.n_layer=1,model.n_head=2,model.n_embd=64,model.n_ffn=128,model.n_ctx=64,"
+    "data.tokens_per_step=128,data.micro_batch=1,eval.tokens=1024,parallel.compile=off"
+)
+OURS, TORCHAO = "tensorwise+kernels", "tensorwise"
+
+PARTS = (
+    Part(
+        name="tests",
+        shows="every recipe against fp64, our kernels against torchao bit for bit, resume, saves",
+        guess_s=150,
+        words=("-m", "pytest", "-q", "-m", "gpu", "-n", "4", "-p", "bench.outcomes")
+        + ("tests/test_gpu.py",),
+        rehearsal=("-m", "pytest", "-q", "-m", "gpu", "-p", "bench.outcomes", "--collect-only")
+        + ("tests/test_gpu.py",),
+        results="outcomes.jsonl",
+    ),
+    Part(
+        name="flagship",
+        shows="sixty steps of gpt350m in BF16 and FP8 as a user runs them; memory against --plan",
+        guess_s=110,
+        words=("-m", "bench.trainings", "configs/gpt350m_bf16.py", "configs/gpt350m_fp8.py")
+        + ("steps=60", "seconds={budget}", "out={out}", "set=data.tokens_per_step=65536"),
+        rehearsal=("-m", "bench.trainings", "configs/gpt350m_bf16.py", "configs/gpt350m_fp8.py")
+        + ("steps=3", "seconds={budget}", "out={out}", _TOY_MODEL),
+        results="trainings.jsonl",
+    ),
+    Part(
+        name="1p5b",
+        shows="1.5B: FP8 over BF16 by our kernels, with head, with delayed scales, by torchao",
+        guess_s=230,
+        words=_throughput(
+            _cells("1p5b", f"{OURS} {OURS}+head {OURS}+delayed {OURS}+delayed+head {TORCHAO}")
+        ),
+        rehearsal=_TOY_CELLS,
+        results="",
+    ),
+    Part(
+        name="350m",
+        shows="350M: FP8 over BF16 by our kernels, with head, by torchao",
+        guess_s=120,
+        words=_throughput(_cells("350m", f"{OURS} {OURS}+head {TORCHAO}")),
+        rehearsal=_TOY_CELLS,
+    ),
+    Part(
+        name="125m_and_760m",
+        shows="125M with head, which has never been timed, and 760M",
+        guess_s=180,
+        words=_throughput(_cells("125m 760m", f"{OURS}+head {OURS}")),
+        rehearsal=_TOY_CELLS,
+    ),
+    Part(
+        name="125m_memory",
+        shows="sixty steps of gpt125m in BF16 and FP8 at its own batch, against --plan",
+        guess_s=100,
+        words=("-m", "bench.trainings", "configs/gpt125m_bf16.py", "configs/gpt125m_fp8.py")
+        + ("steps=60", "seconds={budget}", "out={out}", "set=data.tokens_per_step=131072"),
+        rehearsal=("-m", "bench.trainings", "configs/gpt125m_bf16.py", "configs/gpt125m_fp8.py")
+        + ("steps=3", "seconds={budget}", "out={out}", _TOY_MODEL),
+        results="trainings.jsonl",
+    ),
+    Part(
+        name="blockwise",
+        shows="whether the compiled blockwise recipe trains at 1.5B, within a limit of its own",
+        guess_s=120,
+        words=_throughput("1p5b/blockwise"),
+        rehearsal=_TOY_CELLS,
+    ),
+    Part(
+        name="fourway",
+        shows="BF16 eager and compiled, rowwise, tensorwise, as configured: 350M and 1.5B, T = 4096",
+        guess_s=300,
+        words=("-m", "bench.throughput", "suite=fourway", "budget={budget}", "out={out}"),
+        rehearsal=("-m", "bench.throughput", "suite=fourway-toy", "budget={budget}", "out={out}"),
+        results="trainings.jsonl",
+    ),
+    Part(
+        name="linears",
+        shows="every Linear of the six sizes by each recipe: the table of fp8.recipe=auto",
+        guess_s=240,
+        words=("-m", "bench.kernels", "budget={budget}"),
+        rehearsal=("-m", "bench.kernels", "shapes=64x64", "tokens=64", "recipes=tensorwise")
+        + ("turns=1", "out={out}/speed.json"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of borrowed.jsonl: what became of a part, or one result of it."""
+
+    schema_version: int = SCHEMA_VERSION
+    part: str
+    run: str  # when the call began, UTC
+    gpu: str | None  # null in a rehearsal
+    commit: str | None
+    driver: str | None = None
+    torch: str | None = None
+    outcome: Outcome | None = None  # null in a line with a result
+    why: str | None = None  # of an outcome that is not done
+    seconds: float | None = None  # of the part's process
+    result: dict[str, Any] = field(default_factory=dict)  # of a line with a result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    seconds: float = 540.0  # of this call, its start included
+    out: FilePath = "bench/results/borrowed"  # folder of the lines and logs
+    parts: tuple[str, ...] = ()  # these alone, though they are done; () = all that are not
+    commit: str | None = None  # of these files, where git does not tell it
+    rehearse: bool = False  # tiny sizes on a CPU: says nothing about a GPU
+    list: bool = False  # print the parts instead of running them
+    report: bool = False  # print the results as Markdown
+    write: bool = False  # with report: put them into docs/speed.md
+
+
+@command(__doc__, Options)
+def main(options: Options) -> str | int:
+    problems = positive(options, "seconds")
+    if problems:
+        raise UserError(problems[0])
+    names = [part.name for part in PARTS]
+    for name in options.parts:
+        if name not in names:
+            raise UserError(f"parts={name!r} is no part{nearest(name, names)}")
+    folder = Path(options.out)
+    if options.report or options.write:
+        from bench import borrowed_report
+
+        return borrowed_report.report(folder, ROOT / CELLS, is_to_write=options.write)
+    if options.list:
+        return format_parts(folder)
+    call = Call(options, folder)
+    return call.run()
+
+
+class Call:
+    """One call of the command: its parts within its seconds."""
+
+    def __init__(self, options: Options, folder: Path):
+        """Raises UserError where there is no GPU."""
+        if not options.rehearse and not torch.cuda.is_available():
+            raise UserError(
+                "this needs a CUDA GPU, and torch sees none here: rehearse=true runs every part on"
+                " the CPU at tiny sizes"
+            )
+        self.options = options
+        self.folder = folder
+        self.end = time.monotonic() + options.seconds
+        device = torch.device("cpu" if options.rehearse else "cuda")
+        env = environment(device, ROOT)
+        self.gpu = None if options.rehearse else env["device"]
+        self.head = {
+            "run": env["t_start"],
+            "gpu": self.gpu,
+            "commit": options.commit or env["git_commit"],
+            "driver": nvidia_smi("driver_version")[0],
+            "torch": env["torch"],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> int:
+        """0 where all parts are done, 1 where one failed, was cut or left out."""
+        outcomes = [self.run_part(part) for part in self.due()]
+        if all(outcome == "done" for outcome in outcomes):
+            return 0
+        print("the same command goes on with what is missing", flush=True)
+        return 1
+
+    def due(self) -> list[Part]:
+        """What is to run: the parts that were asked for, or those without a line that says done on
+        this GPU."""
+        if self.options.parts:
+            return [part for part in PARTS if part.name in self.options.parts]
+        done = {line.part for line in self.lines_here() if line.outcome == "done"}
+        return [part for part in PARTS if part.name not in done]
+
+    def lines_here(self) -> list[Line]:
+        """Lines of this GPU and this version of torch."""
+        same = [line for line in read_lines(self.folder) if line.gpu == self.gpu]
+        return [line for line in same if line.torch == self.head["torch"]]
+
+    def estimate(self, part: Part) -> float:
+        """Seconds that the part is expected to take: what it took here, or the guess."""
+        taken = [
+            line.seconds
+            for line in self.lines_here()
+            if line.part == part.name and line.outcome == "done" and line.seconds is not None
+        ]
+        return taken[-1] * 1.1 if taken else part.guess_s
+
+    def run_part(self, part: Part) -> Outcome:
+        left_s = self.end - time.monotonic() - KEPT_S
+        needed_s = 0.0 if self.options.rehearse else self.estimate(part)
+        if left_s < max(needed_s, 1.0):
+            why = f"needs {needed_s:.0f} s, {max(0.0, left_s):.0f} s are left"
+            return self._end(part, "left out", why, None)
+        print(f"[{left_s:5.0f} s left] {part.name}: {part.shows}", flush=True)
+        part_folder = self.folder / part.name
+        part_folder.mkdir(exist_ok=True)
+        start = time.monotonic()
+        exit_code = self._process(part, part_folder, left_s)
+        seconds = time.monotonic() - start
+        for result in self._results(part, part_folder):
+            self._add(part, result=result)
+        if exit_code is None:
+            return self._end(part, "cut", f"not done after {seconds:.0f} s", seconds)
+        if exit_code != 0:
+            log = self._log(part)
+            why = f"exit code {exit_code}: {_last_line(log)} ({log})"
+            return self._end(part, "failed", why, seconds)
+        return self._end(part, "done", None, seconds)
+
+    def _process(self, part: Part, part_folder: Path, limit_s: float) -> int | None:
+        """Its exit code, None where it was stopped because time was up."""
+        words = part.rehearsal if self.options.rehearse else part.words
+        filled = [
+            word.replace("{out}", str(part_folder)).replace("{budget}", str(int(limit_s)))
+            for word in words
+        ]
+        surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "BORROWED_OUT": str(part_folder)}
+        if self.options.rehearse:
+            surroundings["PYTHONPATH"] = os.pathsep.join([str(BARE), str(ROOT)])
+        with open(self._log(part), "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *filled],
+                cwd=ROOT,
+                env=surroundings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                return process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+                process.wait()
+
+    def _log(self, part: Part) -> Path:
+        return self.folder / f"{part.name}.log"
+
+    def _results(self, part: Part, part_folder: Path) -> Iterator[dict[str, Any]]:
+        """What the part has written that no line holds yet."""
+        path = part_folder / part.results
+        if not part.results or not path.is_file():
+            return
+        known = [line.result for line in self.lines_here() if line.part == part.name]
+        for result in read_rows(path):
+            if result not in known:
+                yield result
+
+    def _end(self, part: Part, outcome: Outcome, why: str | None, seconds: float | None) -> Outcome:
+        self._add(part, outcome=outcome, why=why, seconds=seconds)
+        words = f"{part.name}: {outcome}"
+        if seconds is not None:
+            words += f" in {duration(seconds)}"
+        print(words if why is None else f"{words}: {why}", flush=True)
+        return outcome
+
+    def _add(self, part: Part, **values: Any) -> None:
+        line = Line(part=part.name, **self.head, **values)
+        with open(self.folder / LINES, "ab") as file:
+            file.write(to_line(asdict(line)))
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:200] if lines else "it printed nothing"
+
+
+def read_lines(folder: Path) -> list[Line]:
+    """All lines of OUT; of a part that ran again the later ones come last. Raises UserError for a
+    line of another version."""
+    path = folder / LINES
+    if not path.is_file():
+        return []
+    lines = []
+    for row in read_rows(path):
+        if row.get("schema_version") != SCHEMA_VERSION:
+            raise UserError(
+                f"{path} has a line of schema_version={row.get('schema_version')!r}, and this code"
+                f" reads {SCHEMA_VERSION}: give another out="
+            )
+        lines.append(Line(**row))
+    return lines
+
+
+def format_parts(folder: Path) -> str:
+    """A table of the parts: what each shows, its seconds, its last outcome on a GPU."""
+    last = {line.part: line for line in read_lines(folder) if line.outcome and line.gpu}
+    table = [["part", "shows", "seconds", "last time on a GPU"]]
+    for part in PARTS:
+        line = last.get(part.name)
+        if line is None:
+            table.append([part.name, part.shows, f"{part.guess_s:.0f} (guessed)", "has not run"])
+            continue
+        seconds = "" if line.seconds is None else f"{line.seconds:.0f}"
+        table.append([part.name, part.shows, seconds, f"{line.outcome}, {line.run}"])
+    return grid(table)
+
+
+def rows_on_gpu(path: Path) -> list[dict[str, Any]]:
+    """The rows of bench.throughput that a GPU has made, [] where there are none."""
+    if not path.is_file():
+        return []
+    return [row for row in rows_of(path) if row["gpu"]]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

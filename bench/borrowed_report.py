@@ -1,0 +1,207 @@
+"""What a GPU has shown, as docs/speed.md and README.md say it: made from the rows, so that no number
+is typed by hand."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.borrowed import PARTS, Line, read_lines, rows_on_gpu
+from bench.fourway import format_table
+from bench.report import draw
+from bench.trainings import TrainingRow
+from lib.errors import UserError
+from lib.files import write_atomically
+from lib.machine import ROOT
+from lib.text import grid
+from runtime.config import load_config
+from runtime.roofline import GPUS, MICRO_BATCH, TOKENS_PER_STEP, step
+
+SIZES = ("125m", "350m", "760m", "1p5b")
+LABELS = {  # of the cells -> how the table calls them
+    "tensorwise+kernels": "tensorwise, our kernels",
+    "tensorwise+kernels+head": "tensorwise, our kernels, head too",
+    "tensorwise+kernels+delayed": "tensorwise, our kernels, delayed scales",
+    "tensorwise+kernels+delayed+head": "the same, head too",
+    "tensorwise": "tensorwise (torchao)",
+    "rowwise": "rowwise (torchao)",
+    "blockwise": "blockwise",
+}
+PAGE = ROOT / "docs" / "speed.md"
+README = ROOT / "README.md"
+README_ROW = "| **FP8's speed** / BF16's |"
+BEGIN = "<!-- made by python -m bench.borrowed write=true -->"
+END = "<!-- end -->"
+
+
+def report(folder: Path, cells: Path, is_to_write: bool) -> str:
+    """All results as Markdown; with is_to_write the speeds go into docs/speed.md, README.md and the
+    figure beside `cells`. Raises UserError where no GPU has made a row."""
+    rows = [*rows_on_gpu(cells.with_name(f"{cells.stem}_peers.jsonl")), *rows_on_gpu(cells)]
+    if not rows:
+        raise UserError(f"{cells} holds no row of a GPU: nothing has been measured")
+    table = speed_table(rows)
+    if is_to_write:
+        write_atomically(PAGE, with_table(PAGE.read_text(), table))
+        write_atomically(README, with_readme_row(README.read_text(), readme_row(rows)))
+        draw(rows_on_gpu(cells), cells.with_suffix(".png"))
+    sections = [f"## FP8 over BF16 on {rows[-1]['gpu']}", table]
+    lines = [line for line in read_lines(folder) if line.gpu is not None]
+    return "\n\n".join([*sections, *_sections_of_parts(lines)])
+
+
+# ------------------------------------------------------------------------------------------- speed
+
+
+def measured(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """(size, label) -> the newest valid row of the GPU that the last row is of."""
+    gpu = rows[-1]["gpu"]
+    return {
+        (row["size"], row["label"]): row
+        for row in rows
+        if row["valid"] and row["gpu"] == gpu and row["peer"] is None
+    }
+
+
+def modelled(gpu: str) -> dict[tuple[str, str], float]:
+    """(size, label) -> the roofline's ratio over BF16 on the GPU of this name; {} where it knows
+    none such."""
+    names = [name for name in GPUS if name in gpu.lower()]
+    if not names:
+        return {}
+    bandwidth = GPUS[names[0]]
+    ratios = {}
+    for size in SIZES:
+        model = replace(load_config(ROOT / f"configs/gpt{size}_bf16.py").model, n_ctx=1024)
+        seconds = {
+            label: sum(step(bandwidth, model, label, MICRO_BATCH[size], TOKENS_PER_STEP).values())
+            for label in ("bf16", *LABELS)
+            if _is_modelled(label)
+        }
+        for label, label_seconds in seconds.items():
+            ratios[size, label] = seconds["bf16"] / label_seconds
+    return ratios
+
+
+def _is_modelled(label: str) -> bool:
+    from runtime.roofline import CASTS
+
+    return label.removesuffix("+head") in CASTS
+
+
+def speed_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a column a size, BF16's tokens/s, then a row a label with the measured ratio and,
+    in brackets, the modelled one."""
+    found, model = measured(rows), modelled(rows[-1]["gpu"])
+    lines = [["FP8 over BF16, per FLOP (modelled before)", *map(_size_name, SIZES)]]
+    baseline = ["BF16, tokens/s (mfu_bf16)"]
+    for size in SIZES:
+        row = found.get((size, "bf16"))
+        baseline.append("" if row is None else _tokens_per_s(row))
+    lines.append(baseline)
+    for label, name in LABELS.items():
+        cells = [_ratio(found.get((size, label)), model.get((size, label))) for size in SIZES]
+        if any(cells):
+            lines.append([name, *cells])
+    return grid(lines)
+
+
+def _size_name(size: str) -> str:
+    return "1.5B" if size == "1p5b" else size.upper()
+
+
+def _tokens_per_s(row: dict[str, Any]) -> str:
+    thousands = row["tok_per_s"] / 1e3
+    digits = 0 if thousands >= 150 else 1
+    return f"{thousands:.{digits}f}k ({row['mfu_bf16']:.0%})".replace("%", " %")
+
+
+def _ratio(row: dict[str, Any] | None, modelled_ratio: float | None) -> str:
+    parts = []
+    if row is not None and row["ratio"]:
+        parts.append(f"**{row['ratio']:.3f}**")
+    if modelled_ratio is not None:
+        parts.append(f"({modelled_ratio:.3f})")
+    return " ".join(parts)
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with `table` between the markers. Raises UserError where they are not there."""
+    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+    if not pattern.search(page):
+        raise UserError(f"{PAGE} lacks the lines {BEGIN} and {END}: put the table between them")
+    return pattern.sub(lambda _: f"{BEGIN}\n{table}\n{END}", page)
+
+
+def readme_row(rows: Sequence[dict[str, Any]]) -> str:
+    """README's line on speed: our kernels at each size that was measured."""
+    found = measured(rows)
+    ratios = [
+        f"{found[size, 'tensorwise+kernels']['ratio']:.2f} at {_size_name(size)}"
+        for size in SIZES
+        if found.get((size, "tensorwise+kernels"), {}).get("ratio")
+    ]
+    gpu = rows[-1]["gpu"].removeprefix("NVIDIA ")
+    return f"{README_ROW} {gpu}: {', '.join(ratios)}: docs/speed.md |"
+
+
+def with_readme_row(page: str, row: str) -> str:
+    """The page with its line on speed replaced. Raises UserError where there is none."""
+    lines = page.split("\n")
+    places = [number for number, line in enumerate(lines) if line.startswith(README_ROW)]
+    if len(places) != 1:
+        raise UserError(f"{README} has {len(places)} lines that begin with {README_ROW!r}, not one")
+    lines[places[0]] = row
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------- other results
+
+
+def _sections_of_parts(lines: Sequence[Line]) -> list[str]:
+    sections = []
+    for part in PARTS:
+        results = [line.result for line in lines if line.part == part.name and line.result]
+        outcomes = [line for line in lines if line.part == part.name and line.outcome]
+        if outcomes:
+            sections.append(f"## {part.name}: {outcomes[-1].outcome}")
+        if not results:
+            continue
+        if part.results == "outcomes.jsonl":
+            sections.append(_outcomes_of_tests(results))
+        elif part.name == "fourway":
+            sections.append(format_table([TrainingRow(**result) for result in results]))
+        else:
+            sections.append(_trainings([TrainingRow(**result) for result in results]))
+    return sections
+
+
+def _outcomes_of_tests(results: Sequence[dict[str, Any]]) -> str:
+    newest = {result["test"]: result for result in results}
+    counts = Counter(result["outcome"] for result in newest.values())
+    lines = [", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))]
+    for test, result in newest.items():
+        if result["outcome"] == "failed":
+            message = result.get("message", "").strip().split("\n")[-1]
+            lines.append(f"- {test}: {message}")
+    return "\n".join(lines)
+
+
+def _trainings(rows: Sequence[TrainingRow]) -> str:
+    table = [["run", "label", "steps", "loss", "tokens/s", "GiB", "GiB by --plan", "remark"]]
+    for row in rows:
+        table.append(
+            [
+                row.name,
+                row.label,
+                str(row.steps),
+                f"{row.losses[0]:.3f} -> {row.losses[-1]:.3f}" if row.losses else "",
+                "" if row.tok_per_s is None else f"{row.tok_per_s:,.0f}",
+                "" if row.mem_gib is None else f"{row.mem_gib:.1f}",
+                "" if row.planned_gib is None else f"{row.planned_gib:.1f}",
+                row.failure or "",
+            ]
+        )
+    return grid(table)

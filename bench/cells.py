@@ -1,0 +1,137 @@
+"""What is timed: the cells of each suite, and our model as a cell has it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn as nn
+
+from fp8 import selection
+from fp8.recipes import KERNELS, fp8_overrides
+from lib.errors import UserError
+from lib.machine import ROOT
+from runtime.config import Config, load_config
+from runtime.parallel import World, build
+from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
+from runtime.training_step import end_unjudged_step, forward_backward
+
+BASELINE = "bf16"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row to be. `size` names configs/gpt<size>_bf16.py, a peer's model, or what `model` spells
+    out."""
+
+    size: str
+    label: str  # bf16, or a recipe with +kernels, +delayed, +head, +fast_backward; a peer's name
+    micro_batch: int  # sequences
+    T: int = 1024
+    tokens_per_step: int = TOKENS_PER_STEP
+    device: str = "cuda"
+    # keys of GPTConfig that differ from the size's; a peer's own
+    model: dict = field(default_factory=dict)
+    peer: str | None = None  # folder of its checkout: peer_models.py builds it
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}/{self.label}"
+
+
+@dataclass
+class Subject:
+    """A model in memory with its micro-step and update: ours below, the peers' in
+    peer_models.py."""
+
+    model: nn.Module
+    vocab: int  # tokens are drawn from range(vocab)
+    # x, y (B, T) int64 -> mean loss per token, (), fp32, detached; gradients add up in .grad; no
+    # wait for the GPU
+    micro_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    update: Callable[[], None]  # clip, step, zero gradients, as at a step's end
+    counts: dict  # flops_per_token, params_total, params_matmul
+    describe: list[str] = field(default_factory=list)  # lines for people
+
+
+TOY = {
+    "toy_s": {"n_layer": 1, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
+    "toy_m": {"n_layer": 1, "n_head": 2, "n_embd": 128, "n_ffn": 256, "vocab_size": 257},
+}
+H100 = (  # sizes, and labels to time each of them in; the most valuable first
+    (
+        "1p5b",
+        "tensorwise+kernels tensorwise+kernels+delayed tensorwise+kernels+delayed+head tensorwise",
+    ),
+    ("760m 350m 125m", "tensorwise+kernels tensorwise+kernels+head"),
+    ("1p5b", "tensorwise+kernels+head rowwise"),
+    (
+        "760m 350m 125m",
+        "tensorwise rowwise tensorwise+kernels+delayed tensorwise+kernels+delayed+head",
+    ),
+    ("125m 1p5b 350m 760m", "auto+kernels tensorwise_gw_hp+kernels rowwise_with_gw_hp"),
+    ("1p5b", "tensorwise+kernels+fast_backward rowwise+fast_backward blockwise"),
+)
+
+
+def groups_of(suite: str) -> list[list[Cell]]:
+    """Each a BF16 cell, then those that take turns with it."""
+    if suite == "toy":
+        return [
+            [Cell(size, label, 4, 64, 1024, "cpu", TOY[size]) for label in (BASELINE, "tensorwise")]
+            for size in TOY
+        ]
+    return [
+        [Cell(size, label, MICRO_BATCH[size]) for label in (BASELINE, *labels.split())]
+        for sizes, labels in H100
+        for size in sizes.split()
+    ]
+
+
+def config_of(cell: Cell) -> Config:
+    """The Config that train.py would be given for a cell of ours. Raises UserError for an unknown
+    size, label or key."""
+    changes = {f"model.{key}": str(value).lower() for key, value in cell.model.items()}
+    changes |= {
+        "model.n_ctx": cell.T,
+        "data.micro_batch": cell.micro_batch,
+        "data.tokens_per_step": cell.tokens_per_step,
+        "data.tokenizer": "./none",
+        "run": "cell",  # no text is read
+        "parallel.compile": "block",
+    }  # as studies, as runs on several GPUs
+    if cell.label != BASELINE and KERNELS not in cell.label:
+        changes["fp8.kernels"] = "false"  # a cell without them measures torchao's casts
+    return load_config(
+        ROOT / "configs" / f"gpt{'50m' if cell.model else cell.size}_bf16.py",
+        [*(f"{key}={value}" for key, value in changes.items()), *fp8_overrides(cell.label)],
+    )
+
+
+def build_ours(cell: Cell, device: torch.device) -> Subject:
+    """Our model, built, compiled and initialised as train.py does it; its micro-step and update are
+    train.py's lines."""
+    config = config_of(cell)
+    selection.check_hardware(config.fp8, device)
+    built = build(config, World(0, 0, 1, device))
+    if cell.label != BASELINE and not any(layer.recipe for layer in built.layers):
+        raise UserError(f"{cell.label} converts nothing here: it would be BF16 once more")
+    model, optimizer, precision = built.model, built.optimizer, built.precision
+    tokens = cell.micro_batch * cell.T
+    model.init_weights(config.seed, built.assign)
+    precision.after_update()
+    precision.set_position(0)
+    precision.before_step(built.loss_scale)
+
+    def micro_step(x, y):
+        return forward_backward(model, x, y, built.loss_scale) / tokens
+
+    def update():
+        end_unjudged_step(model, optimizer, precision, config.optim.clip)
+        precision.before_step(built.loss_scale)
+
+    counts = {
+        key: model.counts()[key] for key in ("flops_per_token", "params_total", "params_matmul")
+    }
+    lines = [*built.flags, *selection.table(built.layers, config.fp8.recipe, device.type)]
+    return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)

@@ -1,0 +1,186 @@
+"""The comparison that projects like this one publish: BF16 eager, BF16 compiled, FP8 rowwise and
+tensorwise compiled, and what configs/gpt*_fp8.py do, long context, one sequence a micro-batch.
+
+    python -m bench.throughput --suite fourway --budget 480      350M and 1.5B on one GPU
+    python -m bench.throughput --suite fourway-toy --budget 120  a rehearsal on a CPU
+
+Each arm is a training by train.py (bench/trainings.py) of 1,000 steps of one sequence, or as many
+as time allows; a row each in OUT/trainings.jsonl. The table and the figure of four panels say
+loss, tokens/s, TFLOP/s, MFU, time of training with and without compilation, memory. Noise in the
+place of text: the losses say whether the arms learn alike, not how well."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.trainings import ROWS, TrainingRow, describe, train_on_noise
+from lib.errors import UserError
+from lib.files import read_rows, write_atomically
+from lib.machine import ROOT
+from lib.text import duration, grid
+
+STEPS = 1000
+ARMS = {  # name -> the config's file behind the size, and its settings
+    "BF16 eager": ("bf16", ("parallel.compile=off",)),
+    "BF16 compiled": ("bf16", ("parallel.compile=block",)),
+    "FP8 rowwise": ("fp8", ("parallel.compile=block", "fp8.recipe=rowwise")),
+    "FP8 tensorwise": ("fp8", ("parallel.compile=block", "fp8.kernels=false")),
+    "FP8 as configured": ("fp8", ("parallel.compile=block",)),
+}
+
+
+@dataclass(frozen=True)
+class Suite:
+    sizes: tuple[str, ...]  # of configs/gpt<size>_<arm>.py
+    context: int  # T, tokens; a step is one such sequence
+    steps: int
+    overrides: tuple[str, ...] = ()
+
+
+SUITES = {
+    "fourway": Suite(("350m", "1p5b"), 4096, STEPS),
+    "fourway-toy": Suite(
+        ("50m",),
+        64,
+        12,
+        (
+            "model.n_layer=2",
+            "model.n_head=2",
+            "model.n_embd=64",
+            "model.n_ffn=128",
+            "eval.tokens=1024",
+        ),
+    ),
+}
+
+
+def run(name: str, budget_s: float, folder: Path) -> str:
+    """Train what is missing in `folder` within `budget_s` seconds; the table, and the figure's
+    path. Raises UserError where nothing was trained."""
+    suite = SUITES[name]
+    end = time.monotonic() + budget_s
+    rows = []
+    todo = [(size, arm) for size in suite.sizes for arm in ARMS]
+    for number, (size, arm) in enumerate(todo):
+        share_s = (end - time.monotonic()) / (len(todo) - number)
+        if share_s <= 0:
+            break
+        row = _train(suite, size, arm, folder, share_s)
+        print(f"[{max(0.0, end - time.monotonic()):5.0f} s left] {describe(row)}", flush=True)
+        rows.append(row)
+    if not rows:
+        raise UserError(f"budget={budget_s:g} leaves no time for a training: give more seconds")
+    return page(folder)
+
+
+def _train(suite: Suite, size: str, arm: str, folder: Path, limit_s: float) -> TrainingRow:
+    precision, settings = ARMS[arm]
+    overrides = [
+        *suite.overrides,
+        *settings,
+        f"model.n_ctx={suite.context}",
+        f"data.tokens_per_step={suite.context}",
+        "data.micro_batch=1",
+    ]
+    return train_on_noise(
+        ROOT / f"configs/gpt{size}_{precision}.py",
+        overrides,
+        steps=suite.steps,
+        folder=folder,
+        limit_s=limit_s,
+        name=f"{size}_{arm.lower().replace(' ', '_')}",
+    )
+
+
+def page(folder: Path) -> str:
+    """The table of what `folder` holds, and the figure's path where it could be drawn."""
+    rows = [TrainingRow(**row) for row in read_rows(folder / ROWS)]
+    lines = [format_table(rows)]
+    if not any(row.losses for row in rows):
+        return lines[0]
+    try:
+        path = folder / "fourway.png"
+        draw(rows, path)
+        lines.append(str(path))
+    except ImportError:  # a machine for an hour may lack matplotlib
+        pass
+    return "\n\n".join(lines)
+
+
+def arm_of(row: TrainingRow) -> tuple[str, str]:
+    """(size, arm) of a row of this comparison."""
+    size, _, arm_name = row.name.partition("_")
+    names = {arm.lower().replace(" ", "_"): arm for arm in ARMS}
+    return size, names[arm_name]
+
+
+def format_table(rows: Sequence[TrainingRow]) -> str:
+    """Markdown."""
+    head = ["size", "arm", "steps", "loss", "tokens/s", "TFLOP/s", "MFU"]
+    head += ["training", "without compilation", "GiB", "remark"]
+    lines = [head]
+    for row in rows:
+        size, arm = arm_of(row)
+        trained_s, compile_s = sum(row.seconds), row.compile_s or 0.0
+        lines.append(
+            [
+                size,
+                arm,
+                f"{row.steps:,}",
+                f"{row.losses[-1]:.3f}" if row.losses else "",
+                _number(row.tok_per_s, ",.0f"),
+                _number(row.tflops, ".1f"),
+                _number(row.mfu_bf16, ".1%"),
+                duration(trained_s) if row.seconds else "",
+                duration(trained_s - compile_s) if row.seconds else "",
+                _number(row.mem_gib, ".1f"),
+                row.failure or "",
+            ]
+        )
+    return grid(lines)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def draw(rows: Sequence[TrainingRow], path: Path) -> None:
+    """Four panels: loss by step, tokens/s, time of training, memory."""
+    import matplotlib
+
+    from lib.plots import RC, STYLES, render, sheet
+
+    trained = [row for row in rows if row.losses]
+    names = [" ".join(arm_of(row)) for row in trained]
+    places = list(range(len(trained)))
+    with matplotlib.rc_context(RC):
+        devices = {row.device for row in trained if row.device}
+        context = trained[0].context
+        figure, ((loss, speed), (seconds, memory)) = sheet(
+            (9.0, 6.0),
+            2,
+            2,
+            f"Five ways to train, T = {context:,}, on {', '.join(sorted(devices)) or 'no device'}",
+            "One sequence a step, noise in the place of text. Hatched: compilation.",
+        )
+        for number, (row, name) in enumerate(zip(trained, names, strict=True)):
+            style = STYLES[number % len(STYLES)]
+            loss.plot(range(1, row.steps + 1), row.losses, color=style["color"], label=name)
+        loss.set(xlabel="step", ylabel="training loss [nats/token]")
+        loss.legend(frameon=False, fontsize=6)
+        speed.barh(places, [row.tok_per_s or 0.0 for row in trained], color="#0072B2")
+        speed.set(xlabel="tokens/s")
+        compile_s = [row.compile_s or 0.0 for row in trained]
+        trained_s = [
+            sum(row.seconds) - extra for row, extra in zip(trained, compile_s, strict=True)
+        ]
+        seconds.barh(places, trained_s, color="#0072B2")
+        seconds.barh(places, compile_s, left=trained_s, color="white", edgecolor="k", hatch="///")
+        seconds.set(xlabel="seconds of training")
+        memory.barh(places, [row.mem_gib or 0.0 for row in trained], color="#0072B2")
+        memory.set(xlabel="memory of tensors [GiB]")
+        for panel in (speed, seconds, memory):
+            panel.set_yticks(places, names)
+            panel.invert_yaxis()
+        write_atomically(path, render(figure, "png"))

@@ -1,0 +1,235 @@
+"""Cells in turns, each in a process of its own, within a budget of seconds."""
+
+import ctypes
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from bench.cells import Cell
+from bench.judging import cell_row, compared
+from bench.measuring import to_number
+from lib.errors import UserError
+from lib.files import read_rows, to_line
+from lib.machine import ROOT, nvidia_smi
+from runtime.log import environment
+
+# of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
+WARM_S = 10.0
+CELL_LIMIT_S = 420  # a cell that has not ended by then never will
+TURN = 4  # FP8 cells, at most, between two of BF16
+GUESS_S = 60  # of a cell, until one of its size was timed here
+
+
+class Timer:
+    """Times groups of cells on this machine within `budget` seconds; every row is in `out` as soon
+    as it is there."""
+
+    def __init__(
+        self,
+        out: Path,
+        device: str,
+        budget: float,
+        command: str,
+        commit: str | None = None,
+        again: Sequence[str] = (),
+    ):
+        """again: names of cells whose rows do not count as there. Raises UserError where there is
+        no GPU."""
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError(
+                "this needs a CUDA GPU, and torch sees none here: --suite toy rehearses on the CPU"
+            )
+        self.out, self.budget, self.end = out, budget, time.monotonic() + budget
+        env = environment(torch.device(device), ROOT)
+        driver, power_limit = nvidia_smi("driver_version", "power.limit")
+        self.head = {
+            "run": env["t_start"],
+            "command": command,
+            "commit": commit or env["git_commit"],
+            "dirty": None if commit else env["git_dirty"],
+            "gpu": env["device"] if device == "cuda" else None,
+            "driver": driver,
+            "power_limit_w": to_number(power_limit),
+            **{key: env[key] for key in ("torch", "torchao", "triton", "cuda", "cudnn", "python")},
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch()
+        self.here = [
+            row
+            for row in read_rows(out)
+            if row["cell"] not in again
+            and (row["gpu"], row["torch"]) == (self.head["gpu"], self.head["torch"])
+        ]
+
+    def run(self, groups: list[list[Cell]]) -> None:
+        """Time what is due, in this order, as long as there is time."""
+        print(f"rows go to {self.out}", flush=True)
+        if self.head["gpu"]:
+            _warm_gpu()
+        for group in groups:
+            self.time_group(group)
+        print(self._remainder(groups))
+
+    def _remainder(self, groups: list[list[Cell]]) -> str:
+        """What is said at the end: how many cells have no row, and whether a budget as this one
+        is enough for any of them."""
+        n_due = sum(len(self.due(group)) for group in groups)
+        if not n_due:
+            return "\nall is timed"
+        needed = []
+        for group in groups:
+            due = self.due(group)
+            if due:
+                needed.append(self.estimate(group[0], group[0], due[0]))
+        least = math.ceil(min(needed) + WARM_S + 1)  # with what precedes
+        if least <= self.budget:
+            return f"\n{n_due} cells are left, the same command goes on with them"
+        return f"\n{n_due} cells are left, none fits: give budget={least} or more"
+
+    def due(self, group: list[Cell]) -> list[Cell]:
+        """The cells of a group, but for its BF16, that have no row here."""
+        done = {row["cell"] for row in self.here if "failure" in row or row["ratio"]}
+        return [cell for cell in group[1:] if cell.name not in done]
+
+    def estimate(self, *cells: Cell) -> float:
+        """Seconds that these cells may take in all: each as long as the longest of its size did
+        here, and a tenth."""
+        total = 0.0
+        for cell in cells:
+            seconds = [row["wall_s"] for row in self.here if row["size"] == cell.size]
+            total += 1.1 * max(seconds, default=GUESS_S)
+        return total
+
+    def has_time_for(self, *cells: Cell) -> bool:
+        return time.monotonic() + self.estimate(*cells) <= self.end
+
+    def time_group(self, group: list[Cell]) -> None:
+        """Time what is due of a BF16 cell's group and fits into the budget, TURN of them at most
+        between two of BF16."""
+        earlier: dict | None = None  # BF16's row
+        while due := self.due(group):
+            baseline = group[0]
+            if earlier is None:
+                if not self.has_time_for(baseline, due[0], baseline):
+                    return
+                earlier = self.time(baseline)
+            if earlier.get("oom") and baseline.micro_batch > 1:
+                group = [replace(cell, micro_batch=cell.micro_batch // 2) for cell in group]
+                earlier = None
+                continue
+            if "failure" in earlier:
+                return
+            later = self._turn(baseline, due[:TURN], earlier)
+            if later is None:
+                return
+            earlier = later
+
+    def _turn(self, baseline: Cell, cells: list[Cell], earlier: dict) -> dict | None:
+        """Time the cells that fit into the budget, then BF16 again, and add the ratios. Returns
+        BF16's row that the next turn begins with; None where the group has to end."""
+        rows = []
+        for cell in cells:  # each asked when its turn comes
+            if self.has_time_for(cell, baseline):
+                rows.append(self.time(cell, earlier, self.estimate(baseline)))
+        if not rows:
+            return None
+        rows = [row for row in rows if "failure" not in row]
+        if not rows:
+            return earlier
+        later = self.time(baseline)
+        if "failure" in later:
+            return None
+        for row in rows:
+            self._add(compared(row, earlier, later))
+        return later
+
+    def time(self, cell: Cell, baseline: dict | None = None, reserve_s: float = 0.0) -> dict:
+        """The row of one cell, timed in a process of its own, with so many seconds left after it;
+        not kept where the budget cut it."""
+        start = time.monotonic()
+        print(f"[{self.end - start:5.0f} s left] {cell.name}", end=" ", flush=True)
+        limit_s = min(CELL_LIMIT_S, self.end - start - reserve_s)
+        measured = run_cell(cell, self.out.with_suffix(".log"), limit_s)
+        wall_s = time.monotonic() - start
+        row = cell_row(cell, measured, baseline) | self.head | {"wall_s": wall_s}
+        was_cut = "failure" in row and wall_s >= limit_s and limit_s != CELL_LIMIT_S
+        if not was_cut:
+            self._add(row)
+        return row
+
+    def _add(self, row: dict) -> None:
+        with open(self.out, "ab") as file:
+            file.write(to_line(row))
+        self.here.append(row)
+        print(_in_words(row), flush=True)
+
+
+def _in_words(row: dict) -> str:
+    if row["ratio"]:
+        text = f"{row['cell']}: {row['ratio']:.3f} x {row['baseline']}, drift {row['drift']:+.1%}"
+    elif row.get("failure"):
+        text = row["failure"]
+    else:
+        text = f"{row['tok_per_s']:,.0f} tokens/s, compiled in {row['compile_s']:.0f} s"
+    if row["invalid_because"]:
+        text += f"; INVALID: {row['invalid_because']}"
+    return text
+
+
+def _warm_gpu() -> None:
+    """Matmuls for WARM_S: a cold GPU's clocks are higher than those of all that follow."""
+    a = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    end = time.monotonic() + WARM_S
+    while time.monotonic() < end:
+        (a @ a)[0, 0].item()  # waits for it
+
+
+def run_cell(cell: Cell, log: Path, limit_s: float) -> dict:
+    """What the process of a cell answers, {"failure": in words} where it does not; nothing of it is
+    left running."""
+    prctl = ctypes.CDLL(None).prctl
+    with open(log, "a") as words, tempfile.TemporaryDirectory() as scratch:
+        print(f"\n==== {cell}", file=words, flush=True)
+        answer = Path(scratch) / "row.json"
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "bench.throughput",
+                "--cell",
+                json.dumps(asdict(cell)),
+                str(answer),
+            ],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=words,
+            stderr=words,
+            start_new_session=True,
+            preexec_fn=lambda: prctl(1, signal.SIGKILL),
+        )  # it ends with this process
+        try:
+            process.wait(limit_s)
+            return json.loads(answer.read_bytes())
+        except subprocess.TimeoutExpired:
+            return {"failure": f"not done after {limit_s:.0f} s"}
+        except OSError:
+            return {
+                "failure": (
+                    f"exit code {process.returncode} without an answer; its words are in {log}"
+                )
+            }
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too
+            process.wait()

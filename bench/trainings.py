@@ -1,0 +1,218 @@
+"""Whole trainings by train.py, as a user starts them, on noise: losses, speed, memory against what
+--plan says.
+
+    python -m bench.trainings configs/gpt350m_bf16.py configs/gpt350m_fp8.py steps=60 out=out/flagship
+    python -m bench.trainings configs/gpt125m_fp8.py steps=60 set=data.micro_batch=32 out=out/try
+
+One training after the other, each a process, none of its settings but the data, the number of
+steps and what `set` says. A line a training goes to OUT/trainings.jsonl when it ends; one that
+has steps is not repeated."""
+
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.noise import SETTINGS, write_noise
+from lib.command import command, run_command
+from lib.errors import UserError
+from lib.files import read_rows, to_line
+from lib.machine import ROOT
+from lib.values import FilePath
+from runtime.config import load_config, positive
+from runtime.log import peak_flops, throughput
+from runtime.plan import plan
+
+ROWS = "trainings.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """A line of trainings.jsonl."""
+
+    name: str
+    config: str  # its file, as it was named
+    overrides: list[str]  # section.key=value, beside the data's and the number of steps
+    label: str  # bf16, or the recipe with what is set of it
+    steps: int  # that were trained, fewer than asked for where time ran out
+    tokens_per_step: int
+    context: int  # T, tokens
+    micro_batch: int | None  # sequences; null where the run chose and did not end
+    is_compiled: bool
+    losses: list[float] = field(default_factory=list)  # nats a token, of each step
+    seconds: list[float] = field(default_factory=list)  # of each step
+    tok_per_s: float | None = None  # median, without the first steps
+    compile_s: float | None = None  # the first step over the median of the others
+    tflops: float | None = None  # 10^12 FLOPs of the model a second
+    mfu_bf16: float | None = None  # of the dense BF16 peak; null on a CPU
+    mem_gib: float | None = None  # most memory of tensors
+    planned_gib: float | None = None  # what --plan said
+    wall_s: float = 0.0  # of the whole process
+    device: str | None = None
+    failure: str | None = None  # why there are no numbers, or fewer steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    configs: tuple[FilePath, ...] = ()  # config files, the first words
+    steps: int = 60
+    set: tuple[str, ...] = ()  # section.key=value of all of them
+    seconds: float = 600.0  # after which a training is stopped, with the steps it has
+    out: FilePath = "out/trainings"  # folder that receives the data, the runs and the rows
+    gpu: str = "h200"  # whose memory --plan is asked for
+
+
+@command(__doc__, Options, "configs")
+def main(options: Options) -> None:
+    problems = positive(options, "steps", "seconds")
+    if problems:
+        raise UserError(problems[0])
+    if not options.configs:
+        raise UserError("name a config file at least, such as configs/gpt350m_fp8.py")
+    for config in options.configs:
+        row = train_on_noise(
+            Path(config),
+            list(options.set),
+            steps=options.steps,
+            folder=Path(options.out),
+            limit_s=options.seconds,
+            gpu=options.gpu,
+        )
+        print(describe(row), flush=True)
+
+
+def train_on_noise(
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    steps: int,
+    folder: Path,
+    limit_s: float,
+    gpu: str = "h200",
+    name: str | None = None,
+) -> TrainingRow:
+    """The row of one training of `steps` steps at most, from `folder` where it is there already.
+
+    name: of the run; the config's own by default. Raises UserError for a config that cannot be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [*SETTINGS, *overrides, f"steps={steps}"]
+    words += [f"data.dir={folder}/data", f"out={folder}/runs", "log.every=1"]
+    words += ["checkpoint.every=none", "eval.every=none"]
+    words += [] if name is None else [f"run={name}"]
+    config = load_config(file, words)
+    rows_there = read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
+    for row in rows_there:
+        if row["name"] == config.run and row["steps"] > 0:
+            return TrainingRow(**row)
+    write_noise(folder / "data", (steps + 2) * config.data.tokens_per_step)
+    start = time.monotonic()
+    output, is_cut = _train(file, words, limit_s)
+    row = TrainingRow(
+        name=config.run,
+        config=str(file),
+        overrides=list(overrides),
+        label=config.fp8.label,
+        steps=0,
+        tokens_per_step=config.data.tokens_per_step,
+        context=config.model.n_ctx,
+        micro_batch=None if config.data.micro_batch == "auto" else config.data.micro_batch,
+        is_compiled=bool(config.parallel.compile),
+        planned_gib=_planned_gib(plan(config, gpu)),
+        wall_s=time.monotonic() - start,
+    )
+    row = _with_results(row, config.run_dir, output, is_cut)
+    with open(folder / ROWS, "ab") as rows_file:
+        rows_file.write(to_line(asdict(row)))
+    return row
+
+
+def _train(file: Path, words: list[str], limit_s: float) -> tuple[str, bool]:
+    """What train.py prints, and whether it was stopped because its time was up."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), str(file), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        return output, False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return output, True
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+def _planned_gib(lines: list[str]) -> float | None:
+    sums = re.search(r"sum +([\d.]+) GiB", "\n".join(lines))
+    return None if sums is None else float(sums[1])
+
+
+def _with_results(row: TrainingRow, run_dir: Path, output: str, is_cut: bool) -> TrainingRow:
+    """The row with what the run's folder holds."""
+    values = asdict(row)
+    steps_file, summary_file = run_dir / "metrics.jsonl", run_dir / "summary.json"
+    rows = read_rows(steps_file) if steps_file.is_file() else []
+    train_rows = [step for step in rows if step["kind"] == "train"]
+    summary = json.loads(summary_file.read_bytes()) if summary_file.is_file() else {}
+    if not summary:
+        last_lines = " ".join(output.split("\n")[-3:]).strip()
+        values["failure"] = "stopped: its time was up" if is_cut else last_lines[-400:]
+    if not train_rows:
+        return TrainingRow(**values)
+    values |= {
+        "steps": len(train_rows),
+        "losses": [step["loss"] for step in train_rows],
+        "seconds": [step["step_s"] for step in train_rows],
+        "device": summary.get("device"),
+        "mem_gib": summary.get("mem_peak_gib"),
+    }
+    if summary:
+        peaks = peak_flops(summary["device"])
+        speed = throughput(
+            rows,
+            row.tokens_per_step,
+            summary["flops_per_token"],
+            peaks[0] if peaks else None,
+        )
+        values |= {
+            "tok_per_s": speed["tok_per_s_median"],
+            "compile_s": speed["compile_s"],
+            "tflops": speed["tflops_median"],
+            "mfu_bf16": speed.get("mfu_bf16"),
+        }
+    else:
+        values["tok_per_s"] = row.tokens_per_step / statistics.median(values["seconds"])
+    return TrainingRow(**values)
+
+
+def describe(row: TrainingRow) -> str:
+    """A line for people."""
+    if not row.losses:
+        return f"{row.name}: {row.failure}"
+    speed = "" if row.tok_per_s is None else f", {row.tok_per_s:,.0f} tokens/s"
+    memory = ""
+    if row.mem_gib is not None and row.planned_gib is not None:
+        memory = f", {row.mem_gib:.1f} GiB where --plan says {row.planned_gib:.1f}"
+    failure = "" if row.failure is None else f"; {row.failure}"
+    return (
+        f"{row.name}: {row.steps} steps, loss {row.losses[0]:.3f} -> {row.losses[-1]:.3f}"
+        f"{speed}{memory}{failure}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

@@ -1,0 +1,133 @@
+"""Choose the best recipe by a declared rule.
+
+Ranked is every recipe that converts a Linear in each of its pairs and ran in all that is compared:
+the sizes, budgets and seeds where more than half of the recipes ran, of each size the largest such
+budget. First is the lowest common gap, with its sign. A recipe whose paired difference to it has a
+95 % interval that holds 0 (or none) ties; of these the fastest is the best, or the first where
+speed means nothing."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from scaling.paired.cost import Throughput, throughput
+from scaling.paired.estimates import Estimate, estimate, grouped
+from scaling.paired.gaps import Pair, is_idle
+from scaling.paired.reasons import Reason, reason
+
+
+class Cell(NamedTuple):
+    """What is compared of each recipe: one pair."""
+
+    N: int
+    tokens: int
+    seed: int | str
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One recipe's gap where all are compared, in 100 ln(L_FP8 / L_BF16)."""
+
+    recipe: str  # its arm
+    gap: Estimate  # per cent
+    difference: Estimate | None  # to the first, over pairs; null of the first
+    ties: bool  # with the first
+    throughput: Throughput  # FP8's against BF16's, over the same pairs
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A recipe that is not ranked."""
+
+    recipe: str  # its arm
+    reason: Reason | str  # why; in a file its sentence
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The recipes from the lowest gap on."""
+
+    recipes: list[Ranked]
+    left_out: list[LeftOut]
+    compared: list[Cell]
+
+    @property
+    def tied(self) -> list[Ranked]:
+        """The first and those that are not told apart from it."""
+        return [ranked for ranked in self.recipes if ranked.ties]
+
+    @property
+    def speed_unknown(self) -> Reason | str | None:
+        """Why speed decides nothing between those that tie; None where it does."""
+        for ranked in self.tied:
+            if ranked.throughput.reason:
+                return ranked.throughput.reason
+        return None
+
+    @property
+    def best(self) -> Ranked | None:
+        """None where none is ranked."""
+        tied = self.tied
+        if len(tied) < 2 or self.speed_unknown:
+            return tied[0] if tied else None
+        return max(tied, key=lambda ranked: ranked.throughput.ratio or 0.0)
+
+
+def rank(pairs: Sequence[Pair], evaluation: str) -> Ranking:
+    """The ranking of the recipes of `pairs` by how their gaps are under one evaluation."""
+    cells, left_out = _cells_of_recipes(pairs)
+    compared = compared_cells([list(pairs_of_cell) for pairs_of_cell in cells.values()])
+    gaps: dict[str, list[float]] = {}  # recipe -> its gaps where all are compared
+    for recipe, pairs_of_cell in cells.items():
+        missing = [cell for cell in compared if cell not in pairs_of_cell]
+        if compared and not missing:
+            gaps[recipe] = [pairs_of_cell[cell].gap[evaluation].log_percent for cell in compared]
+        else:
+            left_out.append(LeftOut(recipe, reason("no_pair_at", cells=missing)))
+    recipes: list[Ranked] = []
+    for recipe in sorted(gaps, key=lambda recipe: (np.mean(gaps[recipe]), recipe)):
+        speed = throughput([cells[recipe][cell] for cell in compared])
+        lowest = gaps[recipes[0].recipe] if recipes else None
+        recipes.append(_ranked(recipe, gaps[recipe], lowest, speed))
+    return Ranking(recipes, left_out, compared)
+
+
+def _cells_of_recipes(
+    pairs: Sequence[Pair],
+) -> tuple[dict[str, dict[Cell, Pair]], list[LeftOut]]:
+    """(recipe -> its pairs, the recipes that convert no Linear in some pair)."""
+    cells, left_out = {}, []
+    for recipe, members in grouped(pairs, lambda pair: pair.fp8.recipe):
+        idle = [pair.fp8.run_id for pair in members if is_idle([pair])]
+        if idle:
+            left_out.append(LeftOut(recipe, reason("converts_no_linear", runs=idle)))
+        else:
+            cells[recipe] = {_cell_of(pair): pair for pair in members}
+    return cells, left_out
+
+
+def compared_cells(cells_of_recipes: Sequence[Sequence[Cell]]) -> list[Cell]:
+    """The cells where more than half of the recipes ran, of each size those of the largest such
+    budget."""
+    counts = Counter(cell for cells in cells_of_recipes for cell in cells)
+    shared = [cell for cell in sorted(counts) if 2 * counts[cell] > len(cells_of_recipes)]
+    largest = {cell.N: cell.tokens for cell in shared}  # sorted: the last of a size is the largest
+    return [cell for cell in shared if cell.tokens == largest[cell.N]]
+
+
+def _cell_of(pair: Pair) -> Cell:
+    return Cell(pair.fp8.N, pair.fp8.tokens, pair.fp8.seed)
+
+
+def _ranked(
+    recipe: str, gaps: list[float], lowest: list[float] | None, speed: Throughput
+) -> Ranked:
+    """lowest: the gaps of the first recipe; None: this is the first."""
+    if lowest is None:
+        return Ranked(recipe, estimate(gaps), None, True, speed)
+    difference = estimate(np.subtract(gaps, lowest))
+    ties = difference.low is None or difference.low <= 0
+    return Ranked(recipe, estimate(gaps), difference, ties, speed)

@@ -1,0 +1,132 @@
+"""Read probe.jsonl of a run, what FP8 did inside it, as arrays."""
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lib.errors import UserError
+from lib.files import read_rows
+from lib.text import grid
+from scaling.histories import NOTHING, to_number
+
+OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
+SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
+PROBED = (*SCALES, *SHARES, "error")
+OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
+KINDS = ("qkv", "out", "gate_up", "down", "head")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The rows of one probe file as arrays, NaN where no number was written."""
+
+    recipe: str  # of the Linears; several joined by "+"
+    steps: np.ndarray
+    layers: list[str]  # in order of depth, the head last
+    linear: dict[tuple[str, str], np.ndarray]  # (operand, field of PROBED) -> (layers, steps)
+    last: int  # index of the last step that has every layer; of a cut-off file, too
+    blocks: list[int]
+    block: dict[str, np.ndarray]  # field of OUTLIERS -> (blocks, steps)
+
+
+def read_probe(path: Path) -> Probe:
+    """One probe file; of a step that is there twice the last one counts. Raises UserError where it
+    is empty or damaged."""
+    linear: dict[tuple[str, int], list[float]] = {}
+    block: dict[tuple[int, int], list[float]] = {}
+    recipes = set()
+    for row in read_rows(path):
+        try:
+            if row["kind"] == "block":
+                numbers = [to_number(row[key]) for key in OUTLIERS]
+                block[int(row["block"]), int(row["step"])] = numbers
+            else:
+                linear[row["layer"], int(row["step"])] = _probed_numbers(row)
+                recipes.add(row["recipe"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path}: {json.dumps(row)[:80]} is no row of a probe ({type(error).__name__}:"
+                f" {error})"
+            ) from None
+    if not linear and not block:
+        raise UserError(NOTHING.format(path))
+    layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
+    blocks = sorted({number for number, _ in block})
+    steps = sorted({step for _, step in [*linear, *block]})
+    counts = [sum((layer, step) in linear for layer in layers) for step in steps]
+    last = max(index for index, count in enumerate(counts) if count == max(counts))
+    return Probe(
+        "+".join(sorted(recipes)),
+        np.array(steps),
+        layers,
+        _by_step(linear, layers, steps, list(itertools.product(OPERANDS, PROBED))),
+        last,
+        blocks,
+        _by_step(block, blocks, steps, OUTLIERS),
+    )
+
+
+def _probed_numbers(row: dict[str, Any]) -> list[float]:
+    """PROBED of each of OPERANDS; a forward pass has no gradient."""
+    operands = [row["weight"], row["activation"], row.get("gradient") or {}]
+    return [to_number(operand.get(key)) for operand in operands for key in PROBED]
+
+
+def _by_step(rows: Mapping, keys: Sequence, steps: Sequence[int], names: Sequence) -> dict:
+    """{(key, step): a number for each of names} as name -> array of shape (keys, steps)."""
+    values = np.full((len(names), len(keys), len(steps)), math.nan)
+    for (key, step), numbers in rows.items():
+        values[:, keys.index(key), steps.index(step)] = numbers
+    return dict(zip(names, values, strict=True))
+
+
+def place(layer: str) -> tuple[float, int, str]:
+    """Block index of "layers.0.attn.qkv" (infinite outside the blocks), rank of the kind within the
+    block, kind."""
+    parts = layer.split(".")
+    kind = parts[-1]
+    block = int(parts[1]) if parts[0] == "layers" else math.inf
+    rank = KINDS.index(kind) if kind in KINDS else len(KINDS)
+    return block, rank, kind
+
+
+def kinds_of(layers: Iterable[str]) -> dict[str, np.ndarray]:
+    """Kind -> indices of its layers, in order of the kinds' ranks."""
+    kinds = [place(layer)[1:] for layer in layers]
+    return {
+        kind[1]: np.array(
+            [index for index, kind_of_layer in enumerate(kinds) if kind_of_layer == kind]
+        )
+        for kind in sorted(set(kinds))
+    }
+
+
+def format_worst(probe: Probe) -> str:
+    """Markdown table of the worst underflow and saturation (any layer, any step) of each kind and
+    operand."""
+    error_head = f"median error % at step {probe.steps[probe.last]}"
+    lines = [["Linear", "operand", "worst underflow %", "worst saturated %", error_head]]
+    kinds = kinds_of(probe.layers)
+    for (kind, rows), operand in itertools.product(kinds.items(), OPERANDS):
+        shares = [np.fmax.reduce(probe.linear[operand, share][rows], axis=None) for share in SHARES]
+        errors = probe.linear[operand, "error"][rows][:, [probe.last]]
+        values = [*shares, quantiles(errors, 50)[0, 0]]
+        lines.append([kind, operand, *map(_format_percent, values)])
+    return grid(lines)
+
+
+def _format_percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.3g}"
+
+
+def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
+    """(percents, columns) over the finite rows of each column; NaN where a column has none."""
+    with warnings.catch_warnings(action="ignore"):
+        return np.nanpercentile(values, percents, axis=0)

@@ -1,0 +1,98 @@
+"""Read what JSON holds into the dataclass that describes it, and describe a dataclass as a schema."""
+
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from lib.help import field_meanings
+
+Typed = TypeVar("Typed")
+
+
+def from_json(cls: type[Typed], content: dict[str, Any]) -> Typed:
+    """The dataclass `cls` of a JSON object; keys with a default may be absent. Raises TypeError or
+    KeyError where the object is another."""
+    hints = get_type_hints(cls)
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    strange = sorted(content.keys() - set(names))
+    if strange:
+        raise TypeError(f"{cls.__name__} has no {strange[0]!r}")
+    values = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        if field.name in content:
+            values[field.name] = _typed(hints[field.name], content[field.name])
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise KeyError(field.name)
+    return cls(**values)
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _typed(_member_for(inner, value), value)
+    if is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, dict):
+            raise TypeError(f"{hint.__name__} is no {type(value).__name__}")
+        return from_json(hint, value)
+    if origin is list:
+        return [_typed(inner[0], item) for item in value]
+    if origin is tuple:
+        return tuple(_typed(inner[0], item) for item in value)
+    if origin is dict:
+        return {key: _typed(inner[1], item) for key, item in value.items()}
+    if hint is np.ndarray:
+        return np.array(value)
+    return value
+
+
+def _member_for(members: Sequence[Any], value: Any) -> Any:
+    """The member of a union that a JSON value belongs to: a dataclass for an object alone."""
+    for member in members:
+        is_object = is_dataclass(member) or get_origin(member) is dict
+        if member is not type(None) and is_object == isinstance(value, dict):
+            return member
+    raise TypeError(f"no form for a {type(value).__name__}")
+
+
+# ------------------------------------------------------------------------------------------ schema
+
+
+def schema_section(cls: type, title: str) -> str:
+    """A section of docs/schemas.md: the keys of one dataclass with type and meaning."""
+    meanings = field_meanings(cls)
+    hints = get_type_hints(cls)
+    lines = [f"## {title}", "", "| key | type | meaning |", "|---|---|---|"]
+    for field in fields(cls):  # type: ignore[arg-type]
+        kind = _json_type(hints[field.name])
+        lines.append(f"| `{field.name}` | {kind} | {meanings[field.name]} |")
+    return "\n".join(lines) + "\n"
+
+
+NAMES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    Any: "any value",
+}
+
+
+def _json_type(hint: Any) -> str:
+    """A field's type as JSON has it."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        # an object that becomes its sentence in a file is named beside it
+        is_worded = str in inner and any(is_dataclass(member) for member in inner)
+        members = [member for member in inner if not (is_worded and is_dataclass(member))]
+        return " or ".join(dict.fromkeys(map(_json_type, members)))
+    if origin is list or origin is tuple or hint is np.ndarray:
+        return "array"
+    if origin is dict or is_dataclass(hint):
+        return "object"
+    return NAMES.get(hint, "string")

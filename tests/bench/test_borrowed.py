@@ -1,0 +1,251 @@
+"""bench.borrowed: parts within a budget, what is kept of them, and the pages made from it. The parts
+here are processes of a line of Python."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import borrowed, borrowed_report, fourway, noise, trainings
+from bench.borrowed import PARTS, Part
+from lib.errors import UserError
+from lib.files import to_line
+from runtime.config import load_config
+from runtime.data import Data
+from runtime.tokenizer import load_tokenizer
+from tests.conftest import ROOT, asked, process
+
+WRITES_TWO = (
+    "import sys; from pathlib import Path;"
+    "Path(sys.argv[1], 'r.jsonl').write_text('{\"n\": 1}\\n{\"n\": 2}\\n')"
+)
+
+
+def part(name: str, code: str, guess_s: float = 1.0, results: str = "") -> Part:
+    words = ("-c", code, "{out}")
+    return Part(
+        name=name, shows="-", guess_s=guess_s, words=words, rehearsal=words, results=results
+    )
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """call(parts, *words): the lines of borrowed.jsonl after a rehearsal of these parts, and what
+    was printed."""
+
+    def run(
+        parts: list[Part], *words: str, code: int = 0, rehearse: bool = True
+    ) -> tuple[list[dict], str]:
+        monkeypatch.setattr(borrowed, "PARTS", tuple(parts))
+        words += (f"out={tmp_path / 'borrowed'}", f"rehearse={str(rehearse).lower()}")
+        printed = asked(capsys, borrowed.main, *words, code=code)
+        return rows(tmp_path / "borrowed" / "borrowed.jsonl"), printed
+
+    return run
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outcomes(lines: list[dict]) -> dict[str, str]:
+    return {line["part"]: line["outcome"] for line in lines if line["outcome"]}
+
+
+def test_each_result_is_a_line_before_the_parts_outcome(call):
+    lines, _ = call([part("two", WRITES_TWO, results="r.jsonl")])
+    assert [(line["result"], line["outcome"]) for line in lines] == [
+        ({"n": 1}, None),
+        ({"n": 2}, None),
+        ({}, "done"),
+    ]
+
+
+def test_a_second_call_goes_on_with_what_is_missing(call):
+    parts = [part("sound", WRITES_TWO, results="r.jsonl"), part("broken", "1 / 0")]
+    call(parts, code=1)
+    lines, _ = call(parts, code=1)
+    assert [line["part"] for line in lines if line["outcome"]] == ["sound", "broken", "broken"]
+
+
+def test_a_part_that_fails_costs_itself_alone_and_its_last_line_is_told(call):
+    lines, printed = call([part("broken", "1 / 0"), part("sound", "")], code=1)
+    assert outcomes(lines) == {"broken": "failed", "sound": "done"}
+    assert "ZeroDivisionError: division by zero" in printed
+
+
+def test_what_a_part_wrote_before_its_time_was_up_is_kept(call):
+    slow = part("slow", WRITES_TWO + "; import time; time.sleep(600)", results="r.jsonl")
+    lines, _ = call([slow], f"seconds={borrowed.KEPT_S + 4}", code=1)
+    assert [line["result"] for line in lines[:2]] == [{"n": 1}, {"n": 2}]
+    assert outcomes(lines) == {"slow": "cut"}
+
+
+def test_a_part_that_does_not_fit_is_left_out_and_a_shorter_one_still_runs(call, monkeypatch):
+    guesses = {"long": 500.0, "short": 1.0}
+    monkeypatch.setattr(borrowed.Call, "estimate", lambda self, part: guesses[part.name])
+    monkeypatch.setattr(borrowed.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(borrowed, "environment", lambda *_: dict.fromkeys(ENVIRONMENT, "x"))
+    parts = [part("long", ""), part("short", "")]
+    lines, printed = call(parts, "seconds=60", code=1, rehearse=False)
+    assert outcomes(lines) == {"long": "left out", "short": "done"}
+    assert "needs 500 s, 4" in printed
+
+
+ENVIRONMENT = ("t_start", "device", "git_commit", "torch")
+
+
+def test_a_part_is_expected_to_take_what_it_took_here(call, tmp_path):
+    lines, _ = call([part("sound", "")])
+    took = next(line["seconds"] for line in lines if line["outcome"])
+    rehearsal = borrowed.Call(borrowed.Options(rehearse=True), tmp_path / "borrowed")
+    assert rehearsal.estimate(part("sound", "", guess_s=99)) == pytest.approx(1.1 * took)
+    assert rehearsal.estimate(part("new", "", guess_s=99)) == 99
+
+
+def test_without_a_gpu_it_is_refused_with_the_rehearsals_words(tmp_path, capsys):
+    assert "rehearse=true" in asked(capsys, borrowed.main, f"out={tmp_path}", "seconds=9", code=2)
+
+
+def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path, capsys):
+    words = (f"out={tmp_path}", "parts=fouray")
+    assert "fourway" in asked(capsys, borrowed.main, *words, code=2)
+
+
+def test_lines_of_another_version_are_refused(tmp_path):
+    (tmp_path / borrowed.LINES).write_bytes(to_line({"schema_version": 0}))
+    with pytest.raises(UserError, match="schema_version=0"):
+        borrowed.read_lines(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "tiktoken", "datasets"])
+def test_a_rehearsal_hides_what_a_bare_machine_lacks(package):
+    done = process("-c", f"import {package}", PYTHONPATH=f"{borrowed.BARE}:{ROOT}")
+    assert f"No module named '{package}'" in done.stderr
+
+
+def test_a_rehearsal_has_what_a_bare_machine_has():
+    words = "import torch, torchao, numpy, pytest"
+    assert process("-c", words, PYTHONPATH=f"{borrowed.BARE}:{ROOT}").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["tests", "flagship"])
+def test_a_part_runs_in_the_rehearsal(name, call, monkeypatch):
+    lines, printed = call([part for part in PARTS if part.name == name], f"parts={name}")
+    assert outcomes(lines) == {name: "done"}, printed
+    assert len(lines) > 2
+
+
+# ------------------------------------------------------------------------------------------- pages
+
+
+def test_the_page_on_speed_is_what_the_rows_say():
+    rows_of_gpu = borrowed.rows_on_gpu(ROOT / "bench/results/h100_peers.jsonl")
+    rows_of_gpu += borrowed.rows_on_gpu(ROOT / borrowed.CELLS)
+    page = borrowed_report.PAGE.read_text()
+    assert borrowed_report.with_table(page, borrowed_report.speed_table(rows_of_gpu)) == page
+    readme = borrowed_report.README.read_text()
+    row = borrowed_report.readme_row(rows_of_gpu)
+    assert borrowed_report.with_readme_row(readme, row) == readme
+
+
+def row_of(size: str, label: str, ratio: float | None) -> dict:
+    return {
+        "size": size,
+        "label": label,
+        "ratio": ratio,
+        "valid": True,
+        "gpu": "NVIDIA H200",
+        "peer": None,
+        "tok_per_s": 123_456.0,
+        "mfu_bf16": 0.5,
+    }
+
+
+def test_a_later_row_of_a_cell_takes_the_place_of_an_earlier_one():
+    rows_of_gpu = [
+        row_of("125m", "bf16", None),
+        row_of("125m", "tensorwise+kernels", 1.5),
+        row_of("125m", "tensorwise+kernels", 1.25),
+    ]
+    table = borrowed_report.speed_table(rows_of_gpu)
+    assert "**1.250** (1.081)" in table and "1.500" not in table
+    assert "123.5k (50 %)" in table
+
+
+def test_a_page_without_its_markers_is_refused():
+    with pytest.raises(UserError, match="lacks the lines"):
+        borrowed_report.with_table("no table", "| a |")
+
+
+# ---------------------------------------------------------------------------------- trainings, arms
+
+
+def test_noise_is_read_as_any_source(tmp_path):
+    noise.write_noise(tmp_path / "data", 20_000, val_tokens=5_000)
+    words = [*noise.SETTINGS, f"data.dir={tmp_path}/data", "steps=2", "data.micro_batch=1"]
+    words += ["data.tokens_per_step=64", "model.n_ctx=64", "eval.tokens=1024"]
+    config = load_config(ROOT / "configs/gpt50m_bf16.py", words)
+    x, y = Data(config, load_tokenizer("byte").sha256).batch(0, 0, 0, 1)
+    assert x.shape == y.shape == (1, 64) and int(x.max()) <= 256
+
+
+def test_frequent_bytes_of_noise_are_as_frequent_as_zipfs_law_says(tmp_path):
+    noise.write_noise(tmp_path / "data", 200_000)
+    ids = (tmp_path / "data/noise/train_00000.bin").read_bytes()[::2]
+    assert ids.count(0) / ids.count(9) == pytest.approx((9 + 2.7) / 2.7, rel=0.05)
+
+
+TOY = ["model.n_layer=1", "model.n_head=2", "model.n_embd=32", "model.n_ffn=64", "eval.tokens=512"]
+STEP = ["model.n_ctx=32", "data.tokens_per_step=32", "data.micro_batch=1"]
+
+
+@pytest.fixture(scope="module")
+def toy_arms(tmp_path_factory) -> tuple[Path, str]:
+    """The folder and the page of a comparison of two eager arms."""
+    folder = tmp_path_factory.mktemp("fourway")
+    patch = pytest.MonkeyPatch()
+    eager = ("parallel.compile=off",)
+    patch.setattr(fourway, "ARMS", {"BF16 eager": ("bf16", eager), "FP8 eager": ("fp8", eager)})
+    patch.setitem(fourway.SUITES, "toy", fourway.Suite(("50m",), 32, 3, tuple(TOY)))
+    try:
+        page = fourway.run("toy", 300, folder)
+        yield folder, page
+    finally:
+        patch.undo()
+
+
+def test_a_training_on_noise_has_losses_speed_and_a_label(toy_arms):
+    folder, _ = toy_arms
+    by_label = {row["label"]: row for row in rows(folder / trainings.ROWS)}
+    assert set(by_label) == {"bf16", "tensorwise"}
+    for row in by_label.values():
+        assert row["steps"] == len(row["losses"]) == len(row["seconds"]) == 3
+        assert row["tok_per_s"] > 0 and row["failure"] is None and not row["is_compiled"]
+
+
+def test_the_comparison_has_a_row_an_arm_and_a_figure(toy_arms):
+    folder, page = toy_arms
+    assert "| BF16 eager |" in page and "| FP8 eager  |" in page
+    assert (folder / "fourway.png").stat().st_size > 10_000
+
+
+def test_a_training_that_is_there_is_not_repeated(toy_arms, monkeypatch):
+    folder, _ = toy_arms
+    monkeypatch.setattr(trainings, "_train", pytest.fail)
+    row = trainings.train_on_noise(
+        ROOT / "configs/gpt50m_bf16.py",
+        [*TOY, *STEP, "parallel.compile=off"],
+        steps=3,
+        folder=folder,
+        limit_s=1,
+        name="50m_bf16_eager",
+    )
+    assert row.steps == 3
+
+
+def test_a_training_whose_time_is_up_says_so(tmp_path):
+    row = trainings.train_on_noise(
+        ROOT / "configs/gpt50m_bf16.py", [*TOY, *STEP], steps=3, folder=tmp_path, limit_s=0.1
+    )
+    assert row.failure == "stopped: its time was up" and row.losses == []

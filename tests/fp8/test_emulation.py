@@ -1,0 +1,118 @@
+"""How a CPU emulates FP8: on its BF16 units or in fp32, each result rounded once; block by block,
+to the same bits."""
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from fp8 import bf16_in_fp32, linears, rounding
+from fp8.linears import EmulatedLinear
+from fp8.recipes import RECIPES, Operand
+from fp8.rounding import fake_quantise
+from model import Linear
+
+M, K, N = 512, 384, 256  # multiples of 128, for every recipe
+NEAREST = [name for name, recipe in RECIPES.items() if not recipe.grad.is_stochastic]
+
+
+@pytest.fixture(params=[True, False], ids=["units", "fp32"])
+def has_units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU has BF16 units; where it has none, torch computes the same without them."""
+    monkeypatch.setattr(linears, "has_bf16_units", lambda: request.param)
+    return request.param
+
+
+def random_operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (M, K) and g (M, N) in BF16, w (N, K) in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(M, K, generator=generator).bfloat16()
+    w = torch.randn(N, K, generator=generator) / 16
+    g = torch.randn(M, N, generator=generator).bfloat16()
+    return x, w, g
+
+
+def three_matmuls(recipe: str, is_compiled: bool = False) -> list[torch.Tensor]:
+    """Output, input gradient and weight gradient of an emulated Linear."""
+    x, w, g = random_operands()
+    linear = EmulatedLinear(Linear(K, N), RECIPES[recipe])
+    linear.weight.data.copy_(w)
+    if is_compiled:
+        linear.compile(fullgraph=True, dynamic=False)
+    x.requires_grad_()
+    y = linear(x)
+    y.backward(g)
+    assert x.grad is not None and linear.weight.grad is not None
+    return [y.detach(), x.grad, linear.weight.grad]
+
+
+def exact_matmuls(name: str) -> list[torch.Tensor]:
+    """The same in fp64, from operands that fake_quantise() has rounded."""
+    x, w, g = random_operands()
+    recipe = RECIPES[name]
+
+    y = rounded(x, recipe.input) @ rounded(w, recipe.weight).T
+    if recipe.has_bf16_input_grad:
+        grad_x = g.double() @ w.bfloat16().double()
+    else:
+        grad_x = rounded(g, recipe.grad) @ rounded(w, recipe.weight_again or recipe.weight, 0)
+    if recipe.has_bf16_weight_grad:
+        grad_w = g.double().T @ x.double()
+    else:
+        if recipe.is_rotated:
+            g, x = rounding.rotated(g), rounding.rotated(x)
+        grad_w = rounded(g, recipe.grad, 0).T @ rounded(x, recipe.input, 0)
+    return [y, grad_x, grad_w]
+
+
+def rounded(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
+    """The values that are multiplied, in fp64."""
+    return fake_quantise(x, operand, dim).double()
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_each_matmul_is_fp64s_rounded_once_to_bf16(name: str, has_units: bool) -> None:
+    for computed, exact in zip(three_matmuls(name), exact_matmuls(name), strict=True):
+        ideal = exact.bfloat16().double()
+        # the order of sums in fp32 tips a rounding here and there
+        assert (computed.double() != ideal).double().mean() < 5e-3
+        assert (computed.double() - exact).norm() < 1.001 * (ideal - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise_with_gw_hp", "mxfp8", "cscale"])
+def test_compiled_or_not_the_units_give_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With BF16's roundings kept: without, Inductor leaves a weight gradient in fp32."""
+    monkeypatch.setattr(linears, "has_bf16_units", lambda: True)
+    with inductor.patch(emulate_precision_casts=True):
+        compiled_results = three_matmuls(name, is_compiled=True)
+    for compiled, eager in zip(compiled_results, three_matmuls(name), strict=True):
+        assert torch.equal(compiled, eager)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_rounding_in_blocks_changes_no_bit(
+    name: str, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(640, 1024, generator=torch.Generator().manual_seed(0))
+    x *= torch.logspace(-4, 4, 640)[:, None]
+    for operand in {operand for operand in RECIPES[name].operands if operand.format}:
+        for values in (x, x.bfloat16()):
+            monkeypatch.setattr(rounding, "BLOCK", 2**14)
+            in_blocks = fake_quantise(values, operand, dim)
+            monkeypatch.setattr(rounding, "BLOCK", values.numel())
+            assert torch.equal(in_blocks, fake_quantise(values, operand, dim))
+
+
+def test_cpu_fp32_keeps_fp8_off_the_units(has_units: bool) -> None:
+    holder = torch.nn.Sequential(EmulatedLinear(Linear(K, N), RECIPES["mxfp8"]))
+    assert holder[0].has_units == has_units
+    bf16_in_fp32.convert(holder)
+    assert not holder[0].has_units
+
+
+def test_the_units_need_no_switch_that_stays() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    three_matmuls("tensorwise")
+    assert torch.backends.mkldnn.matmul.fp32_precision == before

@@ -1,0 +1,15 @@
+"""lib/text.py: tables that Markdown and a terminal can read."""
+
+from lib.text import grid
+
+
+def test_columns_are_aligned() -> None:
+    assert grid([["a", "bb"], ["ccc", "d"]]) == "| a   | bb |\n|-----|----|\n| ccc | d  |"
+
+
+def test_an_empty_column_goes() -> None:
+    assert grid([["a", "b"], ["c", ""]]) == "| a |\n|---|\n| c |"
+
+
+def test_a_bar_in_a_cell_begins_no_other_cell() -> None:
+    assert grid([["arm"], ["int8|sym"]]).splitlines()[-1] == r"| int8\|sym |"

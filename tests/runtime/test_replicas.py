@@ -1,0 +1,216 @@
+"""Replicas: each of two gloo ranks holds the whole model, gradients are averaged once a step. What
+decides between replicas and shards, and that a run goes on between the two."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+import train
+from lib.errors import UserError
+from lib.machine import GIB
+from runtime import parallel, plan
+from runtime.checkpoint import latest, read_manifest
+from runtime.config import Config, load_config
+from tests.conftest import ALONE, ROOT, changed
+from tests.helpers.faults import FORKS, back_to, digest, rows
+
+ARMS = {
+    "bf16": "fp8.recipe=off",
+    "tensorwise": "fp8.recipe=tensorwise",
+    "kernels": "fp8.recipe=tensorwise fp8.kernels=true",
+    "delayed": "fp8.recipe=tensorwise fp8.kernels=true fp8.scaling=delayed",
+    "muon": "fp8.recipe=off optim.kind=muon",
+}
+TWO_MICRO_BATCHES = "data.micro_batch=2 data.tokens_per_step=256 model.n_ctx=32"
+
+
+# ------------------------------------------------------------------------------ what is decided
+
+
+@pytest.mark.parametrize(
+    "words, size, fits, shape",
+    [
+        ("", 4, True, (4, 1)),
+        ("", 4, False, (1, 4)),
+        ("parallel.shard=1", 4, False, (4, 1)),
+        ("parallel.shard=2", 4, True, (2, 2)),
+        ("parallel.shard=4", 4, True, (1, 4)),
+        ("parallel.replicate=2", 4, True, (2, 2)),
+        ("fp8.recipe=tensorwise fp8.all_gather=true", 4, True, (1, 4)),
+        ("", 1, True, (1, 1)),
+    ],
+)
+def test_ranks_are_replicas_where_the_model_fits_each_and_the_config_decides(
+    words: str, size: int, fits: bool, shape: tuple[int, int], tiny: Config
+) -> None:
+    assert parallel.mesh_shape(changed(tiny, words), size, fits_whole=fits) == shape
+
+
+@pytest.mark.parametrize("words", ["parallel.shard=3", "parallel.shard=2 parallel.replicate=4"])
+def test_shards_that_do_not_divide_the_ranks_are_refused(words: str, tiny: Config) -> None:
+    with pytest.raises(UserError, match=r"parallel.shard=\d does not make 4 processes: .* divide"):
+        parallel.check_world(changed(tiny, words), 4, torch.device("cpu"))
+
+
+def test_a_model_is_sharded_where_a_gpu_does_not_hold_it_and_refused_where_shards_do_not_help() -> (
+    None
+):
+    """1.5B parameters and what a micro-batch keeps: about 60 GiB whole, 21 of them the model's."""
+    config = load_config(ROOT / "configs/gpt1p5b_fp8.py")
+    assert plan.fits_memory(config, 8, 80 * GIB)
+    assert not plan.fits_memory(config, 8, 40 * GIB)
+    gathers = changed(config, "fp8.all_gather=true")
+    assert not plan.fits_memory(gathers, 8, 80 * GIB)
+    with pytest.raises(UserError, match="fits 8 GPUs neither whole nor sharded.* start 23 or more"):
+        plan.fits_memory(config, 8, 1 * GIB)
+
+
+def test_a_cpus_memory_is_not_asked(tiny: Config) -> None:
+    assert plan.fits_whole(tiny, 2, torch.device("cpu"))
+
+
+# -------------------------------------------------------------------------------- what two ranks do
+
+
+def on_two_ranks(work: Callable[..., None], *arguments: object) -> None:
+    """Call work(rank, *arguments) in two processes that can meet."""
+    port = str(get_free_port())
+    ranks = [
+        FORKS.Process(target=_as_rank, args=(work, rank, port, *arguments)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def _as_rank(work: Callable[..., None], rank: int, port: str, *arguments: object) -> None:
+    import os
+
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    torch.set_num_threads(1)
+    work(rank, *arguments)
+
+
+def train_on(config: Config) -> None:
+    """Train on the ranks of the process group, which the first call makes."""
+    train.train(config, parallel.start(config))
+
+
+def train_arms(rank: int, base: Config, folder: Path) -> None:
+    """Each arm on two replicas; then what a step sends, by its buckets."""
+    world = parallel.start(base)
+    assert world.has_whole_weights
+    for name, words in ARMS.items():
+        train.train(changed(base, f"run={name} {words}"), world)
+    sent = bytes_sent(changed(base, "fp8.recipe=off"), world)
+    if world.is_main:
+        (folder / "sent.json").write_text(json.dumps(sent))
+    parallel.finish(world, 0)
+
+
+def bytes_sent(config: Config, world: parallel.World) -> list[int]:
+    """Bytes that each micro-batch of a step gives to all-reduces."""
+    built = parallel.build(config, world)
+    built.model.init_weights(0, built.assign)
+    built.precision.after_update()
+    sizes: list[int] = []
+    genuine = dist.all_reduce
+    x = torch.zeros(2, 32, dtype=torch.int64)
+
+    def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        assert bucket.buffer().dtype == torch.float32
+        sizes[-1] += bucket.buffer().nbytes
+        work = genuine(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    built.trained.register_comm_hook(None, count)  # type: ignore[operator]
+    for is_last in (False, False, True):
+        sizes.append(0)
+        parallel.sync_gradients(built.trained, is_last)
+        built.trained(x, x).sum().backward()
+    return sizes
+
+
+@pytest.fixture(scope="module")
+def base(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    from tests.conftest import tiny_config
+
+    folder = tmp_path_factory.mktemp("replicas")
+    return changed(tiny_config(data_dir, folder / "out"), f"run=base {TWO_MICRO_BATCHES}")
+
+
+@pytest.fixture(scope="module")
+def arms(base: Config) -> dict[str, tuple[Config, Config]]:
+    """Arm -> its run on two replicas, and on one process, whose micro-batches are the same."""
+    folder = Path(base.out)
+    folder.mkdir()
+    on_two_ranks(train_arms, base, folder)
+    alone = {}
+    for name, words in ARMS.items():
+        alone[name] = changed(base, f"run={name}_alone {words}")
+        train.train(alone[name], ALONE)
+    return {name: (changed(base, f"run={name} {ARMS[name]}"), alone[name]) for name in ARMS}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_replicas_train_what_one_process_trains(
+    arm: str, arms: dict[str, tuple[Config, Config]]
+) -> None:
+    """The same tokens in each micro-batch: up to the order in which gradients are summed."""
+    two, one = (rows(config) for config in arms[arm])
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-4)
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=2e-3)
+    manifests = [read_manifest(latest(config.run_dir)) for config in arms[arm]]
+    assert manifests[0]["tensors"] == manifests[1]["tensors"]
+
+
+def test_a_step_sends_one_fp32_gradient_after_its_last_micro_batch(
+    arms: dict[str, tuple[Config, Config]],
+) -> None:
+    config, _ = arms["bf16"]
+    sent = json.loads((Path(config.out) / "sent.json").read_text())
+    assert sent == [0, 0, 4 * config.model.params_total]
+
+
+def go_on(rank: int, config: Config) -> None:
+    world = parallel.start(config)
+    train.train(config, world)
+    parallel.finish(world, 0)
+
+
+@pytest.mark.parametrize("then", ["parallel.shard=2", "parallel.shard=1"])
+@pytest.mark.parametrize("arm", ["bf16", "delayed"])
+def test_a_run_goes_on_between_replicas_shards_and_one_process(
+    arm: str, then: str, arms: dict[str, tuple[Config, Config]]
+) -> None:
+    """From step 3 of the replicas' run on; with the bits of the whole run on as many replicas."""
+    import shutil
+
+    whole, alone = arms[arm]
+    config = changed(whole, f"run={whole.run}_then_{then[-1]} {then}")
+    shutil.copytree(whole.run_dir, config.run_dir)
+    back_to(config, 3)
+    on_two_ranks(go_on, config)
+    assert [r["loss"] for r in rows(config)] == pytest.approx(
+        [r["loss"] for r in rows(alone)], rel=2e-3
+    )
+    if then == "parallel.shard=1":
+        assert digest(config) == digest(whole)
+    back_to(config, 3)
+    train.train(
+        config if then == "parallel.shard=1" else changed(config, "parallel.shard=none"), ALONE
+    )
+    assert rows(config)[-1]["loss"] == pytest.approx(rows(alone)[-1]["loss"], rel=2e-3)
