@@ -1,11 +1,15 @@
 """Write docs/schemas.md, which says what every file that a command leaves holds, from the comments in
 the dataclasses that write those files.
 
-    python docs/schemas.py"""
+    python docs/schemas.py write=true  write the page anew
+    python docs/schemas.py write=false  print it"""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from eval import results
+from lib.command import command, run_command
+from lib.files import write_atomically
 from runtime import summary
 from scaling import law_file, predictions, schemas
 
@@ -24,5 +28,18 @@ def page() -> str:
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    write: bool  # write docs/schemas.md; false prints it
+
+
+@command(__doc__, Options)
+def main(options: Options) -> str | None:
+    if not options.write:
+        return page()
+    write_atomically(PAGE, page())
+    return None
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    raise SystemExit(run_command(main))

@@ -284,7 +284,7 @@ def schema_page() -> str:
     parts = [
         (
             "# What a run leaves in summary.json\n\nMade of the comments in `runtime/summary.py`; a"
-            " test compares the two. `python docs/schemas.py` writes this page anew.\n"
+            " test compares the two. `python docs/schemas.py write=true` writes this page anew.\n"
         )
     ]
     for cls, title in (

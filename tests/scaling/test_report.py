@@ -14,7 +14,8 @@ import pytest
 
 from lib.plots import STYLES
 from runtime.config import Config
-from scaling import fit, precision, report
+from scaling import fit, law_file, precision, report
+from scaling.groups import fit_points
 from scaling.pairing import pair_runs
 from scaling.precision_result import read_precision
 from scaling.precision_tables import format_tables
@@ -415,10 +416,10 @@ def test_a_studys_page_says_what_its_files_say(
 
 
 def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path: Path) -> None:
-    group = fit.fit_points(bent_valleys(), "isoflop.csv", resamples=0)
+    group = fit_points(bent_valleys(), "isoflop.csv", resamples=0)
     law = {
         "conventions": {"N": "params_total", "loss": "loss_bf16"},
-        "groups": {"bf16": group.plain()},
+        "groups": {"bf16": law_file.plain(law_file.group_entry(group))},
     }
     (tmp_path / "law.json").write_text(json.dumps(law))
     rows = cells(format_laws(tmp_path / "law.json"))[1:]

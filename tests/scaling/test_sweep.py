@@ -29,7 +29,6 @@ from runtime.optim import check_branch, learning_rate
 from runtime.roofline import modelled_ratio
 from scaling import scheduler, sweep
 from scaling.declaration import content_of
-from scaling.predictions import digest
 from scaling.run_states import (
     ENDED,
     Cost,
@@ -44,7 +43,7 @@ from scaling.study import Row, Size, Study, expand, load_study
 from scaling.sweep import Options, declare
 from tests.conftest import ROOT, asked, write_config
 from tests.helpers.faults import wait_for
-from tests.helpers.scaling_runs import cells, edit, strict
+from tests.helpers.scaling_runs import cells, edit, strict, write_prediction
 
 STUDIES = sorted((ROOT / "configs").glob("study_*.py"))
 OPTIONS = Options(study="x", start=2.0)
@@ -508,19 +507,9 @@ def test_held_out_runs_wait_to_be_named(fake: Callable[..., str], tmp_path: Path
     assert len(summaries(tmp_path)) == 4
 
 
-def predict(row: Row, folder: Path, **changes):
-    """A frozen prediction of a run, as far as scaling/predict.py reads one."""
-    content = {
-        "target": {**asdict(row), "overrides": [], "name": row.run, **changes},
-        "date": "2026-01-01T00:00:00Z",
-        "loss_key": "loss_bf16",
-        "loss": 2.0,
-        "low": 1.9,
-        "high": 2.1,
-        "headline": "ray",
-        "forms": [],
-    }
-    edit(folder / f"prediction_{row.run}.json", **content, sha256=digest(content))
+def predict(row: Row, folder: Path, **changes: object) -> None:
+    """A frozen prediction of a run."""
+    write_prediction(folder, {**asdict(row), "name": row.run, **changes})
 
 
 @pytest.mark.parametrize(
