@@ -79,7 +79,7 @@ def test_every_recipes_matmuls_against_fp64(label):
         got = passes_on_gpu(label, x, w, g)
         want = reference(by_name(label).recipe, x, w, g)
         assert all(
-            distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)
+            distance(on_gpu.cpu(), exact) < 1e-2 for on_gpu, exact in zip(got, want, strict=True)
         ), kind
 
 
@@ -107,8 +107,10 @@ def test_on_hopper_torchaos_blockwise_is_what_other_gpus_emulate():
     assert converted.is_native == (torch.cuda.get_device_capability()[0] == 9)
     native = passes(holder, x.cuda(), g.cuda())
     converted.is_native = False
-    for mine, emulated in zip(native, passes(holder, x.cuda(), g.cuda()), strict=True):
-        assert distance(mine.cpu(), emulated.cpu()) < 5e-3  # sums in another order, results in BF16
+    for on_gpu, emulated in zip(native, passes(holder, x.cuda(), g.cuda()), strict=True):
+        assert (
+            distance(on_gpu.cpu(), emulated.cpu()) < 5e-3
+        )  # sums in another order, results in BF16
 
 
 def test_a_weight_gradient_is_added_to_the_sum_within_its_matmul():
@@ -159,19 +161,21 @@ def test_the_cross_entropys_gradient_on_hardware():
         case = entropy_case(M, V)
         q, qt = cross_entropy_grad(*(t.cuda() for t in case))
         assert is_near(q.cpu(), entropy_grad(*case)) and same(qt.cpu(), q.t().contiguous().cpu())
-    for mine, want in zip(
+    for on_gpu, want in zip(
         head_loss(*(t.cuda() for t in head_case(True))), head_loss(*head_case(True)), strict=True
     ):
         # a sum in another order moves logits across steps of BF16
-        assert distance(mine.cpu(), want) < 2e-2
+        assert distance(on_gpu.cpu(), want) < 2e-2
 
 
 @pytest.mark.parametrize("label", KERNELS)
 def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
     x, w, g = operands("random", 512, 768, 1024)
-    ours, theirs = (passes_on_gpu(one, x, w, g) for one in (label, label.removesuffix("+kernels")))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-    assert distance(ours[2], theirs[2]) < 2**-8
+    ours, torchaos = (
+        passes_on_gpu(arm, x, w, g) for arm in (label, label.removesuffix("+kernels"))
+    )
+    assert torch.equal(ours[0], torchaos[0]) and torch.equal(ours[1], torchaos[1])
+    assert distance(ours[2], torchaos[2]) < 2**-8
 
 
 def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
@@ -198,6 +202,11 @@ def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
     )
 
 
+def fill(tensors, value):
+    for tensor in tensors.values():
+        tensor.fill_(value)
+
+
 def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
     """The update of a step is queued behind work that keeps the GPU busy when save() is called, the
     next one right behind staged(): a copy that begins too early or ends too late is torn."""
@@ -209,19 +218,18 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
     for number in range(1, 4):
         for _ in range(50):
             work = torch.tanh(work @ work)
-        for t in live.values():
-            t.fill_(number)
+        fill(live, number)
         saver.save(number, live, {}, tiny)
         saver.staged()
-        for t in live.values():
-            t.fill_(-number)
+        fill(live, -number)
     saver.finish()
     assert saver.failures == []
-    assert [step_of(path) for path in checkpoints(tiny.run_dir)] == [1, 2, 3]
-    for path in checkpoints(tiny.run_dir):
-        read = {name: torch.zeros(2**24) for name in live}
-        load(path, read_manifest(path), read)
-        assert all(bool((t == step_of(path)).all()) for t in read.values()), path
+    paths = checkpoints(tiny.run_dir)
+    assert [step_of(path) for path in paths] == [1, 2, 3]
+    for path in paths:
+        loaded = {name: torch.zeros(2**24) for name in live}
+        load(path, read_manifest(path), loaded)
+        assert {tensor.unique().item() for tensor in loaded.values()} == {step_of(path)}, path
 
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise", "rowwise", "tensorwise fp8.kernels=true"])
@@ -233,14 +241,14 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_bits(tiny, tmp_path,
     assert all(
         "deterministic algorithms" in trained(config, tmp_path) for config in (first, second)
     )
-    wanted = record(first)
-    assert record(second) == wanted and wanted["skipped_steps"] == 0
+    expected_record = record(first)
+    assert record(second) == expected_record and expected_record["skipped_steps"] == 0
     assert summary(first)["mem_peak_gib"] > 0
     assert all(p.isfinite().all() for p in load_model(first.run_dir, device="cpu")[0].parameters())
     back_to(second, 3)
     assert (
         re.search("resuming .*step_00000003", trained(second, tmp_path))
-        and record(second) == wanted
+        and record(second) == expected_record
     )
 
 
@@ -262,39 +270,55 @@ def gpt125m(folder, arm, steps, words="", sequences=32):
     )
 
 
-def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
-    losses = {}
-    for arm in ("bf16", "fp8"):
-        config = gpt125m(tmp_path, arm, 60, f"fp8.kernels={arm == 'fp8'}")
-        trained(config, tmp_path)
-        steps, page = rows(config), "\n".join(plan.plan(config, "h100"))
-        losses[arm] = torch.tensor([row["loss"] for row in steps])
-        assert (
-            len(steps) == 60
-            and losses[arm][-1] < losses[arm][0] - 1
-            and all(row["verdict"] == "OK" for row in steps)
-        )
-        assert summary(config)["mem_peak_gib"] == pytest.approx(
-            float(re.search(r"sum +([\d.]+) GiB", page)[1]), rel=0.05
-        )
-        if importlib.util.find_spec("pynvml"):
-            assert all(
-                0 < row["gpu_mem_pct"] < 100 and 0 <= row["gpu_util_pct"] <= 100
-                for row in steps[5:]
-            )
-    assert (losses["fp8"] / losses["bf16"] - 1).abs().max() < 0.03 and not torch.equal(
-        *losses.values()
-    )
+@pytest.fixture(scope="module")
+def sixty_steps(tmp_path_factory):
+    """Finished runs of gpt125m, by precision."""
+    folder, runs = tmp_path_factory.mktemp("sixty"), {}
+    for arm in "bf16", "fp8":
+        runs[arm] = gpt125m(folder, arm, 60, f"fp8.kernels={arm == 'fp8'}")
+        trained(runs[arm], folder)
+    return runs
+
+
+def losses_of(config):
+    return torch.tensor([row["loss"] for row in rows(config)])
+
+
+@pytest.mark.parametrize("arm", ["bf16", "fp8"])
+def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm):
+    losses = losses_of(sixty_steps[arm])
+    assert len(losses) == 60 and losses[-1] < losses[0] - 1
+    assert {row["verdict"] for row in rows(sixty_steps[arm])} == {"OK"}
+
+
+def test_losses_of_gpt125m_in_fp8_are_near_bf16s_and_not_equal(sixty_steps):
+    bf16, fp8 = losses_of(sixty_steps["bf16"]), losses_of(sixty_steps["fp8"])
+    assert (fp8 / bf16 - 1).abs().max() < 0.03 and not torch.equal(fp8, bf16)
+
+
+@pytest.mark.parametrize("arm", ["bf16", "fp8"])
+def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm):
+    page = "\n".join(plan.plan(sixty_steps[arm], "h100"))
+    planned = float(re.search(r"sum +([\d.]+) GiB", page)[1])
+    assert summary(sixty_steps[arm])["mem_peak_gib"] == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("pynvml"), reason="NVML is not installed")
+@pytest.mark.parametrize("arm", ["bf16", "fp8"])
+def test_rows_hold_what_the_gpu_measures(sixty_steps, arm):
+    for row in rows(sixty_steps[arm])[5:]:
+        assert 0 < row["gpu_mem_pct"] < 100
+        assert 0 <= row["gpu_util_pct"] <= 100
 
 
 def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
-    found = []
+    peaks = []
     for recompute in (False, True):
         config = gpt125m(tmp_path, "fp8", 3, "model.n_layer=4 model.loss_chunk=2048")
         config = changed(config, f"run=recompute_{recompute} parallel.recompute={recompute}")
         trained(config, tmp_path)
-        found.append(([row["loss"] for row in rows(config)], summary(config)["mem_peak_gib"]))
-    (plain, most), (again, least) = found
+        peaks.append(([row["loss"] for row in rows(config)], summary(config)["mem_peak_gib"]))
+    (plain, most), (again, least) = peaks
     assert again == pytest.approx(plain, rel=1e-3) and least < 0.8 * most
 
 

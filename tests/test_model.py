@@ -152,11 +152,11 @@ def test_gradients_equal_finite_differences_of_the_float64_reference():
     rng = np.random.default_rng(0)
     for name, p in model.named_parameters():
         i = int(rng.choice(np.flatnonzero(p.grad.abs().flatten() > p.grad.abs().max() / 4)))
-        flat, kept, ends = p.data.view(-1), p.data.view(-1)[i].item(), []
+        flat, kept_tensors, ends = p.data.view(-1), p.data.view(-1)[i].item(), []
         for step in (2.0**-9, -(2.0**-9)):
-            flat[i] = kept + step
+            flat[i] = kept_tensors + step
             ends.append((cross_entropy64(reference_logits(model, x), y).sum(), flat[i].item()))
-        flat[i] = kept
+        flat[i] = kept_tensors
         (high, up), (low, down) = ends
         assert p.grad.view(-1)[i].item() == pytest.approx((high - low) / (up - down), rel=0.01), (
             name
@@ -166,13 +166,13 @@ def test_gradients_equal_finite_differences_of_the_float64_reference():
 def kept_by_backward(model, *tokens, weights=1.0):
     """The losses, their backward pass done, and shape and dtype of each tensor that was kept for
     it."""
-    kept = []
+    kept_tensors = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: kept.append((t.shape, t.dtype)) or t, lambda t: t
+        lambda t: kept_tensors.append((t.shape, t.dtype)) or t, lambda t: t
     ):
         losses = model(*tokens)
     (losses * weights).sum().backward()
-    return losses, kept
+    return losses, kept_tensors
 
 
 @pytest.mark.parametrize("chunk, tied", [(1, True), (7, True), (7, False), (1000, False)])
@@ -180,7 +180,7 @@ def test_a_loss_in_chunks_is_that_of_the_whole_and_keeps_no_logits(chunk, tied):
     whole, parts = (build_rough(replace(TINY, tied=tied, loss_chunk=n)) for n in (None, chunk))
     x, y, rows, weights = tokens(TINY), tokens(TINY, seed=5), [], torch.tensor([1.0, -0.5])
     parts.head.register_forward_hook(lambda module, args, out: rows.append(out.shape[:-1].numel()))
-    (want, kept), (got, kept_in_parts) = (
+    (want, kept_tensors), (got, kept_in_parts) = (
         kept_by_backward(model, x, y, weights=weights) for model in (whole, parts)
     )
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
@@ -190,7 +190,7 @@ def test_a_loss_in_chunks_is_that_of_the_whole_and_keeps_no_logits(chunk, tied):
         )
     # once forward, once again in the backward pass
     assert max(rows) == min(chunk, 48) and sum(rows) == 2 * 48
-    assert 256 in [shape[-1] for shape, _ in kept if shape] and 256 not in [
+    assert 256 in [shape[-1] for shape, _ in kept_tensors if shape] and 256 not in [
         shape[-1] for shape, _ in kept_in_parts if shape
     ]
 
@@ -211,16 +211,18 @@ PARTITIONER = "aot_eager_decomp_partition"
 @pytest.mark.parametrize("backend, has_fp32", [("eager", True), (PARTITIONER, False)])
 def test_a_compiled_step_keeps_logits_in_bf16(backend, has_fp32):
     """Eager keeps fp32 ones: the test can see them."""
-    _, kept = kept_of_a_step(backend)
-    logits = [dtype for shape, dtype in kept if shape[-1:] == (1000,)]
+    _, kept_tensors = kept_of_a_step(backend)
+    logits = [dtype for shape, dtype in kept_tensors if shape[-1:] == (1000,)]
     assert (torch.float32 in logits) is has_fp32
     assert has_fp32 or logits == [torch.bfloat16]
 
 
 def test_a_compiled_step_keeps_no_fp32_copy_larger_than_a_blocks_input():
-    model, kept = kept_of_a_step(PARTITIONER)
+    model, kept_tensors = kept_of_a_step(PARTITIONER)
     weights = {weight.shape for weight in model.parameters()}
-    in_fp32 = [shape for shape, dtype in kept if dtype == torch.float32 and shape not in weights]
+    in_fp32 = [
+        shape for shape, dtype in kept_tensors if dtype == torch.float32 and shape not in weights
+    ]
     size_of_input = 2 * TINY.n_ctx * TINY.n_embd
     assert not [shape for shape in in_fp32 if shape.numel() >= size_of_input]
 

@@ -27,12 +27,12 @@ def swapped(module: torch.nn.Module) -> torch.nn.Module:
 def passes(call, *leaves: torch.Tensor) -> list[torch.Tensor]:
     """The call's output and each leaf's gradient, for one fixed gradient of the output in BF16
     values."""
-    own = [leaf.clone().requires_grad_() for leaf in leaves]
-    y = call(*own)
+    own_leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    y = call(*own_leaves)
     y.backward(
         torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(y.dtype)
     )
-    return [y.detach(), *(leaf.grad for leaf in own)]
+    return [y.detach(), *(leaf.grad for leaf in own_leaves)]
 
 
 def test_a_linears_three_matmuls_are_fp64s_rounded_once_to_bf16():
@@ -58,9 +58,9 @@ def test_attention_is_nearer_to_fp64_than_torchs_own_in_bf16():
     )
     by_torch = passes(lambda *qkv: plain.attend(*qkv, is_causal=True), q, k, v)
     by_ours = passes(lambda *qkv: ours.attend(*qkv, is_causal=True), q, k, v)
-    for got, other, true in zip(by_ours, by_torch, exact, strict=True):
+    for got, torchs, true in zip(by_ours, by_torch, exact, strict=True):
         assert got.dtype == torch.bfloat16
-        assert (got.double() - true).norm() <= (other.double() - true).norm()
+        assert (got.double() - true).norm() <= (torchs.double() - true).norm()
 
 
 @pytest.mark.parametrize("recipe", ["off", "mxfp8"])

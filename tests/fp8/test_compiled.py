@@ -168,7 +168,7 @@ def test_compiled_noise_of_stochastic_rounding_has_eagers_bits():
 
 
 @pytest.mark.parametrize(
-    "recipe, chosen, is_set",
+    "recipe, recipes_chosen, is_set",
     [
         ("rowwise", ["rowwise"], True),
         ("auto", ["tensorwise", "rowwise_with_gw_hp"], True),
@@ -176,7 +176,7 @@ def test_compiled_noise_of_stochastic_rounding_has_eagers_bits():
     ],
 )
 def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(
-    tiny, monkeypatch, recipe, chosen, is_set
+    tiny, monkeypatch, recipe, recipes_chosen, is_set
 ):
     """Otherwise a compiled rowwise Linear after an RMSNorm turns NaN (pytorch#150859)."""
     compiling = replace(tiny.parallel, compile=True)
@@ -184,6 +184,6 @@ def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(
     world = parallel.World(0, 0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     with inductor.patch(emulate_precision_casts=False):
-        lines = parallel.set_torch_flags(config, world, chosen)
+        lines = parallel.set_torch_flags(config, world, recipes_chosen)
         assert inductor.emulate_precision_casts is is_set
     assert any("emulate_precision_casts" in line for line in lines) is is_set

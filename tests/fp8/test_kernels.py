@@ -116,8 +116,8 @@ def test_what_is_not_finite_spreads_as_with_torchao(label, operand, bad, emulate
     ours = passes(linear(w, label), x, g)
     torchaos = passes(linear(w, torchao_label(label), "cuda"), x, g)
     assert not all(tensor.isfinite().all() for tensor in ours)
-    for mine, its in zip(ours, torchaos, strict=True):
-        assert torch.equal(mine.isfinite(), its.isfinite())
+    for our_tensor, torchaos_tensor in zip(ours, torchaos, strict=True):
+        assert torch.equal(our_tensor.isfinite(), torchaos_tensor.isfinite())
 
 
 @pytest.mark.parametrize(

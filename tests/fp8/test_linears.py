@@ -276,9 +276,9 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, kind, 
     ours, torchaos = linear(w, recipe), linear(w, recipe, "cuda")
     assert type(ours[0]).__name__ == "EmulatedLinear"
     assert type(torchaos[0]).__name__ == "Float8Linear"
-    for mine, its in zip(passes(ours, x, g), passes(torchaos, x, g), strict=True):
-        assert (mine != its).float().mean() < 0.01
-        assert distance(mine, its) <= 1e-3
+    for our_tensor, torchaos_tensor in zip(passes(ours, x, g), passes(torchaos, x, g), strict=True):
+        assert (our_tensor != torchaos_tensor).float().mean() < 0.01
+        assert distance(our_tensor, torchaos_tensor) <= 1e-3
 
 
 @pytest.mark.parametrize("is_fast", [False, True])

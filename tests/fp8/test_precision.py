@@ -61,12 +61,12 @@ def test_in_bf16_does_not_compile_the_step_again(tiny):
     built.model.compile(dynamic=False, fullgraph=True, backend="eager")
     x, y = tokens()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        before = forward_backward(built.model, x, y, built.loss_scale)
+        first_loss = forward_backward(built.model, x, y, built.loss_scale)
         with built.precision.in_bf16(), torch.no_grad():
             in_bf16 = built.model(x, y).sum()
         built.precision.zero_gradients()
-        after = forward_backward(built.model, x, y, built.loss_scale)
-    assert torch.equal(before, after) and not torch.equal(before, in_bf16)
+        later_loss = forward_backward(built.model, x, y, built.loss_scale)
+    assert torch.equal(first_loss, later_loss) and not torch.equal(first_loss, in_bf16)
 
 
 def test_after_an_unjudged_step_copies_are_of_the_new_weights(tiny):

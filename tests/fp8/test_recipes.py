@@ -98,8 +98,8 @@ def test_each_operand_of_torchaos_recipes_is_compared(name, side):
     recipe = for_loss_scale(RECIPES[name], 2.0**-7)
     linears.torchao_linear(linear, recipe, FP8Config(), is_emulated=True)
     operand = getattr(recipe, side)
-    other = replace(operand, format=E4M3 if operand.format == E5M2 else E5M2)
-    wrong = replace(recipe, **{side: other})
+    other_operand = replace(operand, format=E4M3 if operand.format == E5M2 else E5M2)
+    wrong = replace(recipe, **{side: other_operand})
     with pytest.raises(UserError, match="cannot be computed by torchao"):
         linears.torchao_linear(linear, wrong, FP8Config(), is_emulated=True)
 

@@ -103,8 +103,8 @@ def h100(monkeypatch) -> None:
 @pytest.mark.parametrize("kernels", [False, True])
 def test_auto_takes_of_each_layer_what_was_measured_to_be_fastest(h100, kernels):
     layers = verdicts("auto+kernels" if kernels else "auto", GPU)
-    chosen = {layer.name.split(".", 2)[-1]: (layer.recipe, layer.kernels) for layer in layers}
-    assert chosen == {
+    by_auto = {layer.name.split(".", 2)[-1]: (layer.recipe, layer.kernels) for layer in layers}
+    assert by_auto == {
         "attn.qkv": ("tensorwise", kernels),
         "mlp.gate_up": ("tensorwise", kernels),
         "attn.out": (None, False),

@@ -273,7 +273,7 @@ def frame_of(explain=explain_known) -> Frame:
 
 
 @pytest.mark.parametrize(
-    "error, code, told",
+    "error, code, sentence",
     [
         (UserError("give less"), 2, "me: give less\n"),
         (MachineError("it broke"), 1, "me: it broke\n"),
@@ -281,9 +281,9 @@ def frame_of(explain=explain_known) -> Frame:
         (OSError("words alone"), 1, "me: OSError: words alone\n"),
     ],
 )
-def test_a_failure_ends_a_command_with_its_code_and_sentence(capsys, error, code, told):
+def test_a_failure_ends_a_command_with_its_code_and_sentence(capsys, error, code, sentence):
     assert frame_of().run(["word"], Mock(side_effect=error)) == code
-    assert capsys.readouterr().err.startswith(told)
+    assert capsys.readouterr().err.startswith(sentence)
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), BrokenPipeError(), KeyboardInterrupt()])

@@ -71,7 +71,7 @@ def id_of(folder, content):
     return Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(content)
 
 
-def prepare(tmp_path, rows, folder, *more, code=0):
+def prepare(tmp_path, rows, folder, *words, code=0):
     path = tmp_path / "chat.jsonl"
     if rows:  # else those that are there
         write_rows(path, rows)
@@ -84,7 +84,7 @@ def prepare(tmp_path, rows, folder, *more, code=0):
         f"out={tmp_path / 'data'}",
         "val_share=0.3",
         "processes=1",
-        *more,
+        *words,
     ]
     assert main(words) == code
 
@@ -104,32 +104,34 @@ def read_documents(folder, eot=LOSS_MASK_BIT | 1):
 
 def spread(rows):
     """Rows enough for both splits, all different."""
-    more = [
+    other_rows = [
         [{"role": "user", "content": str(n)}, {"role": "assistant", "content": f"say {n}"}]
         for n in range(12)
     ]
-    return [*rows, *more]
+    return [*rows, *other_rows]
 
 
-def marked_ids(theirs, messages):
+def marked_ids(transformers_own, messages):
     """Ids, and whether each is learned, by transformers' own mask."""
-    made = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    made = transformers_own.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     return made["input_ids"], [bool(i) for i in made["assistant_masks"]]
 
 
-def ids_by_prefixes(theirs, messages):
+def ids_by_prefixes(transformers_own, messages):
     """Ids, and whether each is learned: what an answer adds to the messages before it."""
-    ids = theirs.apply_chat_template(messages)["input_ids"]
+    ids = transformers_own.apply_chat_template(messages)["input_ids"]
     is_learned = [False] * len(ids)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if i:
-            shorter = theirs.apply_chat_template(messages[:i], add_generation_prompt=True)
+            shorter = transformers_own.apply_chat_template(messages[:i], add_generation_prompt=True)
             context = shorter["input_ids"]
         else:
-            context = [0, *theirs.encode("<|turn|>assistant\n", add_special_tokens=False)]
-        end = len(theirs.apply_chat_template(messages[: i + 1])["input_ids"])
+            context = [0, *transformers_own.encode("<|turn|>assistant\n", add_special_tokens=False)]
+        end = len(transformers_own.apply_chat_template(messages[: i + 1])["input_ids"])
         assert ids[: len(context)] == context
         is_learned[len(context) : end] = [True] * (end - len(context))
     return ids, is_learned
@@ -145,8 +147,8 @@ def test_of_a_conversation_the_answers_alone_are_learned(tmp_path, template, ids
     folder = make_folder(tmp_path / "tokenizer", template)
     rows = spread(CONVERSATIONS)
     prepare(tmp_path, [{"messages": messages} for messages in rows], folder)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    expected = [ids_of(theirs, messages) for messages in rows]
+    transformers_own = AutoTokenizer.from_pretrained(folder)
+    expected = [ids_of(transformers_own, messages) for messages in rows]
     assert sorted(read_documents(tmp_path / "data/chat")) == sorted(expected)
 
 
@@ -165,10 +167,10 @@ def test_the_index_of_conversations_names_their_template(tmp_path):
 @pytest.mark.parametrize("extra", [{}, {"tools": [{"name": "f", "é": "<&>"}]}])
 def test_the_text_of_a_conversation_is_transformers_own(tmp_path, template, kind, extra):
     folder = make_folder(tmp_path, template, kind)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    transformers_own = AutoTokenizer.from_pretrained(folder)
     for messages in CONVERSATIONS:
         chat = ChatTemplate(str(folder)).render({"messages": messages, **extra})
-        assert chat.text == theirs.apply_chat_template(messages, tokenize=False, **extra)
+        assert chat.text == transformers_own.apply_chat_template(messages, tokenize=False, **extra)
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         assert len(chat.spans) == len(answers)
         for answer, (first, last) in zip(answers, chat.spans, strict=True):
@@ -181,10 +183,12 @@ def test_templates_by_file_and_by_name_are_those_of_transformers(
 ):
     named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": BRACKETS}]
     folder = make_folder(tmp_path, named)
-    theirs, ours = AutoTokenizer.from_pretrained(folder), ChatTemplate(str(folder))
+    transformers_own, ours = AutoTokenizer.from_pretrained(folder), ChatTemplate(str(folder))
     for extra in {}, {"tools": [{"name": "f"}]}:
         text = ours.render({"messages": CONVERSATIONS[0], **extra}).text
-        assert text == theirs.apply_chat_template(CONVERSATIONS[0], tokenize=False, **extra)
+        assert text == transformers_own.apply_chat_template(
+            CONVERSATIONS[0], tokenize=False, **extra
+        )
     (folder / "chat_template.jinja").write_text(MARKED)
     text = ChatTemplate(str(folder)).render({"messages": CONVERSATIONS[0]}).text
     assert text == AutoTokenizer.from_pretrained(folder).apply_chat_template(
@@ -310,7 +314,7 @@ def test_control_tokens_not_called_special_are_told(tmp_path, capsys):
     rules["added_tokens"][-1]["special"] = False  # <|over|>
     (folder / "tokenizer.json").write_text(json.dumps(rules))
     path = write_rows(tmp_path / "a.jsonl", [{"text": f"<|over|> {n}"} for n in range(30)])
-    for word, wanted in (("ids", True), ("text", False)):
+    for word, is_special in (("ids", True), ("text", False)):
         out = tmp_path / word
         words = [
             "local",
@@ -325,13 +329,13 @@ def test_control_tokens_not_called_special_are_told(tmp_path, capsys):
         sentence = capsys.readouterr().err
         assert (
             "one of its 1 control tokens (<|over|>) it becomes that token" in sentence
-        ) is wanted
+        ) is is_special
         index = read_index(out / "a")
         assert (
             id_of(folder, "<|over|>")
             in np.concatenate([np.fromfile(s.path, "<u2") for s in index.shards])
-        ) is wanted
-        assert index.selection == ({} if wanted else {"control_tokens": "text"})
+        ) is is_special
+        assert index.selection == ({} if is_special else {"control_tokens": "text"})
         assert index.tokenizer_sha256 == load_tokenizer(str(folder)).sha256
     assert main([*words, "control_tokens=ids"]) == 2, "the rules of one folder are not mixed"
     assert "control_tokens" in capsys.readouterr().err
@@ -348,14 +352,14 @@ def test_finished_instruct_shards_of_the_former_rule_stay_as_they_are(tmp_path, 
     index = json.loads(path.read_text())
     del index["sha256"], index["format_version"]
     write_index(path.parent, index | {"selection": FORMER})
-    before = path.read_bytes()
+    content = path.read_bytes()
     capsys.readouterr()
     prepare(tmp_path, [], folder)
     assert (
         "special tokens that its rows spell are text, as they were before"
         in capsys.readouterr().out
     )
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
 def test_half_made_shards_of_the_former_rule_are_not_mixed(tmp_path, capsys, monkeypatch):
@@ -397,11 +401,11 @@ def in_parts(messages):
 @pytest.mark.parametrize("template", [PLAIN, MARKED, BRACKETS, KNOWS_PARTS, ADDS_PARTS, AS_JSON])
 def test_content_in_parts_is_the_text_of_its_parts(tmp_path, template):
     folder = make_folder(tmp_path, template)
-    theirs, ours = AutoTokenizer.from_pretrained(folder), ChatTemplate(str(folder))
+    transformers_own, ours = AutoTokenizer.from_pretrained(folder), ChatTemplate(str(folder))
     for messages in CONVERSATIONS:
-        assert ours.render({"messages": in_parts(messages)}).text == theirs.apply_chat_template(
-            messages, tokenize=False
-        )
+        assert ours.render(
+            {"messages": in_parts(messages)}
+        ).text == transformers_own.apply_chat_template(messages, tokenize=False)
 
 
 def test_joined_parts_are_told(tmp_path, capsys):
@@ -451,7 +455,7 @@ def test_a_conversation_of_which_nothing_can_be_learned_is_an_odd_row(
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     prepare(
         tmp_path,
-        [{"messages": messages}, *({"messages": others} for others in spread([]))],
+        [{"messages": messages}, *({"messages": messages} for messages in spread([]))],
         folder,
         code=2,
     )
@@ -567,10 +571,10 @@ def test_instructions_of_parquet_are_those_of_json_lines(tmp_path, kind):
 
 def test_a_prompt_by_apply_chat_template_begins_once(tmp_path):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    transformers_own = AutoTokenizer.from_pretrained(folder)
     questions = [[{"role": "user", "content": f"q {n}?"}] for n in range(20)]
     prompts = [
-        theirs.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        transformers_own.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         for question in questions
     ]
     prepare(tmp_path, [{"prompt": prompt, "response": "yes"} for prompt in prompts], folder)
@@ -579,7 +583,7 @@ def test_a_prompt_by_apply_chat_template_begins_once(tmp_path):
         for document in read_documents(tmp_path / "data/chat", eot=1)
     ]
     assert sorted(contexts) == sorted(
-        theirs.encode(prompt, add_special_tokens=False) for prompt in prompts
+        transformers_own.encode(prompt, add_special_tokens=False) for prompt in prompts
     )
 
 

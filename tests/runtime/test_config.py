@@ -227,8 +227,8 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
         # What is advised must be allowed.
         (COMPILED + "model.loss_chunk=48", "take 32, or none"),
         *[
-            (COMPILED + f"model.loss_chunk=48 {other}", None)
-            for other in ("fp8.kernels=false", "parallel.compile=false")
+            (COMPILED + f"model.loss_chunk=48 {setting}", None)
+            for setting in ("fp8.kernels=false", "parallel.compile=false")
         ],
         *[(COMPILED + f"model.loss_chunk={chunk}", None) for chunk in (16, 32, 64, "none")],
     ],
@@ -292,9 +292,9 @@ def test_what_no_weight_depends_on_is_not_in_the_identity(tiny, change):
     ],
 )
 def test_what_weights_depend_on_is_in_the_identity_and_that_of_the_pair(tiny, change):
-    other = apply_overrides(tiny, [change])
-    assert other.identity() != tiny.identity()
-    assert pair_id(other) != pair_id(tiny)
+    other_config = apply_overrides(tiny, [change])
+    assert other_config.identity() != tiny.identity()
+    assert pair_id(other_config) != pair_id(tiny)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +305,9 @@ def test_what_weights_depend_on_is_in_the_identity_and_that_of_the_pair(tiny, ch
     ],
 )
 def test_precision_and_branch_are_in_the_identity_but_not_the_pairs(tiny, change):
-    other = apply_overrides(tiny, [change])
-    assert other.identity() != tiny.identity()
-    assert pair_id(other) == pair_id(tiny)
+    other_config = apply_overrides(tiny, [change])
+    assert other_config.identity() != tiny.identity()
+    assert pair_id(other_config) == pair_id(tiny)
 
 
 def test_delayed_scales_are_in_the_identity(tiny):

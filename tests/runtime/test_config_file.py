@@ -62,7 +62,7 @@ def test_a_config_imports_what_lies_beside_it(tmp_path, name):
         shutil.copy(folder / "demo_s_bf16.py", folder / package / "base.py")
     (folder / "package/__init__.py").touch()
     (folder / "child.py").write_text(FP8_OF.format(name))
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     config, files = load_config_and_files(folder / "child.py")
     assert config.optim.lr == 0.001
     assert files == [
@@ -71,7 +71,9 @@ def test_a_config_imports_what_lies_beside_it(tmp_path, name):
         files[-1],
     ]
     assert files[-1] == folder / f"{name.removeprefix('configs.').replace('.', '/')}.py"
-    assert set(sys.modules) == before, "the next config may have another module of this name"
+    assert set(sys.modules) == modules_before, (
+        "the next config may have another module of this name"
+    )
 
 
 def test_a_file_may_derive_from_the_repositorys_file_of_its_own_name(tmp_path):

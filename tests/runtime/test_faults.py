@@ -85,11 +85,11 @@ def test_kill_9_anywhere_costs_steps_and_nothing_else(base, whole):
     """Every third of the 25 changes that a save makes on disk, from its folder to the deletion of
     an older checkpoint, of which the last eight are; all of them: tests/soak.py."""
     config = replace(base, run="killed")
-    for at, fault in [(2 * k + 4, f"kill_in_save:{2 * k + 4}:{3 * k + 1}") for k in range(8)] + [
+    for step, fault in [(2 * k + 4, f"kill_in_save:{2 * k + 4}:{3 * k + 1}") for k in range(8)] + [
         (22, "signal_in_step:21:0:9")
     ]:
         ended([-signal.SIGKILL], config, faults=[fault])
-        assert at - 2 * EVERY <= saved_steps(config)[-1] <= at, (
+        assert step - 2 * EVERY <= saved_steps(config)[-1] <= step, (
             "no more is lost than the save under way and the steps since"
         )
         for path in checkpoints(config.run_dir):
@@ -112,10 +112,10 @@ def test_a_run_without_a_complete_checkpoint_begins_at_step_0_again(
     config = replace(base, run=f"first_{request.node.callspec.id}")
     ended([-signal.SIGKILL], config, *words.split(), faults=what)
     assert not saved_steps(config) and len(rows(config)) >= 2
-    told = ended([0], config).output
+    output = ended([0], config).output
     assert (
-        "starting at step 0; the " in told
-        and "rows of an earlier start, which had not completed a checkpoint" in told
+        "starting at step 0; the " in output
+        and "rows of an earlier start, which had not completed a checkpoint" in output
     )
     assert record(config) == whole[1]
 
@@ -131,10 +131,10 @@ def test_three_failed_saves_in_a_row_end_a_run_that_room_resumes(base, whole):
         "No space left" in row["reason"] and "GiB are free" in row["reason"] for row in failed
     )
     first = saved_steps(config)
-    said = refused(
+    sentence = refused(
         [1], config, "checkpoint.every=1", faults=[f"limit:{resource.RLIMIT_FSIZE}:300_000"]
     )
-    assert "3 saves in a row have failed" in said
+    assert "3 saves in a row have failed" in sentence
     assert saved_steps(config) == first and not leftovers(config), (
         "the older checkpoints stay, and nothing else"
     )
@@ -230,8 +230,8 @@ def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole):
 def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(base, whole, is_ignored):
     config = replace(base, run=f"terminal{is_ignored}")
     disposition = "ignore" if is_ignored else "default"
-    before = f"{disposition}:{signal.SIGHUP:d}"
-    run = faults.Run(config, faults=[before, f"signal_in_step:9:0:{signal.SIGHUP:d}"])
+    fault = f"{disposition}:{signal.SIGHUP:d}"
+    run = faults.Run(config, faults=[fault, f"signal_in_step:9:0:{signal.SIGHUP:d}"])
     assert run.wait() == [0]
     assert (
         "stopped on request at step" in run.output and "by SIGHUP" in run.output
@@ -262,17 +262,17 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
         replace(base, run=name, fp8=FP8Config(), optim=replace(base.optim, lr=1e-4))
         for name in ("elastic", "calm")
     )
-    for ranks, at in (2, 9), (1, 17):
+    for ranks, step in (2, 9), (1, 17):
         assert (
             -signal.SIGKILL
-            in faults.Run(config, ranks=ranks, faults=[f"signal_in_step:{at}:0:9"]).wait()
+            in faults.Run(config, ranks=ranks, faults=[f"signal_in_step:{step}:0:9"]).wait()
         )
-    a, b = (rows(each) for each in (finish(config, ranks=2), finish(calm)))
+    a, b = (rows(run_config) for run_config in (finish(config, ranks=2), finish(calm)))
     for key, rounding in ("loss", 1e-5), ("grad_norm", 1e-4):
         assert [row[key] for row in a] == pytest.approx(
             [row[key] for row in b], rel=rounding
         ) and len(a) == STEPS
-    assert [summary(each)["n_gpu"] for each in (config, calm)] == [2, 1]
+    assert [summary(run_config)["n_gpu"] for run_config in (config, calm)] == [2, 1]
 
 
 def test_a_mistake_is_told_once_on_several_ranks(base):
@@ -354,11 +354,16 @@ def test_a_skip_or_a_rollback_ends_as_a_run_that_did_at_once_what_is_due(
         ended([-signal.SIGKILL], config, faults=[fault, f"signal_in_step:{killed_at}:0:9"])
     lasts = not killed_at or fault.startswith("scale_loss")
     finish(config, faults=[fault] * lasts, ranks=ranks)
-    told = finish(replace(config, run=f"{config.run}_told"), faults=[due], ranks=ranks)
-    assert (rollbacks(config), skipped(config), skipped(told)) == (back, [] if back else [5], [])
-    assert faults.digest(config) == faults.digest(told)
+    expected = finish(replace(config, run=f"{config.run}_told"), faults=[due], ranks=ranks)
+    assert (rollbacks(config), skipped(config), skipped(expected)) == (
+        back,
+        [] if back else [5],
+        [],
+    )
+    assert faults.digest(config) == faults.digest(expected)
     assert (
-        faults.trajectory(config)[0 if back else 5 :] == faults.trajectory(told)[0 if back else 5 :]
+        faults.trajectory(config)[0 if back else 5 :]
+        == faults.trajectory(expected)[0 if back else 5 :]
     )
 
 
@@ -475,14 +480,14 @@ def test_the_share_of_tokens_that_are_targets_is_said(without_targets):
 def test_a_resume_among_steps_without_targets_ends_in_the_same_bits(long_prompts):
     whole = finish(replace(long_prompts, run="prompts_whole"))
     config = replace(long_prompts, run="prompts_killed")
-    for at in 9, 17:
-        ended([-signal.SIGKILL], config, faults=[f"signal_in_step:{at}:0:9"])
+    for step in 9, 17:
+        ended([-signal.SIGKILL], config, faults=[f"signal_in_step:{step}:0:9"])
     assert record(finish(config)) == record(whole)
     assert summary(config)["steps_without_targets"] == summary(whole)["steps_without_targets"]
 
 
 @pytest.mark.parametrize(
-    "spoilt, rollbacks, replicas, told, saved",
+    "spoilt, rollbacks, replicas, sentence, saved",
     [
         (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1", 4),
         (["nan_weight:8:1"], 0, 1, "step 8: validation loss nan", 8),
@@ -497,21 +502,21 @@ def test_a_resume_among_steps_without_targets_ends_in_the_same_bits(long_prompts
     ],
 )
 def test_a_run_that_rollbacks_do_not_cure_stops_and_says_why(
-    base, spoilt, rollbacks, replicas, told, saved
+    base, spoilt, rollbacks, replicas, sentence, saved
 ):
     config = changed(
         base,
         f"run=hopeless{rollbacks}{replicas} guard.skips=3"
         f" guard.rollbacks={rollbacks} parallel.replicate={replicas}",
     )
-    assert told in refused([1, 1], config, faults=spoilt, ranks=2)
-    found = json.loads((config.run_dir / "diagnosis.json").read_text())
-    weights = found["weights"].values()
+    assert sentence in refused([1, 1], config, faults=spoilt, ranks=2)
+    diagnosis = json.loads((config.run_dir / "diagnosis.json").read_text())
+    weights = diagnosis["weights"].values()
     assert sum(weight["not_finite"] for weight in weights) == ("nan_weight" in spoilt[0]), (
         "each value counted once"
     )
     assert sum(weight["values"] for weight in weights) == config.model.params_total
-    assert [bool(found["gradients"]), found["problem"]] == ["scale_loss" in spoilt[0], ""]
+    assert [bool(diagnosis["gradients"]), diagnosis["problem"]] == ["scale_loss" in spoilt[0], ""]
     assert (saved_steps(config) or [0])[-1] == saved, (
         "what is due in a row of skips waits for its end"
     )
@@ -564,8 +569,11 @@ def arm(request, base):
 def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     trunk, scratch, branch = arm
     assert saved_steps(trunk) == [6, 8, 12]  # checkpoint.at outlives the keep policy
-    mine, theirs = record(branch), record(scratch)
-    assert mine.pop("trajectory") == theirs.pop("trajectory")[FORK:] and mine == theirs
+    of_branch, of_scratch = record(branch), record(scratch)
+    assert (
+        of_branch.pop("trajectory") == of_scratch.pop("trajectory")[FORK:]
+        and of_branch == of_scratch
+    )
     assert faults.trajectory(trunk)[:FORK] == faults.trajectory(scratch)[:FORK]
     a, b = summary(scratch), summary(branch)
     assert (b["parent_run"], b["parent_step"], a["parent_run"], a["parent_step"]) == (
@@ -574,7 +582,7 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
         None,
         None,
     )
-    own = {
+    own_keys = {
         "tok_per_s_median",
         "step_s_median",
         "compile_s",
@@ -588,7 +596,7 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
         "run_id",
         "git_commit",
     }
-    for key in a.keys() - own:
+    for key in a.keys() - own_keys:
         assert a[key] == b[key], key
     assert b["probe_s"] < b["wall_s"] < 1e3, "the parent's hours are its own"
     assert b["is_annealed"] and b["pair_id"] == a["pair_id"] != summary(trunk)["pair_id"]
@@ -599,12 +607,12 @@ def test_a_branch_without_a_checkpoint_goes_back_to_its_branch_point(arm, tmp_pa
     config = changed(branch, f"run={branch.run}_back guard.skips=1 checkpoint.every=none")
     finish(config, faults=[f"nan_weight:{FORK + 1}:0"], ranks=ranks)
     assert rollbacks(config) == [(FORK + 2, FORK)]
-    told = finish(
+    expected = finish(
         replace(config, run=f"{branch.run}_told"), faults=[f"move_data:{FORK + 1}:2"], ranks=ranks
     )
-    assert faults.digest(config) == faults.digest(told) and faults.trajectory(
+    assert faults.digest(config) == faults.digest(expected) and faults.trajectory(
         config
-    ) == faults.trajectory(told)
+    ) == faults.trajectory(expected)
     # its own checkpoint undone
     killed = changed(config, f"run={branch.run}_killed checkpoint.every={FORK + 1}")
     undone = [f"nan_weight:{FORK + 1}:0", f"signal_in_step:{FORK + 3}:0:9"]
@@ -615,14 +623,14 @@ def test_a_branch_without_a_checkpoint_goes_back_to_its_branch_point(arm, tmp_pa
         branch.start_from, tmp_path / "copy/checkpoints" / Path(branch.start_from).name
     )
     lost = replace(config, run=f"{branch.run}_lost", start_from=str(trunk))
-    said = refused(
+    sentence = refused(
         [1] * ranks,
         lost,
         faults=[f"nan_weight:{FORK + 1}:0", f"lose_trunk:{FORK + 2}"],
         ranks=ranks,
     )
     assert (
-        "no checkpoint from before step 7 to go back to" in said
+        "no checkpoint from before step 7 to go back to" in sentence
         and (lost.run_dir / "diagnosis.json").exists()
     )
 
@@ -630,15 +638,15 @@ def test_a_branch_without_a_checkpoint_goes_back_to_its_branch_point(arm, tmp_pa
 @pytest.mark.parametrize("arm", [1], indirect=True)
 def test_what_is_no_branch_is_refused_before_anything_is_written(tmp_path, run, arm):
     trunk, _, branch = arm
-    own, branch = replace(branch, start_from=None), replace(branch, run="refused")
+    own_config, branch = replace(branch, start_from=None), replace(branch, run="refused")
     unfinished, damaged, renamed = (
         shutil.copytree(branch.start_from, tmp_path / f"{i}/checkpoints/step_{step:08d}")
         for i, step in enumerate((6, 6, 5))
     )
     (unfinished / "DONE").unlink()
     flip_bit(damaged / "__0_0.distcp", 4321)
-    for config, override, told in [
-        (own, "seed=1337", f"start_from was {trunk.run}"),
+    for config, override, sentence in [
+        (own_config, "seed=1337", f"start_from was {trunk.run}"),
         (branch, "seed=1", "seed was 1337, now 1"),
         (branch, "eval.tokens=64", "other validation windows"),
         (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
@@ -648,10 +656,10 @@ def test_what_is_no_branch_is_refused_before_anything_is_written(tmp_path, run, 
         (branch, f"start_from={renamed}", "holds step 6"),
         (branch, f"start_from={damaged}", "__0_0.distcp"),
     ]:
-        said = run(config, override, code=2)
-        assert told in said and said.startswith("train.py: ") and said.count("\n") == 1, (
+        output = run(config, override, code=2)
+        assert sentence in output and output.startswith("train.py: ") and output.count("\n") == 1, (
             override,
-            said,
+            output,
         )
         assert not branch.run_dir.exists()
 

@@ -32,7 +32,7 @@ def filled(settings=SMALL, steps=64):
     return guard
 
 
-def run(settings, steps, values, sickening=(), every=8, is_resumed=False):
+def run(settings, steps, values, sickening=(), save_every=8, is_resumed=False):
     """A run as train.py has it: `values(sick, data_step)` gives the factors of loss and norm; the
     updates on the data steps `sickening` damage the weights. is_resumed: before each step anew.
     Returns its verdicts and the guard."""
@@ -50,9 +50,9 @@ def run(settings, steps, values, sickening=(), every=8, is_resumed=False):
             to = max(s for s in saved if s < guard.suspect_since)
             sick, state = saved[to]
             guard.rolled_back(json.loads(state))
-            saved = {s: kept for s, kept in saved.items() if s <= to}
+            saved = {s: checkpoint for s, checkpoint in saved.items() if s <= to}
             moved_on, step = moved_on + step - to, to
-        elif step % every == 0:
+        elif step % save_every == 0:
             saved[step] = sick, json.dumps(guard.state(), allow_nan=False)
     return verdicts, guard
 
@@ -185,9 +185,9 @@ def test_a_resume_at_any_step_changes_no_verdict_and_no_count(mode, seen):
 @pytest.mark.parametrize("mode", ["act", "log", "off"])
 def test_a_step_without_targets_leaves_no_trace_but_its_count(mode):
     guard = filled(replace(SMALL, mode=mode))
-    before = guard.state()
+    state_before = guard.state()
     assert [guard.judge(64 + i, math.nan, 0.0, targets=0) for i in range(50)] == [NO_TARGET] * 50
-    assert guard.state() == before | {"without_targets": 50} and "prompts" in guard.reason
+    assert guard.state() == state_before | {"without_targets": 50} and "prompts" in guard.reason
 
 
 def test_a_step_without_targets_neither_ends_nor_lengthens_a_row_of_skips():

@@ -53,21 +53,21 @@ def open_log(config, resume=0):
     return log.Log(config, resume)
 
 
-def go_back(one, to):
-    one.roll_back(to, {"event": "rollback", "step": 6, "to": to})
+def go_back(run_log, to):
+    run_log.roll_back(to, {"event": "rollback", "step": 6, "to": to})
 
 
 def rolled_back(config):
     """Steps 1 to 6, validated after 2, 4 and 6; back from 6 to 4; 5 and 6 again."""
-    one = open_log(config)
+    run_log = open_log(config)
     for step in range(1, 7):
-        one.step(row(step))
+        run_log.step(row(step))
         if step % 2 == 0:
-            one.validation(val(step))
-    go_back(one, 4)
+            run_log.validation(val(step))
+    go_back(run_log, 4)
     for step in (5, 6):
-        one.step(row(step, loss=9.0))
-    return one
+        run_log.step(row(step, loss=9.0))
+    return run_log
 
 
 @contextmanager
@@ -81,33 +81,33 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def steps_of(one, kind):
-    return [row["step"] for row in read_rows(one.path) if row["kind"] == kind]
+def steps_of(run_log, kind):
+    return [row["step"] for row in read_rows(run_log.path) if row["kind"] == kind]
 
 
 def test_rows_are_strict_json(tiny):
-    one = open_log(tiny)
-    one.step(row(5, loss=float("nan"), grad_norm=float("inf"), verdict="SKIP"))
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in one.path.open()]
+    run_log = open_log(tiny)
+    run_log.step(row(5, loss=float("nan"), grad_norm=float("inf"), verdict="SKIP"))
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in run_log.path.open()]
     expected = row(5, loss=None, grad_norm=None, verdict="SKIP")
     assert rows == [{"kind": "train", **expected, "since_start": 1}]
 
 
 def test_a_file_that_cannot_be_json_leaves_the_old_one(tiny):
-    one = open_log(tiny)
-    one.step(row(1))
+    run_log = open_log(tiny)
+    run_log.step(row(1))
     with pytest.raises(ValueError, match="Out of range float"):
-        write_json(one.path, {"loss": float("nan")})
-    assert steps_of(one, "train") == [1]
-    assert os.listdir(tiny.run_dir) == [one.path.name]
+        write_json(run_log.path, {"loss": float("nan")})
+    assert steps_of(run_log, "train") == [1]
+    assert os.listdir(tiny.run_dir) == [run_log.path.name]
 
 
 def test_a_rollback_relabels_what_it_undid(tiny):
-    one = open_log(tiny, resume=4)
-    one.step(row(5))
-    go_back(one, 2)
-    one.step(row(3))
-    assert read_rows(one.path) == [
+    run_log = open_log(tiny, resume=4)
+    run_log.step(row(5))
+    go_back(run_log, 2)
+    run_log.step(row(3))
+    assert read_rows(run_log.path) == [
         {"kind": "undone", **row(5), "since_start": 1},
         {"kind": "event", "event": "rollback", "step": 6, "to": 2},
         {"kind": "train", **row(3), "since_start": 2},
@@ -115,12 +115,12 @@ def test_a_rollback_relabels_what_it_undid(tiny):
 
 
 def test_validations_that_stand_are_known_after_a_rollback_and_a_resume(tiny):
-    one = rolled_back(tiny)
-    one.validation(val(6, loss=2.5))
-    assert one.validated == open_log(tiny, 6).validated == {2: 1.5, 4: 1.5, 6: 2.5}
-    go_back(one, 3)
-    assert steps_of(one, "undone") == [4, 5, 6, 5, 6]
-    assert one.validated == {2: 1.5}
+    run_log = rolled_back(tiny)
+    run_log.validation(val(6, loss=2.5))
+    assert run_log.validated == open_log(tiny, 6).validated == {2: 1.5, 4: 1.5, 6: 2.5}
+    go_back(run_log, 3)
+    assert steps_of(run_log, "undone") == [4, 5, 6, 5, 6]
+    assert run_log.validated == {2: 1.5}
 
 
 AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val event train train"
@@ -129,10 +129,10 @@ AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val eve
 @pytest.mark.parametrize("step, n_rows", [(6, 12), (5, 11), (4, 6), (3, 4), (2, 3), (1, 1)])
 def test_a_resume_keeps_the_rows_up_to_its_step_and_what_directly_follows(tiny, step, n_rows):
     """In file order; at 4 those from before the rollback: it will happen again."""
-    one = rolled_back(tiny)
-    one.close()
+    run_log = rolled_back(tiny)
+    run_log.close()
     assert (2 in open_log(tiny, step).validated) == (step >= 2)
-    kinds = [row["kind"] for row in read_rows(one.path)]
+    kinds = [row["kind"] for row in read_rows(run_log.path)]
     assert kinds == AFTER_A_ROLLBACK.split()[:n_rows]
 
 
@@ -142,52 +142,50 @@ CUTS = {"in a row": lambda line: line[:9], "at its end": lambda line: line[:-1],
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n_whole", range(12))
 def test_a_row_that_a_kill_cut_is_dropped_and_no_training_row_before_it(tiny, n_whole, cut):
-    one = rolled_back(tiny)
-    one.close()
-    lines = one.path.read_bytes().splitlines(True)
-    one.path.write_bytes(b"".join(lines[:n_whole]) + CUTS[cut](lines[n_whole]))
+    run_log = rolled_back(tiny)
+    run_log.close()
+    lines = run_log.path.read_bytes().splitlines(True)
+    run_log.path.write_bytes(b"".join(lines[:n_whole]) + CUTS[cut](lines[n_whole]))
     whole = lines[: n_whole + (cut != "in a row")]
     open_log(tiny, resume=6).close()
-    left = one.path.read_bytes().splitlines(True)
-    assert left == whole[: len(left)]
-    assert not [line for line in whole[len(left) :] if b'"train"' in line]
+    lines_left = run_log.path.read_bytes().splitlines(True)
+    assert lines_left == whole[: len(lines_left)]
+    assert not [line for line in whole[len(lines_left) :] if b'"train"' in line]
 
 
 def test_damaged_rows_are_dropped(tiny):
-    one = open_log(tiny)
-    one.step(row(1))
-    one.step(row(2))
-    sound = one.path.read_bytes().splitlines(True)
+    run_log = open_log(tiny)
+    run_log.step(row(1))
+    run_log.step(row(2))
+    sound = run_log.path.read_bytes().splitlines(True)
     damaged = b'[1]\nnull\n{"kind": "train"}\n'
-    one.path.write_bytes(damaged.join(sound) + b'{"step": 2}\n\xff\x00\n{\n')
+    run_log.path.write_bytes(damaged.join(sound) + b'{"step": 2}\n\xff\x00\n{\n')
     open_log(tiny, resume=2).close()
-    assert one.path.read_bytes().splitlines(True) == sound
+    assert run_log.path.read_bytes().splitlines(True) == sound
 
 
 def test_a_start_at_step_0_empties_the_file(tiny):
-    one = rolled_back(tiny)
+    run_log = rolled_back(tiny)
     assert not open_log(tiny).validated
-    assert one.path.read_bytes() == b""
+    assert run_log.path.read_bytes() == b""
 
 
 @pytest.mark.parametrize(
     "resume, n_rows", [(9, 7), (2, 5), (1, 3)], ids=["rows were lost", "late event", "validated"]
 )
-def test_events_directly_behind_a_step_stay_and_a_step_keeps_its_first_validation(
-    tiny, resume, n_rows
-):
-    one, failed = open_log(tiny), {"event": "save_failed", "step": 1}
-    one.step(row(1))
-    one.event(failed)
-    one.validation(val(1))
-    one.validation(val(1, loss=7.0))  # again, after a kill that came before the summary
-    one.event({**failed, "step": 2})
-    one.step(row(2))
-    one.event(failed)  # reported late
-    one.step(row(3))
-    rows = read_rows(one.path)
+def test_events_behind_a_step_stay_and_its_first_validation_counts(tiny, resume, n_rows):
+    run_log, failed = open_log(tiny), {"event": "save_failed", "step": 1}
+    run_log.step(row(1))
+    run_log.event(failed)
+    run_log.validation(val(1))
+    run_log.validation(val(1, loss=7.0))  # again, after a kill that came before the summary
+    run_log.event({**failed, "step": 2})
+    run_log.step(row(2))
+    run_log.event(failed)  # reported late
+    run_log.step(row(3))
+    rows = read_rows(run_log.path)
     open_log(tiny, resume).close()
-    assert read_rows(one.path) == rows[:n_rows]
+    assert read_rows(run_log.path) == rows[:n_rows]
     assert rows[2]["loss"] == 1.5
 
 
@@ -206,9 +204,9 @@ def test_kill_9_leaves_the_file_before_or_after_a_rollback(tiny):
         process.join()
         codes.append(process.exitcode)
         kinds = " ".join(json.loads(line)["kind"] for line in path.open()) if path.exists() else ""
-        before = "train train val train train val train train val"
+        intact = "train train val train train val train train val"
         assert (
-            before.startswith(kinds) or "event" in kinds and AFTER_A_ROLLBACK.startswith(kinds)
+            intact.startswith(kinds) or "event" in kinds and AFTER_A_ROLLBACK.startswith(kinds)
         ), kinds
         path.unlink(missing_ok=True)
     assert set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 3 and kinds == AFTER_A_ROLLBACK
@@ -216,39 +214,42 @@ def test_kill_9_leaves_the_file_before_or_after_a_rollback(tiny):
 
 @pytest.mark.parametrize("spare", [0, 10, 300])  # bytes by which a file may grow; 10: part of a row
 def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, spare):
-    one, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
-    before = one.path.read_bytes()
-    for each, size in (one, len(before) + spare), (twin, 10**9):
+    run_log, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
+    intact = run_log.path.read_bytes()
+    for each_log, size in (run_log, len(intact) + spare), (twin, 10**9):
         with largest_file(size):
-            each.event({"event": "save_failed", "step": 6})
-            each.step(row(7))
-            each.step(row(8))
+            each_log.event({"event": "save_failed", "step": 6})
+            each_log.step(row(7))
+            each_log.step(row(8))
     assert (
-        one.path.read_bytes()[: len(before)] == before
-        and one.path.stat().st_size == len(before) + spare
+        run_log.path.read_bytes()[: len(intact)] == intact
+        and run_log.path.stat().st_size == len(intact) + spare
     )
     # a rollback writes the whole file anew
     with largest_file(10), pytest.raises(OSError, match="File too large"):
-        go_back(one, 6)
+        go_back(run_log, 6)
     assert len(list(tiny.run_dir.iterdir())) == 1, "what has filled the disk is removed"
-    for each in one, twin:
-        go_back(each, 6)
-        each.step(row(7))
-    assert one.path.read_bytes() == twin.path.read_bytes() and read_rows(one.path)[-1]["step"] == 7
-    assert capsys.readouterr().out.count("rows wait for room") == 1
-    with largest_file(one.path.stat().st_size):
-        one.step(row(8))
-        one.close()
+    for each_log in run_log, twin:
+        go_back(each_log, 6)
+        each_log.step(row(7))
     assert (
-        one.path.read_bytes() == twin.path.read_bytes()
+        run_log.path.read_bytes() == twin.path.read_bytes()
+        and read_rows(run_log.path)[-1]["step"] == 7
+    )
+    assert capsys.readouterr().out.count("rows wait for room") == 1
+    with largest_file(run_log.path.stat().st_size):
+        run_log.step(row(8))
+        run_log.close()
+    assert (
+        run_log.path.read_bytes() == twin.path.read_bytes()
         and "rows are lost" in capsys.readouterr().out
     )
 
 
 def test_a_log_file_gets_a_line_now_and_then(tiny, capsys, monkeypatch):
-    one = open_log(replace(tiny, steps=1000, log=LogConfig(every=50)))
+    run_log = open_log(replace(tiny, steps=1000, log=LogConfig(every=50)))
     for step in range(1, 51):
-        one.step(row(step, step_s=0.2 if step <= log.WARM_UP_STEPS else 0.1))
+        run_log.step(row(step, step_s=0.2 if step <= log.WARM_UP_STEPS else 0.1))
     assert capsys.readouterr().out.splitlines() == [
         "tiny  step 1/1000    0%  loss 2.0000  2.56k tok/s  3 min 20 s left",
         "tiny  step 50/1000    5%  loss 2.0000  5.12k tok/s  1 min 35 s left",
@@ -286,10 +287,10 @@ def wandb(tiny, monkeypatch):
 
 def mirrored(config):
     """rolled_back(), mirrored to W&B, with a skipped step; closed."""
-    one = rolled_back(replace(config, log=LogConfig(to=("wandb",))))
-    one.step(row(7, verdict="SKIP"))
-    one.close()
-    return one
+    run_log = rolled_back(replace(config, log=LogConfig(to=("wandb",))))
+    run_log.step(row(7, verdict="SKIP"))
+    run_log.close()
+    return run_log
 
 
 def test_wandb_gets_the_rows_through_a_rollback(tiny, wandb):
@@ -313,8 +314,8 @@ def test_wandbs_run_is_named_after_ours_and_its_first_start(tiny, wandb):
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
 def test_wandb_that_is_down_is_told_once_and_ends_no_run(tiny, wandb, capsys, monkeypatch, broken):
     monkeypatch.setattr(wandb, broken, refuse)
-    one = mirrored(tiny)
-    assert len(read_rows(one.path)) == 13
+    run_log = mirrored(tiny)
+    assert len(read_rows(run_log.path)) == 13
     assert capsys.readouterr().out.count("log.to=wandb") == 1
 
 
@@ -325,13 +326,14 @@ def test_a_mirror_whose_package_is_missing_is_refused(tiny, monkeypatch):
 
 
 def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
-    shown = []
+    points = []
 
     def writer(folder, purge_step):
         # as TensorBoard does when it reads
-        shown[:] = [event for event in shown if event[0] < purge_step]
+        points[:] = [event for event in points if event[0] < purge_step]
         return SimpleNamespace(
-            add_scalar=lambda key, value, step: shown.append((step, key, value)), close=lambda: None
+            add_scalar=lambda key, value, step: points.append((step, key, value)),
+            close=lambda: None,
         )
 
     monkeypatch.setitem(
@@ -340,7 +342,7 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
     config = replace(tiny, log=LogConfig(to=("tensorboard",)))
     rolled_back(config).close()
     open_log(config, resume=5).step(row(6, loss=7.0))
-    assert [(s, v) for s, k, v in shown if k == "train/loss"] == [
+    assert [(s, v) for s, k, v in points if k == "train/loss"] == [
         (1, 2.0),
         (2, 2.0),
         (3, 2.0),
@@ -348,7 +350,7 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
         (5, 9.0),
         (6, 7.0),
     ]
-    assert [s for s, k, _ in shown if k == "val/loss"] == [2, 4]
+    assert [s for s, k, _ in points if k == "val/loss"] == [2, 4]
 
 
 def test_env_json_leaks_no_secret_and_keeps_changes_whatever_a_file_holds(tmp_path, monkeypatch):
@@ -391,9 +393,9 @@ def test_throughput_by_hand():
         {"kind": "train", "since_start": i, "step_s": s}
         for i, s in enumerate([9, 1, 1, 0.1, 0.2, 0.3, 0.4, 0.5], start=1)
     ]
-    others = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]
+    other_rows = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]
     assert log.throughput(
-        [*rows, *others], tokens_per_step=1000, flops_per_token=10**9, peak_bf16=1e13
+        [*rows, *other_rows], tokens_per_step=1000, flops_per_token=10**9, peak_bf16=1e13
     ) == pytest.approx(
         {
             "step_s_median": 0.3,  # the three warm-up steps do not count

@@ -72,17 +72,17 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_ids_are_those_of_the_package(tmp_path, name):
     folder = write_tokenizer(tmp_path, **RULES[name])
-    ours, theirs = (
+    ours, packages = (
         load_tokenizer(str(folder)),
         tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
     )
-    theirs.encode_special_tokens = True
+    packages.encode_special_tokens = True
     is_fast = isinstance(ours._encode, pieces._PieceEncoder)
     assert is_fast == (name in ("gpt2", "llama", "qwen", "cased"))
     for _ in range(2):  # the second time by the table
         for text in [*TEXTS, *DOCUMENTS, *random_texts()]:
             assert (
-                ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
+                ours.encode(text).tolist() == packages.encode(text, add_special_tokens=False).ids
             ), ascii(text)
 
 
@@ -93,13 +93,13 @@ def test_spelled_tokens_that_are_not_special_stay_tokens(tmp_path):
     (folder / "tokenizer.json").write_text(
         json.dumps(rules | {"added_tokens": [*rules["added_tokens"], token]})
     )
-    ours, theirs = (
+    ours, packages = (
         load_tokenizer(str(folder)),
         tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
     )
     assert isinstance(ours._encode, pieces._PieceEncoder)
     for text in "a <tool> b", "<tool>", "<tool", "plain":
-        assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text).tolist() == packages.encode(text, add_special_tokens=False).ids
 
 
 def test_a_character_that_both_cut_otherwise_is_left_to_the_package(tmp_path, monkeypatch):
@@ -115,11 +115,11 @@ def test_a_long_piece_and_a_full_table_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "KEPT_PIECES", 3)
     monkeypatch.setattr(pieces, "BLOCK", 5)
     folder = write_tokenizer(tmp_path, pre_tokenizer=split_by(LLAMA))
-    ours, theirs = (
+    ours, packages = (
         load_tokenizer(str(folder)),
         tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
     )
-    theirs.encode_special_tokens = True
+    packages.encode_special_tokens = True
     for text in ["x" * 5000, "x" * 100, " " * 5000 + "x", *DOCUMENTS]:
-        assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text).tolist() == packages.encode(text, add_special_tokens=False).ids
     assert len(ours._encode._ids) <= 3 + 60

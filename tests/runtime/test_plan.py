@@ -85,11 +85,15 @@ def test_llama_by_hand():
         },
         abs=0.03,
     )
-    kept = planned(config, "parallel.recompute=false")
+    not_recomputed = planned(config, "parallel.recompute=false")
     # the forward pass is a third
-    assert hours_of(page)["BF16"] / hours_of(kept)["BF16"] == pytest.approx(4 / 3, abs=0.1)
-    flops = float(re.search(r"\+ attention +(\S+)", kept)[1])
-    assert hours_of(kept)["BF16"] == pytest.approx(flops / (989.4e12 * 0.45 * 4) / 3600, abs=0.051)
+    assert hours_of(page)["BF16"] / hours_of(not_recomputed)["BF16"] == pytest.approx(
+        4 / 3, abs=0.1
+    )
+    flops = float(re.search(r"\+ attention +(\S+)", not_recomputed)[1])
+    assert hours_of(not_recomputed)["BF16"] == pytest.approx(
+        flops / (989.4e12 * 0.45 * 4) / 3600, abs=0.051
+    )
     assert "name a GPU" in planned(config, gpu="") and "no FP8 matmuls" in planned(
         config, gpu="a100"
     )
@@ -128,9 +132,9 @@ def test_heads_wider_than_their_share_take_what_attention_keeps_of_them():
             (2 * L + 2 * 6) * H * wider,
         ),
     ):
-        before = gib_of(planned(config, words))["activations"]
-        after = gib_of(planned(config, f"{words} model.head_size=256"))["activations"]
-        assert (after - before) * 2**30 / tokens == pytest.approx(bytes_a_token, rel=0.01)
+        narrow = gib_of(planned(config, words))["activations"]
+        wide = gib_of(planned(config, f"{words} model.head_size=256"))["activations"]
+        assert (wide - narrow) * 2**30 / tokens == pytest.approx(bytes_a_token, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -171,34 +175,49 @@ def test_muon_by_hand():
     assert "Muon" not in planned(FP8_RUN)
 
 
-def test_hours_of_fp8_are_modelled_or_the_very_best():
+def test_hours_of_fp8_are_modelled_where_its_casts_are_known():
     page = planned(FP8_RUN, "fp8.kernels=false")
-    assert (
-        "an assumed mfu_bf16 of 45%" in page
-        and "1.13x of BF16's speed" in page
-        and "MODELLED" in page
-    )
+    assert "an assumed mfu_bf16 of 45%" in page and "MODELLED" in page
+    assert "1.13x of BF16's speed" in page
     assert hours_of(page)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.1316, rel=0.002)
-    assert planned(FP8_RUN).count("1.24x of BF16's speed") == 1  # by our kernels
-    for other in (
-        planned(FP8_RUN, gpu="b200"),
-        planned(FP8_RUN, "fp8.recipe=cscale"),
-        planned(FP8_RUN, "fp8.skip=mlp.down"),
-    ):
-        assert "at the very best" in other and "MODELLED" not in other
-    counts = [
-        re.search(line, page)[1]
-        for line in (r"in FP8 +(\S+)", r"\+ attention +\S+ +(\S+) per token")
-    ]
-    in_fp8, per_token = (int(number.replace(",", "")) for number in counts)
-    for recompute in False, True:  # of both precisions' forward pass
-        best = planned(FP8_RUN, f"parallel.recompute={recompute}", "b200")
-        assert f"{1 / (1 - 6 * in_fp8 / per_token / 2):.2f}x of BF16's speed" in best
-    eight = planned(FP8_RUN, "parallel.shard=8")
-    assert hours_of(eight)["BF16"] == pytest.approx(hours_of(page)["BF16"] / 8, abs=0.06)
-    assert "micro-batch 1 (auto: the start tries larger ones)" in planned(
-        FP8_RUN, "data.micro_batch=auto"
-    )
+
+
+def test_hours_of_fp8_by_our_kernels_are_modelled():
+    assert planned(FP8_RUN).count("1.24x of BF16's speed") == 1
+
+
+@pytest.mark.parametrize(
+    "words, gpu", [("", "b200"), ("fp8.recipe=cscale", "h100"), ("fp8.skip=mlp.down", "h100")]
+)
+def test_hours_of_fp8_are_the_very_best_where_no_model_tells(words, gpu):
+    page = planned(FP8_RUN, words, gpu)
+    assert "at the very best" in page and "MODELLED" not in page
+
+
+def count_of(page: str, line: str) -> int:
+    """The number that the pattern `line` finds."""
+    return int(re.search(line, page)[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fp8_at_its_very_best_halves_the_time_of_its_matmuls(recompute):
+    """Of both precisions' forward pass where blocks are recomputed."""
+    page = planned(FP8_RUN)
+    in_fp8 = count_of(page, r"in FP8 +(\S+)")
+    per_token = count_of(page, r"\+ attention +\S+ +(\S+) per token")
+    ratio = 1 / (1 - 6 * in_fp8 / per_token / 2)
+    best = planned(FP8_RUN, f"parallel.recompute={recompute}", "b200")
+    assert f"{ratio:.2f}x of BF16's speed" in best
+
+
+def test_eight_gpus_take_an_eighth_of_the_hours():
+    alone, eight = hours_of(planned(FP8_RUN)), hours_of(planned(FP8_RUN, "parallel.shard=8"))
+    assert eight["BF16"] == pytest.approx(alone["BF16"] / 8, abs=0.06)
+
+
+def test_a_micro_batch_of_auto_is_planned_as_one():
+    page = planned(FP8_RUN, "data.micro_batch=auto")
+    assert "micro-batch 1 (auto: the start tries larger ones)" in page
 
 
 def test_a_branch_costs_the_steps_after_its_branch_point():
@@ -228,9 +247,9 @@ def test_parameters_are_the_models_own(size, tied):
         replace(config, head_size=64),
         replace(config, head_size=192, n_kv_head=1),
     ):
-        own = GPT.on_meta(model)
+        built = GPT.on_meta(model)
         shapes = [
-            (m.in_features, m.out_features) for m in own.modules() if isinstance(m, nn.Linear)
+            (m.in_features, m.out_features) for m in built.modules() if isinstance(m, nn.Linear)
         ]
         assert sorted(shapes) == sorted(
             (K, N) for _, K, N, count in linears(model) for _ in range(count)
@@ -327,8 +346,8 @@ def test_published_runs_come_out_as_the_documents_say(
 ):
     gated = model in (LLAMA_1B8, LLAMA_8B)
     bf16, this = (
-        sum(step(H100, model, one, micro_batch, tokens, shard, AUTOCAST, gated, rope=30).values())
-        for one in ("bf16", label)
+        sum(step(H100, model, arm, micro_batch, tokens, shard, AUTOCAST, gated, rope=30).values())
+        for arm in ("bf16", label)
     )
     got, slack = (
         (micro_batch * model.n_ctx / this, (0.97, 1.082))
@@ -386,7 +405,7 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
     assert behind - within == pytest.approx((12 * 31 / 32 - 4 * 33 / 32) * blocks / H100)
     for gpu in ("b200", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "a100"):
         assert modelled_ratio(run, gpu) is None
-    for other in (
+    for setting in (
         "fp8.recipe=auto",
         "fp8.recipe=cscale",
         "fp8.skip=mlp.down",
@@ -394,7 +413,7 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
         "parallel.compile=off",
         "parallel.recompute=true",
     ):
-        assert modelled_ratio(changed(run, other), "h100") is None, other
+        assert modelled_ratio(changed(run, setting), "h100") is None, setting
 
 
 @pytest.mark.parametrize(
@@ -481,38 +500,56 @@ def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, T, num
         assert changed(config, f"data.micro_batch={n}").accumulation(size) * n * size == sequences
 
 
-def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_whole_run_on_one_device(
-    tiny, monkeypatch
-):
+@pytest.fixture
+def trials(monkeypatch):
+    """Trials that all run out of memory, and that none is told of."""
     trials = mock.Mock(side_effect=MemoryError)
     monkeypatch.setattr(plan, "try_one", trials)
     monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: work())
+    return trials
+
+
+def test_a_number_is_not_tried(tiny, trials):
     assert resolve_micro_batch(tiny, ALONE) is tiny
+    assert not trials.called
+
+
+def test_a_resume_keeps_its_number(tiny, trials):
     tiny.run_dir.mkdir(parents=True)
-    auto = changed(tiny, "data.micro_batch=auto")
     write_json(tiny.run_dir / "config.json", asdict(changed(tiny, "data.micro_batch=16")))
-    assert resolve_micro_batch(auto, ALONE).data.micro_batch == 16
-    write_json(tiny.run_dir / "config.json", asdict(changed(tiny, "seed=5")))
-    for words, sentence in (
+    resumed = resolve_micro_batch(changed(tiny, "data.micro_batch=auto"), ALONE)
+    assert resumed.data.micro_batch == 16
+    assert not trials.called
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
         ("", "seed was 5, now 1337"),
         ("run=b data.dir=/nowhere", "nowhere"),
         ("run=b steps=100_000", "data.max_epochs"),
-    ):
-        with pytest.raises(UserError, match=sentence):
-            resolve_micro_batch(changed(auto, words), ALONE)
+    ],
+)
+def test_mistakes_are_told_before_any_trial(tiny, trials, words, sentence):
+    tiny.run_dir.mkdir(parents=True)
+    write_json(tiny.run_dir / "config.json", asdict(changed(tiny, "seed=5")))
+    with pytest.raises(UserError, match=sentence):
+        resolve_micro_batch(changed(tiny, f"data.micro_batch=auto {words}"), ALONE)
     assert not trials.called
+
+
+def test_trials_are_of_the_whole_run_on_one_device(tiny, trials, monkeypatch):
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)  # of 32 each: the search begins at 4
     config = changed(
-        auto,
-        "run=b fp8.recipe=tensorwise fp8.all_gather=true parallel.replicate=2 parallel.shard=2"
-        " parallel.recompute=true",
+        tiny,
+        "data.micro_batch=auto fp8.recipe=tensorwise fp8.all_gather=true parallel.replicate=2"
+        " parallel.shard=2 parallel.recompute=true",
     )
     with pytest.raises(UserError, match=r"none of \[1, 2, 4\] that fits"):
         resolve_micro_batch(config, replace(ALONE, size=4))
     alone = changed(config, "fp8.all_gather=false parallel.replicate=1 parallel.shard=none")
-    assert trials.call_args_list == [
-        mock.call(changed(alone, f"data.micro_batch={n}"), ALONE.device) for n in (4, 2, 1)
-    ]
+    tried = [changed(alone, f"data.micro_batch={n}") for n in (4, 2, 1)]
+    assert trials.call_args_list == [mock.call(config, ALONE.device) for config in tried]
 
 
 class Killer:

@@ -247,14 +247,14 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
     config = changed(tiny, "checkpoint.every=none checkpoint.rolling=2")
     run(config)
     assert faults.saved_steps(config) == [4, 6]
-    before = (config.run_dir / "metrics.jsonl").read_bytes()
+    rows_before = (config.run_dir / "metrics.jsonl").read_bytes()
     (config.run_dir / "summary.json").unlink()
     for step in 4, 6:
         faults.flip_bit(config.run_dir / f"checkpoints/step_{step:08d}/.metadata", 9)
     assert "but damaged bad_step_00000004, bad_step_00000006: " in run(config, code=1)
     shutil.rmtree(config.run_dir / "checkpoints")
     assert "has come to step 6, yet no checkpoint" in run(config, code=2)
-    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
+    assert (config.run_dir / "metrics.jsonl").read_bytes() == rows_before
     (config.run_dir / "metrics.jsonl").write_bytes(b"")
     assert "yet no checkpoint" in run(config, code=2), "however far its rows say that it came"
 
@@ -262,17 +262,19 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
 def test_a_run_of_a_version_without_saved_json_is_judged_by_its_rows(tiny, run):
     config = changed(tiny, "checkpoint.every=none checkpoint.rolling=2")
     run(config)
-    before = (config.run_dir / "metrics.jsonl").read_bytes()
+    rows_before = (config.run_dir / "metrics.jsonl").read_bytes()
     for name in "summary.json", "saved.json":
         (config.run_dir / name).unlink()
     shutil.rmtree(config.run_dir / "checkpoints")
     assert "has come to step 6, yet no checkpoint" in run(config, code=2)
     # The policy that trained it decides, not the one of today's command.
     assert "has come to step 6, yet no checkpoint" in run(config, "checkpoint.rolling=none", code=2)
-    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
+    assert (config.run_dir / "metrics.jsonl").read_bytes() == rows_before
     # Killed over its very first save a run has nothing to go back to, and begins anew; not where
     # that save was found damaged.
-    (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
+    (config.run_dir / "metrics.jsonl").write_bytes(
+        b"".join(rows_before.splitlines(keepends=True)[:3])
+    )
     (config.run_dir / "checkpoints/bad_step_00000002").mkdir(parents=True)
     assert "but damaged bad_step_00000002: " in run(config, code=1)
     shutil.rmtree(config.run_dir / "checkpoints")
@@ -295,9 +297,9 @@ def test_damaged_data_ends_a_run_before_its_first_checkpoint(
 ):
     """Damage is looked for in the background; a checkpoint that is due before all is hashed waits
     for it."""
-    is_due, look, verified = threading.Event(), shards.shard_damage, Data.verified
+    is_due, hash_shard, verified = threading.Event(), shards.shard_damage, Data.verified
     monkeypatch.setattr(
-        "runtime.data.shard_damage", lambda shard: look(shard) if is_due.wait(60) else None
+        "runtime.data.shard_damage", lambda shard: hash_shard(shard) if is_due.wait(60) else None
     )
     monkeypatch.setattr(Data, "verified", lambda data: is_due.set() or verified(data))
     own_data = shutil.copytree(data_dir, tmp_path / "data")
@@ -333,18 +335,18 @@ def test_a_folder_that_is_no_run_is_left_alone(tiny, run):
 
 
 @pytest.mark.parametrize(
-    "before, after, label",
+    "recipe_before, fp8_after, label",
     [
         ("tensorwise", {}, "tensorwise"),
         ("off", {"recipe": "tensorwise"}, "bf16"),
         ("tensorwise", {"recipe": "tensorwise", "skip": ("attn.out",)}, "tensorwise"),
     ],
 )
-def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, before, after, label):
+def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, recipe_before, fp8_after, label):
     trunk = changed(
         tiny,
         "run=trunk steps=8 optim.schedule=wsd optim.decay_share=0.25 optim.warmup_share=0.25 "
-        f"fp8.recipe={before} checkpoint.every=none checkpoint.at=4",
+        f"fp8.recipe={recipe_before} checkpoint.every=none checkpoint.at=4",
     )
     run(trunk)
     branch = changed(
@@ -353,7 +355,7 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, before, after,
         f" optim.decay_share={1 / 3} optim.warmup_share={1 / 3} checkpoint.every=1 checkpoint.at=()"
         f" start_from={trunk.run_dir}/checkpoints/step_00000004",
     )
-    switched = replace(branch, fp8=FP8Config(**after))
+    switched = replace(branch, fp8=FP8Config(**fp8_after))
     run(switched)
     losses = [row["loss"] for row in faults.rows(switched)]
     # at a slightly higher learning rate
@@ -448,14 +450,20 @@ def test_a_branch_of_a_run_on_anothers_weights_names_both(tuned, run):
 def watched_steps(monkeypatch):
     """[number of the step that train.py is in, from its first micro-batch to its log line, else
     None]."""
-    at, beat = [None], Watchdog.at
+    current_step, beat = [None], Watchdog.at
 
     def noted(self, what, step, *args, **kwargs):
-        at[0] = step if what.startswith("reading") else None if what == "after the step" else at[0]
+        current_step[0] = (
+            step
+            if what.startswith("reading")
+            else None
+            if what == "after the step"
+            else current_step[0]
+        )
         return beat(self, what, step, *args, **kwargs)
 
     monkeypatch.setattr(Watchdog, "at", noted)
-    return at
+    return current_step
 
 
 READS = {
@@ -477,12 +485,12 @@ READS = {
 
 def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, monkeypatch):
     """Reads by Python's calls, and by what torch calls beneath its functions."""
-    seen, frozen, at = [], [], watched_steps(monkeypatch)
+    seen, frozen, current_step = [], [], watched_steps(monkeypatch)
 
     def called(self, func, types, args=(), kwargs=None):
         name = func._schema.name if hasattr(func, "_schema") else getattr(func, "__name__", "")
-        if name in READS and at[0] is not None:
-            seen.append((at[0], name))
+        if name in READS and current_step[0] is not None:
+            seen.append((current_step[0], name))
         return func(*args, **(kwargs or {}))
 
     Functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": called})
@@ -541,14 +549,14 @@ def test_a_second_run_is_told_who_has_the_folder(tiny, run, monkeypatch, capsys)
 
 
 def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
-    theirs, run_dir = tmp_path / "llama", tmp_path / "run"
+    tokenizer_folder, run_dir = tmp_path / "llama", tmp_path / "run"
     (run_dir / ".tokenizer.tmp").mkdir(parents=True)  # a kill in the middle of it
-    write_tokenizer(theirs)
-    rules = (theirs / "tokenizer.json").read_text()
-    keep_tokenizer(run_dir, str(theirs))
-    write_tokenizer(theirs, spare=1)
-    keep_tokenizer(run_dir, str(theirs))
-    assert (tokenizer_of(run_dir, "gpt2"), tokenizer_of(run_dir, str(theirs))) == (
+    write_tokenizer(tokenizer_folder)
+    rules = (tokenizer_folder / "tokenizer.json").read_text()
+    keep_tokenizer(run_dir, str(tokenizer_folder))
+    write_tokenizer(tokenizer_folder, spare=1)
+    keep_tokenizer(run_dir, str(tokenizer_folder))
+    assert (tokenizer_of(run_dir, "gpt2"), tokenizer_of(run_dir, str(tokenizer_folder))) == (
         "gpt2",
         f"{run_dir}/tokenizer",
     )

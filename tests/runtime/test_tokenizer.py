@@ -177,63 +177,82 @@ def test_ids_that_are_none_are_refused(tok):
             tok.decode(ids)
 
 
-def test_ids_are_those_of_tiktokens_own_pattern(monkeypatch):
-    """tiktoken 0.14 fails at a million blanks before a word. All but the last are one piece, the
-    last is the word's where it is a space."""
-    gpt2, own = (
-        load_tokenizer("gpt2"),
-        tiktoken.Encoding(
-            "gpt2",
-            pat_str=r50k_pat_str,
-            special_tokens={"<|endoftext|>": 50256},
-            mergeable_ranks={token: rank for rank, token in enumerate(token_bytes())},
-        ),
+@pytest.fixture(scope="module")
+def tiktokens() -> tiktoken.Encoding:
+    """By its own pattern, where ours has another one."""
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        special_tokens={"<|endoftext|>": 50256},
+        mergeable_ranks={token: rank for rank, token in enumerate(token_bytes())},
     )
 
-    def hold(texts):
-        for text in texts:
-            assert np.array_equal(
-                gpt2.encode(text), own.encode_to_numpy(text, disallowed_special=())
-            ), text[:200]
 
-    letters = [
-        *"aZ09 \n\t\r\x1c\x85\xa0\u2003\u3000'!é日🙂\u0301²",
-        "'s",
-        "'t",
-        "'re",
-        "'ve",
-        "'m",
-        "'ll",
-        "'d",
-        "'S",
-        "<|endoftext|>",
-    ]
-    rng = random.Random(3)
-    hold("".join(rng.choices(letters, k=rng.randrange(60))) for _ in range(8_000))
-    # every character, in 1,000 a text
+def random_texts(n: int = 8_000) -> list[str]:
+    """Of what the pattern tells apart."""
+    rng, letters = random.Random(3), [*"aZ09 \n\t\r\x1c\x85\xa0\u2003\u3000'!é日🙂\u0301²"]
+    letters += ["'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "<|endoftext|>"]
+    return ["".join(rng.choices(letters, k=rng.randrange(60))) for _ in range(n)]
+
+
+def texts_of_every_character() -> list[str]:
+    """In 1,000 a text."""
     codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    hold("".join(f"a{c} {c}{c}1" for c in map(chr, codes[i::1112])) for i in range(1112))
-    hold(["x" + " " * 2_000_000, "\n" * 2_000_000, "a" * 100_000])
+    characters = [[chr(code) for code in codes[i::1112]] for i in range(1112)]
+    return ["".join(f"a{c} {c}{c}1" for c in piece) for piece in characters]
+
+
+LONG_RUNS = ["x" + " " * 2_000_000, "\n" * 2_000_000, "a" * 100_000]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [random_texts, texts_of_every_character, lambda: LONG_RUNS],
+    ids=["random", "every character", "long runs"],
+)
+def test_ids_are_those_of_tiktokens_own_pattern(tiktokens, texts):
+    gpt2 = load_tokenizer("gpt2")
+    for text in texts():
+        expected = tiktokens.encode_to_numpy(text, disallowed_special=())
+        assert np.array_equal(gpt2.encode(text), expected), text[:200]
+
+
+def test_a_run_of_a_million_blanks_before_a_word_is_cut_before_its_last(monkeypatch):
+    """tiktoken 0.14 fails at it. All but the last are one piece, the last is the word's where it is
+    a space."""
+    gpt2 = load_tokenizer("gpt2")
     run = " " * 1_000_100
     ids = [*gpt2.encode("a" + run[:-1]), *gpt2.encode(" word")]
     assert (
         gpt2.encode(f"a{run}word{run}word{run}").tolist()
         == ids + ids[1:] + gpt2.encode(run).tolist()
     )
+
+
+# Python's, and two that are none
+BLANKS = [chr(code) for code in range(0x3001) if chr(code).isspace() or code in (0x180E, 0x200B)]
+
+
+def texts_of_blanks(n: int = 1000) -> list[str]:
+    """Runs of blanks and of what stands between them."""
+    rng, texts = random.Random(3), []
+    for _ in range(n):
+        text = ""
+        for _ in range(rng.randrange(12)):
+            piece = rng.choice(["x", "'s", "1", "!", "é", "\x1c", *rng.sample(BLANKS, 3)])
+            text += piece * rng.choice([1, 2, 3, 9])
+        texts.append(text)
+    return texts
+
+
+def test_where_runs_of_blanks_are_cut_no_id_changes(tiktokens, monkeypatch):
+    """Every run is cut here."""
     monkeypatch.setattr(room, "LONG_RUN_LENGTH", 0)
     monkeypatch.setattr(room, "LONG_RUN", re.compile(room.LONG_RUN.pattern.replace("500000", "1")))
-    # Python's, and two
-    blanks = [
-        chr(code) for code in range(0x3001) if chr(code).isspace() or code in (0x180E, 0x200B)
-    ]
-    hold(
-        "".join(
-            rng.choice(["x", "'s", "1", "!", "é", "\x1c", *rng.sample(blanks, 3)])
-            * rng.choice([1, 2, 3, 9])
-            for _ in range(rng.randrange(12))
-        )
-        for _ in range(1000)
-    )
+    gpt2 = load_tokenizer("gpt2")
+    for text in texts_of_blanks():
+        expected = tiktokens.encode_to_numpy(text, disallowed_special=())
+        assert np.array_equal(gpt2.encode(text), expected), ascii(text)
 
 
 # --------------------------------------------------------------------- tokenizers that are folders
@@ -251,7 +270,7 @@ def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder,
     made.enable_truncation(4)
     made.enable_padding(length=9)
     made.save(str(tmp_path / "tokenizer.json"))
-    other = load_tokenizer(str(tmp_path))
+    other_tokenizer = load_tokenizer(str(tmp_path))
     for text in TEXTS:
         ids, pieces = tok.encode(text), regex.findall(GPT2_PATTERN, text[:2000])
         due = [
@@ -259,8 +278,10 @@ def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder,
             for piece in pieces
             for part in merged([BYTE_LETTERS[b] for b in piece.encode()], ranks)
         ]
-        assert (ids.tolist() == due or len(text) > 2000) and np.array_equal(other.encode(text), ids)
-    assert other.adds_start, "it is noted, though: a model's input begins so"
+        assert (ids.tolist() == due or len(text) > 2000) and np.array_equal(
+            other_tokenizer.encode(text), ids
+        )
+    assert other_tokenizer.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), (
         "a bos token's name adds none"
     )
@@ -288,8 +309,10 @@ def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, pr
     )
     assert (tok.prefix, tok.eot, tok.start) == (prefix, prefix[0], prefix[-1])
     assert (tok.sha256 == usual.sha256) == (prefix == (1, 0))
-    for other in {"vocab": 300}, {"spare": 1}:
-        assert load_tokenizer(str(write_tokenizer(tmp_path, **other))).sha256 != usual.sha256
+    for other_tokenizer in {"vocab": 300}, {"spare": 1}:
+        assert (
+            load_tokenizer(str(write_tokenizer(tmp_path, **other_tokenizer))).sha256 != usual.sha256
+        )
 
 
 @pytest.mark.parametrize(
@@ -334,8 +357,8 @@ def test_roles_of_special_tokens_map_are_those_of_transformers(folder, tmp_path,
     out = tmp_path / "export"
     out.mkdir()
     hf_tokenizer.write_tokenizer(tok, 8, tok.vocab_size, out)
-    theirs = AutoTokenizer.from_pretrained(out)
-    assert (theirs.eos_token_id, theirs.bos_token_id) == (1, 0)
+    transformers_own = AutoTokenizer.from_pretrained(out)
+    assert (transformers_own.eos_token_id, transformers_own.bos_token_id) == (1, 0)
 
 
 def test_roles_of_tokenizer_config_go_before_those_of_special_tokens_map(folder, tmp_path):
