@@ -1,11 +1,12 @@
 """Everything that a GPU at hand for minutes can show, the most valuable first.
 
-    python -m bench.borrowed seconds=540         the parts in order; each result a line as soon as it is there
-    python -m bench.borrowed seconds=540         again: goes on with what is missing
-    python -m bench.borrowed list=true           what each part shows, its seconds, what is there of it
-    python -m bench.borrowed parts=tests,1p5b    these alone
-    python -m bench.borrowed rehearse=true       on a CPU, at tiny sizes, without the packages that a bare machine lacks
-    python -m bench.borrowed report=true         the results as Markdown; write=true puts them into docs/speed.md
+    python -m bench.borrowed seconds=540       the parts in order; each result a line at once
+    python -m bench.borrowed seconds=540       again: goes on with what is missing
+    python -m bench.borrowed list=true         what each part shows, its seconds, what is there
+    python -m bench.borrowed parts=tests,1p5b  these alone
+    python -m bench.borrowed rehearse=true     on a CPU, tiny, without what a bare machine lacks
+    python -m bench.borrowed report=true       the results as Markdown
+    python -m bench.borrowed write=true        the same, and into docs/speed.md and README.md
 
 It needs a checkout, torch, torchao, numpy and pytest. A part is a process of its own with a time
 limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, and those of single
@@ -139,7 +140,7 @@ PARTS = (
     ),
     Part(
         name="fourway",
-        shows="BF16 eager and compiled, rowwise, tensorwise, as configured: 350M and 1.5B, T = 4096",
+        shows="BF16 eager and compiled, rowwise, tensorwise, as configured; 350M, 1.5B, T = 4096",
         guess_s=300,
         words=("-m", "bench.throughput", "suite=fourway", "budget={budget}", "out={out}"),
         rehearsal=("-m", "bench.throughput", "suite=fourway-toy", "budget={budget}", "out={out}"),
@@ -319,9 +320,9 @@ class Call:
         path = part_folder / part.results
         if not part.results or not path.is_file():
             return
-        known = [line.result for line in self.lines_here() if line.part == part.name]
+        results_there = [line.result for line in self.lines_here() if line.part == part.name]
         for result in read_rows(path):
-            if result not in known:
+            if result not in results_there:
                 yield result
 
     def _end(self, part: Part, outcome: Outcome, why: str | None, seconds: float | None) -> Outcome:

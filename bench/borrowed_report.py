@@ -1,5 +1,5 @@
-"""What a GPU has shown, as docs/speed.md and README.md say it: made from the rows, so that no number
-is typed by hand."""
+"""What a GPU has shown, as docs/speed.md and README.md say it: made from the rows, so that no
+number is typed by hand."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.borrowed import PARTS, Line, read_lines, rows_on_gpu
+from bench.borrowed import PARTS, Line, Part, read_lines, rows_on_gpu
 from bench.fourway import format_table
 from bench.report import draw
 from bench.trainings import TrainingRow
@@ -94,15 +94,17 @@ def _is_modelled(label: str) -> bool:
 def speed_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: a column a size, BF16's tokens/s, then a row a label with the measured ratio and,
     in brackets, the modelled one."""
-    found, model = measured(rows), modelled(rows[-1]["gpu"])
+    rows_by_cell, model = measured(rows), modelled(rows[-1]["gpu"])
     lines = [["FP8 over BF16, per FLOP (modelled before)", *map(_size_name, SIZES)]]
     baseline = ["BF16, tokens/s (mfu_bf16)"]
     for size in SIZES:
-        row = found.get((size, "bf16"))
+        row = rows_by_cell.get((size, "bf16"))
         baseline.append("" if row is None else _tokens_per_s(row))
     lines.append(baseline)
     for label, name in LABELS.items():
-        cells = [_ratio(found.get((size, label)), model.get((size, label))) for size in SIZES]
+        cells = [
+            _ratio(rows_by_cell.get((size, label)), model.get((size, label))) for size in SIZES
+        ]
         if any(cells):
             lines.append([name, *cells])
     return grid(lines)
@@ -137,12 +139,12 @@ def with_table(page: str, table: str) -> str:
 
 def readme_row(rows: Sequence[dict[str, Any]]) -> str:
     """README's line on speed: our kernels at each size that was measured."""
-    found = measured(rows)
-    ratios = [
-        f"{found[size, 'tensorwise+kernels']['ratio']:.2f} at {_size_name(size)}"
-        for size in SIZES
-        if found.get((size, "tensorwise+kernels"), {}).get("ratio")
-    ]
+    rows_by_cell = measured(rows)
+    ratios = []
+    for size in SIZES:
+        row = rows_by_cell.get((size, "tensorwise+kernels"))
+        if row is not None and row["ratio"]:
+            ratios.append(f"{row['ratio']:.2f} at {_size_name(size)}")
     gpu = rows[-1]["gpu"].removeprefix("NVIDIA ")
     return f"{README_ROW} {gpu}: {', '.join(ratios)}: docs/speed.md |"
 
@@ -163,19 +165,21 @@ def with_readme_row(page: str, row: str) -> str:
 def _sections_of_parts(lines: Sequence[Line]) -> list[str]:
     sections = []
     for part in PARTS:
-        results = [line.result for line in lines if line.part == part.name and line.result]
-        outcomes = [line for line in lines if line.part == part.name and line.outcome]
+        of_part = [line for line in lines if line.part == part.name]
+        outcomes = [line for line in of_part if line.outcome]
         if outcomes:
             sections.append(f"## {part.name}: {outcomes[-1].outcome}")
-        if not results:
-            continue
-        if part.results == "outcomes.jsonl":
-            sections.append(_outcomes_of_tests(results))
-        elif part.name == "fourway":
-            sections.append(format_table([TrainingRow(**result) for result in results]))
-        else:
-            sections.append(_trainings([TrainingRow(**result) for result in results]))
+        results = [line.result for line in of_part if line.result]
+        if results:
+            sections.append(_results_of_part(part, results))
     return sections
+
+
+def _results_of_part(part: Part, results: Sequence[dict[str, Any]]) -> str:
+    if part.results == "outcomes.jsonl":
+        return _outcomes_of_tests(results)
+    trainings = [TrainingRow(**result) for result in results]
+    return format_table(trainings) if part.name == "fourway" else _trainings(trainings)
 
 
 def _outcomes_of_tests(results: Sequence[dict[str, Any]]) -> str:

@@ -1,5 +1,5 @@
-"""A plugin of pytest (`-p bench.outcomes`): a JSON line a test as soon as it has ended, in the folder
-that BORROWED_OUT names, so that a run that is cut short keeps what it knows."""
+"""A plugin of pytest (`-p bench.outcomes`): a JSON line a test as soon as it has ended, in the
+folder that BORROWED_OUT names, so that a run that is cut short keeps what it knows."""
 
 import json
 import os

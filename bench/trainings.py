@@ -1,8 +1,8 @@
 """Whole trainings by train.py, as a user starts them, on noise: losses, speed, memory against what
 --plan says.
 
-    python -m bench.trainings configs/gpt350m_bf16.py configs/gpt350m_fp8.py steps=60 out=out/flagship
-    python -m bench.trainings configs/gpt125m_fp8.py steps=60 set=data.micro_batch=32 out=out/try
+    python -m bench.trainings configs/gpt350m_bf16.py configs/gpt350m_fp8.py steps=60 out=out/try
+    python -m bench.trainings configs/gpt125m_fp8.py steps=60 set=data.micro_batch=32
 
 One training after the other, each a process, none of its settings but the data, the number of
 steps and what `set` says. A line a training goes to OUT/trainings.jsonl when it ends; one that

@@ -1,13 +1,14 @@
 """Llama-3.1-8B trained on in BF16 or FP8 on 4 GPUs: the published comparison of FP8 recipes, on
 instruction data or documents.
 
-    python -m eval.export --from-hf DIR out/llama31_8b  DIR: config.json, safetensors, tokenizer of meta-llama/Llama-3.1-8B
-    python prepare_data.py local chat.jsonl name=chat instruct=true tokenizer=out/llama31_8b/tokenizer
+    python -m eval.export --from-hf DIR out/llama31
+    python prepare_data.py local chat.jsonl name=chat instruct=true tokenizer=out/llama31/tokenizer
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600       # a stop has time to save
-    torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=llama_bf16
-    torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=llama_tensorwise fp8.recipe=tensorwise
-    python scaling/report.py out/llama_bf16 out/llama_tensorwise ..
+    torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=bf16
+    torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=fp8 fp8.recipe=tensorwise
+    python scaling/report.py out/bf16 out/fp8 ..
 
+DIR holds config.json, safetensors and the tokenizer of meta-llama/Llama-3.1-8B.
 Another model: replace the model section by that of its out/RUN/config.json, of which n_ctx and
 loss_chunk alone are free. chat.jsonl has lines {"prompt": .., "response": ..}; the loss counts
 responses alone. `steps` is of an example: a pass over your data is its tokens

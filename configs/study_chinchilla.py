@@ -2,7 +2,7 @@
 be predicted.
 
     python scaling/sweep.py configs/study_chinchilla.py               what it costs, what is done
-    python scaling/sweep.py configs/study_chinchilla.py --run gpus=8  everything but the held-out size
+    python scaling/sweep.py configs/study_chinchilla.py --run gpus=8  all but the held-out size
 
 Sizes and budgets. One tokens-per-parameter ratio is one curve: it cannot tell parameters from data.
 By the Cramer-Rao bound (scaling/plan.py), 125M to 350M at 10 and 20 leave the prediction of 1.5B a

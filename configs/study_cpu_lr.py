@@ -3,7 +3,7 @@ anything else is trained.
 
     python scaling/ledger.py configs/study_cpu_lr.py --run      the runs; again: what is missing
     python scaling/ledger.py configs/study_cpu_lr.py --restore  their summaries -> out/cpu_lr
-    python scaling/learning_rate.py out/cpu_lr                  the optimum -> LR in configs/cpu_30k_bf16.py
+    python scaling/learning_rate.py out/cpu_lr                  the optimum, LR of cpu_30k_bf16.py
 
 The rule across sizes, stated before the sweep: rate ~ N^-1/2 of the parameters outside the
 vocabulary, at one batch and one number of tokens per parameter for all sizes

@@ -1,8 +1,8 @@
 """The learning-rate sweep of the H100 study: its smallest size at five peak rates, before anything
 else is trained.
 
-    python scaling/sweep.py configs/study_h100_lr.py --run limit=540  the five runs; again: the next part
-    python scaling/learning_rate.py out/h100_lr                       the optimum -> LR in configs/h100_3m_bf16.py
+    python scaling/sweep.py configs/study_h100_lr.py --run limit=540  the runs; again: what is next
+    python scaling/learning_rate.py out/h100_lr                       LR of configs/h100_3m_bf16.py
 
 Public laws, fitted to far larger sizes, say 0.0038 (DeepSeek LLM, 2401.02954), 0.0094 (2406.19146),
 0.010 (2503.04715)."""

@@ -1,5 +1,5 @@
-"""Write docs/schemas.md, which says what every file that a command leaves holds, from the comments in
-the dataclasses that write those files.
+"""Write docs/schemas.md, which says what every file that a command leaves holds, from the comments
+in the dataclasses that write those files.
 
     python docs/schemas.py write=true  write the page anew
     python docs/schemas.py write=false  print it"""

@@ -44,10 +44,10 @@ class Options:
 
 
 LEGEND = (
-    "± is one standard error over documents; of a difference, over the documents that both"
-    " models answered. It holds\nnothing of what another seed would change. FP8 runs are scored with plain"
-    " BF16 matmuls unless the row says otherwise.\nRows without tokens: public models, and runs that"
-    " have not finished."
+    "± is one standard error over documents; of a difference, over the documents that both models"
+    " answered. It holds\nnothing of what another seed would change. FP8 runs are scored with"
+    " plain BF16 matmuls unless the row says otherwise.\nRows without tokens: public models, and"
+    " runs that have not finished."
 )
 
 

@@ -1,8 +1,9 @@
 """Make the token shards of the study, the same bytes on every machine, or refuse.
 
-    python studies/cpu/corpus.py FOLDER               FOLDER holds prose.jsonl.xz and latex.jsonl.xz, a JSON object a line
+    python studies/cpu/corpus.py FOLDER               FOLDER: prose.jsonl.xz and latex.jsonl.xz
     python studies/cpu/corpus.py FOLDER out=data/cpu  where the shards go
 
+Both files hold a JSON object a line.
 Python and C come from the installed packages that requirements.txt pins, whose versions are
 checked: Python from wheels, C from the headers of torch. Files that a build writes, and those for
 other devices, are left out. The order is that of the hashes of the paths. data.json beside this
@@ -61,7 +62,8 @@ PYTHON_BYTES, C_BYTES = 24_000_000, 9_000_000
 # Written by a build, so that they differ between machines; and what only one device's build of
 # torch holds.
 NOT_OF_SOURCE = re.compile(
-    r"(^|/)(_?version|__config__|_?_?build_?info)\.py$|(^|/)(cuda|hip|mps|xpu|vulkan|mtia|_inductor)(/|$)"
+    r"(^|/)(_?version|__config__|_?_?build_?info)\.py$"
+    r"|(^|/)(cuda|hip|mps|xpu|vulkan|mtia|_inductor)(/|$)"
 )
 
 

@@ -1,8 +1,8 @@
 """Make prose.jsonl.xz and latex.jsonl.xz, which corpus.py reads, from clones of the public
 repositories they come from.
 
-    python studies/cpu/public_text.py --repositories   what to clone, at which commits: a line of shell each
-    python studies/cpu/public_text.py CLONES out=text  CLONES holds a clone of each; then: corpus.py text
+    python studies/cpu/public_text.py --repositories   what to clone: a line of shell each
+    python studies/cpu/public_text.py CLONES out=text  CLONES: a clone of each; then corpus.py text
 
 Prose: every OpenStax module (CNXML) without its metadata and pictures: a paragraph, title, caption,
 list item or cell of a table on a line, MathML as its characters. LaTeX: every .tex file, one above
