@@ -77,7 +77,8 @@ def _joined(group: Group, axis: str) -> list[Line]:
     values = points.N if axis == "D" else points.D / points.N
     lines = []
     for value in few_values(values):
-        is_alike = np.abs(np.log(values / value)) < np.log(ONE_RAY)
+        distance = np.abs(np.log(values / value))
+        is_alike = distance < np.log(ONE_RAY)
         places, losses = group.x[axis][is_alike], group.loss[is_alike]
         x = np.unique(places)
         means = [losses[places == place].mean() for place in x]
