@@ -369,8 +369,8 @@ def advice(
         f"which extra run would narrow the prediction of {name} at {ratio} tokens per parameter"
         " most",
         f"Least standard error of its loss (Cramer-Rao) at {100 * SIGMA:.1f} % noise a run,"
-        f" correlated by {RHO:g} within a trunk (both assumed): {error_now:.2f} % after {len(done)} runs"
-        f" done{prior_note}; {error_after(all_points):.2f} % after all {len(candidates)}"
+        f" correlated by {RHO:g} within a trunk (both assumed): {error_now:.2f} % after {len(done)}"
+        f" runs done{prior_note}; {error_after(all_points):.2f} % after all {len(candidates)}"
         " candidates too.",
         _format_gains(gains),
         f"most in all: {gains[0].name}; most per GPU-hour: {fastest.name}",

@@ -315,8 +315,8 @@ def _ranking_result(ranking: Ranking) -> RankingResult:
 def _format_best(ranking: Ranking, best: Ranked | None) -> str:
     if best is None:
         return (
-            "No recipe that differs from the baseline ran wherever more than half of the others did:"
-            " none is ranked."
+            "No recipe that differs from the baseline ran wherever more than half of the others"
+            " did: none is ranked."
         )
     first, *tied = [ranked.recipe for ranked in ranking.tied]
     text = f"{first} has the lowest gap, {ranking.recipes[0].gap.mean:+.3f} % {_where(ranking)}; "

@@ -1,4 +1,4 @@
-"""learning_rate.json: the best peak learning rate of a sweep, and the rates of other sizes by a rule.
+"""learning_rate.json: the best peak learning rate of a sweep, and other sizes' rates by a rule.
 
 RateResult is the schema of the file; docs/schemas.md is made of its fields and comments. The runs
 may differ in the peak rate, the seed and the size alone; runs of one size and number of tokens are

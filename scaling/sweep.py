@@ -1,10 +1,10 @@
 """Run a study: print its grid with costs and states, run what is missing, or print one Slurm array
 script.
 
-    python scaling/sweep.py configs/study_chinchilla.py                 the grid; starts nothing, writes nothing
-    python scaling/sweep.py configs/study_chinchilla.py --run gpus=8    what is missing, each run on 8 GPUs of this machine
+    python scaling/sweep.py configs/study_chinchilla.py                 the grid; starts nothing
+    python scaling/sweep.py configs/study_chinchilla.py --run gpus=8    what is missing, here
     python scaling/sweep.py configs/study_demo.py --run jobs=2          two runs side by side
-    python scaling/sweep.py configs/study_chinchilla.py --slurm gpus=8  an array task for each trunk with its branches
+    python scaling/sweep.py configs/study_chinchilla.py --slurm gpus=8  an array task for each trunk
 
 Runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log. One that is held out
 runs by its own name or a pattern that matches nothing else, once its prediction is frozen (fit.py
@@ -89,7 +89,8 @@ class Options:
 
 
 def main(arguments: list[str], started_at: float | None = None) -> int:
-    """The exit code. `started_at`: when the command was started, by time.monotonic(); none = now."""
+    """The exit code. `started_at`: when the command was started, by time.monotonic(); none =
+    now."""
     return command(__doc__, Options, "study")(
         lambda options: sweep(options, started_at or time.monotonic())
     )(arguments)

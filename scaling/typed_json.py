@@ -1,4 +1,4 @@
-"""Read what JSON holds into the dataclass that describes it, and describe a dataclass as a schema."""
+"""Read JSON into the dataclass that describes it, and describe a dataclass as a schema."""
 
 import types
 from collections.abc import Sequence
