@@ -113,7 +113,8 @@ class Entry:
 
 
 def main(arguments: list[str], started_at: float | None = None) -> int:
-    """The exit code. `started_at`: when the command was started, by time.monotonic(); none: now."""
+    """The exit code. `started_at`: when the command was started, by time.monotonic(); none =
+    now."""
     return command(__doc__, Options, "study")(
         lambda options: ledger(options, started_at or time.monotonic())
     )(arguments)

@@ -31,10 +31,9 @@ from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
 from scaling.budgets import Size, optimum, tokens
 from scaling.designs import RHO, SIGMA, Point, bound
-from scaling.law_file import read_law_file
 from scaling.paired.cost import EPOCH, Surface
 from scaling.precision_result import read_precision
-from scaling.records import Record, read_runs, usable, without_repeats
+from scaling.records import Record, read_json, read_runs, usable, without_repeats
 from scaling.study import expand, load_study
 
 TARGET = ("gpt1p5b", 20)  # the run whose prediction is to be narrowed: size, tokens per parameter
@@ -261,7 +260,7 @@ def read_law(path: str | None) -> LawSource:
     )
     if path is None:
         return LawSource(EPOCH, published, {})
-    content = read_law_file(Path(path))
+    content = read_json(Path(path))
     if content.get("conventions", {}).get("N") == "params_nonembed":
         raise UserError(
             f"{path} counts non-embedding parameters: make one that counts all (scaling/fit.py RUNS"
@@ -370,8 +369,8 @@ def advice(
         f"which extra run would narrow the prediction of {name} at {ratio} tokens per parameter"
         " most",
         f"Least standard error of its loss (Cramer-Rao) at {100 * SIGMA:.1f} % noise a run,"
-        f" correlated by {RHO:g} within a trunk (both assumed): {error_now:.2f} % after"
-        f" {len(done)} runs done{prior_note}; {error_after(all_points):.2f} % after all {len(candidates)}"
+        f" correlated by {RHO:g} within a trunk (both assumed): {error_now:.2f} % after {len(done)}"
+        f" runs done{prior_note}; {error_after(all_points):.2f} % after all {len(candidates)}"
         " candidates too.",
         _format_gains(gains),
         f"most in all: {gains[0].name}; most per GPU-hour: {fastest.name}",

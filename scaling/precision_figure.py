@@ -86,8 +86,8 @@ def draw_precision(result: PrecisionResult) -> Figure:
     )
     percent_panel, nats_panel = panels[0]
     _draw_percents(percent_panel, result, percents, looks, nulls, limit)
-    convention = result.conventions.N.removeprefix("params_")
-    kind = KIND.get(convention, "")  # a table does not say which parameters it counts
+    # a table does not say which parameters it counts
+    kind = KIND["nonembed"] if result.conventions.N == "params_nonembed" else ""
     percent_panel.set(ylabel="gap [%]", xlabel=f"{kind}parameters N")
     _draw_nats(nats_panel, result.sizes, nats, looks, ratio)
     return settle(figure)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.errors import UserError
 from lib.text import si
 from scaling.gap_words import TableColumns
 from scaling.paired.cost import Cost, Surfaces, Throughput, cost_of_gap, surfaces, throughput
@@ -29,8 +28,7 @@ from scaling.paired.gaps import (
 from scaling.paired.nulls import Null, SameSeedNull, measure_nulls
 from scaling.paired.ranking import LeftOut, Ranked, Ranking, rank
 from scaling.reason_words import sentence_of
-from scaling.records import read_json
-from scaling.typed_json import from_json
+from scaling.typed_json import read_typed
 from scaling.verdicts import Margin, format_verdict
 
 SCHEMA_VERSION = 1
@@ -126,23 +124,8 @@ class PrecisionResult:
 
 
 def read_precision(path: Path) -> PrecisionResult:
-    """A precision.json, also of older code. Raises UserError naming the file where it is damaged
-    or of another version."""
-    content = read_json(path)
-    version = content.pop("schema_version", content.pop("format_version", None))
-    if version != SCHEMA_VERSION:
-        raise UserError(
-            f"{path} has schema_version {version}, and this code reads {SCHEMA_VERSION}: make it"
-            " again by scaling/precision.py"
-        )
-    content.pop("format_version", None)
-    try:
-        return from_json(PrecisionResult, {"schema_version": version, "gap_laws": {}} | content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged or of another version ({type(error).__name__}: {error}): make it"
-            " again by scaling/precision.py"
-        ) from None
+    """A precision.json, also of older code. Raises UserError as read_typed()."""
+    return read_typed(PrecisionResult, path, SCHEMA_VERSION, "precision", gap_laws={})
 
 
 # ---------------------------------------------------------------------------------------- analysis

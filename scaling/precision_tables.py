@@ -75,8 +75,8 @@ def _explain_headline(words: Words) -> str:
         changes = " Per decade of N, per doubling of D at a size: its change."
     return (
         f"{words.arms} minus {words.baseline}, {words.loss}, in per cent of the loss, {extent}, ±"
-        f" half a 95 % t-interval over independent pairs ({words.dependent} count once).{changes} Seen:"
-        " with a probability of 80 %."
+        f" half a 95 % t-interval over independent pairs ({words.dependent} count once).{changes}"
+        " Seen: with a probability of 80 %."
     )
 
 

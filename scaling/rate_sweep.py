@@ -1,4 +1,4 @@
-"""learning_rate.json: the best peak rate of a sweep, and the rates of other sizes by a rule.
+"""learning_rate.json: the best peak learning rate of a sweep, and other sizes' rates by a rule.
 
 RateResult is the schema of the file; docs/schemas.md is made of its fields and comments. The runs
 may differ in the peak rate, the seed and the size alone; runs of one size and number of tokens are
@@ -17,10 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.errors import UserError
 from scaling.paired.estimates import grouped
-from scaling.records import read_json
-from scaling.typed_json import from_json
+from scaling.typed_json import read_typed
 
 SCHEMA_VERSION = 1
 RULES = {"fixed batch (the rule)": -0.5, "growing batch (DeepSeek LLM)": -0.25}
@@ -105,20 +103,8 @@ class RateResult:
 
 
 def read_result(path: Path) -> RateResult:
-    """A learning_rate.json, also of older code. Raises UserError naming the file where it is
-    damaged or of another version."""
-    content = read_json(path)
-    version = content.pop("schema_version", content.pop("format_version", None))
-    content.pop("format_version", None)
-    try:
-        if version != SCHEMA_VERSION:
-            raise TypeError(f"schema_version {version}, not {SCHEMA_VERSION}")
-        return from_json(RateResult, {"schema_version": version} | content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is damaged or of another version ({type(error).__name__}: {error}): make it"
-            " again by scaling/learning_rate.py"
-        ) from None
+    """A learning_rate.json, also of older code. Raises UserError as read_typed()."""
+    return read_typed(RateResult, path, SCHEMA_VERSION, "learning_rate")
 
 
 def analyse(trials: Sequence[Trial], sizes: Sequence[float] = ()) -> RateResult:

@@ -258,7 +258,7 @@ class Family:
         trunk_budget: float | None = None,
         kept_steps: Sequence[int | None] = (),
     ) -> Row:
-        """trunk_budget: of a branch. kept_steps: steps of the trunk that branches start from."""
+        """trunk_budget: of a branch; kept_steps: the trunk's steps that branches start from."""
         steps = self._steps(budget)
         optim = self._optim(steps)
         decays_from = steps - optim.decay_steps(steps)

@@ -30,6 +30,7 @@ from scaling.records import (
     without_repeats,
 )
 from scaling.training_report import CPU_NOTE
+from scaling.typed_json import read_typed
 
 SCHEMA_VERSION = 1
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
@@ -66,6 +67,11 @@ class StudyReport:
     N: str  # key of summary.json that counts the parameters
     runs: list[StudyRun]  # a row for each group of runs
     inputs: dict[str, str]  # run -> sha256 of its summary.json
+
+
+def read_study_report(path: Path) -> StudyReport:
+    """A report.json of a study, also of older code. Raises UserError as read_typed()."""
+    return read_typed(StudyReport, path, SCHEMA_VERSION, "report")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 script.
 
     python scaling/sweep.py configs/study_chinchilla.py                 the grid; starts nothing
-    python scaling/sweep.py configs/study_chinchilla.py --run gpus=8    each run on 8 GPUs here
+    python scaling/sweep.py configs/study_chinchilla.py --run gpus=8    what is missing, here
     python scaling/sweep.py configs/study_demo.py --run jobs=2          two runs side by side
     python scaling/sweep.py configs/study_chinchilla.py --slurm gpus=8  an array task for each trunk
 
@@ -89,7 +89,8 @@ class Options:
 
 
 def main(arguments: list[str], started_at: float | None = None) -> int:
-    """The exit code. `started_at`: when the command was started, by time.monotonic(); none: now."""
+    """The exit code. `started_at`: when the command was started, by time.monotonic(); none =
+    now."""
     return command(__doc__, Options, "study")(
         lambda options: sweep(options, started_at or time.monotonic())
     )(arguments)
@@ -191,7 +192,7 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
     if not waiting:
         return
     # here: matplotlib and scipy.stats would be a second of every start
-    from scaling.predictions import is_at, load
+    from scaling.predict import is_at, load
 
     goals = {frozen.target: frozen.content["target"] for frozen in load(folder / LAW_FOLDER)}
     for row in waiting:

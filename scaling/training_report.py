@@ -15,6 +15,7 @@ from scaling.histories import History, read_history
 from scaling.pages import format_fixed, format_table
 from scaling.paired.gaps import Gap, Pair, loss_of
 from scaling.records import Record, read_runs
+from scaling.typed_json import read_typed
 
 SCHEMA_VERSION = 1
 STATISTICS = ("max", "min", "mean", "final", "sd")  # of a loss, in its table
@@ -97,6 +98,11 @@ class TrainingReport:
     pair_id: str  # equal in runs that differ in precision alone
     runs: list[ArmReport]  # BF16 and its repeats first
     notes: list[str]  # what was left out, or is worth knowing
+
+
+def read_training_report(path: Path) -> TrainingReport:
+    """A report.json of one training, also of older code. Raises UserError as read_typed()."""
+    return read_typed(TrainingReport, path, SCHEMA_VERSION, "report")
 
 
 def report_arms(arms: Sequence[Arm], pairs: Sequence[Pair], notes: list[str]) -> TrainingReport:

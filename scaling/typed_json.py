@@ -1,13 +1,16 @@
-"""Read what JSON holds into the dataclass that describes it; describe a dataclass as a schema."""
+"""Read JSON into the dataclass that describes it, and describe a dataclass as a schema."""
 
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from lib.errors import UserError
 from lib.help import field_meanings
+from scaling.records import read_json
 
 Typed = TypeVar("Typed")
 
@@ -27,6 +30,29 @@ def from_json(cls: type[Typed], content: dict[str, Any]) -> Typed:
         elif field.default is MISSING and field.default_factory is MISSING:
             raise KeyError(field.name)
     return cls(**values)
+
+
+def read_typed(
+    cls: type[Typed], path: Path, schema_version: int, command: str, **defaults: Any
+) -> Typed:
+    """The dataclass `cls` of a file that a command of scaling/ left; `defaults`: of keys that files
+    of older code lack, which had format_version in place of schema_version. Raises UserError naming
+    the file where it is damaged or of another version."""
+    content = read_json(path)
+    version = content.get("schema_version", content.get("format_version"))
+    if version != schema_version:
+        raise UserError(
+            f"{path} has schema_version {version}, and this code reads {schema_version}: make it"
+            f" again by scaling/{command}.py"
+        )
+    content.pop("format_version", None)
+    try:
+        return from_json(cls, {**defaults, **content, "schema_version": version})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is damaged or of another version ({type(error).__name__}: {error}): make it"
+            f" again by scaling/{command}.py"
+        ) from None
 
 
 def _typed(hint: Any, value: Any) -> Any:

@@ -7,7 +7,10 @@ equivalence  whether a gap lies within a margin at every size
 ranking      which recipe is the best, by a rule declared beforehand
 cost         what a gap costs in compute under a law L(N, D); published laws of the loss
 published    published laws of what low precision costs
-gap_law      the gap as a power law of size and tokens per parameter
+gap_law      the gap as a power law of size and tokens per parameter, of which
+             gap_cells has the weights, sandwich the uncertainty, gap_power the fit and
+             gap_effective the rival form
+reasons      why a number is not given, as a code with its values
 
 Statistics assume independent, roughly normal values: `estimates.clusters` says which are not.
 scaling/pairing.py makes pairs of finished runs; scaling/precision.py prints what is found in them.

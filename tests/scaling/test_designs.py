@@ -18,14 +18,18 @@ def ladder(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(N, D, trajectory) of sizes x tokens per parameter; the ratios of one size are branches of
     one run."""
-    N = np.repeat(sizes, len(ratios)).astype(float)
-    return N, N * np.tile(ratios, len(sizes)), np.repeat(np.arange(len(sizes)), len(ratios))
+    count = len(ratios)
+    N = np.repeat(sizes, count).astype(float)
+    D = N * np.tile(ratios, len(sizes))
+    trajectories = np.repeat(np.arange(len(sizes)), count)
+    return N, D, trajectories
 
 
 def points(sizes: Sequence[float], ratios: Sequence[float] = (5, 10, 20, 40)) -> list[Point]:
     """Runs of sizes x ratios, each a trajectory of its own."""
     N, D, _ = ladder(sizes, ratios)
-    return [Point(n, d, str(i)) for i, (n, d) in enumerate(zip(N, D, strict=True))]
+    runs = zip(N, D, strict=True)
+    return [Point(n, d, f"{i}") for i, (n, d) in enumerate(runs)]
 
 
 @pytest.mark.parametrize("rho", [RHO, 0.9])  # each run a trajectory of its own: it plays no part
@@ -60,12 +64,15 @@ def test_runs_that_identify_no_law_have_no_bound(runs: list[Point]) -> None:
 
 @pytest.mark.parametrize("runs", UNIDENTIFIED.values(), ids=list(UNIDENTIFIED))
 def test_with_the_prior_they_have_one(runs: list[Point]) -> None:
-    N, D = np.reshape([point[:2] for point in runs], (-1, 2)).T
+    N = np.array([point.N for point in runs])
+    D = np.array([point.D for point in runs])
     rows = gradient(EPOCH, N, D, TARGET)
     information = rows.T @ rows / 1e-3**2 + np.diag(PRIOR_SD**-2)
-    terms = [EPOCH.E, EPOCH.A * TARGET[0] ** -EPOCH.alpha, EPOCH.B * TARGET[1] ** -EPOCH.beta, 0, 0]
-    at_target = np.array(terms) / EPOCH.loss(*TARGET)
-    exact = np.sqrt(at_target @ np.linalg.inv(information) @ at_target)
+    of_size = EPOCH.A * TARGET[0] ** -EPOCH.alpha
+    of_tokens = EPOCH.B * TARGET[1] ** -EPOCH.beta
+    at_target = np.array([EPOCH.E, of_size, of_tokens, 0, 0]) / EPOCH.loss(*TARGET)
+    variance = at_target @ np.linalg.inv(information) @ at_target
+    exact = np.sqrt(variance)
     assert bound(EPOCH, runs, TARGET, prior=True) == pytest.approx(exact, rel=1e-6)
 
 
@@ -75,13 +82,18 @@ def test_generalised_least_squares_scatters_as_the_bound_says(rho: float) -> Non
     4,000 times."""
     N, D, trunks = ladder((50e6, 125e6, 350e6, 1e9), (5, 20, 80))
     target, rng = (3e9, 6e10), np.random.default_rng(0)
-    of_trunk = np.sqrt(rho) * rng.normal(size=(4000, 4))[:, trunks]
+    luck = rng.normal(size=(4000, 4))
+    of_trunk = np.sqrt(rho) * luck[:, trunks]
     own = np.sqrt(1 - rho) * rng.normal(size=(4000, 12))
+    noise = 1e-3 * (of_trunk + own)
     jacobian = gradient(EPOCH, N, D, target)
-    V = np.where(np.equal.outer(trunks, trunks), rho, 0) + (1 - rho) * np.eye(12)
+    is_same = np.equal.outer(trunks, trunks)
+    V = np.where(is_same, rho, 0) + (1 - rho) * np.eye(12)
     curvature = jacobian.T @ np.linalg.solve(V, jacobian)
-    weights = np.linalg.solve(curvature, jacobian.T @ np.linalg.inv(V))
-    found = 1e-3 * (of_trunk + own) @ weights.T
-    runs = [Point(n, d, str(trunk)) for n, d, trunk in zip(N, D, trunks, strict=True)]
+    pull = jacobian.T @ np.linalg.inv(V)
+    weights = np.linalg.solve(curvature, pull)
+    found = noise @ weights.T
+    places = zip(N, D, trunks, strict=True)
+    runs = [Point(n, d, f"{trunk}") for n, d, trunk in places]
     spread = np.std(found @ gradient(EPOCH, *target, target))
     assert bound(EPOCH, runs, target, rho=rho) == pytest.approx(spread, rel=0.04)

@@ -1,4 +1,4 @@
-"""scaling/gap_predictions.py: predictions of gaps are frozen once, before their runs, and scored."""
+"""scaling/gap_predictions.py: predictions of gaps are frozen once and scored."""
 
 import json
 import math

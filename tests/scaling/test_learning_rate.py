@@ -1,5 +1,5 @@
-"""scaling/learning_rate.py and rate_sweep.py: the optimum of a sweep with a known one, refused where
-the rates do not hold it."""
+"""scaling/learning_rate.py and rate_sweep.py: the optimum of a sweep with a known one, refused
+where the rates do not hold it."""
 
 import json
 import math

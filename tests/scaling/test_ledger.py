@@ -37,8 +37,9 @@ def write_study(folder: Path, config: Config, seeds: tuple[int, ...] = (1,), mar
     file = folder / "study_tiny.py"
     file.write_text(
         f"""from scaling.study import Size, Study
-study = Study(name="tiny", sizes=(Size(config={str(path)!r}, seeds={seeds}),), tokens_per_param=(0.5, 1.0),
-              recipes=("bf16", "tensorwise"), margin_percent={margin})
+study = Study(name="tiny", sizes=(Size(config={str(path)!r}, seeds={seeds}),),
+              tokens_per_param=(0.5, 1.0), recipes=("bf16", "tensorwise"),
+              margin_percent={margin})
 """
     )
     return file

@@ -1,4 +1,4 @@
-"""scaling/precision_figure.py: gaps, nulls, margin and published laws are drawn where they belong."""
+"""scaling/precision_figure.py: gaps, nulls, margin and published laws stand where they belong."""
 
 from pathlib import Path
 

@@ -3,7 +3,7 @@ what it says."""
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,8 @@ from scaling.precision_result import PrecisionResult, SizeGap, read_precision
 from scaling.rate_sweep import RateResult, read_result
 from scaling.reason_words import worded
 from scaling.schemas import SECTIONS, schema_page
-from scaling.study_report import StudyReport
-from scaling.training_report import ArmReport, TrainingReport
+from scaling.study_report import StudyReport, read_study_report
+from scaling.training_report import ArmReport, TrainingReport, read_training_report
 from tests.conftest import ROOT
 from tests.helpers.scaling_runs import strict, write_ladder, write_run
 
@@ -62,14 +62,18 @@ def test_precision_json_is_read_as_it_was_written(runs: Path) -> None:
 
 def test_report_json_of_one_training_holds_the_keys_of_its_schema(runs: Path) -> None:
     assert report.main([str(runs / "a_bf16"), str(runs / "a_fp8")]) == 0
-    content = strict(runs / "law/report.json")
+    path = runs / "law/report.json"
+    content = strict(path)
     assert set(content) == keys(TrainingReport)
     assert set(content["runs"][0]) == keys(ArmReport)
+    assert asdict(read_training_report(path)) == content
 
 
 def test_report_json_of_a_study_holds_the_keys_of_its_schema(runs: Path) -> None:
     report.main(["--study", str(runs)])
-    assert set(strict(runs / "report.json")) == keys(StudyReport)
+    path = runs / "report.json"
+    assert set(strict(path)) == keys(StudyReport)
+    assert asdict(read_study_report(path)) == strict(path)
 
 
 def test_learning_rate_json_is_read_as_it_was_written(tmp_path: Path, no_figures: None) -> None:
@@ -94,9 +98,11 @@ def test_the_declaration_of_older_code_is_read() -> None:
     [
         (read_precision, "precision.json"),
         (read_result, "learning_rate.json"),
+        (read_training_report, "report.json"),
+        (read_study_report, "report.json"),
         (lambda path: read_declaration(path.parent), "study.json"),
     ],
-    ids=["precision", "learning_rate", "study"],
+    ids=["precision", "learning_rate", "training", "study_page", "study"],
 )
 def test_a_file_of_another_version_is_refused_by_name(
     tmp_path: Path, read: Callable[[Path], object], name: str

@@ -62,9 +62,12 @@ def finish(**more):
     for step in given.get("checkpoint.at", "").split(","):
         checkpoint(step or 9)
     parent = int(given["start_from"][-8:]) if "start_from" in given else None
-    (folder / "summary.json").write_text(json.dumps({"status": "ok", "loss_bf16": 2.0, "tok_per_s_median": 1000.0, "n_gpu": 2,
-        "wall_s": 0, "device": "fake", "began": began, "ended": time.time(), "given": given, "parent_step": parent,
-        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "threads": os.environ.get("OMP_NUM_THREADS"), **more}))
+    summary = {"status": "ok", "loss_bf16": 2.0, "tok_per_s_median": 1000.0, "n_gpu": 2}
+    summary |= {"wall_s": 0, "device": "fake", "began": began, "ended": time.time()}
+    summary |= {"given": given, "parent_step": parent}
+    summary["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+    summary["threads"] = os.environ.get("OMP_NUM_THREADS")
+    (folder / "summary.json").write_text(json.dumps({**summary, **more}))
 """
 
 
@@ -324,36 +327,73 @@ def test_an_impossible_study_gets_a_sentence(study: Study, changes: dict, told: 
     assert told in str(error.value)
 
 
-def test_what_was_declared_may_only_grow_once_a_run_has_finished(
-    study: Study, tmp_path: Path
+DAY = "2026-01-01T00:00:00Z"
+
+
+@pytest.fixture
+def declared(study: Study, tmp_path: Path) -> list[Row]:
+    """The rows of a study that was declared on a day, as older code did: without a key."""
+    rows = expand(study)
+    content = content_of(declare(study, rows, tmp_path))
+    del content["runs"][-1]["pair_id"]
+    edit(tmp_path / "study.json", **{**content, "declared": DAY})
+    return rows
+
+
+def test_a_study_that_is_the_same_keeps_the_day_of_its_declaration(
+    study: Study, declared: list[Row], tmp_path: Path
 ) -> None:
-    rows, day = expand(study), "2026-01-01T00:00:00Z"
-    first = content_of(declare(study, rows, tmp_path))
-    del first["runs"][-1]["pair_id"]  # as older ones
-    edit(tmp_path / "study.json", **{**first, "declared": day})
-    assert declare(study, rows, tmp_path).declared == day
-    # nothing ran
-    assert declare(replace(study, margin_percent=0.5), rows, tmp_path).declared > day
-    finish(rows[0], tmp_path)
-    grown = replace(study, sizes=(replace(study.sizes[0], seeds=(1, 2, 3)), study.sizes[1]))
-    content = declare(grown, expand(grown), tmp_path)
-    assert content.declared == day and len(content.runs) == 20
-    for change, told in (
-        ({"margin_percent": 0.5}, "margin_percent"),
-        ({"params": "nonembed", "tokens_per_param": (20, 40)}, "params"),
+    assert declare(study, declared, tmp_path).declared == DAY
+
+
+def test_before_a_run_has_finished_a_study_may_change(
+    study: Study, declared: list[Row], tmp_path: Path
+) -> None:
+    changed_study = replace(study, margin_percent=0.5)
+    assert declare(changed_study, declared, tmp_path).declared > DAY
+
+
+def test_afterwards_it_may_grow(study: Study, declared: list[Row], tmp_path: Path) -> None:
+    finish(declared[0], tmp_path)
+    first, second = study.sizes
+    grown = replace(study, sizes=(replace(first, seeds=(1, 2, 3)), second))
+    declaration = declare(grown, expand(grown), tmp_path)
+    assert declaration.declared == DAY and len(declaration.runs) == 20
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda study: {"margin_percent": 0.5}, "margin_percent"),
+        (lambda study: {"params": "nonembed", "tokens_per_param": (20, 40)}, "params"),
         (
-            {"sizes": (study.sizes[0], replace(study.sizes[1], held_out=True))},
+            lambda study: {"sizes": (study.sizes[0], replace(study.sizes[1], held_out=True))},
             "held_out of b_bf16_t20_s1",
         ),
-        ({"decay_share": 0.3}, "over"),
-        ({"sizes": study.sizes[:1]}, "run of b_bf16_t20_s1"),
-        ({"tokens_per_param": (10, 20, 40)}, "parent of a_bf16_t20_s1"),
-    ):
-        with pytest.raises(UserError, match=f"but {told}.* is another now"):
-            declare(replace(study, **change), expand(replace(study, **change)), tmp_path)
-    # another lr in the config file
+        (lambda study: {"decay_share": 0.3}, "over"),
+        (lambda study: {"sizes": study.sizes[:1]}, "run of b_bf16_t20_s1"),
+        (lambda study: {"tokens_per_param": (10, 20, 40)}, "parent of a_bf16_t20_s1"),
+    ],
+)
+def test_afterwards_nothing_may_change(
+    study: Study,
+    declared: list[Row],
+    tmp_path: Path,
+    change: Callable[[Study], dict],
+    told: str,
+) -> None:
+    finish(declared[0], tmp_path)
+    changed_study = replace(study, **change(study))
+    with pytest.raises(UserError, match=f"but {told}.* is another now"):
+        declare(changed_study, expand(changed_study), tmp_path)
+
+
+def test_nor_may_a_config_file(study: Study, declared: list[Row], tmp_path: Path) -> None:
+    """Such as another learning rate in it."""
+    finish(declared[0], tmp_path)
+    first, *others = declared
     with pytest.raises(UserError, match="but pair_id of a_bf16_t20_s1"):
-        declare(study, [replace(rows[0], pair_id="other"), *rows[1:]], tmp_path)
+        declare(study, [replace(first, pair_id="other"), *others], tmp_path)
 
 
 def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(
@@ -590,7 +630,8 @@ def test_trunks_come_before_branches_and_one_at_a_time(
     ]
     assert all(done[a]["ended"] <= done[b]["began"] for a, b in itertools.pairwise(ran))
     branch, trunk = done["a_tensorwise_t10_s1"]["given"], done["a_tensorwise_t20_s1"]["given"]
-    left = f"{tmp_path}/out/tiny/a_tensorwise_t20_s1/checkpoints/step_{int(trunk['checkpoint.at']):08d}"
+    checkpoints = tmp_path / "out/tiny/a_tensorwise_t20_s1/checkpoints"
+    left = str(checkpoints / f"step_{int(trunk['checkpoint.at']):08d}")
     assert (
         branch["start_from"] == left
         and "start_from" not in trunk

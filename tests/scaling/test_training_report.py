@@ -367,7 +367,7 @@ def test_neither_a_spike_nor_a_run_that_diverged_governs_the_axis(
     assert all(panel.get_ylim()[1] < 20 for panel in panels[:2])
 
 
-# ------------------------------------------------------------------------------- what train.py writes
+# ----------------------------------------------------------------------------- what train.py writes
 
 
 @pytest.fixture

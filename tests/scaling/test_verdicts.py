@@ -1,4 +1,4 @@
-"""docs/scaling.md: its tables have a row for every verdict that precision.py and fit.py can print."""
+"""docs/scaling.md: its tables have a row for every verdict that the commands can print."""
 
 import inspect
 import re
