@@ -1,9 +1,9 @@
 """A repair of torch.compile's GPU code from torch 2.14 on, where it rounds to float8.
 
-There Inductor writes a clamp as tl.maximum(.., PropagateNan.ALL), and the assembler of Triton 3.6 to
-3.8 turns that, beside a transposed float8 store, into code that stores other bytes (triton#11111): a
-quarter of runs turned NaN. A clamp written as tl.where has the same values and is assembled
-correctly. torchao repairs it where torchao converts a Linear; ours do not go that way."""
+There Inductor writes a clamp as tl.maximum(.., PropagateNan.ALL), and the assembler of Triton 3.6
+to 3.8 turns that, beside a transposed float8 store, into code that stores other bytes
+(triton#11111): a quarter of runs turned NaN. A clamp written as tl.where has the same values and is
+assembled correctly. torchao repairs it where torchao converts a Linear; ours do not go that way."""
 
 from typing import Any
 
