@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from fp8.matmul import has_bf16_units, mm_of_bf16_values
+from fp8.matmul import has_bf16_units, scaled_mm_of_bf16
 from fp8.recipes import (
     BF16_OPERAND,
     FOR_BOTH_DIMENSIONS,
@@ -56,7 +56,7 @@ def emulation_dtype(
 class Rounded(NamedTuple):
     """An operand of an emulated matmul."""
 
-    values: torch.Tensor  # in emulation_dtype() and dequantised, or float8 values in fp32
+    values: torch.Tensor  # in emulation_dtype() and dequantised, or float8 values in BF16
     inverse: torch.Tensor | None = None  # () of the scale of float8 values
 
     def t(self) -> "Rounded":
@@ -66,8 +66,7 @@ class Rounded(NamedTuple):
         """self (M, K) @ other (K, N) in `dtype`, rounded once."""
         if self.inverse is None or other.inverse is None:
             return (self.values @ other.values).to(dtype)
-        sums = mm_of_bf16_values(self.values, other.values)
-        return sums.mul_(self.inverse * other.inverse).to(dtype)
+        return scaled_mm_of_bf16(self.values, other.values, self.inverse * other.inverse)
 
 
 class EmulatedMatmul(torch.autograd.Function):
@@ -144,7 +143,7 @@ class Rounding:
         noise: torch.Tensor | None = None,
     ) -> Rounded:
         """x (any shape) rounded as `operand` says; `dim` and noise as in fake_quantise()."""
-        on_units = self.has_units and not x.is_cuda
+        on_units = self.has_units and not x.is_cuda and self.dtype == torch.bfloat16
         if on_units and operand.format is None:
             return Rounded(x)
         if on_units and self.recipe.has_one_scale_a_tensor and not operand.is_exact_in_bf16:

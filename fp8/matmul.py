@@ -1,7 +1,6 @@
 """The matmuls of FP8 and BF16 operands: on a GPU by torch, on a CPU by dequantised values."""
 
 import functools
-from typing import Any
 
 import torch
 
@@ -14,20 +13,16 @@ def has_bf16_units() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 
-@torch.library.custom_op("nanofp8::mm_of_bf16_values", mutates_args=())
-def mm_of_bf16_values(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a (M, K) @ b (K, N) of fp32 tensors that hold BF16 numbers, on a CPU's BF16 units: products
-    are exact, sums and result fp32. torch has no CPU matmul of BF16 tensors into fp32."""
-    mkldnn: Any = torch.backends.mkldnn  # whose .matmul has no annotation
-    before = mkldnn.matmul.fp32_precision
-    mkldnn.matmul.fp32_precision = "bf16"
-    try:
-        return a @ b
-    finally:
-        mkldnn.matmul.fp32_precision = before
+@torch.library.custom_op("nanofp8::scaled_mm_of_bf16", mutates_args=())
+def scaled_mm_of_bf16(a: torch.Tensor, b: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """(a @ b) * factor of BF16 a (M, K) and b (K, N), factor () fp32, on a CPU's BF16 units: summed
+    and scaled in fp32, rounded to BF16 once, since oneDNN scales before it writes. An operator:
+    compiled code cannot read a number."""
+    unread = a.new_empty(())
+    return torch.addmm(unread, a, b, beta=0, alpha=factor.item())
 
 
-mm_of_bf16_values.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+scaled_mm_of_bf16.register_fake(lambda a, b, factor: a.new_empty(a.shape[0], b.shape[1]))
 
 
 def scaled_mm(

@@ -105,13 +105,13 @@ def fake_quantise(
 
 
 def quantise_whole(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (any shape), which has one scale: its values in the operand's format, held in fp32, and the
-    inverse () of the scale. Their product is fake_quantise(x, operand)."""
+    """x (any shape), which has one scale: its values in the operand's format, held in BF16, and the
+    inverse () of the scale. Their product in fp32 is fake_quantise(x, operand)."""
     scale = scale_of(x, operand)
     if _pays_in_blocks(x, operand):
-        values = _in_blocks(x, operand, -1, torch.float32, is_dequantised=False, scale=scale)
+        values = _in_blocks(x, operand, -1, torch.bfloat16, is_dequantised=False, scale=scale)
     else:
-        values, _ = _rounded(x, operand, scale=scale)
+        values = _rounded(x, operand, scale=scale)[0].bfloat16()
     return values, scale.reciprocal()
 
 

@@ -7,6 +7,7 @@ import torch._inductor.config as inductor
 
 from fp8 import bf16_in_fp32, linears, rounding
 from fp8.linears import EmulatedLinear
+from fp8.matmul import scaled_mm_of_bf16
 from fp8.recipes import RECIPES, Operand
 from fp8.rounding import fake_quantise
 from model import Linear
@@ -112,7 +113,13 @@ def test_cpu_fp32_keeps_fp8_off_the_units(has_units: bool) -> None:
     assert not holder[0].has_units
 
 
-def test_the_units_need_no_switch_that_stays() -> None:
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    three_matmuls("tensorwise")
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+def test_a_product_is_scaled_before_it_is_rounded() -> None:
+    """Two roundings would leave a quarter of the values one step off."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(256, 384, generator=generator).bfloat16()
+    b = torch.randn(384, 192, generator=generator).bfloat16()
+    factor = torch.tensor(0.0123456789)
+    ideal = (a.double() @ b.double() * factor.double()).bfloat16()
+    for transposed in (a, a.t().contiguous().t()):
+        computed = scaled_mm_of_bf16(transposed, b, factor)
+        assert (computed != ideal).double().mean() < 1e-3
