@@ -31,9 +31,10 @@ from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
 from scaling.budgets import Size, optimum, tokens
 from scaling.designs import RHO, SIGMA, Point, bound
+from scaling.law_file import read_law_file
 from scaling.paired.cost import EPOCH, Surface
 from scaling.precision_result import read_precision
-from scaling.records import Record, read_json, read_runs, usable, without_repeats
+from scaling.records import Record, read_runs, usable, without_repeats
 from scaling.study import expand, load_study
 
 TARGET = ("gpt1p5b", 20)  # the run whose prediction is to be narrowed: size, tokens per parameter
@@ -260,7 +261,7 @@ def read_law(path: str | None) -> LawSource:
     )
     if path is None:
         return LawSource(EPOCH, published, {})
-    content = read_json(Path(path))
+    content = read_law_file(Path(path))
     if content.get("conventions", {}).get("N") == "params_nonembed":
         raise UserError(
             f"{path} counts non-embedding parameters: make one that counts all (scaling/fit.py RUNS"

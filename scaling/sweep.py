@@ -192,7 +192,7 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
     if not waiting:
         return
     # here: matplotlib and scipy.stats would be a second of every start
-    from scaling.predict import is_at, load
+    from scaling.predictions import is_at, load
 
     goals = {frozen.target: frozen.content["target"] for frozen in load(folder / LAW_FOLDER)}
     for row in waiting:
