@@ -255,13 +255,15 @@ def test_a_second_signal_of_its_kind_ends_a_rank_in_a_collective(base):
     assert rank.exitcode == 128 + signal.SIGUSR1 and "SIGUSR1" in run.output
 
 
-def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
-    """In BF16, to rounding, which so small a learning rate keeps small: one other sequence in a
-    step is 1e-3 of its loss."""
+@pytest.mark.parametrize("words", ["", "parallel.shard=1"], ids=["shards", "replicas"])
+def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base, words):
+    """Killed twice, in BF16, to rounding, which so small a learning rate keeps small: one other
+    sequence in a step is 1e-3 of its loss."""
     config, calm = (
-        replace(base, run=name, fp8=FP8Config(), optim=replace(base.optim, lr=1e-4))
+        replace(base, run=name + words[-1:], fp8=FP8Config(), optim=replace(base.optim, lr=1e-4))
         for name in ("elastic", "calm")
     )
+    config = changed(config, words)
     for ranks, step in (2, 9), (1, 17):
         assert (
             -signal.SIGKILL
