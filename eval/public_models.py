@@ -49,8 +49,8 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int) -> 
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         raise UserError(
             f"hf:{name} could not be loaded ({type(error).__name__}: {reason}): it takes `pip"
-            " install transformers accelerate` and safetensors, on the Hub or in a folder, without code of"
-            " their own"
+            " install transformers accelerate` and safetensors, on the Hub or in a folder, without"
+            " code of their own"
         ) from error
 
 

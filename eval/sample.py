@@ -95,7 +95,7 @@ def main(options: Options) -> None:
         )
     steps = stream(
         model,
-        torch.tensor([ids] * options.n, device=device),
+        torch.tensor(ids, device=device).repeat(options.n, 1),
         options.tokens,
         options.temperature,
         options.top_k,

@@ -26,6 +26,9 @@ from tests.runtime.test_config import POSITIONAL, Options
 
 # Every option of every command that names, or may name, a file or folder.
 PATHS = {
+    "bench.borrowed.Options": "out",
+    "bench.trainings.Options": "configs out",
+    "docs.schemas.Options": "",
     "bench.peers.Options": "out check nanogpt nanochat torchtitan",
     "bench.data.Options": "folder",
     "bench.kernels.Options": "out",
@@ -50,7 +53,7 @@ PATHS = {
     "scaling.sweep.Options": "study out",
 }
 # Options whose comments speak of files and folders, and that name none.
-NO_PATHS = {"throughput.commit", "peers.commit", "ledger.restore"}
+NO_PATHS = {"borrowed.commit", "ledger.restore", "peers.commit", "throughput.commit"}
 
 
 def options_class(name: str):
