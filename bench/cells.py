@@ -137,5 +137,5 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     counts = {
         key: model.counts()[key] for key in ("flops_per_token", "params_total", "params_matmul")
     }
-    lines = [*built.flags, *selection.table(built.layers, config.fp8.recipe, device.type)]
+    lines = [*built.flags, *selection.verdict_lines(built.layers, config.fp8.recipe, device.type)]
     return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)

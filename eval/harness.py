@@ -201,7 +201,7 @@ def _prepare_run(options: Options, world: World, device_name: str, loaded: dict)
         options.run, device_name, options.dtype, options.fp8, options.step
     )
     if world.is_main and options.fp8 != "off":
-        print("\n".join(selection.table(layers, options.fp8, device.type)), flush=True)
+        print("\n".join(selection.verdict_lines(layers, options.fp8, device.type)), flush=True)
     lm = CheckpointLM(model, tokenizer, options.micro_batch, device, world)
     return Prepared(lm, loaded, layers, step)
 

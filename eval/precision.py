@@ -119,7 +119,9 @@ def _arm(
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe, step)
     if recipe != "off":
-        print("\n".join(selection.table(inference.layers, recipe, inference.device.type)[-2:]))
+        print(
+            "\n".join(selection.verdict_lines(inference.layers, recipe, inference.device.type)[-2:])
+        )
     val = evaluate(inference.model, data.val, data.weights, micro_batch, inference.device)
     assert val is not None  # it is for rank 0, which is alone here
     arm = ArmLoss(

@@ -234,7 +234,7 @@ def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
     }
 
 
-def table(
+def verdict_lines(
     layers: list[Layer], recipe: str, device_type: str, cast_by: Casting | None = None
 ) -> list[str]:
     """The verdicts as printed lines: one per group of like-named Linears, the total, who casts

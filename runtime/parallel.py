@@ -635,15 +635,15 @@ def compile_model(model: GPT, is_whole: bool) -> None:
         model.token_losses = compiled  # type: ignore[method-assign]
 
 
-def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
+def sync_gradients(model: nn.Module, is_last: bool, reshard: bool = True) -> None:
     """Reduce the gradients of Built.trained over the ranks in the next backward pass, or
-    (now=False: all but a step's last micro-batch) only add them up. reshard: as given to shard();
+    (is_last=False: all but a step's last micro-batch) only add them up. reshard: as given to shard();
     if False, gathered weights stay until the last micro-batch."""
     if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = now
+        model.require_backward_grad_sync = is_last
     if is_fsdp_module(model):
-        model.set_requires_gradient_sync(now)
-        model.set_reshard_after_backward(now or reshard)
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last or reshard)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -131,7 +131,7 @@ def plan(config: Config, gpu: str) -> list[str]:
         _describe_budget(config, costs),
         _describe_flops(config, costs),
         _describe_memory(config, costs),
-        selection.table(costs.layers, config.fp8.recipe, "cuda", costs.cast_by),
+        selection.verdict_lines(costs.layers, config.fp8.recipe, "cuda", costs.cast_by),
         _hours(config, costs, gpu),
         _describe_disk(config, costs),
     ):

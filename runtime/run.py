@@ -238,7 +238,9 @@ class Run:
             *self.world.describe(),
             *self._flags,
             *self.data.describe(),
-            *selection.table(self.layers, config.fp8.recipe, self.world.device.type, self._cast_by),
+            *selection.verdict_lines(
+                self.layers, config.fp8.recipe, self.world.device.type, self._cast_by
+            ),
             starting,
         ]
 

@@ -7,7 +7,7 @@ from fp8.head_loss import FP8Head
 from fp8.kernels import FP8KernelLinear
 from fp8.linears import EmulatedLinear
 from fp8.recipes import FP8Config
-from fp8.selection import casting, select, table
+from fp8.selection import casting, select, verdict_lines
 from model import GPT, GPTConfig
 
 SIZE = GPTConfig(n_layer=1, n_head=2, n_embd=64, n_ffn=96, n_ctx=32, vocab_size=257)
@@ -44,7 +44,7 @@ def test_the_start_says_who_casts_and_why() -> None:
     config = FP8Config(recipe="tensorwise")
     cast_by = casting(config, "cuda", has_whole_weights=False)
     layers = select(GPT.on_meta(SIZE), config, has_kernels=cast_by.is_ours)
-    lines = table(layers, "tensorwise", "cuda", cast_by)
+    lines = verdict_lines(layers, "tensorwise", "cuda", cast_by)
     assert (
         "fp8: our kernels do not cast: weights are sharded, and would be cast in every micro-batch"
         in lines

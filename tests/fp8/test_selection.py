@@ -111,7 +111,7 @@ def test_auto_takes_of_each_layer_what_was_measured_to_be_fastest(h100, kernels)
         "mlp.down": ("rowwise_with_gw_hp", False),
         "head": (None, False),
     }
-    first_line = selection.table(layers, "auto", "cuda")[0]
+    first_line = selection.verdict_lines(layers, "auto", "cuda")[0]
     assert ("(kernels, measured 1.30x at 64 x 192)" in first_line) is kernels
 
 
@@ -127,7 +127,7 @@ def test_a_model_whose_layers_auto_gave_different_recipes_trains(h100, emulated_
 def test_where_nothing_was_measured_auto_says_that_the_run_is_bf16(gpu):
     layers = verdicts("auto", gpu)
     assert not any(layer.recipe for layer in layers)
-    assert "THIS RUN IS BF16" in selection.table(layers, "auto", "cpu")[-1]
+    assert "THIS RUN IS BF16" in selection.verdict_lines(layers, "auto", "cpu")[-1]
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -135,7 +135,7 @@ def test_where_nothing_was_measured_auto_says_that_the_run_is_bf16(gpu):
 
 def test_the_printed_table_counts_what_the_modules_hold():
     model, layers = build("tensorwise")
-    lines = selection.table(layers, "tensorwise", "cpu")
+    lines = selection.verdict_lines(layers, "tensorwise", "cpu")
     named = dict(model.named_parameters())
     in_fp8 = sum(p.numel() for name, p in named.items() if "layers" in name and p.ndim == 2)
     share = in_fp8 / (in_fp8 + model.head.weight.numel())
