@@ -1,7 +1,7 @@
 """The measured study: four sizes on one H100, real text, the largest size predicted first.
 
     python scaling/sweep.py configs/study_h100.py                  what it costs, what is done
-    python scaling/sweep.py configs/study_h100.py --run limit=540  stops in time; again: what is next
+    python scaling/sweep.py configs/study_h100.py --run limit=540  stops in time; again: goes on
 
 Its data: `prepare_data.py python c tokens=5e8 out=data/h100 val_share=0.02`, and `local FILE...
 name=prose out=data/h100`, and arxiv alike. Sizes are counted without the vocabulary's parameters,

@@ -636,9 +636,9 @@ def compile_model(model: GPT, is_whole: bool) -> None:
 
 
 def sync_gradients(model: nn.Module, is_last: bool, reshard: bool = True) -> None:
-    """Reduce the gradients of Built.trained over the ranks in the next backward pass, or
-    (is_last=False: all but a step's last micro-batch) only add them up. reshard: as given to shard();
-    if False, gathered weights stay until the last micro-batch."""
+    """Reduce the gradients of Built.trained over the ranks in the next backward pass, which is that
+    of a step's last micro-batch (is_last), or only add them up. reshard: as given to shard(); if
+    False, gathered weights stay until the last micro-batch."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = is_last
     if is_fsdp_module(model):
