@@ -22,6 +22,7 @@ OWN_NAMES = frozenset(
         "train",
         "prepare_data",
         "runtime",
+        "docs",
         "eval",
         "scaling",
         "prepare",
