@@ -291,9 +291,11 @@ def fits_memory(config: Config, size: int, available: float) -> bool:
     """fits_whole() for so many bytes a GPU."""
     gathers = config.fp8.all_gather
     whole = apply_overrides(config, [f"parallel.replicate={size}", "parallel.shard=1"])
-    if not gathers and _total(whole) <= available:
+    costs = count_costs(whole, "")
+    if not gathers and memory_shares(whole, costs)[-1].size <= available:
         return True
-    of_model = 16 * config.model.params_total / size  # weights, gradients, two moments
+    # weights, gradients and two moments, of which Muon has one
+    of_model = (16 * costs.counts["params_total"] - 4 * costs.params_muon) / size
     if of_model > available:
         raise UserError(
             f"this model fits {size} GPUs neither whole nor sharded: weights, gradients and moments"
@@ -302,11 +304,6 @@ def fits_memory(config: Config, size: int, available: float) -> bool:
             " with torchrun"
         )
     return False
-
-
-def _total(config: Config) -> float:
-    """Bytes that a GPU is planned to hold."""
-    return memory_shares(config, count_costs(config, ""))[-1].size
 
 
 def _weights(config: Config, costs: Costs) -> Share:
