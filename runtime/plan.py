@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -291,9 +291,11 @@ def fits_memory(config: Config, size: int, available: float) -> bool:
     """fits_whole() for so many bytes a GPU."""
     gathers = config.fp8.all_gather
     whole = apply_overrides(config, [f"parallel.replicate={size}", "parallel.shard=1"])
-    if not gathers and _total(whole) <= available:
+    costs = count_costs(whole, "")
+    if not gathers and memory_shares(whole, costs)[-1].size <= available:
         return True
-    of_model = 16 * config.model.params_total / size  # weights, gradients, two moments
+    # weights, gradients and two moments, of which Muon has one
+    of_model = (16 * costs.counts["params_total"] - 4 * costs.params_muon) / size
     if of_model > available:
         raise UserError(
             f"this model fits {size} GPUs neither whole nor sharded: weights, gradients and moments"
@@ -302,11 +304,6 @@ def fits_memory(config: Config, size: int, available: float) -> bool:
             " with torchrun"
         )
     return False
-
-
-def _total(config: Config) -> float:
-    """Bytes that a GPU is planned to hold."""
-    return memory_shares(config, count_costs(config, ""))[-1].size
 
 
 def _weights(config: Config, costs: Costs) -> Share:
@@ -482,14 +479,19 @@ FASTER = (
 
 def _faster_remark(config: Config, gpu: str, costs: Costs) -> str:
     """What would be faster than BF16, where this config's FP8 is not, by the same model."""
-    plain = replace(config, fp8=replace(config.fp8, all_gather=False))
-    for overrides in FASTER:
+    # our kernels and replicas are refused beside it
+    without_gather = ("fp8.all_gather=false",) if config.fp8.all_gather else ()
+    for faster in FASTER:
+        overrides = (*faster, *without_gather)
         with suppress(UserError):  # it does not go with the other settings
-            ratio = modelled_ratio(apply_overrides(plain, overrides), gpu, costs.n_gpus)
+            ratio = modelled_ratio(apply_overrides(config, overrides), gpu, costs.n_gpus)
             if ratio is not None and ratio >= NO_GAIN:
                 return f"faster: {' '.join(overrides)}, {ratio:.2f}x"
     if _shard(config) > 1:
-        return "faster: parallel.shard=1, where the model fits each GPU: weights are cast once"
+        overrides = ("parallel.shard=1", *without_gather)
+        return (
+            f"faster: {' '.join(overrides)}, where the model fits each GPU: weights are cast once"
+        )
     return "faster: fp8.recipe=off (BF16): a model of this width gains nothing by FP8"
 
 

@@ -283,8 +283,9 @@ def schema_page() -> str:
     """docs/schemas.md: the keys of summary.json with type and meaning."""
     parts = [
         (
-            "# What a run leaves in summary.json\n\nMade of the comments in `runtime/summary.py`; a"
-            " test compares the two. `python docs/schemas.py write=true` writes this page anew.\n"
+            "# What the files hold that a command leaves\n\nMade of the comments in"
+            " `runtime/summary.py`; a test compares the two. `python docs/schemas.py write=true`"
+            " writes this page anew.\n"
         )
     ]
     for cls, title in (

@@ -422,7 +422,12 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
         ("350m", "fp8.kernels=false", "fp8.kernels=true, 1.0"),
         ("350m", "fp8.recipe=rowwise", "fp8.recipe=tensorwise fp8.kernels=true, 1.0"),
         ("350m", "", None),
-        ("125m", "parallel.shard=8", "parallel.shard=1"),
+        ("125m", "parallel.shard=8", "faster: parallel.shard=1, where"),
+        (
+            "125m",
+            "parallel.shard=8 fp8.all_gather=true",
+            "faster: parallel.shard=1 fp8.all_gather=false, where",
+        ),
     ],
 )
 def test_a_plan_that_gains_nothing_says_what_would_be_faster(size, words, remark):

@@ -70,6 +70,18 @@ def test_a_model_is_sharded_where_a_gpu_does_not_hold_it_and_refused_where_shard
         plan.fits_memory(config, 8, 1 * GIB)
 
 
+def test_a_model_is_refused_by_the_moments_that_its_optimizer_has() -> None:
+    """Muon keeps one moment of a block's matrices, AdamW two."""
+    words = "optim.kind=muon parallel.shard=8 data.tokens_per_step=131072"
+    config = changed(load_config(ROOT / "configs/gpt1p5b_bf16.py"), words)
+    assert config.accumulation(8) == 1
+    shares = plan.memory_shares(config, plan.count_costs(config, ""))
+    of_model = sum(s.size for s in shares if s.name in ("weights", "gradients", "optimizer"))
+    assert not plan.fits_memory(config, 8, 1.01 * of_model)
+    with pytest.raises(UserError, match="neither whole nor sharded"):
+        plan.fits_memory(config, 8, 0.99 * of_model)
+
+
 def test_a_cpus_memory_is_not_asked(tiny: Config) -> None:
     assert plan.fits_whole(tiny, 2, torch.device("cpu"))
 
