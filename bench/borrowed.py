@@ -35,7 +35,7 @@ from lib.machine import ROOT, nvidia_smi
 from lib.text import duration, grid, nearest
 from lib.values import FilePath
 from runtime.config import positive
-from runtime.log import environment
+from runtime.environment import environment
 
 LINES = "borrowed.jsonl"
 BARE = ROOT / "bench" / "bare"  # its sitecustomize.py hides what a bare machine lacks
@@ -220,7 +220,7 @@ class Call:
         self.folder = folder
         self.end = time.monotonic() + options.seconds
         device = torch.device("cpu" if options.rehearse else "cuda")
-        env = environment(device, ROOT)
+        env = asdict(environment(device, ROOT))
         self.gpu = None if options.rehearse else env["device"]
         self.head = {
             "run": env["t_start"],

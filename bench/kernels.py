@@ -20,7 +20,7 @@ import shlex
 import time
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -43,7 +43,7 @@ from lib.machine import ROOT, nvidia_smi
 from lib.values import FilePath
 from model import GPT, Linear, RMSNorm
 from runtime.config import load_config
-from runtime.log import environment
+from runtime.environment import environment
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -105,7 +105,11 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
         raise UserError(
             "a CPU's timings say nothing about a GPU: give out=ANOTHER.json to rehearse"
         )
-    shapes, recipes, env = shapes_of(options), recipes_of(options), environment(device, ROOT)
+    shapes, recipes, env = (
+        shapes_of(options),
+        recipes_of(options),
+        asdict(environment(device, ROOT)),
+    )
     table = _read_table(out)
     entry = _entry_of(table, env, device, command, options.out)
     timed = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}

@@ -23,7 +23,7 @@ from bench.rows import SCHEMA_VERSION, rows_of
 from lib.errors import UserError
 from lib.files import to_line
 from lib.machine import ROOT, nvidia_smi
-from runtime.log import environment
+from runtime.environment import environment
 
 # of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
 WARM_S = 10.0
@@ -52,7 +52,7 @@ class Timer:
                 "this needs a CUDA GPU, and torch sees none here: --suite toy rehearses on the CPU"
             )
         self.out, self.budget, self.end = out, budget, time.monotonic() + budget
-        env = environment(torch.device(device), ROOT)
+        env = asdict(environment(torch.device(device), ROOT))
         driver, power_limit = nvidia_smi("driver_version", "power.limit")
         self.head = {
             "schema_version": SCHEMA_VERSION,

@@ -24,7 +24,7 @@ finite are a STOP."""
 import enum
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -208,6 +208,21 @@ class Guard:
 
 # --------------------------------------------------------------------------------------- diagnosis
 
+Counts = dict[str, int]  # of a tensor over all ranks: its `values`, and how many are `not_finite`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """diagnosis.json of a run that the guard has stopped. What could not be looked at is absent."""
+
+    step: int  # of the run, at which it stopped
+    reason: str  # the guard's
+    weights: dict[str, Counts] | None = None  # by parameter: {values, not_finite}
+    moments: dict[str, Counts] | None = None  # the optimizer's, alike
+    gradients: dict[str, Counts] | None = None  # by parameter, after clipping
+    modules: dict[str, Counts] | None = None  # outputs of a new forward pass, in its order
+    problem: str  # what kept the diagnosis from being complete; "" where nothing did
+
 
 def diagnose(
     model: nn.Module,
@@ -226,7 +241,7 @@ def diagnose(
     call it together. It raises nothing, so that it cannot hide the fault itself; `problem` in
     diagnosis.json is what kept it from being complete. Gradients are those after clipping, which
     spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""
-    counts: dict[str, dict[str, dict[str, int]]] = {}
+    counts: dict[str, dict[str, Counts]] = {}
     path = run_dir / "diagnosis.json"
     problem = ""
     try:
@@ -244,7 +259,8 @@ def diagnose(
         problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     with suppress(OSError):
         if is_main:
-            write_json(path, {"step": step, "reason": reason, **counts, "problem": problem})
+            diagnosis = Diagnosis(step=step, reason=reason, **counts, problem=problem)
+            write_json(path, {k: v for k, v in asdict(diagnosis).items() if v is not None})
     findings = []
     for kind, named in counts.items():
         bad = [
@@ -262,7 +278,7 @@ def diagnose(
     )
 
 
-def _count(tensor: torch.Tensor) -> dict[str, int]:
+def _count(tensor: torch.Tensor) -> Counts:
     """Values, and those not finite, over all ranks; each value of a sharded tensor counts once."""
     bad = (~tensor.isfinite()).sum()
     return {
@@ -271,7 +287,7 @@ def _count(tensor: torch.Tensor) -> dict[str, int]:
     }
 
 
-def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, dict[str, int]]:
+def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, Counts]:
     """Of every module's outputs, over all ranks, in an eager forward pass that keeps no
     activations, as memory is short."""
     seen: dict[str, torch.Tensor] = {}

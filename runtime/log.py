@@ -4,20 +4,14 @@ id that a BF16 and an FP8 run share."""
 
 import json
 import os
-import platform
 import re
-import shlex
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
-from importlib.metadata import distributions
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median_high
 
 import torch
@@ -26,7 +20,6 @@ from torch.profiler import ProfilerAction, profile
 from lib.command import drop_output
 from lib.errors import UserError
 from lib.files import digest, read_rows, to_line, write_atomically
-from lib.machine import device_name, git
 from lib.text import duration, si
 from runtime.config import Config
 from runtime.metrics_file import metrics_rows
@@ -333,57 +326,6 @@ class Profiler:
             self.say(
                 f"profile: rank {self.world.rank} wrote no trace: {type(error).__name__}: {error}"
             )
-
-
-# Environment variables that env.json holds: those of these prefixes whose name does not suggest a
-# secret.
-PREFIXES = (
-    "CUDA_",
-    "CUBLAS_",
-    "PYTORCH_",
-    "TORCH",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_RESTART_COUNT",
-    "PYTHONHASHSEED",
-    "WANDB_MODE",
-)
-SECRET = re.compile("key|token|secret|pass|auth|cred", re.IGNORECASE)
-
-
-def environment(device: torch.device, root: Path) -> dict:
-    """Commit, uncommitted changes, versions, hardware and command of this process; null for what
-    cannot be told. A run's env.json holds `config_files` too: the files that its config was made
-    from, the one that was named first."""
-    return {
-        # the same wherever the repository lies
-        "command": shlex.join(sys.argv).replace(f"{root}/", ""),
-        "t_start": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "git_commit": git(root, "rev-parse", "HEAD"),
-        "git_dirty": bool(git(root, "status", "--porcelain")),
-        "git_diff": git(root, "diff", "HEAD"),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": device_name(device),
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "torch": torch.__version__,
-        **{
-            name: next((package.version for package in distributions(name=name)), None)
-            for name in ("torchao", "numpy", "triton")
-        },
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(PREFIXES) and not SECRET.search(name)
-        },
-    }
 
 
 # Dense (BF16, FP8) peaks in FLOP/s by a part of the name that the driver reports, the first that

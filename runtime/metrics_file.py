@@ -6,6 +6,43 @@
                                                       save
 """
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRow:
+    """A row of kind "train", a training step. The log adds `kind`, `since_start` (steps since this
+    start of the run, the first of which compile) and, where a GPU is sampled, gpu_mem_pct,
+    gpu_util_pct and gpu_power_w."""
+
+    step: int  # steps of the run so far, this one included
+    tokens: int  # of the run so far
+    loss: float  # mean cross-entropy, nats per token; null where it is not finite
+    lr: float  # learning rate of the update
+    grad_norm: float  # global L2 norm before clipping; null where it is not finite
+    tok_per_s: float  # tokens of all ranks per second
+    step_s: float  # seconds of the step by the wall clock
+    verdict: str  # the guard's: OK, SPIKE, SKIP, ROLLBACK, STOP or NO_TARGET
+    reason: str | None = None  # of a verdict that is not OK; absent where it is
+
+    def content(self) -> dict[str, Any]:
+        """The row's keys."""
+        values = asdict(self)
+        if self.reason is None:
+            del values["reason"]
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRow:
+    """A row of kind "val", a validation after a step."""
+
+    step: int  # steps of the run so far
+    tokens: int  # trained on so far
+    loss: float  # mean over the mixture, nats per token, as trained
+    sources: dict[str, float]  # loss of each source, nats per token
+
 
 def metrics_rows(values: list) -> list[dict]:
     """Those values that are rows of a metrics.jsonl: objects with a kind and a step."""

@@ -30,10 +30,11 @@ from runtime.checkpoint import step_of as checkpoint_step
 from runtime.config import Config
 from runtime.config_file import shown
 from runtime.data import Data
+from runtime.environment import environment
 from runtime.guard import Guard, Verdict, diagnose
-from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, SilentLog, environment
+from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, SilentLog
 from runtime.memory import out_of_memory
-from runtime.metrics_file import metrics_rows
+from runtime.metrics_file import TrainRow, ValidationRow, metrics_rows
 from runtime.parallel import World, build
 from runtime.run_folder import as_begun, claim, read_first_start
 from runtime.run_start import StartKind, find_start, refuse_other_data
@@ -188,7 +189,7 @@ class Run:
     def _environment(self, config_files: list[str], first_start: dict[str, str]) -> dict:
         """What env.json holds. The time of the run's first start stays: a prediction counts only if
         it is older."""
-        facts = environment(self.world.device, ROOT) if self.world.is_main else {}
+        facts = asdict(environment(self.world.device, ROOT)) if self.world.is_main else {}
         return facts | {"config_files": config_files} | first_start
 
     def _open_log(self, config_files: list[str], cleanup: ExitStack) -> Log | SilentLog:
@@ -354,19 +355,18 @@ class Run:
     def _log_step(self, result: StepResult, step_s: float) -> None:
         tokens_per_step = self.config.data.tokens_per_step
         step = self.progress.step
-        row = {
-            "step": step,
-            "tokens": step * tokens_per_step,
-            "loss": result.loss,
-            "lr": result.lr,
-            "grad_norm": result.grad_norm,
-            "tok_per_s": tokens_per_step / step_s,
-            "step_s": step_s,
-            "verdict": result.verdict.value,
-        }
-        if result.verdict is not Verdict.OK:
-            row["reason"] = self.guard.reason
-        self.log.step(row)
+        row = TrainRow(
+            step=step,
+            tokens=step * tokens_per_step,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            tok_per_s=tokens_per_step / step_s,
+            step_s=step_s,
+            verdict=result.verdict.value,
+            reason=None if result.verdict is Verdict.OK else self.guard.reason,
+        )
+        self.log.step(row.content())
         if result.n_saturated:
             self.log.event(
                 {"event": "fp8_saturated", "step": step, "tensors": self.precision.saturated()}
@@ -459,14 +459,13 @@ class Run:
             verdict = self.guard.reject_validation(step, f"validation loss {val.loss}")
             self._roll_back_or_give_up(verdict)
             return False
-        self.log.validation(
-            {
-                "step": step,
-                "tokens": step * self.config.data.tokens_per_step,
-                "loss": val.loss,
-                "sources": {name: val.source_loss(name) for name in val.sequences},
-            }
+        row = ValidationRow(
+            step=step,
+            tokens=step * self.config.data.tokens_per_step,
+            loss=val.loss,
+            sources={name: val.source_loss(name) for name in val.sequences},
         )
+        self.log.validation(asdict(row))
         return step == self.config.total_steps and self._finish(val)
 
     def _evaluate(self) -> ValLoss | None:

@@ -16,8 +16,10 @@ from lib.schema import schema_table
 from runtime import optim
 from runtime.config import Config
 from runtime.data import Data
-from runtime.guard import Guard, Verdict
+from runtime.environment import Environment
+from runtime.guard import Diagnosis, Guard, Verdict
 from runtime.log import lineage, pair_id, peak_flops, throughput
+from runtime.metrics_file import TrainRow, ValidationRow
 from runtime.parallel import World
 from runtime.run_start import Progress, Start
 from runtime.validation import ValLoss, bits_per_byte
@@ -292,6 +294,10 @@ def schema_page() -> str:
         (Summary, "summary.json"),
         (PrecisionSummary, "`precision`"),
         (SourceSummary, "`sources`, each"),
+        (TrainRow, 'metrics.jsonl, rows of kind "train"'),
+        (ValidationRow, 'metrics.jsonl, rows of kind "val"'),
+        (Environment, "env.json"),
+        (Diagnosis, "diagnosis.json"),
     ):
         parts.append(f"## {title}\n\n{schema_table(cls)}\n")
     return "\n".join(parts)

@@ -23,11 +23,11 @@ from scaling.declaration import read_declaration
 from scaling.gap_prediction_words import format_prediction, format_score
 from scaling.paired.cost import Surface
 from scaling.paired.estimates import ALPHA
-from scaling.paired.gap_cells import CannotFit
+from scaling.paired.gap_cells import CannotFitGap
 from scaling.paired.gap_law import GapFit, GapForecast, GapLaw
 from scaling.paired.gaps import Pair, Run, mean_gap
 from scaling.predict import begun, target_of
-from scaling.predictions import digest, read_frozen
+from scaling.predictions import prediction_hash, read_frozen
 from scaling.reason_words import sentence_of, worded
 from scaling.records import Record
 from scaling.study import file_word
@@ -206,7 +206,7 @@ def freeze(
         fit = fits[target.recipe]
         try:
             forecast = fit.forecast(target.N, target.tokens)
-        except CannotFit as error:
+        except CannotFitGap as error:
             reason = sentence_of(error.reason)
             lines.append(f"{target.name}: the gap cannot be predicted: {reason}")
             continue
@@ -257,7 +257,7 @@ def _prediction(
         inputs=[_input(pair, evaluation) for pair in inputs],
         sha256="",
     )
-    return replace(prediction, sha256=digest(worded(prediction)))
+    return replace(prediction, sha256=prediction_hash(worded(prediction)))
 
 
 def _input(pair: Pair, evaluation: str) -> PairInput:

@@ -182,7 +182,7 @@ class Held(NamedTuple):
 # ------------------------------------------------------------------------------------------- files
 
 
-def digest(content: dict[str, Any]) -> str:
+def prediction_hash(content: dict[str, Any]) -> str:
     """SHA-256 over the content without its own hash, as canonical JSON."""
     signed = {key: value for key, value in content.items() if key != "sha256"}
     canonical = json.dumps(signed, sort_keys=True, separators=(",", ":"))
@@ -192,7 +192,7 @@ def digest(content: dict[str, Any]) -> str:
 def read_frozen(path: Path) -> dict[str, Any]:
     """The content of a frozen file. Raises UserError where it is damaged or was edited since."""
     content = read_json(path)
-    if digest(content) != content.get("sha256"):
+    if prediction_hash(content) != content.get("sha256"):
         raise UserError(
             f"{path} was edited after it was frozen (its content does not match its sha256), or is"
             " of another version: restore the file as it was written, for nothing can be scored"
@@ -241,7 +241,7 @@ def _prediction_file(content: dict[str, Any]) -> PredictionFile:
 def sealed(prediction: PredictionFile) -> dict[str, Any]:
     """The prediction as its file holds it, with its hash."""
     content = json.loads(json.dumps(asdict(prediction)))
-    return content | {"sha256": digest(content)}
+    return content | {"sha256": prediction_hash(content)}
 
 
 # ------------------------------------------------------------------------------- what is held out

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from lib.plots import STYLES, counts_axis, settle, sheet, steps_axis, styled
-from scaling.probes import OPERANDS, SCALES, SHARES, Probe, kinds_of, place, quantiles
+from scaling.probes import OPERANDS, SCALES, SHARES, ProbeRecord, kinds_of, place, quantiles
 
 HOLLOW: dict[str, Any] = {
     "markersize": 4.4,
@@ -31,7 +31,7 @@ MOST_BLOCK_LABELS = 16
 
 
 @styled
-def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
+def draw_scales(probe: ProbeRecord, inference: dict[str, ProbeRecord], name: str) -> Figure:
     """Scales over depth at the last probed step (top), over training (bottom), one column for each
     operand. inference: recipe -> probe of it."""
     caption = (
@@ -75,19 +75,21 @@ def _scale_handles(looks: dict[str, Any], markers: dict[str, str]) -> list[Line2
     return handles
 
 
-def _scales(probe: Probe, operand: str) -> list[np.ndarray]:
+def _scales(probe: ProbeRecord, operand: str) -> list[np.ndarray]:
     """log2 of the smallest, the whole tensor's and the largest scale, each (layers, steps)."""
     return [_log2(probe.linear[operand, key]) for key in SCALES]
 
 
-def _places(source: Probe, rows: np.ndarray, kind: str, looks: dict[str, Any], end: int) -> list:
+def _places(
+    source: ProbeRecord, rows: np.ndarray, kind: str, looks: dict[str, Any], end: int
+) -> list:
     """Where the layers of one kind stand over depth: kinds beside each other in their block."""
     shift = 0.14 * (list(looks).index(kind) - (len(looks) - 1) / 2)
     return [min(place(source.layers[i])[0] + shift, end) for i in rows]
 
 
 def _draw_over_depth(
-    panel: Axes, probe: Probe, operand: str, looks: dict[str, Any], end: int
+    panel: Axes, probe: ProbeRecord, operand: str, looks: dict[str, Any], end: int
 ) -> None:
     last = probe.last
     low, middle, high = (scale[:, last] for scale in _scales(probe, operand))
@@ -99,7 +101,7 @@ def _draw_over_depth(
 
 
 def _draw_inference(
-    panel: Axes, source: Probe, operand: str, looks: dict[str, Any], end: int, marker: str
+    panel: Axes, source: ProbeRecord, operand: str, looks: dict[str, Any], end: int, marker: str
 ) -> None:
     middle = _scales(source, operand)[1][:, source.last]
     for kind, rows in kinds_of(source.layers).items():
@@ -107,7 +109,7 @@ def _draw_inference(
         panel.plot(x, middle[rows], marker=marker, color=looks[kind]["color"], **HOLLOW)
 
 
-def _draw_over_training(panel: Axes, probe: Probe, operand: str) -> None:
+def _draw_over_training(panel: Axes, probe: ProbeRecord, operand: str) -> None:
     low, middle, high = _scales(probe, operand)
     extremes = quantiles(low, 0)[0], quantiles(high, 100)[0]
     for band, alpha in ((extremes, 0.13), (quantiles(middle, 10, 90), 0.3)):
@@ -136,7 +138,7 @@ def _log2(values: np.ndarray) -> np.ndarray:
 
 
 @styled
-def draw_underflow(probe: Probe, name: str) -> Figure:
+def draw_underflow(probe: ProbeRecord, name: str) -> Figure:
     """Share of values that FP8 loses at either end: heat maps, Linears in order of depth by
     step."""
     count = len(probe.layers)
@@ -163,7 +165,7 @@ def draw_underflow(probe: Probe, name: str) -> Figure:
 
 
 def _draw_shares(
-    figure: Figure, panels: np.ndarray, probe: Probe, share: str, edges: np.ndarray
+    figure: Figure, panels: np.ndarray, probe: ProbeRecord, share: str, edges: np.ndarray
 ) -> None:
     """One line of heat maps on one scale; panels: one of each operand."""
     percents = {operand: 100 * probe.linear[operand, share] for operand in OPERANDS}
@@ -207,7 +209,7 @@ def _set_block_axis(panel: Axes, blocks: Sequence[float], edges: np.ndarray) -> 
 
 
 @styled
-def draw_outliers(probe: Probe, name: str) -> Figure:
+def draw_outliers(probe: ProbeRecord, name: str) -> Figure:
     """Largest attention logit and SwiGLU outliers over training, a line for each block."""
     title = f"Outliers in {name} (n = {len(probe.blocks)} blocks, {len(probe.steps)} probed steps)"
     caption = "A line per block. SwiGLU: the product that enters mlp.down."
@@ -231,7 +233,7 @@ def draw_outliers(probe: Probe, name: str) -> Figure:
     return settle(figure)
 
 
-def _draw_blocks(panel: Axes, probe: Probe, values: np.ndarray, norm: Normalize) -> None:
+def _draw_blocks(panel: Axes, probe: ProbeRecord, values: np.ndarray, norm: Normalize) -> None:
     """values: (blocks, steps)."""
     colours = matplotlib.colormaps["viridis"]
     for line, block in zip(values, probe.blocks, strict=True):

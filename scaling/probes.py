@@ -24,7 +24,7 @@ KINDS = ("qkv", "out", "gate_up", "down", "head")
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeRecord:
     """The rows of one probe file as arrays, NaN where no number was written."""
 
     recipe: str  # of the Linears; several joined by "+"
@@ -36,7 +36,7 @@ class Probe:
     block: dict[str, np.ndarray]  # field of OUTLIERS -> (blocks, steps)
 
 
-def read_probe(path: Path) -> Probe:
+def read_probe(path: Path) -> ProbeRecord:
     """One probe file; of a step that is there twice the last one counts. Raises UserError where it
     is empty or damaged."""
     linear: dict[tuple[str, int], list[float]] = {}
@@ -62,7 +62,7 @@ def read_probe(path: Path) -> Probe:
     steps = sorted({step for _, step in [*linear, *block]})
     counts = [sum((layer, step) in linear for layer in layers) for step in steps]
     last = max(index for index, count in enumerate(counts) if count == max(counts))
-    return Probe(
+    return ProbeRecord(
         "+".join(sorted(recipes)),
         np.array(steps),
         layers,
@@ -108,7 +108,7 @@ def kinds_of(layers: Iterable[str]) -> dict[str, np.ndarray]:
     }
 
 
-def format_worst(probe: Probe) -> str:
+def format_worst(probe: ProbeRecord) -> str:
     """Markdown table of the worst underflow and saturation (any layer, any step) of each kind and
     operand."""
     error_head = f"median error % at step {probe.steps[probe.last]}"

@@ -21,7 +21,7 @@ from scaling.pairing import pair_runs
 from scaling.records import LAW_FOLDER
 from scaling.study_report import MARK, page_content, report_study_folder
 from scaling.training_figure import draw_losses
-from scaling.training_report import format_training, read_arms, report_arms
+from scaling.training_report import format_training, read_training_runs, report_training_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ def main(options: Options) -> str:
 
 def report_training(paths: Sequence[str], out: str | None) -> str:
     """Write the report of one training; what it says."""
-    arms, notes = read_arms(paths)
+    arms, notes = read_training_runs(paths)
     pairs, _ = pair_runs([arm.record for arm in arms])
-    report = report_arms(arms, pairs, notes)
+    report = report_training_runs(arms, pairs, notes)
     parts = [
         f"# {len(arms)} runs of one training: {', '.join(arm.label for arm in arms)}",
         format_training(report.runs),

@@ -39,7 +39,7 @@ from scaling.precision_result import (
 from scaling.rate_sweep import Base, Optimum, RateResult, RateRow, Sweep
 from scaling.study import Row
 from scaling.study_report import StudyReport, StudyRun
-from scaling.training_report import ArmReport, EvaluatedGap, Spread, StepTime, TrainingReport
+from scaling.training_report import EvaluatedGap, RunReport, Spread, StepTime, TrainingReport
 from scaling.typed_json import schema_section
 from scaling.verdicts import Margin
 
@@ -88,7 +88,7 @@ SECTIONS: dict[str, type] = {
     "learning_rate.json: `optimum`": Optimum,
     "learning_rate.json: `base`": Base,
     "report.json of one training": TrainingReport,
-    "report.json of one training: `runs`, each": ArmReport,
+    "report.json of one training: `runs`, each": RunReport,
     "report.json of one training: `train_loss` and other series": Spread,
     "report.json of one training: `gap`, each": EvaluatedGap,
     "report.json of one training: `step_time_s`": StepTime,

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from lib.plots import STYLES, settle, sheet, steps_axis, styled, styles
 from lib.text import si
 from scaling.histories import finite, running_mean, window_of
-from scaling.training_report import Arm
+from scaling.training_report import TrainingRun
 
 # a difference is smoothed over so many times as many steps as a loss: it is noise about little
 CALM = 3
@@ -23,7 +23,7 @@ Lines = dict[str, tuple[np.ndarray, np.ndarray]]  # label -> steps, values
 
 
 @styled
-def draw_losses(arms: Sequence[Arm]) -> Figure:
+def draw_losses(arms: Sequence[TrainingRun]) -> Figure:
     """Training loss, validation loss, and the difference to the BF16 arm where there is one, over
     steps."""
     first = arms[0]
@@ -65,7 +65,7 @@ def _differences(train: Lines, base_label: str) -> Lines:
     return differences
 
 
-def _looks(arms: Sequence[Arm]) -> dict[str, dict]:
+def _looks(arms: Sequence[TrainingRun]) -> dict[str, dict]:
     """Label -> style; blue is BF16's alone."""
     has_base = arms[0].record.is_baseline
     fp8_arms = arms[1:] if has_base else arms

@@ -23,7 +23,7 @@ CPU_NOTE = " A CPU has no FP8 units: its speeds say nothing about a GPU."
 
 
 @dataclass(frozen=True)
-class Arm:
+class TrainingRun:
     """One run of the training."""
 
     record: Record
@@ -63,7 +63,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class ArmReport:
+class RunReport:
     """One run of the training."""
 
     run_id: str  # its name
@@ -96,7 +96,7 @@ class TrainingReport:
 
     schema_version: int  # of this list of keys
     pair_id: str  # equal in runs that differ in precision alone
-    runs: list[ArmReport]  # BF16 and its repeats first
+    runs: list[RunReport]  # BF16 and its repeats first
     notes: list[str]  # what was left out, or is worth knowing
 
 
@@ -105,25 +105,27 @@ def read_training_report(path: Path) -> TrainingReport:
     return read_typed(TrainingReport, path, SCHEMA_VERSION, "report")
 
 
-def report_arms(arms: Sequence[Arm], pairs: Sequence[Pair], notes: list[str]) -> TrainingReport:
+def report_training_runs(
+    arms: Sequence[TrainingRun], pairs: Sequence[Pair], notes: list[str]
+) -> TrainingReport:
     """pairs: those among the arms' runs."""
     by_folder = {pair.fp8.folder: pair for pair in pairs if isinstance(pair.fp8, Record)}
-    runs = [_report_arm(arm, by_folder.get(arm.record.folder)) for arm in arms]
+    runs = [_report_run(arm, by_folder.get(arm.record.folder)) for arm in arms]
     return TrainingReport(SCHEMA_VERSION, arms[0].record.pair_id, runs, notes)
 
 
 # ------------------------------------------------------------------------------------------ reading
 
 
-def read_arms(paths: Sequence[str | Path]) -> tuple[list[Arm], list[str]]:
+def read_training_runs(paths: Sequence[str | Path]) -> tuple[list[TrainingRun], list[str]]:
     """Finished runs, BF16 and its repeats first; plus a line for each thing left out or worth
     knowing. Raises UserError where they are not of one training."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (not record.is_baseline, record.repeat))
-    arms: list[Arm] = []
+    arms: list[TrainingRun] = []
     for record in records:
         _check_same_training(records[0], record)
-        arm = Arm(record, _label(record, records), _read_history(record))
+        arm = TrainingRun(record, _label(record, records), _read_history(record))
         notes += _notes_on(arm)
         arms.append(arm)
     return arms, notes
@@ -157,7 +159,7 @@ def _read_history(record: Record) -> History:
     return history
 
 
-def _notes_on(arm: Arm) -> list[str]:
+def _notes_on(arm: TrainingRun) -> list[str]:
     """What is missing in the rows of a run, or went wrong."""
     record, train = arm.record, arm.history.train
     steps = record.summary.get("steps", 0) - (record.parent_step or 0)
@@ -181,11 +183,11 @@ def _notes_on(arm: Arm) -> list[str]:
 # --------------------------------------------------------------------------------------- one run
 
 
-def _report_arm(arm: Arm, pair: Pair | None) -> ArmReport:
+def _report_run(arm: TrainingRun, pair: Pair | None) -> RunReport:
     record, history = arm.record, arm.history
     train = history.train
     is_first = train["since_start"] == 1
-    return ArmReport(
+    return RunReport(
         run_id=record.run_id,
         label=arm.label,
         recipe=record.recipe,
@@ -252,7 +254,7 @@ def spread(series: ArrayLike) -> Spread | None:
 # ----------------------------------------------------------------------------------------- tables
 
 
-def format_training(rows: Sequence[ArmReport]) -> str:
+def format_training(rows: Sequence[RunReport]) -> str:
     """Training loss, validation loss, what they cost; each with what its columns mean below."""
     is_cpu = any(row.device.startswith("cpu") for row in rows)
     cost_note = (
@@ -284,12 +286,12 @@ def _loss_cells(loss: Spread | None) -> dict[str, object]:
     }
 
 
-def _training_cells(row: ArmReport) -> dict[str, object]:
+def _training_cells(row: RunReport) -> dict[str, object]:
     steps = 0 if row.train_loss is None else row.train_loss.n
     return {"recipe": row.label, **_loss_cells(row.train_loss), "steps": steps}
 
 
-def _validation_cells(row: ArmReport) -> dict[str, object]:
+def _validation_cells(row: RunReport) -> dict[str, object]:
     validations = 0 if row.val_loss is None else row.val_loss.n
     cells = {"recipe": row.label, **_loss_cells(row.val_loss), "validations": validations}
     for evaluation, gap in (row.gap or {}).items():
@@ -301,7 +303,7 @@ def _validation_cells(row: ArmReport) -> dict[str, object]:
     return cells
 
 
-def _cost_cells(row: ArmReport) -> dict[str, object]:
+def _cost_cells(row: RunReport) -> dict[str, object]:
     memory = None if row.memory_percent is None else row.memory_percent.mean
     utilisation = None if row.utilisation_percent is None else row.utilisation_percent.mean
     return {

@@ -36,7 +36,7 @@ from scaling.laws import (
     shared_fault,
     with_bootstrap,
 )
-from scaling.paired.gap_law import CannotFit, GapFit, GapPoints, fit_gap, power_axes
+from scaling.paired.gap_law import CannotFitGap, GapFit, GapPoints, fit_gap, power_axes
 
 Law = dict[str, float]  # E, A, B, alpha, beta
 LossSurface = Callable[[np.ndarray, np.ndarray], np.ndarray]  # N, D -> nats per token
@@ -463,7 +463,7 @@ def _gap_coverage(fit: GapFit, truth: GapTruth) -> dict[str, bool]:
     }
     try:
         forecast_of_gap = fit.forecast(*GAP_TARGET)
-    except CannotFit:  # one table in a hundred refutes its own law
+    except CannotFitGap:  # one table in a hundred refutes its own law
         return covered
     return covered | {"union": forecast_of_gap.low <= at_target <= forecast_of_gap.high}
 

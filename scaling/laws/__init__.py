@@ -6,8 +6,13 @@ shared_fault.py and lack_of_fit.py (where a law and its points part), valleys.py
 (minima at equal compute), choices.py (a form by its name, and under other choices), rivals.py and
 forecast.py (a run to come), refusals.py (why points do not tell).
 
-A new form is an entry of NAMES and POWERS in forms.py, and of STARTS in law.py if its search needs
-starts of its own. The commands fit.py and predict.py read, call and print."""
+A new form is an entry of NAMES and POWERS in forms.py (each power its own factor and exponent, in
+the same order in both), its factors in FACTORS, a new axis a property of Points, starts in law.py's
+STARTS unless it is one power law, and what its design needs in law.py's _lacking(). To be printed
+it stands in FORMS of scaling/groups.py, to be the headline it has a branch of choose_headline()
+there. A shared fault is judged by Chinchilla's residuals, so intervals may count sizes. Hold it
+against a table of known constants: exponents swapped in NAMES still give a certified law. The
+commands fit.py and predict.py read, call and print."""
 
 from scaling.laws.choices import MOST_SIZES, Refit, fit_form, robustness
 from scaling.laws.fits import BudgetMinimum, Fit, Optimum, Outlier, Window, unfitted, unidentified

@@ -15,7 +15,7 @@ from scaling.paired.reasons import Reason, reason
 MOST_SHARED = 0.95  # share of the noise that pairs of a trajectory may have in common
 
 
-class CannotFit(ValueError):
+class CannotFitGap(ValueError):
     """Why these pairs carry no law."""
 
     def __init__(self, why: Reason | str) -> None:
@@ -84,7 +84,7 @@ def whitened(values: np.ndarray, blocks: list[np.ndarray], noise: Noise) -> np.n
 
 
 def cells_of(points: GapPoints) -> Cells:
-    """Raises CannotFit where pairs do not scatter."""
+    """Raises CannotFitGap where pairs do not scatter."""
     trajectory = np.unique(points.trajectory, return_inverse=True)[1].ravel()
     places = np.stack([points.N, points.D]).astype(float)
     distinct, of_pair = np.unique(places, axis=1, return_inverse=True)
@@ -120,10 +120,10 @@ def measure_noise(
         pairs_dof = len(percent) - int(rank)
         dof = trajectories - int(rank)
     if pairs_dof < 1 or dof < 1:
-        raise CannotFit(reason("no_freedom_for_noise"))
+        raise CannotFitGap(reason("no_freedom_for_noise"))
     variance = float(residual @ residual) / pairs_dof
     if variance <= (1e-9 * float(abs(percent).max())) ** 2:
-        raise CannotFit(reason("equal_gaps"))
+        raise CannotFitGap(reason("equal_gaps"))
     shared = _shared_part(residual, trajectory, of_pair, counts) / variance
     noise = Noise(math.sqrt(variance), float(np.clip(shared, 0.0, MOST_SHARED)), dof)
     return noise, pairs_dof if is_within else 0

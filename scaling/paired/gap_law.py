@@ -16,7 +16,7 @@ from scipy import stats
 from scaling.laws import LEVELS, ONE_RAY
 from scaling.paired.cost import Surface
 from scaling.paired.estimates import ALPHA, POWER, grouped
-from scaling.paired.gap_cells import CannotFit, Cells, GapPoints, Noise, cells_of
+from scaling.paired.gap_cells import CannotFitGap, Cells, GapPoints, Noise, cells_of
 from scaling.paired.gap_effective import EffectiveFit, fit_effective
 from scaling.paired.gap_power import LIMIT, PowerFit, fit_power, power_axes
 from scaling.paired.gaps import Pair, is_idle, trajectories
@@ -146,23 +146,23 @@ class GapFit:
     effective: EffectiveFit | None = None
 
     def forecast(self, N: float, D: float) -> GapForecast:
-        """The gap at N parameters and D tokens. Raises CannotFit where the pairs carry no law,
+        """The gap at N parameters and D tokens. Raises CannotFitGap where the pairs carry no law,
         where the point differs from them along an axis that they do not vary, where every form is
         refuted, and where the interval is too wide to say anything."""
         if self.power is None or self.constant is None:
-            raise CannotFit(self.law.reason or reason("no_law"))
+            raise CannotFitGap(self.law.reason or reason("no_law"))
         _check_axes(self, N, D)
         forecasts = [self._power_forecast(N, D), self._constant_forecast()]
         if self.effective is not None:
             forecasts.append(self._effective_forecast(N, D))
         allowed = [form for form in forecasts if form.refuted_because is None]
         if not allowed:
-            raise CannotFit(reason("every_form_refuted", why=forecasts[0].refuted_because))
+            raise CannotFitGap(reason("every_form_refuted", why=forecasts[0].refuted_because))
         headline = _headline(self.law, allowed)
         low = min(form.gap_low for form in allowed)
         high = max(form.gap_high for form in allowed)
         if max(abs(low), abs(high)) > MEANINGLESS:
-            raise CannotFit(reason("meaningless_interval", low=low, high=high))
+            raise CannotFitGap(reason("meaningless_interval", low=low, high=high))
         noise = self.power.cells.noise
         scatter = float(stats.t.ppf(1 - ALPHA / 2, noise.noise_dof)) * noise.pair_sd
         return GapForecast(
@@ -247,7 +247,7 @@ def fit_gap(points: GapPoints, surface: Surface | None, no_surface: Reason | str
     )
     try:
         cells = cells_of(points)
-    except CannotFit as error:
+    except CannotFitGap as error:
         mean = float(points.percent.mean())
         why = error.reason
         law = GapLaw(**vars(counts), trend=None, reason=why, constant=mean, no_effective=why)
@@ -505,7 +505,7 @@ def _check_axes(fit: GapFit, N: float, D: float) -> None:
     ):
         is_within = values.min() / ONE_RAY <= value <= values.max() * ONE_RAY
         if name not in fit.power.free and not is_within:
-            raise CannotFit(reason("axis_not_varied", axis=AXES[name], needed=LEVELS))
+            raise CannotFitGap(reason("axis_not_varied", axis=AXES[name], needed=LEVELS))
 
 
 def _reference(values: np.ndarray) -> float:

@@ -2,6 +2,7 @@
 here are processes of a line of Python."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lib.errors import UserError
 from lib.files import to_line
 from runtime.config import load_config
 from runtime.data import Data
+from runtime.environment import Environment
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, asked, process
 
@@ -85,14 +87,16 @@ def test_a_part_that_does_not_fit_is_left_out_and_a_shorter_one_still_runs(call,
     guesses = {"long": 500.0, "short": 1.0}
     monkeypatch.setattr(borrowed.Call, "estimate", lambda self, part: guesses[part.name])
     monkeypatch.setattr(borrowed.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(borrowed, "environment", lambda *_: dict.fromkeys(ENVIRONMENT, "x"))
+    monkeypatch.setattr(borrowed, "environment", environment_of_a_gpu)
     parts = [part("long", ""), part("short", "")]
     lines, printed = call(parts, "seconds=60", code=1, rehearse=False)
     assert outcomes(lines) == {"long": "left out", "short": "done"}
     assert "needs 500 s, 4" in printed
 
 
-ENVIRONMENT = ("t_start", "device", "git_commit", "torch")
+def environment_of_a_gpu(*_: object) -> Environment:
+    words = dict.fromkeys((field.name for field in fields(Environment)), "x")
+    return Environment(**words)
 
 
 def test_a_part_is_expected_to_take_what_it_took_here(call, tmp_path):

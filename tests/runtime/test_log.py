@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -23,6 +23,7 @@ from lib.files import read_rows, write_json
 from lib.text import duration, si
 from runtime import log
 from runtime.config import LogConfig
+from runtime.environment import environment
 from tests.conftest import ALONE
 from tests.helpers.changes import on_change
 from tests.helpers.faults import wait_for
@@ -374,12 +375,12 @@ def test_env_json_leaks_no_secret_and_keeps_changes_whatever_a_file_holds(tmp_pa
     ]
     for name, value in (allowed | dict.fromkeys(forbidden, "secret-of-mine")).items():
         monkeypatch.setenv(name, value)
-    assert log.environment(torch.device("cpu"), tmp_path)["git_commit"] is None
+    assert environment(torch.device("cpu"), tmp_path).git_commit is None
     (tmp_path / "a.txt").write_bytes(b"plain\n\n\n")
     shell("git init -q && git add . && git -c user.name=n -c user.email=e commit -qm first")
     (tmp_path / "a.txt").write_bytes(b"caf\xe9\n\n\n")
     path = tmp_path / "env.json"
-    write_json(path, log.environment(torch.device("cpu"), tmp_path))
+    write_json(path, asdict(environment(torch.device("cpu"), tmp_path)))
     env = json.loads(path.read_text())
     assert allowed.items() <= env["variables"].items() and "secret-of-mine" not in path.read_text()
     shell("git checkout -q . && git apply -", input=f"{env['git_diff']}\n".encode())

@@ -16,7 +16,7 @@ from scaling.rate_sweep import RateResult, read_result
 from scaling.reason_words import worded
 from scaling.schemas import SECTIONS, schema_page
 from scaling.study_report import StudyReport, read_study_report
-from scaling.training_report import ArmReport, TrainingReport, read_training_report
+from scaling.training_report import RunReport, TrainingReport, read_training_report
 from tests.conftest import ROOT
 from tests.helpers.scaling_runs import strict, write_ladder, write_run
 
@@ -65,7 +65,7 @@ def test_report_json_of_one_training_holds_the_keys_of_its_schema(runs: Path) ->
     path = runs / "law/report.json"
     content = strict(path)
     assert set(content) == keys(TrainingReport)
-    assert set(content["runs"][0]) == keys(ArmReport)
+    assert set(content["runs"][0]) == keys(RunReport)
     assert asdict(read_training_report(path)) == content
 
 

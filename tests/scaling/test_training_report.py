@@ -17,7 +17,7 @@ from scaling import report
 from scaling.pairing import pair_runs
 from scaling.records import read_runs
 from scaling.training_figure import draw_losses
-from scaling.training_report import Arm, read_arms, spread
+from scaling.training_report import TrainingRun, read_training_runs, spread
 from tests.conftest import asked, changed
 from tests.helpers.scaling_runs import cells, strict, write_run
 from tests.scaling.test_figures import event, write
@@ -316,30 +316,32 @@ def test_mistakes_are_a_sentence_and_nothing_is_written(
 
 
 @pytest.fixture
-def arms(runs: list[Path]) -> list[Arm]:
-    return read_arms(runs)[0]
+def arms(runs: list[Path]) -> list[TrainingRun]:
+    return read_training_runs(runs)[0]
 
 
-def test_each_panel_has_a_line_of_each_run(arms: list[Arm]) -> None:
+def test_each_panel_has_a_line_of_each_run(arms: list[TrainingRun]) -> None:
     _, val, gap = panels = draw_losses(arms).axes
     assert [len(panel.get_lines()) for panel in panels] == [3, 3, 3]
     assert val.get_lines()[0].get_ydata().tolist() == arms[0].history.val["loss"].tolist()
     assert not gap.get_lines()[0].get_ydata().any()
 
 
-def test_the_panel_of_differences_holds_them(arms: list[Arm]) -> None:
+def test_the_panel_of_differences_holds_them(arms: list[TrainingRun]) -> None:
     low, high = draw_losses(arms).axes[2].get_ylim()
     assert low < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < high < 1
 
 
-def test_without_bf16_there_is_no_difference_and_nobody_gets_its_colour(arms: list[Arm]) -> None:
+def test_without_bf16_there_is_no_difference_and_nobody_gets_its_colour(
+    arms: list[TrainingRun],
+) -> None:
     panels = draw_losses(arms[1:]).axes
     colours = [STYLES[i]["color"] for i in (1, 2)]
     assert len(panels) == 2
     assert all([line.get_color() for line in panel.get_lines()] == colours for panel in panels)
 
 
-def test_a_difference_is_the_mean_over_three_steps(arms: list[Arm]) -> None:
+def test_a_difference_is_the_mean_over_three_steps(arms: list[TrainingRun]) -> None:
     arms[1].history.train["loss"][20] += 0.3
     base = [2 + 4 / step + 0.01 * (step % 4) for step in (20, 21, 22)]
     drawn = draw_losses(arms).axes[2].get_lines()[1].get_ydata()[20]
@@ -363,7 +365,7 @@ def test_neither_a_spike_nor_a_run_that_diverged_governs_the_axis(
         write_arm(tmp_path / "runs/amax", "amax", rows=spiked()),
         write_arm(tmp_path / "runs/cscale", "cscale", rows=diverged()),
     ]
-    panels: list[Axes] = draw_losses(read_arms([runs[2], *bad])[0]).axes
+    panels: list[Axes] = draw_losses(read_training_runs([runs[2], *bad])[0]).axes
     assert all(panel.get_ylim()[1] < 20 for panel in panels[:2])
 
 

@@ -12,7 +12,7 @@ from scipy.stats import t, ttest_1samp
 from scaling.gap_prediction_words import format_gap_law
 from scaling.laws import sizes_of
 from scaling.paired.cost import EPOCH
-from scaling.paired.gap_cells import CannotFit, GapPoints, cells_of
+from scaling.paired.gap_cells import CannotFitGap, GapPoints, cells_of
 from scaling.paired.gap_law import fit_gap, told_together
 from scaling.paired.gap_power import fit_power
 from scaling.reason_words import sentence_of
@@ -290,7 +290,7 @@ def test_a_told_trend_refutes_the_constant() -> None:
 
 def test_an_interval_that_says_nothing_is_no_prediction() -> None:
     fit = fit_gap(gap_points(4, NOISY, GapTruth(0, 0, 0)), None)
-    with pytest.raises(CannotFit) as error:
+    with pytest.raises(CannotFitGap) as error:
         fit.forecast(1.5e9, 3e10)
     assert "says nothing: train more seeds" in sentence_of(error.value.reason)
 
@@ -298,6 +298,6 @@ def test_an_interval_that_says_nothing_is_no_prediction() -> None:
 def test_an_axis_that_the_pairs_do_not_vary_is_not_extrapolated() -> None:
     fit = fit_gap(gap_points(0, GapDesign((3, 3, 3), (20,), 0.01), STEEP), None)
     assert fit.forecast(1e7, 2e8).gap > 0
-    with pytest.raises(CannotFit) as error:
+    with pytest.raises(CannotFitGap) as error:
         fit.forecast(1e7, 4e8)
     assert "ratios of tokens" in sentence_of(error.value.reason)
