@@ -124,8 +124,9 @@ def plan(config: Config, gpu: str) -> list[str]:
             f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or"
             " a100"
         )
+    config, holders = _as_started(config, gpu)
     costs = count_costs(config, gpu)
-    lines = [f"plan of {config.run}: nothing is trained"]
+    lines = [f"plan of {config.run}: nothing is trained", *holders]
     for section in (
         _describe_parameters(config, costs),
         _describe_budget(config, costs),
@@ -137,6 +138,33 @@ def plan(config: Config, gpu: str) -> list[str]:
     ):
         lines += ["", *section]
     return lines
+
+
+def _as_started(config: Config, gpu: str) -> tuple[Config, list[str]]:
+    """The config with parallel.shard as the start would choose it, where several GPUs leave it
+    open; and a line on who holds the weights. Raises UserError as fits_memory()."""
+    p = config.parallel
+    memory_gib = _memory_gib(gpu)
+    if p.shard is not None or p.replicate == 1 or memory_gib is None:
+        return config, []
+    available = PLANNED_SHARE * memory_gib * GIB
+    if fits_memory(config, p.replicate, available):
+        line = f"each of {p.replicate} GPUs holds the whole model (replicas)"
+        shape = p.replicate, 1
+    else:
+        line = f"{p.replicate} GPUs share the weights (FSDP2)"
+        shape = 1, p.replicate
+    words = [f"parallel.replicate={shape[0]}", f"parallel.shard={shape[1]}"]
+    reason = f"by {PLANNED_SHARE:g} of {memory_gib} GiB a GPU; parallel.shard=N decides"
+    return apply_overrides(config, words), [f"{line}: {reason}"]
+
+
+def _memory_gib(gpu: str) -> int | None:
+    """A GPU's memory by its name; None where it is not known."""
+    for name, memory_gib in MEMORY_GIB.items():
+        if name.lower() in gpu.lower():
+            return memory_gib
+    return None
 
 
 def _describe_parameters(config: Config, costs: Costs) -> list[str]:
@@ -273,6 +301,8 @@ def memory_shares(config: Config, costs: Costs) -> list[Share]:
     return [*shares, Share("sum", total, note)]
 
 
+# Of GPUs by a part of their name, the first that fits, as the driver counts it: 80 GB are 79.
+MEMORY_GIB = {"H200": 140, "H100": 79, "B200": 178, "A100": 79}
 # Of a GPU's memory that the estimate may fill: the allocator and NCCL's buffers need the rest.
 PLANNED_SHARE = 0.9
 

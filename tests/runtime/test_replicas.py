@@ -82,6 +82,30 @@ def test_a_model_is_refused_by_the_moments_that_its_optimizer_has() -> None:
         plan.fits_memory(config, 8, 0.99 * of_model)
 
 
+@pytest.mark.parametrize(
+    "gpu, micro_batch, line, casts",
+    [
+        ("h200", 16, "each of 8 GPUs holds the whole model (replicas)", "our kernels cast:"),
+        ("h100", 16, "8 GPUs share the weights (FSDP2)", "our kernels do not cast:"),
+        ("h100", 4, "each of 8 GPUs holds the whole model (replicas)", "our kernels cast:"),
+    ],
+)
+def test_a_plan_of_eight_gpus_says_who_would_hold_the_weights(
+    gpu: str, micro_batch: int, line: str, casts: str
+) -> None:
+    words = f"parallel.replicate=8 data.micro_batch={micro_batch}"
+    config = changed(load_config(ROOT / "configs/gpt1p5b_fp8.py"), words)
+    page = plan.plan(config, gpu)
+    assert page[1].startswith(line)
+    assert any(casts in row for row in page)
+
+
+def test_a_plan_keeps_the_shards_that_are_named() -> None:
+    words = "parallel.shard=8 data.micro_batch=4"
+    config = changed(load_config(ROOT / "configs/gpt1p5b_fp8.py"), words)
+    assert "parallel.shard=8" in "\n".join(plan.plan(config, "h100"))
+
+
 def test_a_cpus_memory_is_not_asked(tiny: Config) -> None:
     assert plan.fits_whole(tiny, 2, torch.device("cpu"))
 
