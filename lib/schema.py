@@ -4,12 +4,21 @@ fields."""
 import inspect
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
+
+import numpy as np
 
 from lib.help import field_meanings
 from lib.values import union_members
 
-JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+JSON_TYPES: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    NoneType: "null",
+    Any: "any value",
+}
 
 
 def schema_section(cls: type, title: str) -> str:
@@ -28,16 +37,20 @@ def schema_table(cls: type) -> str:
     return "\n".join(lines)
 
 
-def json_type(hint: object) -> str:
+def json_type(hint: Any) -> str:
     """A type as JSON has it, such as "number or null"."""
-    names = [_json_name(member) for member in union_members(hint)]
-    return " or ".join(dict.fromkeys(names))
+    members = union_members(hint)
+    # an object that becomes its sentence in a file is named beside it
+    if str in members:
+        members = tuple(member for member in members if not is_dataclass(member))
+    return " or ".join(dict.fromkeys(map(_json_name, members)))
 
 
-def _json_name(hint: object) -> str:
+def _json_name(hint: Any) -> str:
     if is_dataclass(hint) or get_origin(hint) is dict or hint is dict:
         return "object"
-    if get_origin(hint) in (list, tuple):
+    if get_origin(hint) in (list, tuple) or hint is np.ndarray:
         return "array"
-    assert isinstance(hint, type)
+    if get_origin(hint) is Literal:
+        return "string"
     return JSON_TYPES[hint]

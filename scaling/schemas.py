@@ -2,6 +2,7 @@
 
 A test compares the page with schema_page()."""
 
+from lib.schema import schema_table
 from scaling.declaration import Declaration
 from scaling.gap_predictions import GapPrediction, GapScore, GapTarget, PairInput
 from scaling.gap_words import TableColumns
@@ -40,7 +41,6 @@ from scaling.rate_sweep import Base, Optimum, RateResult, RateRow, Sweep
 from scaling.study import Row
 from scaling.study_report import StudyReport, StudyRun
 from scaling.training_report import EvaluatedGap, RunReport, Spread, StepTime, TrainingReport
-from scaling.typed_json import schema_section
 from scaling.verdicts import Margin
 
 # Title -> the dataclass that describes it, in the page's order.
@@ -105,5 +105,5 @@ def schema_page() -> str:
         "# What the commands of scaling/ leave: pairs and studies\n\nMade of the comments in the"
         " dataclasses that `scaling/schemas.py` names; a test compares the two.\n"
     )
-    sections = [schema_section(cls, title) for title, cls in SECTIONS.items()]
+    sections = [f"## {title}\n\n{schema_table(cls)}\n" for title, cls in SECTIONS.items()]
     return "\n".join([head, *sections])

@@ -1,4 +1,4 @@
-"""Read JSON into the dataclass that describes it, and describe a dataclass as a schema."""
+"""Read JSON into the dataclass that describes it."""
 
 import types
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from lib.errors import UserError
-from lib.help import field_meanings
 from scaling.records import read_json
 
 Typed = TypeVar("Typed")
@@ -83,42 +82,3 @@ def _member_for(members: Sequence[Any], value: Any) -> Any:
         if member is not type(None) and is_object == isinstance(value, dict):
             return member
     raise TypeError(f"no form for a {type(value).__name__}")
-
-
-# ------------------------------------------------------------------------------------------ schema
-
-
-def schema_section(cls: type, title: str) -> str:
-    """A section of docs/schemas.md: the keys of one dataclass with type and meaning."""
-    meanings = field_meanings(cls)
-    hints = get_type_hints(cls)
-    lines = [f"## {title}", "", "| key | type | meaning |", "|---|---|---|"]
-    for field in fields(cls):  # type: ignore[arg-type]
-        kind = _json_type(hints[field.name])
-        lines.append(f"| `{field.name}` | {kind} | {meanings[field.name]} |")
-    return "\n".join(lines) + "\n"
-
-
-NAMES = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    type(None): "null",
-    Any: "any value",
-}
-
-
-def _json_type(hint: Any) -> str:
-    """A field's type as JSON has it."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        # an object that becomes its sentence in a file is named beside it
-        is_worded = str in inner and any(is_dataclass(member) for member in inner)
-        members = [member for member in inner if not (is_worded and is_dataclass(member))]
-        return " or ".join(dict.fromkeys(map(_json_type, members)))
-    if origin is list or origin is tuple or hint is np.ndarray:
-        return "array"
-    if origin is dict or is_dataclass(hint):
-        return "object"
-    return NAMES.get(hint, "string")
