@@ -12,7 +12,8 @@ It needs a checkout, torch, torchao, numpy and pytest. A part is a process of it
 limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, and those of single
 cells to bench/results as ever. Before each part the time left is compared with what the part took
 the last time, or is guessed to take; what does not fit is left out and named, and a later, shorter
-part may still fit."""
+part may still fit. A part that takes twice as long as expected is cut, so that one alone cannot eat
+the time of all; of cells, those that have no row yet are named."""
 
 import os
 import signal
@@ -41,6 +42,7 @@ LINES = "borrowed.jsonl"
 BARE = ROOT / "bench" / "bare"  # its sitecustomize.py hides what a bare machine lacks
 CELLS = "bench/results/h100.jsonl"  # where bench.throughput keeps the rows of a GPU
 KEPT_S = 15.0  # left at the end, to write and to go
+LONGEST = 2  # times what a part was expected to take, after which it is cut
 SCHEMA_VERSION = 1
 
 Outcome = Literal["done", "failed", "cut", "left out"]
@@ -57,16 +59,24 @@ class Part:
     words: tuple[str, ...]  # behind `python`
     rehearsal: tuple[str, ...]  # on a CPU
     results: str = ""  # file of JSON lines in the part's folder that holds its results
+    cells: tuple[str, ...] = ()  # of bench.throughput, each of which must get a row in CELLS
 
 
-def _cells(sizes: str, labels: str) -> str:
-    names = [f"{size}/{label}" for size in sizes.split() for label in labels.split()]
-    return ",".join(names)
+def _cells(sizes: str, labels: str) -> tuple[str, ...]:
+    return tuple(f"{size}/{label}" for size in sizes.split() for label in labels.split())
 
 
-def _throughput(cells: str) -> tuple[str, ...]:
-    command = ("-m", "bench.throughput", "suite=h100", "budget={budget}", f"cells={cells}")
-    return (*command, f"out={CELLS}")
+def _timing(name: str, shows: str, guess_s: float, cells: tuple[str, ...]) -> Part:
+    """A part that times cells of bench.throughput."""
+    command = ("-m", "bench.throughput", "suite=h100", "budget={budget}", f"out={CELLS}")
+    return Part(
+        name=name,
+        shows=shows,
+        guess_s=guess_s,
+        words=(*command, f"cells={','.join(cells)}"),
+        rehearsal=_TOY_CELLS,
+        cells=cells,
+    )
 
 
 _TOY_CELLS = ("-m", "bench.throughput", "suite=toy", "budget={budget}", "out={out}/../toy.jsonl")
@@ -97,29 +107,23 @@ PARTS = (
         + ("steps=3", "seconds={budget}", "out={out}", _TOY_MODEL),
         results="trainings.jsonl",
     ),
-    Part(
-        name="1p5b",
-        shows="1.5B: FP8 over BF16 by our kernels, with head, with delayed scales, by torchao",
-        guess_s=230,
-        words=_throughput(
-            _cells("1p5b", f"{OURS} {OURS}+head {OURS}+delayed {OURS}+delayed+head {TORCHAO}")
-        ),
-        rehearsal=_TOY_CELLS,
-        results="",
+    _timing(
+        "1p5b",
+        "1.5B: FP8 over BF16 by our kernels, with head, with delayed scales, by torchao",
+        230,
+        _cells("1p5b", f"{OURS} {OURS}+head {OURS}+delayed {OURS}+delayed+head {TORCHAO}"),
     ),
-    Part(
-        name="350m",
-        shows="350M: FP8 over BF16 by our kernels, with head, by torchao",
-        guess_s=120,
-        words=_throughput(_cells("350m", f"{OURS} {OURS}+head {TORCHAO}")),
-        rehearsal=_TOY_CELLS,
+    _timing(
+        "350m",
+        "350M: FP8 over BF16 by our kernels, with head, by torchao",
+        120,
+        _cells("350m", f"{OURS} {OURS}+head {TORCHAO}"),
     ),
-    Part(
-        name="125m_and_760m",
-        shows="125M with head, which has never been timed, and 760M",
-        guess_s=180,
-        words=_throughput(_cells("125m 760m", f"{OURS}+head {OURS}")),
-        rehearsal=_TOY_CELLS,
+    _timing(
+        "125m_and_760m",
+        "125M with head, which has never been timed, and 760M",
+        180,
+        _cells("125m 760m", f"{OURS}+head {OURS}"),
     ),
     Part(
         name="125m_memory",
@@ -131,12 +135,11 @@ PARTS = (
         + ("steps=3", "seconds={budget}", "out={out}", _TOY_MODEL),
         results="trainings.jsonl",
     ),
-    Part(
-        name="blockwise",
-        shows="whether the compiled blockwise recipe trains at 1.5B, within a limit of its own",
-        guess_s=120,
-        words=_throughput("1p5b/blockwise"),
-        rehearsal=_TOY_CELLS,
+    _timing(
+        "blockwise",
+        "whether the compiled blockwise recipe trains at 1.5B, within a limit of its own",
+        120,
+        ("1p5b/blockwise",),
     ),
     Part(
         name="fourway",
@@ -271,7 +274,8 @@ class Call:
         part_folder = self.folder / part.name
         part_folder.mkdir(exist_ok=True)
         start = time.monotonic()
-        exit_code = self._process(part, part_folder, left_s)
+        limit_s = left_s if self.options.rehearse else min(left_s, LONGEST * needed_s)
+        exit_code = self._process(part, part_folder, limit_s)
         seconds = time.monotonic() - start
         for result in self._results(part, part_folder):
             self._add(part, result=result)
@@ -281,7 +285,16 @@ class Call:
             log = self._log(part)
             why = f"exit code {exit_code}: {_last_line(log)} ({log})"
             return self._end(part, "failed", why, seconds)
+        missing = [] if self.options.rehearse else self._cells_without_row(part)
+        if missing:
+            return self._end(part, "cut", f"no row of {', '.join(missing)}", seconds)
         return self._end(part, "done", None, seconds)
+
+    def _cells_without_row(self, part: Part) -> list[str]:
+        """Cells that this call has not timed: bench.throughput ends well out of its budget too."""
+        rows = [row for row in rows_on_gpu(ROOT / CELLS) if row["run"] >= self.head["run"]]
+        timed = {row["cell"] for row in rows if row.get("failure") or row["ratio"]}
+        return [cell for cell in part.cells if cell not in timed]
 
     def _process(self, part: Part, part_folder: Path, limit_s: float) -> int | None:
         """Its exit code, None where it was stopped because time was up."""

@@ -2,7 +2,7 @@
 here are processes of a line of Python."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +97,34 @@ def test_a_part_that_does_not_fit_is_left_out_and_a_shorter_one_still_runs(call,
 def environment_of_a_gpu(*_: object) -> Environment:
     words = dict.fromkeys((field.name for field in fields(Environment)), "x")
     return Environment(**words)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> None:
+    """A machine that seems to have a GPU."""
+    monkeypatch.setattr(borrowed.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(borrowed, "environment", environment_of_a_gpu)
+
+
+def test_one_part_cannot_take_the_time_of_all(call, gpu):
+    slow, sound = part("slow", "import time; time.sleep(600)", guess_s=1.0), part("sound", "")
+    lines, printed = call([slow, sound], "seconds=120", code=1, rehearse=False)
+    assert outcomes(lines) == {"slow": "cut", "sound": "done"}
+    assert "not done after 2 s" in printed
+
+
+@pytest.mark.parametrize(
+    "ratio, failure, outcome",
+    [(1.2, None, "done"), (None, "out of memory", "done"), (None, None, "cut")],
+)
+def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, ratio, failure, outcome):
+    row = {"cell": "350m/tensorwise", "run": "y", "ratio": ratio, "failure": failure}
+    monkeypatch.setattr(borrowed, "rows_on_gpu", lambda path: [row])
+    timing = replace(part("timing", ""), cells=("350m/tensorwise",))
+    code = 0 if outcome == "done" else 1
+    lines, printed = call([timing], "seconds=60", code=code, rehearse=False)
+    assert outcomes(lines) == {"timing": outcome}
+    assert ("no row of 350m/tensorwise" in printed) is (outcome == "cut")
 
 
 def test_a_part_is_expected_to_take_what_it_took_here(call, tmp_path):
