@@ -26,6 +26,7 @@ from runtime import watchdog
 from runtime.checkpoint import checkpoints, load_model, read_manifest, seal
 from runtime.config import Config, FP8Config
 from runtime.data import Data
+from runtime.parallel import LAUNCHER_CHECK_S
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ALONE, changed, tiny_config, write_shards
 from tests.helpers import faults
@@ -207,9 +208,11 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
 
 
 def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole):
-    """As SIGUSR1 to it does, which it does not handle: no signal reaches the ranks."""
+    """As SIGUSR1 to it does, which it does not handle: no signal reaches the ranks. A step lasts
+    longer than the ranks take to look for torchrun, or one of them could leave by the other's
+    request before it has seen the end itself."""
     config = replace(base, run="launcher")
-    run = faults.Run(config, faults=["slow_steps:0.2"], restarts=0)
+    run = faults.Run(config, faults=[f"slow_steps:{2 * LAUNCHER_CHECK_S}"], restarts=0)
     run.wait_until(4)
     launcher = run.processes[0].pid
     ranks = faults.children(launcher)
