@@ -8,7 +8,8 @@
     python -m bench.borrowed report=true       the results as Markdown
     python -m bench.borrowed write=true        the same, and into docs/speed.md and README.md
 
-It needs a checkout, torch, torchao, numpy and pytest. A part is a process of its own with a time
+It needs a checkout, torch, torchao, numpy and pytest; a part that needs more, such as other code
+bases below data/peers, is left out where that is not there. A part is a process of its own with a time
 limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, and those of single
 cells to bench/results as ever. Before each part the time left is compared with what the part took
 the last time, or is guessed to take; what does not fit is left out and named, and a later, shorter
@@ -41,6 +42,7 @@ from runtime.environment import environment
 LINES = "borrowed.jsonl"
 BARE = ROOT / "bench" / "bare"  # its sitecustomize.py hides what a bare machine lacks
 CELLS = "bench/results/h100.jsonl"  # where bench.throughput keeps the rows of a GPU
+PEER_CELLS = "bench/results/h100_peers.jsonl"  # and bench.peers
 KEPT_S = 15.0  # left at the end, to write and to go
 LONGEST = 2  # times what a part was expected to take, after which it is cut
 SCHEMA_VERSION = 1
@@ -59,6 +61,10 @@ class Part:
     words: tuple[str, ...]  # behind `python`
     rehearsal: tuple[str, ...]  # on a CPU
     results: str = ""  # file of JSON lines in the part's folder that holds its results
+    # folder that a plain checkout does not have, and how to get it; without it the part is left out
+    needs: tuple[str, str] | None = None
+    # of a part that goes on where it stopped: it may take all the time that is left
+    exit_code_when_unfinished: int | None = None
     cells: tuple[str, ...] = ()  # of bench.throughput, each of which must get a row in CELLS
 
 
@@ -85,6 +91,7 @@ _TOY_MODEL = (
     "data.tokens_per_step=128,data.micro_batch=1,eval.tokens=1024,parallel.compile=off"
 )
 OURS, TORCHAO = "tensorwise+kernels", "tensorwise"
+_PEERS = ("nanogpt=data/peers/nanoGPT", "nanochat=data/peers/nanochat")
 
 PARTS = (
     Part(
@@ -156,6 +163,24 @@ PARTS = (
         words=("-m", "bench.kernels", "budget={budget}"),
         rehearsal=("-m", "bench.kernels", "shapes=64x64", "tokens=64", "recipes=tensorwise")
         + ("turns=1", "out={out}/speed.json"),
+    ),
+    Part(
+        name="peers",
+        shows="nanoGPT and nanochat in turns with ours, per FLOP, at 125M and 1.5B",
+        guess_s=400,
+        words=("-m", "bench.peers", *_PEERS, "budget={budget}", f"out={PEER_CELLS}"),
+        rehearsal=("-m", "bench.peers", *_PEERS, "suite=toy", "budget={budget}")
+        + ("out={out}/../toy_peers.jsonl",),
+        needs=("data/peers", "the checkouts nanoGPT and nanochat, at the commits of bench.peers"),
+    ),
+    Part(
+        name="study",
+        shows="runs of configs/study_h100.py: what FP8 costs on real text, in slices",
+        guess_s=60,
+        words=("scaling/sweep.py", "configs/study_h100.py", "run=true", "limit={budget}"),
+        rehearsal=("scaling/sweep.py", "configs/study_h100.py"),
+        needs=("data/h100", "shards by the commands at the top of configs/study_h100.py"),
+        exit_code_when_unfinished=3,
     ),
 )
 
@@ -235,8 +260,15 @@ class Call:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> int:
-        """0 where all parts are done, 1 where one failed, was cut or left out."""
-        outcomes = [self.run_part(part) for part in self.due()]
+        """0 where all parts are done whose folders are there, 1 where one failed, was cut or left
+        out."""
+        outcomes = []
+        for part in self.due():
+            missing = self._missing_folder(part)
+            if missing is None:
+                outcomes.append(self.run_part(part))
+            else:
+                self._end(part, "left out", missing, None)
         if all(outcome == "done" for outcome in outcomes):
             return 0
         print("the same command goes on with what is missing", flush=True)
@@ -249,6 +281,13 @@ class Call:
             return [part for part in PARTS if part.name in self.options.parts]
         done = {line.part for line in self.lines_here() if line.outcome == "done"}
         return [part for part in PARTS if part.name not in done]
+
+    def _missing_folder(self, part: Part) -> str | None:
+        """In words, the folder that the part needs and a plain checkout does not have."""
+        if part.needs is None or (ROOT / part.needs[0]).is_dir():
+            return None
+        folder, content = part.needs
+        return f"there is no {folder} ({content})"
 
     def lines_here(self) -> list[Line]:
         """Lines of this GPU and this version of torch."""
@@ -274,13 +313,15 @@ class Call:
         part_folder = self.folder / part.name
         part_folder.mkdir(exist_ok=True)
         start = time.monotonic()
-        limit_s = left_s if self.options.rehearse else min(left_s, LONGEST * needed_s)
+        limit_s = left_s if self._may_take_all(part) else min(left_s, LONGEST * needed_s)
         exit_code = self._process(part, part_folder, limit_s)
         seconds = time.monotonic() - start
         for result in self._results(part, part_folder):
             self._add(part, result=result)
         if exit_code is None:
             return self._end(part, "cut", f"not done after {seconds:.0f} s", seconds)
+        if exit_code == part.exit_code_when_unfinished:
+            return self._end(part, "cut", "it goes on where it stopped", seconds)
         if exit_code != 0:
             log = self._log(part)
             why = f"exit code {exit_code}: {_last_line(log)} ({log})"
@@ -289,6 +330,9 @@ class Call:
         if missing:
             return self._end(part, "cut", f"no row of {', '.join(missing)}", seconds)
         return self._end(part, "done", None, seconds)
+
+    def _may_take_all(self, part: Part) -> bool:
+        return self.options.rehearse or part.exit_code_when_unfinished is not None
 
     def _cells_without_row(self, part: Part) -> list[str]:
         """Cells that this call has not timed: bench.throughput ends well out of its budget too."""

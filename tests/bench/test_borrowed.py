@@ -135,6 +135,29 @@ def test_a_part_is_expected_to_take_what_it_took_here(call, tmp_path):
     assert rehearsal.estimate(part("new", "", guess_s=99)) == 99
 
 
+def test_a_part_whose_folder_is_not_there_is_left_out_and_costs_nothing(call):
+    needy = replace(part("needy", "1 / 0"), needs=("data/nowhere", "another code base"))
+    lines, printed = call([needy, part("sound", "")])
+    assert outcomes(lines) == {"needy": "left out", "sound": "done"}
+    assert "there is no data/nowhere (another code base)" in printed
+
+
+def test_a_part_that_is_not_at_its_end_goes_on_the_next_time(call):
+    study = replace(part("study", "raise SystemExit(3)"), exit_code_when_unfinished=3)
+    lines, _ = call([study], code=1)
+    assert outcomes(lines) == {"study": "cut"}
+    lines, _ = call([study], code=1)
+    assert [line["outcome"] for line in lines] == ["cut", "cut"]
+
+
+def test_a_part_that_goes_on_may_take_all_the_time_that_is_left(call, gpu):
+    slow = replace(
+        part("slow", "import time; time.sleep(3)", guess_s=1.0), exit_code_when_unfinished=3
+    )
+    lines, _ = call([slow], "seconds=60", rehearse=False)
+    assert outcomes(lines) == {"slow": "done"}
+
+
 def test_without_a_gpu_it_is_refused_with_the_rehearsals_words(tmp_path, capsys):
     assert "rehearse=true" in asked(capsys, borrowed.main, f"out={tmp_path}", "seconds=9", code=2)
 
