@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.borrowed import PARTS, Line, Part, read_lines, rows_on_gpu
 from bench.fourway import format_table
+from bench.kernel_kinds import table_of_kernels, table_of_kinds
 from bench.report import draw
 from bench.trainings import TrainingRow
 from lib.errors import UserError
@@ -33,7 +34,9 @@ PAGE = ROOT / "docs" / "speed.md"
 README = ROOT / "README.md"
 README_ROW = "| **FP8's speed** / BF16's |"
 BEGIN = "<!-- made by python -m bench.borrowed write=true -->"
+KERNELS_BEGIN = "<!-- kernels, made by python -m bench.borrowed write=true -->"
 END = "<!-- end -->"
+PROFILED = "1p5b"  # the size whose micro-step is taken apart
 
 
 def report(folder: Path, cells: Path, is_to_write: bool) -> str:
@@ -44,10 +47,11 @@ def report(folder: Path, cells: Path, is_to_write: bool) -> str:
         raise UserError(f"{cells} holds no row of a GPU: nothing has been measured")
     table = speed_table(rows)
     if is_to_write:
-        write_atomically(PAGE, with_table(PAGE.read_text(), table))
+        page = with_table(PAGE.read_text(), table)
+        write_atomically(PAGE, with_table(page, kernels_table(rows), KERNELS_BEGIN))
         write_atomically(README, with_readme_row(README.read_text(), readme_row(rows)))
         draw(rows_on_gpu(cells), cells.with_suffix(".png"))
-    sections = [f"## FP8 over BF16 on {rows[-1]['gpu']}", table]
+    sections = [f"## FP8 over BF16 on {rows[-1]['gpu']}", table, *_sections_of_kernels(rows)]
     lines = [line for line in read_lines(folder) if line.gpu is not None]
     return "\n\n".join([*sections, *_sections_of_parts(lines)])
 
@@ -129,12 +133,42 @@ def _ratio(row: dict[str, Any] | None, modelled_ratio: float | None) -> str:
     return " ".join(parts)
 
 
-def with_table(page: str, table: str) -> str:
-    """The page with `table` between the markers. Raises UserError where they are not there."""
-    pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+def profiled(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Title -> the newest row of PROFILED in each precision whose kernels are known."""
+    rows_by_cell = measured(rows)
+    columns = {}
+    for label, title in {"bf16": "BF16", **LABELS}.items():
+        row = rows_by_cell.get((PROFILED, label))
+        if row is not None and row.get("kernels"):
+            columns[title] = row
+    return columns
+
+
+def kernels_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: where a micro-step of PROFILED goes. Raises UserError where no row tells."""
+    columns = profiled(rows)
+    if not columns:
+        raise UserError(f"no row of {PROFILED} holds the kernels of a micro-step")
+    return table_of_kinds(columns)
+
+
+def _sections_of_kernels(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The kernels of a micro-step by kind, then by name in each precision."""
+    columns = profiled(rows)
+    if not columns:
+        return []
+    sections = [f"## A micro-step of {_size_name(PROFILED)}", table_of_kinds(columns)]
+    for title, row in columns.items():
+        sections += [f"### {title}", table_of_kernels(row)]
+    return sections
+
+
+def with_table(page: str, table: str, begin: str = BEGIN) -> str:
+    """The page with `table` between `begin` and END. Raises UserError where they are not there."""
+    pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(END)}", re.DOTALL)
     if not pattern.search(page):
-        raise UserError(f"{PAGE} lacks the lines {BEGIN} and {END}: put the table between them")
-    return pattern.sub(lambda _: f"{BEGIN}\n{table}\n{END}", page)
+        raise UserError(f"{PAGE} lacks the lines {begin} and {END}: put the table between them")
+    return pattern.sub(lambda _: f"{begin}\n{table}\n{END}", page)
 
 
 def readme_row(rows: Sequence[dict[str, Any]]) -> str:

@@ -199,6 +199,8 @@ def test_the_page_on_speed_is_what_the_rows_say():
     rows_of_gpu += borrowed.rows_on_gpu(ROOT / borrowed.CELLS)
     page = borrowed_report.PAGE.read_text()
     assert borrowed_report.with_table(page, borrowed_report.speed_table(rows_of_gpu)) == page
+    kernels = borrowed_report.kernels_table(rows_of_gpu)
+    assert borrowed_report.with_table(page, kernels, borrowed_report.KERNELS_BEGIN) == page
     readme = borrowed_report.README.read_text()
     row = borrowed_report.readme_row(rows_of_gpu)
     assert borrowed_report.with_readme_row(readme, row) == readme

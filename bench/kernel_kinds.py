@@ -1,0 +1,59 @@
+"""Where a micro-step's time goes: the kernels that the rows of bench.throughput hold, by kind and
+by name."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lib.text import grid
+
+KINDS = {  # kind -> beginnings of the kernels' names
+    "matmuls": ("nvjet_", "cutlass", "sm90_xmma_gemm", "sm100_xmma_gemm"),
+    "attention": (
+        "cudnn_generated_fort_native_sdpa",
+        "void cudnn::fusion::",
+        "void pytorch_flash::",
+        "flash_",
+    ),
+    "torch.compile's kernels": ("triton_",),
+    # fp8/triton_kernels.py, fp8/producer_kernels.py
+    "our kernels": ("cast_", "cross_entropy_grad", "rms_norm_", "swiglu_", "rope_", "transpose_"),
+}
+OTHER = "other kernels"
+NAME_WIDTH = 60  # characters of a kernel's name that tell it from others
+
+
+def kind_of(kernel: str) -> str:
+    for kind, beginnings in KINDS.items():
+        if kernel.startswith(beginnings):
+            return kind
+    return OTHER
+
+
+def milliseconds_by_kind(kernels: Sequence[tuple[str, float]]) -> Counter[str]:
+    """Sums over (name, milliseconds)."""
+    sums: Counter[str] = Counter()
+    for name, milliseconds in kernels:
+        sums[kind_of(name)] += milliseconds  # type: ignore[assignment]  # a Counter of floats
+    return sums
+
+
+def table_of_kinds(columns: dict[str, dict[str, Any]]) -> str:
+    """Markdown: a row a kind, a column a row of bench.throughput, `columns` by their titles. The
+    kernels are the longest of one micro-step."""
+    sums = {title: milliseconds_by_kind(row["kernels"]) for title, row in columns.items()}
+    number = max(len(row["kernels"]) for row in columns.values())
+    lines = [[f"ms of a micro-step, its {number} longest kernels", *columns]]
+    for kind in (*KINDS, OTHER):
+        lines.append([kind, *(f"{of_column[kind]:.1f}" for of_column in sums.values())])
+    lines.append(["together", *(f"{sum(of_column.values()):.1f}" for of_column in sums.values())])
+    return grid(lines)
+
+
+def table_of_kernels(row: dict[str, Any]) -> str:
+    """Markdown: the kernels of one micro-step that a row of bench.throughput holds, the longest
+    first."""
+    lines = [["kernel", "kind", "ms"]]
+    for name, milliseconds in row["kernels"]:
+        lines.append([name[:NAME_WIDTH], kind_of(name), f"{milliseconds:.2f}"])
+    return grid(lines)
