@@ -302,6 +302,32 @@ def check_hardware(config: FP8Config, device: torch.device) -> None:
         )
 
 
+def weights_cast_from(
+    layers: Iterable[Layer], all_gather: bool, device_type: str, has_whole_weights: bool
+) -> Literal["fp32", "bf16"] | None:
+    """What the weights are rounded to float8 from: "bf16" where those of any Linear are, None where
+    no Linear is in FP8.
+
+    FSDP2 gathers the weights of blocks in BF16 and that of the head in fp32 (runtime.parallel), but
+    where it gathers float8, shards of fp32 are cast. The same weight rounded to BF16 first may
+    become another float8 value: two runs of one recipe that differ in this have other operands."""
+    sources = set()
+    for layer in layers:
+        if layer.recipe is None:
+            continue
+        is_gathered_in_bf16 = not has_whole_weights and not all_gather and layer.name != "head"
+        is_native_prototype = layer.recipe in ROUNDS_TO_BF16_FIRST and is_native(layer.recipe)
+        rounds_first = device_type == "cuda" and is_native_prototype
+        sources.add("bf16" if is_gathered_in_bf16 or rounds_first else "fp32")
+    if not sources:
+        return None
+    return "bf16" if "bf16" in sources else "fp32"
+
+
+# by fp8.linears.torchao_mx, on the GPUs that have units for it
+ROUNDS_TO_BF16_FIRST = ("mxfp8",)
+
+
 def is_native(recipe: str) -> bool:
     """Whether the GPU here multiplies by `recipe`, which torchao's prototypes compute, itself."""
     if not torch.cuda.is_available():
