@@ -287,11 +287,16 @@ def implementation(
     return on_gpu
 
 
-def check_hardware(config: FP8Config, device: torch.device) -> None:
-    """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent."""
+def check_hardware(
+    config: FP8Config, device: torch.device, has_kernels: bool | None = None
+) -> None:
+    """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent.
+    has_kernels as in select()."""
     if device.type != "cuda" or config.recipe not in RECIPES:
         return
-    implementation(config.recipe, config.kernels is True, config.all_gather, device.type)
+    if has_kernels is None:
+        has_kernels = config.kernels is True
+    implementation(config.recipe, has_kernels, config.all_gather, device.type)
     needed = RECIPES[config.recipe].capability
     capability = torch.cuda.get_device_capability(device)
     if capability < needed:

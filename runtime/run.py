@@ -83,7 +83,8 @@ class Run:
         ):
             started_s = time.perf_counter()
             tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
-            selection.check_hardware(config.fp8, world.device)
+            cast_by = selection.casting(config.fp8, world.device.type, world.has_whole_weights)
+            selection.check_hardware(config.fp8, world.device, cast_by.is_ours)
             if claim(config, world, cleanup):
                 run = cls(config, world, watchdog, tokenizer, started_s)
                 run._prepare([shown(file) for file in config_files], cleanup)
