@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from lib.command import Failure, Frame, explain_known, run_command
-from lib.errors import MachineError
+from lib.errors import MachineError, UserError
 from lib.help import help_page
 from lib.machine import check_device
 from runtime import optim, parallel
@@ -174,10 +174,18 @@ def explain(error: BaseException) -> Failure | None:
     return explain_known(error)
 
 
+def explain_before_joining(error: BaseException) -> Failure | None:
+    """As explain(), of a rank that has not met the others yet: one of a machine's tells a user's
+    mistake, which they share."""
+    if isinstance(error, UserError):
+        parallel.wait_for_first_rank()
+    return explain(error)
+
+
 FRAME = Frame(
     page=lambda: help_page(__doc__, help_text()),
     read=read_command_line,
-    explain=explain,
+    explain=explain_before_joining,
     prefix="train.py: ",
 )
 

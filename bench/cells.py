@@ -116,7 +116,8 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     """Our model, built, compiled and initialised as train.py does it; its micro-step and update are
     train.py's lines."""
     config = config_of(cell)
-    selection.check_hardware(config.fp8, device)
+    cast_by = selection.casting(config.fp8, device.type, has_whole_weights=True)
+    selection.check_hardware(config.fp8, device, cast_by.is_ours)
     built = build(config, World(0, 0, 1, device))
     if cell.label != BASELINE and not any(layer.recipe for layer in built.layers):
         raise UserError(f"{cell.label} converts nothing here: it would be BF16 once more")

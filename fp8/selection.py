@@ -287,11 +287,16 @@ def implementation(
     return on_gpu
 
 
-def check_hardware(config: FP8Config, device: torch.device) -> None:
-    """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent."""
+def check_hardware(
+    config: FP8Config, device: torch.device, has_kernels: bool | None = None
+) -> None:
+    """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent.
+    has_kernels as in select()."""
     if device.type != "cuda" or config.recipe not in RECIPES:
         return
-    implementation(config.recipe, config.kernels is True, config.all_gather, device.type)
+    if has_kernels is None:
+        has_kernels = config.kernels is True
+    implementation(config.recipe, has_kernels, config.all_gather, device.type)
     needed = RECIPES[config.recipe].capability
     capability = torch.cuda.get_device_capability(device)
     if capability < needed:
@@ -300,6 +305,32 @@ def check_hardware(config: FP8Config, device: torch.device) -> None:
             f" or later, but {torch.cuda.get_device_name(device)} has"
             f" {capability[0]}.{capability[1]}: use fp8.recipe=off (BF16) here"
         )
+
+
+def weights_cast_from(
+    layers: Iterable[Layer], all_gather: bool, device_type: str, has_whole_weights: bool
+) -> Literal["fp32", "bf16"] | None:
+    """What the weights are rounded to float8 from: "bf16" where those of any Linear are, None where
+    no Linear is in FP8.
+
+    FSDP2 gathers the weights of blocks in BF16 and that of the head in fp32 (runtime.parallel), but
+    where it gathers float8, shards of fp32 are cast. The same weight rounded to BF16 first may
+    become another float8 value: two runs of one recipe that differ in this have other operands."""
+    sources = set()
+    for layer in layers:
+        if layer.recipe is None:
+            continue
+        is_gathered_in_bf16 = not has_whole_weights and not all_gather and layer.name != "head"
+        is_native_prototype = layer.recipe in ROUNDS_TO_BF16_FIRST and is_native(layer.recipe)
+        rounds_first = device_type == "cuda" and is_native_prototype
+        sources.add("bf16" if is_gathered_in_bf16 or rounds_first else "fp32")
+    if not sources:
+        return None
+    return "bf16" if "bf16" in sources else "fp32"
+
+
+# by fp8.linears.torchao_mx, on the GPUs that have units for it
+ROUNDS_TO_BF16_FIRST = ("mxfp8",)
 
 
 def is_native(recipe: str) -> bool:

@@ -43,6 +43,7 @@ COMPUTE_DTYPE = torch.bfloat16
 
 SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's default, after which it kills workers that it told to stop
 LAUNCHER_CHECK_S = 0.5
+FIRST_RANK_S = 60.0  # by which ranks of a machine may differ in when they have read their command
 
 
 # --------------------------------------------------------------------------------------- processes
@@ -104,7 +105,7 @@ def start(config: Config, fits_whole: Fits = lambda size, device: True) -> World
     size, rank, local_rank = read_launch(os.environ)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     check_world(config, size, device)
-    check_machine(config, device)
+    check_machine(config, device, _local_size(size))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -158,9 +159,9 @@ def mesh_shape(config: Config, size: int, fits_whole: bool) -> tuple[int, int]:
     return 1, size
 
 
-def check_machine(config: Config, device: torch.device) -> None:
+def check_machine(config: Config, device: torch.device, local_size: int = 1) -> None:
     """Raises UserError where this machine, or the way in which torchrun was started, cannot do what
-    is asked for."""
+    is asked for; local_size: World's."""
     has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
     if config.parallel.compile and not torch.cuda.is_available() and not has_compiler:
         raise UserError(
@@ -178,12 +179,26 @@ def check_machine(config: Config, device: torch.device) -> None:
             " each attempt: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before"
             " torchrun, or drop --max-restarts"
         )
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+    if device.type == "cuda":
         count = torch.cuda.device_count()
-        raise UserError(
-            f"torchrun started process {device.index} on this machine, which has {count} GPUs:"
-            f" give --nproc_per_node={count}"
-        )
+        # The same on all ranks of the machine: the first one speaks for them.
+        processes = max(device.index + 1, local_size)
+        if processes > count:
+            raise UserError(
+                f"torchrun started {processes} processes on this machine, which has {count} GPUs:"
+                f" give --nproc_per_node={count}"
+            )
+
+
+def wait_for_first_rank() -> None:
+    """On a rank that torchrun started beside others of its machine: wait until the first of them
+    has told the user's mistake, which they share, and torchrun ends this process for it. The first
+    rank does not wait, nor does a process without torchrun.
+
+    Ending at once would have torchrun end the first rank before it speaks. Returns after
+    FIRST_RANK_S where that one goes on without the mistake, which is then to be told here."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(FIRST_RANK_S)
 
 
 def _join(
@@ -239,7 +254,7 @@ def _local_size(size: int) -> int:
     wrongly counts on others leaves shards unhashed; one that does all of the work itself only takes
     longer."""
     local_rank, local_size = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
-    if local_rank is None or local_size is None:
+    if size == 1 or local_rank is None or local_size is None:
         return 1
     if not 0 <= int(local_rank) < int(local_size) <= size:
         return 1

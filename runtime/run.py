@@ -36,6 +36,7 @@ from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, SilentLog
 from runtime.memory import out_of_memory
 from runtime.metrics_file import TrainRow, ValidationRow, metrics_rows
 from runtime.parallel import World, build
+from runtime.replicas import check_replicas
 from runtime.run_folder import as_begun, claim, read_first_start
 from runtime.run_start import StartKind, find_start, refuse_other_data
 from runtime.signals import StopRequest
@@ -83,7 +84,8 @@ class Run:
         ):
             started_s = time.perf_counter()
             tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
-            selection.check_hardware(config.fp8, world.device)
+            cast_by = selection.casting(config.fp8, world.device.type, world.has_whole_weights)
+            selection.check_hardware(config.fp8, world.device, cast_by.is_ours)
             if claim(config, world, cleanup):
                 run = cls(config, world, watchdog, tokenizer, started_s)
                 run._prepare([shown(file) for file in config_files], cleanup)
@@ -417,6 +419,7 @@ class Run:
 
     def _save(self) -> None:
         self.at("saving a checkpoint", is_slow=True)
+        self._check_replicas()
         self.progress.seconds = time.perf_counter() - self._started_s
         state = asdict(self.progress) | {
             "guard": self.guard.state(),
@@ -444,11 +447,18 @@ class Run:
             f" command again (it was stopped by {reason})",
         )
 
+    def _check_replicas(self) -> None:
+        """Raises MachineError before other weights than all replicas' are saved or validated."""
+        names = [name for name in self._tensors if name.startswith("model.")]
+        weights = {name.removeprefix("model."): self._tensors[name] for name in names}
+        check_replicas(weights, self.world, self.progress.step)
+
     # -------------------------------------------------------------------------------- validate, end
 
     def _validate(self) -> bool:
         """Log the validation loss, or go back to a checkpoint where it is not finite; whether the
         run has been finished by it. Left undone where a stop is requested meanwhile."""
+        self._check_replicas()
         val = self._evaluate()
         step = self.progress.step
         if val is None:

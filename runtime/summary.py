@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8.selection import Layer
+from fp8.selection import Layer, weights_cast_from
 from lib.machine import GIB, device_name
 from lib.schema import schema_table
 from runtime import optim
@@ -37,6 +37,9 @@ class PrecisionSummary:
     layers_recipes: dict[str, str]  # Linear -> its recipe
     layers_kernels: list[str]  # names of the Linears on our own kernels
     layers_skipped: dict[str, str]  # Linear in BF16 -> why
+    # what weights are rounded to FP8 from: "fp32", or "bf16" where FSDP2 gathers those of blocks so;
+    # null where no Linear is in FP8
+    weights_cast_from: str | None
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def summarise(run: Finished) -> Summary:
         schedule=o.schedule,
         # the schedule has ended, or this would not be written
         is_annealed=optim.learning_rate(steps - 1, steps, o) < o.lr,
-        precision=_precision(config, run.layers, run.start),
+        precision=_precision(config, world, run.layers, run.start),
         loss_as_trained=run.as_trained.loss,
         loss_as_trained_se_seq=run.as_trained.standard_error,
         loss_bf16=run.in_bf16.loss,
@@ -224,7 +227,9 @@ def summarise(run: Finished) -> Summary:
     )
 
 
-def _precision(config: Config, layers: Sequence[Layer], start: Start) -> PrecisionSummary:
+def _precision(
+    config: Config, world: World, layers: Sequence[Layer], start: Start
+) -> PrecisionSummary:
     return PrecisionSummary(
         recipe=config.fp8.label,
         switched_from=start.switched_from,
@@ -233,6 +238,9 @@ def _precision(config: Config, layers: Sequence[Layer], start: Start) -> Precisi
         layers_recipes={layer.name: layer.recipe for layer in layers if layer.recipe},
         layers_kernels=[layer.name for layer in layers if layer.recipe and layer.kernels],
         layers_skipped={layer.name: layer.why for layer in layers if not layer.recipe},
+        weights_cast_from=weights_cast_from(
+            layers, config.fp8.all_gather, world.device.type, world.has_whole_weights
+        ),
     )
 
 

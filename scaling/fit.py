@@ -196,6 +196,7 @@ def _read_runs(options: Options, predictions: Sequence[predict.Prediction]) -> R
     if not fitted:
         raise UserError("\n".join(["no run is left to fit", *notes]))
     records.check_comparable(usable)
+    notes += records.mixed_weight_casts(usable)
     return Runs(finished, usable, fitted, held, notes)
 
 

@@ -34,7 +34,14 @@ from scaling.precision_figure import draw_precision
 from scaling.precision_result import PrecisionResult, analyse, baseline_laws, without_sizes
 from scaling.precision_tables import format_tables
 from scaling.reason_words import sentence_of, worded
-from scaling.records import Record, check_comparable, law_folder, read_runs, usable
+from scaling.records import (
+    Record,
+    check_comparable,
+    law_folder,
+    mixed_weight_casts,
+    read_runs,
+    usable,
+)
 from scaling.table_pairs import TablePairs, read_table_pairs
 from scaling.verdicts import read_margin
 
@@ -130,7 +137,7 @@ def _analyse_runs(options: Options, folder: Path) -> str:
     check_comparable(records)
     pairs, unpaired = pair_runs(records)
     fp8_pairs = [pair for pair in pairs if not pair.fp8.is_baseline]
-    warnings = left_out + unpaired
+    warnings = left_out + unpaired + mixed_weight_casts(records)
     if not fp8_pairs:
         reasons = [*skipped, *warnings]
         raise UserError(

@@ -15,6 +15,7 @@ import numpy as np
 
 from lib.errors import UserError
 from lib.files import file_sha256, read_rows
+from lib.text import listed
 from lib.values import type_problems
 from runtime.metrics_file import metrics_rows
 
@@ -67,6 +68,9 @@ class Record:
     t_start: str | None = None  # UTC time of the first start, ISO; None in older summaries
     lr_peak: float | None = None  # peak learning rate; None in older summaries
     repeat: int = 0  # above 0: the same run once more, only rounded otherwise; a null, in no fit
+    # precision.weights_cast_from: "fp32" or "bf16"; None in BF16, and where an older summary of
+    # several ranks does not tell
+    weights_cast_from: str | None = None
     convention: str = "total"  # or "nonembed": what the study beside the run counts its budgets by
 
     @property
@@ -149,6 +153,7 @@ def _record(folder: Path, summary: dict, study: dict, convention: str | None) ->
         "summary_sha256": file_sha256(folder / "summary.json"),
         "recipe": _recipe(precision),
         "is_compiled": precision["compile"],
+        "weights_cast_from": _weights_cast_from(precision, summary["n_gpu"]),
         "convention": convention or study.get("params", "total"),
         "weights": _weights(summary["sources"]),
         "trunk": trunk,
@@ -167,6 +172,14 @@ def _recipe(precision: dict) -> str:
     recipe = precision["recipe"]
     switched_from = precision.get("switched_from")
     return f"{switched_from}>{recipe}" if switched_from else recipe
+
+
+def _weights_cast_from(precision: dict, n_gpu: int) -> str | None:
+    """Record.weights_cast_from. In a summary from before the key one rank held whole weights, of
+    fp32."""
+    if precision["recipe"] == "bf16" or "weights_cast_from" in precision:
+        return precision.get("weights_cast_from")
+    return "fp32" if n_gpu == 1 else None
 
 
 def _weights(sources: dict[str, dict]) -> dict[str, float]:
@@ -299,6 +312,25 @@ def _kind(record: Record) -> dict[str, Any]:
     keys = ("convention", "tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded")
     weights = {name: round(weight, 9) for name, weight in record.weights.items()}
     return {key: getattr(record, key) for key in keys} | {"weights": weights}
+
+
+def mixed_weight_casts(records: Iterable[Record]) -> list[str]:
+    """A sentence for each recipe some of whose runs round weights to FP8 from fp32 and others from
+    BF16: one label, two kinds of operands."""
+    runs: dict[str, dict[str, list[str]]] = {}
+    for record in records:
+        if record.weights_cast_from is not None:
+            casts = runs.setdefault(record.recipe, {})
+            casts.setdefault(record.weights_cast_from, []).append(record.run_id)
+    sentences = []
+    for recipe, casts in runs.items():
+        if len(casts) > 1:
+            sentences.append(
+                f"{recipe} mixes operands: weights were rounded to FP8 from fp32 in"
+                f" {listed(casts['fp32'], 2)}, but from BF16, in which FSDP2 gathers them, in"
+                f" {listed(casts['bf16'], 2)}; name one parallel.shard for all of its runs"
+            )
+    return sentences
 
 
 def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:

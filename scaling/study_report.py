@@ -24,6 +24,7 @@ from scaling.records import (
     LAW_FOLDER,
     Record,
     from_scratch,
+    mixed_weight_casts,
     read_json,
     read_runs,
     usable,
@@ -93,6 +94,7 @@ def report_study_folder(folder: Path) -> StudyPage:
         for record in records
         if record.status != "ok"
     ]
+    notes += mixed_weight_casts(records)
     try:
         notes += _stale_notes(folder, records)
         sections = _sections(folder, records, report, declaration, is_sweep)

@@ -1,6 +1,7 @@
 """fp8/recipes.py holds every fact of a recipe, and what a stranger adds to it cannot be computed as
 something else without a word: it is refused, or a test here is red."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -18,7 +19,7 @@ from fp8.rounding import fake_quantise
 from lib.errors import UserError
 from lib.plots import name_recipe
 from model import GPT, GPTConfig
-from runtime import parallel, plan
+from runtime import parallel, plan, run
 from tests.conftest import ROOT, changed
 from tests.fp8.test_linears import OPERANDS
 from tests.helpers.fp8_models import KERNELS, SIZE
@@ -62,6 +63,21 @@ def test_a_recipe_that_nothing_computes_on_a_gpu_is_refused_there(add, hopper):
     ):
         with pytest.raises(UserError, match="fp8.recipe=stranger has no implementation on a GPU"):
             attempt()
+
+
+@pytest.mark.parametrize("words, is_refused", [("", False), ("fp8.kernels=false", True)])
+def test_a_run_is_refused_by_who_will_cast_not_by_the_word_auto(
+    words, is_refused, hopper, tiny, monkeypatch
+):
+    """Were `amax` a recipe that our kernels alone compute on a GPU; the run goes no further."""
+    ours_alone = replace(RECIPES["amax"], on_gpu=None, torchao_name="")
+    monkeypatch.setitem(RECIPES, "amax", ours_alone)
+    monkeypatch.setattr(run, "claim", lambda *_: False)
+    config = changed(tiny, f"fp8.recipe=amax {words}")
+    sentence = "amax has no implementation on a GPU"
+    expected = pytest.raises(UserError, match=sentence) if is_refused else nullcontext()
+    with expected, run.Run.open(config, parallel.World(0, 0, 1, hopper)) as opened:
+        assert opened is None
 
 
 def test_on_a_cpu_it_is_emulated(add):

@@ -12,7 +12,7 @@ import torch
 
 import train
 from lib.errors import UserError
-from runtime import run_folder
+from runtime import parallel, run_folder
 from runtime.command_line import read_command_line
 from runtime.config import load_config, read_config
 from runtime.data import Data
@@ -20,7 +20,7 @@ from runtime.parallel import World, read_launch
 from runtime.plan import cpu_estimate
 from runtime.tokenizer import load_tokenizer
 from scaling import fit, report
-from tests.conftest import ALONE, ROOT, changed, write_shards
+from tests.conftest import ALONE, ROOT, changed, process, write_shards
 from tests.helpers import faults
 
 DEMO = "configs/demo_s_bf16.py"
@@ -136,6 +136,49 @@ def test_what_is_advised_for_a_size_that_fp8_refuses_is_allowed():
             ),
             "",
         )
+
+
+def test_two_ranks_of_torchrun_tell_a_mistake_once():
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = process(*torchrun, "train.py", "configs/demo_s_bf16.py", "optim.lrr=1")
+    assert done.returncode == 1, "torchrun's own"
+    assert (done.stdout + done.stderr).count("optim.lrr") == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables, waits",
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1"}, True),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}, False),
+        ({"LOCAL_RANK": "1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_rank_whose_first_one_does_not_end_the_job_tells_the_mistake_itself(
+    monkeypatch, capsys, variables, waits
+):
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    seconds = []
+    monkeypatch.setattr(parallel.time, "sleep", seconds.append)
+    assert train.main(["configs/demo_s_bf16.py", "optim.lrr=1"]) == 2
+    assert "optim.lrr" in capsys.readouterr().err
+    assert seconds == [parallel.FIRST_RANK_S] * waits
+
+
+@pytest.mark.parametrize("local_rank", [0, 3])
+def test_more_ranks_than_gpus_are_the_mistake_of_every_rank(monkeypatch, tiny, local_rank):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launched = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    launched |= {"MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": str(local_rank)}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="4 processes on this machine, which has 2 GPUs"):
+        parallel.start(tiny)
 
 
 @pytest.mark.parametrize(

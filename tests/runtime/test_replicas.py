@@ -1,9 +1,12 @@
 """Replicas: each of two gloo ranks holds the whole model, gradients are averaged once a step. What
 decides between replicas and shards, and that a run goes on between the two."""
 
+import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 import train
-from lib.errors import UserError
+from lib.errors import MachineError, UserError
 from lib.machine import GIB
-from runtime import parallel, plan
+from runtime import parallel, plan, replicas
 from runtime.checkpoint import latest, read_manifest
 from runtime.config import Config, load_config
 from tests.conftest import ALONE, ROOT, changed
@@ -250,3 +253,73 @@ def test_a_run_goes_on_between_replicas_shards_and_one_process(
         config if then == "parallel.shard=1" else changed(config, "parallel.shard=none"), ALONE
     )
     assert rows(config)[-1]["loss"] == pytest.approx(rows(alone)[-1]["loss"], rel=2e-3)
+
+
+# ---------------------------------------------------------------------- replicas that are not equal
+
+# What shall befall a replica's weights in step 4, between the saves after steps 3 and 6.
+FLIP = "layers.1.mlp.down.weight"
+
+
+def train_with_a_fault(rank: int, config: Config, faulty_rank: int, folder: Path) -> None:
+    """Train two replicas, of which one has a bit of a weight flipped; what each of them raises."""
+    clip = parallel.clip_gradients
+    steps = itertools.count(1)
+
+    def clip_and_flip(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        norm = clip(model, max_norm)
+        if next(steps) == 4 and rank == faulty_rank:
+            weight = dict(model.module.named_parameters())[FLIP]
+            weight.data.view(torch.int32)[0, 0] ^= 1
+        return norm
+
+    parallel.clip_gradients = clip_and_flip  # type: ignore[assignment]
+    world = parallel.start(config)
+    try:
+        train.train(config, world)
+    except MachineError as error:
+        (folder / f"rank{rank}").write_text(str(error))
+    parallel.finish(world, 0)
+
+
+@pytest.mark.parametrize("every", ["checkpoint.every=3", "checkpoint.every=none eval.every=5"])
+def test_replicas_with_unequal_weights_are_neither_saved_nor_validated(
+    every: str, base: Config, tmp_path: Path
+) -> None:
+    config = changed(base, f"run=fault out={tmp_path} {every}")
+    on_two_ranks(train_with_a_fault, config, 1, tmp_path)
+    sentences = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
+    step = 6 if "eval" not in every else 5
+    (sentence,) = sentences
+    assert f"after step {step} the weights of rank 1 are no longer" in sentence
+    assert f"to begin with {FLIP}," in sentence
+    saved = latest(config.run_dir)
+    assert saved is None if "eval" in every else read_manifest(saved)["step"] == 3
+
+
+def test_each_replica_of_shards_is_compared_with_the_same_shard_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two replicas of two shards: ranks 0, 1 and 2, 3; rank 3 has another second tensor."""
+    sums = torch.tensor([[1, 2], [3, 4], [1, 2], [3, 5]])
+    monkeypatch.setattr(replicas, "all_concatenate", lambda *_: sums)
+    axes = {"replicate": SimpleNamespace(size=lambda: 2)}
+    layout = torch.tensor([[0, 1], [2, 3]])
+    mesh = type("Mesh", (), {"mesh": layout, "__getitem__": lambda _, axis: axes[axis]})()
+    world = replace(ALONE, size=4, mesh=mesh)
+    weights = {name: torch.zeros(1) for name in ("a", "b")}
+    with pytest.raises(MachineError, match="of rank 3 are no longer .* to begin with b"):
+        replicas.check_replicas(weights, world, 7)
+    sums[3, 1] = 4
+    replicas.check_replicas(weights, world, 7)
+
+
+def test_a_checksum_sees_one_bit_and_not_the_order_of_sums() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(1000, 77)
+    flipped = weights.clone()
+    flipped.view(torch.int32)[999, 76] ^= 1
+    whole, with_flip = replicas.checksums([weights, flipped]).tolist()
+    parts = replicas.checksums(weights.split(13)).sum().item()
+    assert parts == whole == sum(weights.view(torch.int32).flatten().tolist())
+    assert with_flip != whole

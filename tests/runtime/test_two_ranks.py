@@ -19,6 +19,7 @@ import train
 from fp8 import linears
 from fp8.copies import refresh_weight_copies, zero_gradients
 from fp8.precision import Precision
+from fp8.selection import weights_cast_from
 from lib.files import read_rows
 from runtime import parallel
 from runtime.checkpoint import gather, latest, load_model, read_manifest, run_on_rank0
@@ -237,7 +238,53 @@ def is_same(a: Step, b: Step) -> bool:
     return all(torch.equal(a.gradients[name], b.gradients[name]) for name in a.gradients)
 
 
-LOOKS = (trained, timeouts, local_size, gathered, kernels, unsharded, compiled, same)
+CAST = {
+    "whole": "parallel.shard=1",
+    "gathered": "parallel.shard=2",
+    "gathered as float8": "parallel.shard=2 fp8.all_gather=true",
+}
+
+
+def cast_from(job: Job, world: World) -> dict[str, list[str]]:
+    """Of each of CAST: what the weight of a block's Linear was when it was rounded to FP8, and what
+    summary.json would say."""
+    seen = {}
+    for name, words in CAST.items():
+        config = changed(job.whole, f"fp8.recipe=tensorwise fp8.all_gather=false {words}")
+        shape = parallel.mesh_shape(config, 2, fits_whole=True)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        of_words = replace(world, mesh=mesh)
+        built = build(config, f"fp8.recipe=tensorwise {words}", of_words)
+        linear = built.model.layers[0].mlp.down
+        if name == "whole":
+            fp32 = linear.weight.detach().clone()
+        weights = []
+        linear.register_forward_pre_hook(
+            lambda module, _, fp32=fp32, weights=weights: weights.append(
+                source_of(module.weight, fp32)
+            )
+        )
+        built.trained(*tokens())
+        said = weights_cast_from(
+            built.layers, config.fp8.all_gather, "cpu", of_words.has_whole_weights
+        )
+        seen[name] = [*weights, said]
+    return seen
+
+
+def source_of(weight: torch.Tensor, fp32: torch.Tensor) -> str:
+    """What `weight`, as a Linear is given it, is rounded to FP8 from; where it is float8 already,
+    by its values against those of the weight in fp32."""
+    if not hasattr(weight, "_data"):
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}[weight.dtype]
+    for name, values in (("fp32", fp32), ("bf16", fp32.bfloat16().float())):
+        scaled = (values * weight._scale).clamp(-448, 448).to(weight._data.dtype)
+        if torch.equal(scaled.view(torch.uint8), weight._data.view(torch.uint8)):
+            return name
+    return "another"
+
+
+LOOKS = (trained, timeouts, local_size, gathered, kernels, unsharded, compiled, same, cast_from)
 
 
 def look(job: Job) -> None:
@@ -279,6 +326,13 @@ def test_loss_gradients_and_norm_are_those_of_one_process(ranks, number):
     equal = ranks.unsharded[number]
     assert len(equal) > 10
     assert [name for name, is_equal in equal.items() if not is_equal] == []
+
+
+@pytest.mark.parametrize(
+    "way, source", [("whole", "fp32"), ("gathered", "bf16"), ("gathered as float8", "fp32")]
+)
+def test_a_summary_says_what_weights_are_cast_from(ranks, way, source):
+    assert ranks.cast_from[way] == [source, source]
 
 
 @pytest.mark.parametrize("way", WAYS)

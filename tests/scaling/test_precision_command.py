@@ -312,3 +312,13 @@ def test_damaged_runs_are_a_sentence_and_nothing_is_written(
     damage(declare(write_seeds(tmp_path, GAPS)))
     assert sentence in asked(capsys, precision.main, tmp_path, code=2)
     assert not (tmp_path / "law").exists()
+
+
+def test_a_recipe_that_mixes_operands_is_a_warning(tmp_path: Path, capsys: Capsys):
+    folder = write_seeds(tmp_path / "out", GAPS)
+    sharded = folder / "tensorwise_38912_2/summary.json"
+    precision = strict(sharded)["precision"]
+    edit(sharded, precision=precision | {"weights_cast_from": "bf16"})
+    page, result = run(capsys, folder)
+    assert "WARNING: tensorwise mixes operands" in page
+    assert any("tensorwise mixes operands" in note for note in result["notes"])

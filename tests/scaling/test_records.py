@@ -252,6 +252,50 @@ def test_runs_that_count_differently_are_refused_with_the_word_that_mends_it(cou
     check_comparable(read_runs([counted / "x", counted / "y"], "total")[0])
 
 
+# -------------------------------------------------------------- what weights were rounded to FP8 from
+
+
+def cast_from(source: str | None, recipe: str = "tensorwise") -> dict[str, Any]:
+    """`precision` of a summary; `...`: one from before the key."""
+    precision = {"recipe": recipe, "compile": False, "layers_converted": ["head"]}
+    return precision if source is ... else precision | {"weights_cast_from": source}
+
+
+@pytest.mark.parametrize(
+    "precision, n_gpu, source",
+    [
+        (cast_from("bf16"), 8, "bf16"),
+        (cast_from("fp32"), 8, "fp32"),
+        (cast_from(None, "bf16"), 1, None),
+        (cast_from(...), 1, "fp32"),
+        (cast_from(...), 8, None),
+        (cast_from(..., "bf16"), 1, None),
+    ],
+)
+def test_a_record_says_what_weights_were_cast_from(
+    tmp_path: Path, precision: dict, n_gpu: int, source: str | None
+):
+    write_run(tmp_path / "run", precision=precision, n_gpu=n_gpu)
+    assert read_record(tmp_path / "run").weights_cast_from == source
+
+
+def test_a_recipe_whose_runs_mix_operands_is_named(tmp_path: Path):
+    for name, source in (("a", "fp32"), ("b", "fp32"), ("c", "bf16")):
+        write_run(tmp_path / name, precision=cast_from(source))
+    (sentence,) = room.mixed_weight_casts(read_runs([tmp_path])[0])
+    assert sentence.startswith("tensorwise mixes operands")
+    assert "from fp32 in a, b, but from BF16" in sentence and "in c;" in sentence
+
+
+@pytest.mark.parametrize("recipe, source", [("tensorwise", ...), ("rowwise", "bf16")])
+def test_unknown_operands_and_those_of_another_recipe_are_no_mix(
+    tmp_path: Path, recipe: str, source: str
+):
+    write_run(tmp_path / "whole", precision=cast_from("fp32"), n_gpu=8)
+    write_run(tmp_path / "other", precision=cast_from(source, recipe), n_gpu=8)
+    assert room.mixed_weight_casts(read_runs([tmp_path])[0]) == []
+
+
 # ---------------------------------------------------------------------------- training curves
 
 
