@@ -56,23 +56,24 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
             targets = run.data.targets(step + run.progress.data_offset)
             loss_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
             precision.before_step(loss_scale)  # scales of fp8.scaling=delayed: from past steps
-            loss_sum = torch.zeros((), device=world.device)
+            # of the cross-entropy; with optim.z_loss of the z-loss too
+            loss_sums = torch.zeros(2 if config.optim.z_loss else 1, device=world.device)
             for micro in range(accumulation):
                 x, y = run.next_batch()  # (B, T) each
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
-                loss_sum += forward_backward(model, x, y, loss_scale)
+                loss_sums += forward_backward(model, x, y, loss_scale, config.optim.z_loss)
 
             # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
             grad_norm = parallel.clip_gradients(model, config.optim.clip)
-            sums = parallel.all_sum(
-                torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.is_set()))), world
-            )
+            stops = torch.full_like(loss_sums[:1], run.stop.is_set())
+            sums = parallel.all_sum(torch.cat((loss_sums, stops)), world)
             n_saturated = precision.after_passes()  # tensors beyond their delayed scale
-            loss, stops, grad_norm, n_saturated = torch.cat(
+            *losses, n_stopping, grad_norm, n_saturated = torch.cat(
                 (sums, torch.stack((grad_norm, n_saturated)))
             ).tolist()
-            loss = loss / targets if targets else math.nan  # a mean over nothing
+            # a mean over nothing is NaN
+            loss, *z_loss = [loss / targets if targets else math.nan for loss in losses]
 
             # ---- judge, update -------------------------------------------------------------------
             verdict = run.guard.judge(step, loss, grad_norm, targets)
@@ -92,8 +93,9 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
                     grad_norm=grad_norm,
                     lr=lr,
                     loss_scale=loss_scale,
-                    is_stopping=stops > 0,
+                    is_stopping=n_stopping > 0,
                     n_saturated=int(n_saturated),
+                    z_loss=z_loss[0] if z_loss else None,
                 )
             )
 

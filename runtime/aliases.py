@@ -44,6 +44,7 @@ FOREIGN = {
     "optim.decay_share, a share of all steps": "decay_ratio warmdown_ratio",
     "optim.schedule": "decay_type lr_scheduler_type",
     "optim.eps": "adam_eps adam_epsilon",
+    "optim.z_loss": "z_loss_multiplier z_loss_weight z_loss_coeff softmax_auxiliary_loss",
     "optim.clip": "grad_clip clip_grad_norm max_norm max_grad_norm gradient_clip_val",
     "fp8.recipe, off for BF16": (
         "dtype bf16 precision mixed_precision mixed_precision_param fp8 float8 recipe_name"

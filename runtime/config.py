@@ -67,6 +67,9 @@ class OptimConfig:
     beta2: float = within(0, BELOW_ONE, 0.95)  # decay of the second moment
     eps: float = above_zero(1e-8)  # added to the root of the second moment
     clip: float = above_zero(1.0)  # largest global gradient norm
+    # weight of the squared log-sum-exp of the logits in the loss that is trained on, such as 1e-4;
+    # metrics.jsonl has it as z_loss, apart from the loss; 0 = none
+    z_loss: float = within(0, 0.01, 0.0)
 
     def warmup_steps(self, steps: int) -> int:
         return round(self.warmup_share * steps)

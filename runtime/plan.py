@@ -746,7 +746,7 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
     def seconds(micro_steps: int) -> float:
         started = time.perf_counter()
         for _ in range(micro_steps):
-            forward_backward(model, x, y, built.loss_scale)
+            forward_backward(model, x, y, built.loss_scale, config.optim.z_loss)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started

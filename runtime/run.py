@@ -56,6 +56,7 @@ class StepResult:
     loss_scale: float  # what each micro-batch's summed loss was multiplied by
     is_stopping: bool  # a rank was asked to stop
     n_saturated: int  # tensors beyond their delayed FP8 scale
+    z_loss: float | None = None  # weighted, mean over the same targets; None without optim.z_loss
 
 
 class Run:
@@ -364,6 +365,7 @@ class Run:
             tok_per_s=tokens_per_step / step_s,
             step_s=step_s,
             verdict=result.verdict.value,
+            z_loss=result.z_loss,
             reason=None if result.verdict is Verdict.OK else self.guard.reason,
         )
         self.log.step(row.content())
