@@ -47,13 +47,16 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
         if run is None:  # finished already
             return
         model, optimizer, precision = run.trained, run.optimizer, run.precision
-        accumulation = config.accumulation(world.size)
         # steps done; validates and goes back where that is due
         while (step := run.next_step()) is not None:
             # ---- forward and backward ------------------------------------------------------------
-            lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
+            place = config.ramp.place(step)  # of data.ramp; else the step itself
+            lr = optim.set_learning_rate(
+                optimizer, place.full_step, config.full_steps, config.optim
+            )
+            accumulation = config.accumulation(world.size, place.parts)
             # of all ranks: fewer than tokens, or 0, with prompts
-            targets = run.data.targets(step + run.progress.data_offset)
+            targets = run.data.targets(step, run.progress.data_offset)
             loss_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
             precision.before_step(loss_scale)  # scales of fp8.scaling=delayed: from past steps
             # of the cross-entropy; with optim.z_loss of the z-loss too

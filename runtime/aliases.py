@@ -34,6 +34,9 @@ FOREIGN = {
     "data.tokens_per_step, which counts tokens and sets accumulation": (
         "global_batch_size total_batch_size grad_accum_steps gradient_accumulation_steps"
     ),
+    "data.ramp, written share of tokens:share of tokens_per_step,...": (
+        "rampup_batch_size batch_size_warmup batch_warmup"
+    ),
     "data.mixture, written source:weight,source:weight": "dataset dataset_name",
     "data.dir": "data_dir data_path dataset_path",
     "optim.lr": "learning_rate max_lr peak_lr",

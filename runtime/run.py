@@ -227,10 +227,11 @@ class Run:
         return [
             *_describe_files(config_files),
             (
-                f"{config.run}: {parameters:,} parameters, {config.total_steps:,} steps of"
+                f"{config.run}: {parameters:,} parameters, {config.full_steps:,} steps of"
                 f" {config.data.tokens_per_step:,} tokens = {config.total_tokens:,} tokens"
                 f" ({config.total_tokens / parameters:.1f} per parameter)"
             ),
+            *config.ramp.describe(config.data.tokens_per_step),
             (
                 f"device: {self.world.size} x {device_name(self.world.device)};"
                 f" {config.accumulation(self.world.size)} micro-batches of"
@@ -354,15 +355,15 @@ class Run:
     # ----------------------------------------------------------------------------- after each step
 
     def _log_step(self, result: StepResult, step_s: float) -> None:
-        tokens_per_step = self.config.data.tokens_per_step
         step = self.progress.step
+        tokens = self.config.tokens_at(step)
         row = TrainRow(
             step=step,
-            tokens=step * tokens_per_step,
+            tokens=tokens,
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
-            tok_per_s=tokens_per_step / step_s,
+            tok_per_s=(tokens - self.config.tokens_at(step - 1)) / step_s,
             step_s=step_s,
             verdict=result.verdict.value,
             z_loss=result.z_loss,
@@ -463,7 +464,7 @@ class Run:
             return False
         row = ValidationRow(
             step=step,
-            tokens=step * self.config.data.tokens_per_step,
+            tokens=self.config.tokens_at(step),
             loss=val.loss,
             sources={name: val.source_loss(name) for name in val.sequences},
         )
@@ -606,7 +607,7 @@ class Run:
         guard.rolled_back(state["guard"])
         progress.step = to_step
         progress.updates = state["updates"]
-        progress.data_offset += from_step - to_step
+        progress.data_offset += self.config.ramp.full_steps_between(to_step, from_step)
         # 4. The order of the data from here on.
         self._batches.close()
         self._stream()
@@ -629,13 +630,14 @@ class Run:
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
         config, world = self.config, self.world
-        first_step = self.progress.step + self.progress.data_offset
-        end_step = config.total_steps + self.progress.data_offset
+        step, offset = self.progress.step, self.progress.data_offset
         # the place of each micro-batch's first token in the order of the whole run
         tokens = config.micro_batch * config.model.n_ctx
-        first_token = first_step * config.data.tokens_per_step + world.rank * tokens
-        self._positions = count(first_token, world.size * tokens)
-        self._batches = self.data.stream(first_step, end_step, world.rank, world.size, world.device)
+        first_of_step = config.tokens_at(step) + offset * config.data.tokens_per_step
+        self._positions = count(first_of_step + world.rank * tokens, world.size * tokens)
+        self._batches = self.data.stream(
+            step, config.total_steps, world.rank, world.size, world.device, offset
+        )
 
     def _log_event(self, event: str, reason: str) -> None:
         self.log.event({"event": event, "step": self.progress.step, "reason": reason})

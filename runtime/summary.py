@@ -100,10 +100,11 @@ class Summary:
     params_fp8: int  # of the Linears in FP8
     steps: int  # training steps
     tokens: int  # training tokens
-    tokens_per_step: int  # training tokens of a step, all ranks together
+    # training tokens of a step, all ranks together; the first ones have fewer with data.ramp
+    tokens_per_step: int
     optimizer: str  # "AdamW", or "Muon" for the blocks' matrices
     lr_peak: float  # highest learning rate
-    warmup_steps: int  # steps over which the learning rate rises
+    warmup_steps: int  # steps of tokens_per_step over which the learning rate rises
     beta1: float  # decay of the first moment
     beta2: float  # decay of the second moment
     eps: float  # added to the root of the second moment
@@ -168,6 +169,7 @@ def summarise(run: Finished) -> Summary:
         config.data.tokens_per_step,
         run.counts["flops_per_token"],
         peaks[0] * world.size if peaks else None,
+        config.ramp.small_steps,
     )
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -197,7 +199,7 @@ def summarise(run: Finished) -> Summary:
         tokens_per_step=config.data.tokens_per_step,
         optimizer={"adamw": "AdamW", "muon": "Muon"}[o.kind],
         lr_peak=o.lr,
-        warmup_steps=o.warmup_steps(steps),
+        warmup_steps=o.warmup_steps(config.full_steps),
         beta1=o.beta1,
         beta2=o.beta2,
         eps=o.eps,
@@ -205,7 +207,7 @@ def summarise(run: Finished) -> Summary:
         clip=o.clip,
         schedule=o.schedule,
         # the schedule has ended, or this would not be written
-        is_annealed=optim.learning_rate(steps - 1, steps, o) < o.lr,
+        is_annealed=optim.learning_rate(config.full_steps - 1, config.full_steps, o) < o.lr,
         precision=_precision(config, run.layers, run.start),
         loss_as_trained=run.as_trained.loss,
         loss_as_trained_se_seq=run.as_trained.standard_error,
