@@ -120,6 +120,9 @@ class CheckpointConfig:
     forever: int | None = above_zero(None)
     # steps between more saves of which only the newest stays; none = no more
     rolling: int | None = above_zero(None)
+    # validate at the end also the mean of the weights of the last so many checkpoints, of those due
+    # by every and the last step's, which are kept for it; none = no mean
+    average: int | None = within(2, math.inf, None)
     # more steps to save at; these checkpoints stay for good, to branch off from
     at: tuple[int, ...] = ()
 
@@ -496,6 +499,22 @@ def check_fp8_sizes(config: Config) -> Iterator[str]:
     yield from config.fp8.size_problems(tokens, chunk)
 
 
+def check_average(config: Config) -> Iterator[str]:
+    c = config.checkpoint
+    if c.average is None:
+        return
+    first_step = config.parent[1] if config.parent else 0
+    n_saved = 0
+    if c.every is not None:
+        n_saved = -(-config.total_steps // c.every) - first_step // c.every
+    if n_saved < c.average:
+        yield (
+            f"checkpoint.average={c.average} needs as many checkpoints, but checkpoint.every="
+            f"{c.every or 'none'} saves {n_saved} in steps {first_step + 1} to"
+            f" {config.total_steps}: save more often, or average fewer"
+        )
+
+
 def check_compiled_chunks(config: Config) -> Iterator[str]:
     """Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test),
     without a word."""
@@ -534,6 +553,7 @@ CROSS_CHECKS: list[Check] = [
     check_parent,
     check_profile,
     check_saved_steps,
+    check_average,
     check_fp8_sizes,
     check_compiled_chunks,
 ]

@@ -106,7 +106,7 @@ def _shard(config: Config) -> int:
 
 def _count_checkpoints(config: Config) -> int:
     policy = config.checkpoint
-    n_checkpoints = max(2, policy.keep) + len(policy.at)
+    n_checkpoints = max(2, policy.keep, policy.average or 0) + len(policy.at)
     if policy.best:
         n_checkpoints += 1
     if policy.forever is not None:

@@ -25,7 +25,17 @@ from lib.errors import MachineError, UserError
 from lib.files import digest, read_rows, write_json
 from lib.machine import ROOT, device_name
 from runtime import optim, parallel
-from runtime.checkpoint import Restored, Saver, branch, is_due, note_saved, restore, run_on_rank0
+from runtime.checkpoint import (
+    Restored,
+    Saver,
+    branch,
+    is_due,
+    load_mean,
+    note_saved,
+    points_to_average,
+    restore,
+    run_on_rank0,
+)
 from runtime.checkpoint import step_of as checkpoint_step
 from runtime.config import Config
 from runtime.config_file import shown
@@ -39,7 +49,7 @@ from runtime.parallel import World, build
 from runtime.run_folder import as_begun, claim, read_first_start
 from runtime.run_start import StartKind, find_start, refuse_other_data
 from runtime.signals import StopRequest
-from runtime.summary import Finished, Summary, summarise, write_val_losses
+from runtime.summary import Average, Finished, Summary, summarise, write_val_losses
 from runtime.tokenizer import Tokenizer, keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.validation import ValLoss, evaluate
 from runtime.watchdog import Watchdog
@@ -509,12 +519,36 @@ class Run:
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
         self.data.verified()
+        average = None
+        if self.config.checkpoint.average is not None:
+            average = self._evaluate_average(self.config.checkpoint.average)
+            if average is None:
+                return False
         self.progress.seconds = time.perf_counter() - self._started_s
         if self.world.is_main:
-            self._write_results(as_trained, loss_in_bf16)
+            self._write_results(as_trained, loss_in_bf16, average)
         return True
 
-    def _write_results(self, as_trained: ValLoss, in_bf16: ValLoss) -> None:
+    def _evaluate_average(self, count: int) -> Average | None:
+        """The mean of the weights of the last `count` checkpoints, validated in BF16; None where a
+        stop was requested meanwhile. It stays in the model: the run's own weights lie in their
+        checkpoint, and a run that is stopped here goes on from it."""
+        config = self.config
+        points = run_on_rank0(
+            self.world,
+            lambda: points_to_average(config.run_dir, config.checkpoint.every, count),
+        )
+        weights = {name: t for name, t in self._tensors.items() if name.startswith("model.")}
+        self.precision.reshard()
+        load_mean(points, weights, self.world)
+        self.precision.after_update()
+        with self.precision.in_bf16():
+            val = self._evaluate()
+        return Average([point.step for point in points], val) if val is not None else None
+
+    def _write_results(
+        self, as_trained: ValLoss, in_bf16: ValLoss, average: Average | None
+    ) -> None:
         run_dir = self.config.run_dir
         summary = summarise(
             Finished(
@@ -530,6 +564,7 @@ class Run:
                 rows=read_rows(run_dir / "metrics.jsonl"),
                 as_trained=as_trained,
                 in_bf16=in_bf16,
+                average=average,
             )
         )
         write_val_losses(run_dir / "val_losses.npz", as_trained, in_bf16)
@@ -540,7 +575,7 @@ class Run:
         probes = f", {summary.probe_share:.1%} of it probes" if summary.probe_s else ""
         return (
             f"{self.config.run}: done. validation loss {summary.loss_as_trained:.4f} as"
-            f" trained, {summary.loss_bf16:.4f} in BF16;"
+            f" trained, {summary.loss_bf16:.4f} in BF16{_describe_average(summary)};"
             f" {summary.tok_per_s_median:,.0f} tok/s;"
             f" {summary.wall_s:.0f} s{probes}{_describe_skips(self.guard)} ->"
             f" {self.config.run_dir}/summary.json"
@@ -682,6 +717,13 @@ def _describe_skips(guard: Guard) -> str:
     if not counts:
         return ""
     return f"; steps that changed no weights: {', '.join(counts)}"
+
+
+def _describe_average(summary: Summary) -> str:
+    if summary.loss_bf16_average is None:
+        return ""
+    steps = ", ".join(map(str, summary.averaged_steps))
+    return f", {summary.loss_bf16_average:.4f} of the mean of steps {steps}"
 
 
 def _count_rows(run_dir: Path) -> int:

@@ -119,6 +119,10 @@ class Summary:
     loss_as_trained_se_seq: float | None
     loss_bf16: float  # validation loss of the same weights with all Linears in BF16
     loss_bf16_se_seq: float | None  # standard error of loss_bf16, likewise
+    # validation loss in BF16 of the mean of the weights of averaged_steps; null without
+    # checkpoint.average
+    loss_bf16_average: float | None
+    averaged_steps: list[int]  # steps of the checkpoints whose weights were averaged
     sources: dict[str, SourceSummary]  # source -> its part
     # training loss of the last step that had targets, nats per token; null where none had
     train_loss_last: float | None
@@ -141,6 +145,14 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
+class Average:
+    """The mean of the weights of some checkpoints, validated."""
+
+    steps: list[int]  # of the checkpoints
+    in_bf16: ValLoss  # validation with all Linears in BF16
+
+
+@dataclass(frozen=True)
 class Finished:
     """What rank 0 knows at the end of a run, of which its summary is made."""
 
@@ -156,6 +168,7 @@ class Finished:
     rows: list[dict]  # of metrics.jsonl
     as_trained: ValLoss  # validation in the precision of the training
     in_bf16: ValLoss  # validation with all Linears in BF16
+    average: Average | None = None  # with checkpoint.average
 
 
 def summarise(run: Finished) -> Summary:
@@ -213,6 +226,8 @@ def summarise(run: Finished) -> Summary:
         loss_as_trained_se_seq=run.as_trained.standard_error,
         loss_bf16=run.in_bf16.loss,
         loss_bf16_se_seq=run.in_bf16.standard_error,
+        loss_bf16_average=run.average.in_bf16.loss if run.average else None,
+        averaged_steps=run.average.steps if run.average else [],
         sources={source: _source(run, source) for source in run.data.sources},
         train_loss_last=_last_train_loss(run.rows),
         skipped_steps=run.guard.skipped,
