@@ -16,7 +16,6 @@ finishes the step, saves and leaves; so does the end of torchrun. A second signa
 at once. torchrun kills its workers 30 s after SIGTERM: where a step and a save take longer, give it
 --shutdown-timeout=600."""
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from runtime.log import check_mirrors
 from runtime.parallel import World
 from runtime.plan import cpu_estimate, fits_whole, plan, resolve_micro_batch
 from runtime.run import Run, StepResult
-from runtime.training_step import forward_backward, update_weights
+from runtime.training_step import forward_backward, read_numbers, update_weights
 
 
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
@@ -68,18 +67,16 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
 
             # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
+            squares = run.layer_gradients.squares()  # before clipping; empty without guard.layers
             grad_norm = parallel.clip_gradients(model, config.optim.clip)
-            stops = torch.full_like(loss_sums[:1], run.stop.is_set())
-            sums = parallel.all_sum(torch.cat((loss_sums, stops)), world)
             n_saturated = precision.after_passes()  # tensors beyond their delayed scale
-            *losses, n_stopping, grad_norm, n_saturated = torch.cat(
-                (sums, torch.stack((grad_norm, n_saturated)))
-            ).tolist()
-            # a mean over nothing is NaN
-            loss, *z_loss = [loss / targets if targets else math.nan for loss in losses]
+            numbers = read_numbers(
+                loss_sums, targets, run.stop.is_set(), squares, grad_norm, n_saturated, world
+            )
 
             # ---- judge, update -------------------------------------------------------------------
-            verdict = run.guard.judge(step, loss, grad_norm, targets)
+            layer_norms = run.layer_gradients.named(numbers.layer_norms)
+            verdict = run.guard.judge(step, numbers.loss, numbers.grad_norm, targets, layer_norms)
             if verdict in (Verdict.OK, Verdict.SPIKE):
                 run.saver.staged()  # the save under way has its copy of the weights
                 update_weights(optimizer, precision)
@@ -89,18 +86,7 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
                 precision.zero_gradients()
 
             # log, probe, save, roll back
-            run.end_step(
-                StepResult(
-                    verdict=verdict,
-                    loss=loss,
-                    grad_norm=grad_norm,
-                    lr=lr,
-                    loss_scale=loss_scale,
-                    is_stopping=n_stopping > 0,
-                    n_saturated=int(n_saturated),
-                    z_loss=z_loss[0] if z_loss else None,
-                )
-            )
+            run.end_step(StepResult(verdict, numbers, lr, loss_scale))
 
 
 # ------------------------------------------------------------------------------------- the command

@@ -609,7 +609,7 @@ def load_model(
     model.tie()
     model.init_buffers()
     model.requires_grad_(False)
-    weights = {f"model.{name}": p for name, p in model.named_parameters()}
+    weights: dict[str, torch.Tensor] = {f"model.{n}": p for n, p in model.named_parameters()}
     if average == 1:
         load(points[-1].path, points[-1].manifest, weights)
     else:

@@ -158,6 +158,9 @@ class GuardConfig:
     # a spike lies so many robust standard deviations above their median; 2 or more, or ordinary
     # steps would be spikes
     threshold: float = within(2, math.inf, 10.0)
+    # judge the gradient norm of each layer too, by its own past: the global norm hides a small
+    # layer's
+    layers: bool = False
     skips: int = above_zero(10)  # skipped steps in a row before the run goes back to a checkpoint
     rollbacks: int = within(0, math.inf, 3)  # times that a run may go back before it stops
 

@@ -51,6 +51,7 @@ from runtime.run_start import StartKind, find_start, refuse_other_data
 from runtime.signals import StopRequest
 from runtime.summary import Average, Finished, Summary, summarise, write_val_losses
 from runtime.tokenizer import Tokenizer, keep_tokenizer, load_tokenizer, tokenizer_of
+from runtime.training_step import LayerGradients, StepNumbers
 from runtime.validation import ValLoss, evaluate
 from runtime.watchdog import Watchdog
 
@@ -60,20 +61,16 @@ class StepResult:
     """What train.py knows of a training step at its end, equal on all ranks."""
 
     verdict: Verdict
-    loss: float  # mean over the targets of all ranks, nats per token; NaN where there is none
-    grad_norm: float  # global L2 norm, before clipping
+    numbers: StepNumbers
     lr: float  # learning rate of the update
     loss_scale: float  # what each micro-batch's summed loss was multiplied by
-    is_stopping: bool  # a rank was asked to stop
-    n_saturated: int  # tensors beyond their delayed FP8 scale
-    z_loss: float | None = None  # weighted, mean over the same targets; None without optim.z_loss
 
 
 class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All
     ranks call it together.
 
-    Attributes: config; world; progress; guard; data; model, trained, optimizer, loss_scale,
+    Attributes: config; world; progress; guard; data; layer_gradients; model, trained, optimizer, loss_scale,
     precision and layers as parallel.Built has them; saver; stop, set by a request to stop; start,
     where it began; log, which is silent but on rank 0."""
 
@@ -161,6 +158,7 @@ class Run:
         self._cast_by = built.cast_by
         self._assign = built.assign
         self._flags = built.flags
+        self.layer_gradients = LayerGradients(self.model, self.world, self.config.guard.layers)
         self._identity = {
             "train": self.data.train_sha256,
             "val": self.data.val_sha256,
@@ -359,28 +357,28 @@ class Run:
             self._probe(step, *self._batch, result.loss_scale)
             progress.probe_seconds += time.perf_counter() - probe_started_s
         self._save_if_due()  # before the evaluation: a fault there must not cost the steps
-        self._is_stopping = result.is_stopping and step < config.total_steps
+        self._is_stopping = result.numbers.is_stopping and step < config.total_steps
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
 
     # ----------------------------------------------------------------------------- after each step
 
     def _log_step(self, result: StepResult, step_s: float) -> None:
-        step = self.progress.step
+        step, numbers = self.progress.step, result.numbers
         tokens = self.config.tokens_at(step)
         row = TrainRow(
             step=step,
             tokens=tokens,
-            loss=result.loss,
+            loss=numbers.loss,
             lr=result.lr,
-            grad_norm=result.grad_norm,
+            grad_norm=numbers.grad_norm,
             tok_per_s=(tokens - self.config.tokens_at(step - 1)) / step_s,
             step_s=step_s,
             verdict=result.verdict.value,
-            z_loss=result.z_loss,
+            z_loss=numbers.z_loss,
             reason=None if result.verdict is Verdict.OK else self.guard.reason,
         )
         self.log.step(row.content())
-        if result.n_saturated:
+        if numbers.n_saturated:
             self.log.event(
                 {"event": "fp8_saturated", "step": step, "tensors": self.precision.saturated()}
             )

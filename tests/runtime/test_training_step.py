@@ -1,6 +1,6 @@
-"""runtime/training_step.py: what is trained on. The z-loss in a whole run: beside the loss, never in
-it, the same on any number of ranks. Its gradients against fp64: test_model.py; in one kernel with
-the head's matmul: fp8/test_head_loss.py."""
+"""runtime/training_step.py: the z-loss, beside the loss and never in it, and the gradient norms of
+layers, the same on any number of ranks. The z-loss in one kernel with the head's matmul:
+tests/fp8/test_head_loss.py; what the guard makes of the norms: tests/runtime/test_guard.py."""
 
 import json
 from dataclasses import replace
@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from model import NO_TARGET
+from runtime import parallel
+from runtime.checkpoint import latest, read_manifest
 from runtime.config import Config
 from runtime.data import Data
 from runtime.tokenizer import load_tokenizer
-from runtime.training_step import forward_backward
-from tests.conftest import changed
+from runtime.training_step import LayerGradients, forward_backward
+from tests.conftest import ALONE, changed
 from tests.helpers.faults import Run, back_to, record, rows, summary
 from tests.helpers.fp8_models import build, tokens
 
@@ -116,3 +118,59 @@ def test_a_fused_head_trains_on_it_too(trained, run):
     alone = [row["z_loss"] for row in rows(trained)]
     assert [row["z_loss"] for row in rows(fused)] == pytest.approx(alone, rel=0.02)
     assert "head" in json.dumps(summary(fused)["precision"]["layers_kernels"])
+
+
+# ------------------------------------------------------------------- gradient norms of each layer
+
+
+@pytest.mark.parametrize("words", ["", "model.tied=false parallel.recompute=true"])
+def test_norms_of_layers_are_those_of_their_gradients(tiny, words):
+    built = parallel.build(changed(tiny, words), ALONE)
+    built.model.init_weights(0, built.assign)
+    built.precision.after_update()
+    forward_backward(built.model, *tokens(), built.loss_scale)
+    gradients = LayerGradients(built.model, ALONE, is_on=True)
+    norms = gradients.named(gradients.squares().sqrt().tolist())
+    names = ["wte", "layers.0", "layers.1", "norm"] + ["head"] * ("tied=false" in words)
+    assert list(norms) == names
+    for name, norm in norms.items():
+        module = built.model.get_submodule(name)
+        parts = [p.grad.double().flatten() for p in module.parameters()]
+        assert norm == pytest.approx(torch.cat(parts).norm().item(), rel=1e-6)
+
+
+def norms_of_layers(config: Config) -> list[list[float]]:
+    """Those that the guard keeps of the run's steps, (steps, layers)."""
+    accepted = read_manifest(latest(config.run_dir))["state"]["guard"]["accepted"]
+    return [row[2:] for row in accepted]
+
+
+@pytest.fixture
+def judged(tiny, run) -> Config:
+    config = changed(tiny, "guard.layers=true")
+    run(config)
+    return config
+
+
+def test_norms_of_layers_add_up_to_the_global_one_and_change_nothing(judged, tiny, run):
+    run(replace(tiny, run="without"))
+    assert record(judged)["trajectory"] == record(replace(tiny, run="without"))["trajectory"]
+    norms = torch.tensor(norms_of_layers(judged), dtype=torch.float64)
+    assert norms.shape == (6, 4)
+    expected = [row["grad_norm"] for row in rows(judged)]
+    assert norms.norm(dim=1).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks, words", [(2, "shard=2"), (2, "shard=1"), (4, "replicate=2")])
+def test_ranks_have_the_norms_of_layers_of_one_process(judged, ranks, words):
+    together = changed(judged, f"run=together data.micro_batch=2 parallel.{words}")
+    assert Run(together, ranks=ranks).wait() == [0] * ranks
+    for norms, alone in zip(norms_of_layers(together), norms_of_layers(judged), strict=True):
+        assert norms == pytest.approx(alone, rel=5e-3)
+
+
+def test_a_run_judged_by_layers_resumes_to_the_same_bits(judged, run):
+    whole = record(judged)
+    back_to(judged, 3)
+    run(judged)
+    assert record(judged) == whole
