@@ -276,9 +276,15 @@ class KVCache:
         )
 
 
+def beside_z(losses: Tensor, lse: Tensor, targets: Tensor) -> Tensor:
+    """Losses, log-sum-exp and targets of tokens, (n,) each -> losses and squares of log-sum-exp,
+    (n, 2). Source: the z-loss of PaLM (2204.02311, section 5)."""
+    return torch.stack((losses, lse.where(targets != NO_TARGET, 0.0).square()), dim=-1)
+
+
 class GPT(nn.Module):
     """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy
-    of a sequence (B,), nats."""
+    of a sequence (B,), nats; with_z (B, 2): the summed squares of log-sum-exp beside it."""
 
     cos: Tensor
     sin: Tensor
@@ -359,13 +365,19 @@ class GPT(nn.Module):
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
-    def forward(self, x: Tensor, y: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        cache: KVCache | None = None,
+        with_z: bool = False,
+    ) -> Tensor:
         h = self.hidden(x, cache)
         if y is None:
             return self.head(h)  # (B, T, V)
         h, targets = h.view(-1, h.size(-1)), y.reshape(-1)  # (B * T, C), (B * T)
         if self.config.loss_chunk is None:
-            losses = self.token_losses(h, targets)
+            losses = self.token_losses(h, targets, with_z)
         else:
             # recomputed in the backward pass, chunk by chunk: memory for loss_chunk rows of logits,
             # not B * T
@@ -373,9 +385,12 @@ class GPT(nn.Module):
                 h.split(self.config.loss_chunk), targets.split(self.config.loss_chunk), strict=True
             )
             losses = torch.cat(
-                [checkpoint(self.token_losses, *part, use_reentrant=False) for part in parts]
+                [
+                    checkpoint(self.token_losses, *part, with_z, use_reentrant=False)
+                    for part in parts
+                ]
             )
-        return losses.view(y.shape).sum(dim=1)
+        return losses.unflatten(0, y.shape).sum(dim=1)
 
     def hidden(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states (B, T, C), normalised: what the head reads."""
@@ -392,20 +407,22 @@ class GPT(nn.Module):
             cache.length += T
         return self.norm(h)
 
-    def token_losses(self, h: Tensor, targets: Tensor) -> Tensor:
+    def token_losses(self, h: Tensor, targets: Tensor, with_z: bool = False) -> Tensor:
         """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32,
-        nats. A head that multiplies in FP8 may compute them together with its matmul."""
+        nats; with_z (n, 2): the square of its log-sum-exp beside it, 0 without a target. A head
+        that multiplies in FP8 may compute them together with its matmul."""
         head: Any = self.head  # a Linear, or one of fp8/ in its place
         if hasattr(head, "fuses_loss") and head.fuses_loss():
-            return head.token_losses(h, targets)
-        # fp32: sums of 50k exponentials
-        return self.loss_of_logits(head(h).float(), targets)
+            return head.token_losses(h, targets, with_z)
+        logits = head(h).float()  # fp32: sums of 50k exponentials
+        losses = self.loss_of_logits(logits, targets)
+        return beside_z(losses, logits.logsumexp(-1), targets) if with_z else losses
 
     @staticmethod
     def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
         """fp32 logits (n, V), targets (n,) -> the loss of each token (n,). fp8/head_loss.py has it
         a second time, and refuses to convert a model where the two differ. What is added to the
-        loss elsewhere it cannot see: such a key needs a check that refuses fp8.head."""
+        loss elsewhere, as the z-loss is, it cannot see: it must be added there too, or refused."""
         return F.cross_entropy(logits, targets, reduction="none", ignore_index=NO_TARGET)
 
     def counts(self) -> dict[str, int]:

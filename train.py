@@ -16,7 +16,6 @@ finishes the step, saves and leaves; so does the end of torchrun. A second signa
 at once. torchrun kills its workers 30 s after SIGTERM: where a step and a save take longer, give it
 --shutdown-timeout=600."""
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from runtime.log import check_mirrors
 from runtime.parallel import World
 from runtime.plan import cpu_estimate, fits_whole, plan, resolve_micro_batch
 from runtime.run import Run, StepResult
-from runtime.training_step import forward_backward, update_weights
+from runtime.training_step import forward_backward, read_numbers, update_weights
 
 
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
@@ -47,35 +46,37 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
         if run is None:  # finished already
             return
         model, optimizer, precision = run.trained, run.optimizer, run.precision
-        accumulation = config.accumulation(world.size)
         # steps done; validates and goes back where that is due
         while (step := run.next_step()) is not None:
             # ---- forward and backward ------------------------------------------------------------
-            lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
+            place = config.ramp.place(step)  # of data.ramp; else the step itself
+            lr = optim.set_learning_rate(
+                optimizer, place.full_step, config.full_steps, config.optim
+            )
+            accumulation = config.accumulation(world.size, place.parts)
             # of all ranks: fewer than tokens, or 0, with prompts
-            targets = run.data.targets(step + run.progress.data_offset)
+            targets = run.data.targets(step, run.progress.data_offset)
             loss_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
             precision.before_step(loss_scale)  # scales of fp8.scaling=delayed: from past steps
-            loss_sum = torch.zeros((), device=world.device)
+            # of the cross-entropy; with optim.z_loss of the z-loss too
+            loss_sums = torch.zeros(2 if config.optim.z_loss else 1, device=world.device)
             for micro in range(accumulation):
                 x, y = run.next_batch()  # (B, T) each
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
-                loss_sum += forward_backward(model, x, y, loss_scale)
+                loss_sums += forward_backward(model, x, y, loss_scale, config.optim.z_loss)
 
             # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
+            squares = run.layer_gradients.squares()  # before clipping; empty without guard.layers
             grad_norm = parallel.clip_gradients(model, config.optim.clip)
-            sums = parallel.all_sum(
-                torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.is_set()))), world
-            )
             n_saturated = precision.after_passes()  # tensors beyond their delayed scale
-            loss, stops, grad_norm, n_saturated = torch.cat(
-                (sums, torch.stack((grad_norm, n_saturated)))
-            ).tolist()
-            loss = loss / targets if targets else math.nan  # a mean over nothing
+            numbers = read_numbers(
+                loss_sums, targets, run.stop.is_set(), squares, grad_norm, n_saturated, world
+            )
 
             # ---- judge, update -------------------------------------------------------------------
-            verdict = run.guard.judge(step, loss, grad_norm, targets)
+            layer_norms = run.layer_gradients.named(numbers.layer_norms)
+            verdict = run.guard.judge(step, numbers.loss, numbers.grad_norm, targets, layer_norms)
             if verdict in (Verdict.OK, Verdict.SPIKE):
                 run.saver.staged()  # the save under way has its copy of the weights
                 update_weights(optimizer, precision)
@@ -85,17 +86,7 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
                 precision.zero_gradients()
 
             # log, probe, save, roll back
-            run.end_step(
-                StepResult(
-                    verdict=verdict,
-                    loss=loss,
-                    grad_norm=grad_norm,
-                    lr=lr,
-                    loss_scale=loss_scale,
-                    is_stopping=stops > 0,
-                    n_saturated=int(n_saturated),
-                )
-            )
+            run.end_step(StepResult(verdict, numbers, lr, loss_scale))
 
 
 # ------------------------------------------------------------------------------------- the command

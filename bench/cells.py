@@ -129,7 +129,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     precision.before_step(built.loss_scale)
 
     def micro_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return forward_backward(model, x, y, built.loss_scale) / tokens
+        return forward_backward(model, x, y, built.loss_scale).squeeze(0) / tokens
 
     def update() -> None:
         end_unjudged_step(model, optimizer, precision, config.optim.clip)

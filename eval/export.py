@@ -31,6 +31,8 @@ class Options:
     float8: Recipe = "off"  # a recipe of training: which Linears, and how they are rounded
     license: str = "other"  # the model's, as the Hub names it (apache-2.0, mit, ..), for the card
     step: int | None = None  # of a checkpoint that was kept; none = the newest
+    # mean of the weights of so many checkpoints of checkpoint.every, that one the last of them
+    average: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> int:
             lambda o: import_checkpoint(o.from_hf, o.run)
         )(argv)
     return command(__doc__, Options, "run", "folder")(
-        lambda o: export(o.run, o.folder, o.dtype, o.float8, o.license, o.step)
+        lambda o: export(o.run, o.folder, o.dtype, o.float8, o.license, o.step, o.average)
     )(argv)
 
 

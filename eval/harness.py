@@ -78,6 +78,8 @@ class Options:
     # the Linears that this recipe converts multiply in FP8, whatever trained the run
     fp8: Recipe = "off"
     step: int | None = None  # of a checkpoint that was kept; none = the newest
+    # mean of the weights of so many checkpoints of checkpoint.every, that one the last of them
+    average: int = 1
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -87,10 +89,11 @@ class Options:
             raise UserError(
                 "tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa"
             )
-        needs_a_run = self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(names)
+        asks_for_weights = self.step is not None or self.average > 1
+        needs_a_run = self.fp8 != "off" or asks_for_weights or set(tasks.DEMO) & set(names)
         if self.public and needs_a_run:
             raise UserError(
-                f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop"
+                f"fp8=, step=, average= and the demo tasks are for runs of ours, and {self.run} is none: drop"
                 " them"
             )
 
@@ -147,6 +150,7 @@ def score(options: Options, world: World) -> ScoreRecord:
     record = ScoreRecord(
         run=str(options.run),
         step=prepared.step,
+        average=options.average,
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         tasks=scores,
         limit=options.limit,
@@ -198,7 +202,7 @@ def _prepare_run(options: Options, world: World, device_name: str, loaded: dict)
     from eval.lm import CheckpointLM  # after tasks.load(), which sets what lm-eval reads
 
     model, tokenizer, device, layers, step = load_for_inference(
-        options.run, device_name, options.dtype, options.fp8, options.step
+        options.run, device_name, options.dtype, options.fp8, options.step, options.average
     )
     if world.is_main and options.fp8 != "off":
         print("\n".join(selection.verdict_lines(layers, options.fp8, device.type)), flush=True)
@@ -218,7 +222,7 @@ def join() -> World:
 
 def _kind(options: Options) -> str:
     """What the file names tell because it may not be compared: FP8, another dtype, a part of the
-    documents, the step that was asked for."""
+    documents, the step or the average that was asked for."""
     parts = []
     if options.fp8 != "off":
         parts.append(f"_fp8_{options.fp8}")
@@ -228,6 +232,8 @@ def _kind(options: Options) -> str:
         parts.append(f"_limit{options.limit}")
     if options.step is not None:
         parts.append(f"_step{options.step}")
+    if options.average > 1:
+        parts.append(f"_average{options.average}")
     return "".join(parts)
 
 

@@ -84,10 +84,15 @@ class Inference(NamedTuple):
 
 
 def load_for_inference(
-    run_dir: str, device: str, dtype: str, recipe: str = "off", step: int | None = None
+    run_dir: str,
+    device: str,
+    dtype: str,
+    recipe: str = "off",
+    step: int | None = None,
+    average: int = 1,
 ) -> Inference:
-    """The newest checkpoint of a run, or that of `step`: its Linears in FP8 by `recipe`, other
-    weights in the compute dtype.
+    """The newest checkpoint of a run, or that of `step`, or the mean of the `average` checkpoints
+    that end with it: its Linears in FP8 by `recipe`, other weights in the compute dtype.
 
     A BF16 Linear casts its weight at each use; storing the cast weight gives the same numbers for
     half the memory traffic. An FP8 Linear quantises its fp32 weight at each use, as in training:
@@ -105,7 +110,11 @@ def load_for_inference(
     # a run that trains keeps it until two newer ones are whole
     step = step_of(newest) if newest and step is None else step
     model, _ = load_model(
-        run_dir, device=torch_device, compute_dtype=getattr(torch, dtype), step=step
+        run_dir,
+        device=torch_device,
+        compute_dtype=getattr(torch, dtype),
+        step=step,
+        average=average,
     )
     layers = convert(model, settings, device_type=torch_device.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.recipe}

@@ -55,6 +55,7 @@ class ScoreRecord:
     schema_version: int = SCHEMA_VERSION  # of this list of keys
     run: str  # folder of the run, or hf:NAME of a public model
     step: int | None = None  # of the checkpoint; null for a public model
+    average: int = 1  # checkpoints whose weights were averaged, that one the last of them
     time: str = ""  # when it was scored, UTC, ISO 8601
     tasks: dict[str, TaskScores]  # task or group -> its scores
     limit: int | None  # documents per task at most; null = all

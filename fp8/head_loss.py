@@ -2,7 +2,8 @@
 
 The gradient of the logits is written as FP8 at once, in both layouts: (M, V) numbers in BF16 never
 exist. Its scale is that of a bound, |softmax - one-hot| <= 1, which holds for plain cross-entropy
-alone: check_is_cross_entropy() refuses a model with another loss."""
+alone: check_is_cross_entropy() refuses a model with another loss. A z-loss, a function of the
+log-sum-exp, has a wider bound of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +25,12 @@ from fp8.kernels import (
 from fp8.recipes import E5M2, Recipe
 from fp8.rounding import cast, scale_of
 from lib.errors import UserError
-from model import NO_TARGET
+from model import NO_TARGET, beside_z
 
 
 class FP8HeadLoss(torch.autograd.Function):
-    """h (M, K), w (V, K), targets (M,) -> the cross-entropy of each row (M,), fp32, nats; the
-    tensors are those of LinearTensors, in its order."""
+    """h (M, K), w (V, K), targets (M,) -> the cross-entropy of each row (M,), fp32, nats; with_lse
+    also its log-sum-exp (M,). The tensors are those of LinearTensors, in its order."""
 
     @staticmethod
     def forward(
@@ -38,28 +39,45 @@ class FP8HeadLoss(torch.autograd.Function):
         w: torch.Tensor,
         targets: torch.Tensor,
         recipe: Recipe,
+        with_lse: bool,
         *tensors: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx.recipe, ctx.dtype, ctx.w_dtype, ctx.with_lse = recipe, h.dtype, w.dtype, with_lse
         logits, saved = multiply_input(h, w, recipe, LinearTensors(*tensors))
         losses, lse = losses_of_logits(logits.float(), targets)
         ctx.save_for_backward(*saved, logits, lse, targets)
-        return losses
+        return (losses, lse) if with_lse else losses
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad_loss: torch.Tensor, grad_lse: torch.Tensor | None = None) -> tuple:
         n_saved = len(SavedOperands._fields)
         tensors = ctx.saved_tensors  # once: a recomputation gives them once
         recipe, saved = ctx.recipe, SavedOperands(*tensors[:n_saved])
         logits, lse, targets = tensors[n_saved:]
         grad_loss = grad_loss.contiguous()
+        bound = grad_loss  # of each row's gradient: reads (M,) instead of (M, V)
+        if ctx.with_lse:
+            assert grad_lse is not None
+            bound = grad_loss.abs() + grad_lse.abs()
+            lse = shifted_lse(lse, grad_loss, grad_lse)
         weight = transposed_weight(saved, recipe)
-        scale = scale_of(grad_loss, recipe.grad)  # of a bound: reads (M,) instead of (M, V)
+        scale = scale_of(bound, recipe.grad)
         q, qt = cross_entropy_grad(logits, lse, targets, grad_loss, scale)
         grad = QuantisedGrad(grad_loss, q, qt, scale.reciprocal())
         grad_h = multiply_grad(grad, weight, recipe, ctx.dtype)
         grad_w = weight_gradient(grad, saved, recipe, ctx.w_dtype)
-        return grad_h, grad_w, None, None, *[None] * len(LinearTensors._fields)
+        return grad_h, grad_w, None, None, None, *[None] * len(LinearTensors._fields)
+
+
+def shifted_lse(lse: torch.Tensor, grad_loss: torch.Tensor, grad_lse: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp (M,) with which cross_entropy_grad() gives the gradient of both outputs of
+    FP8HeadLoss: softmax (grad_loss + grad_lse) - one-hot grad_loss.
+
+    exp(logit - lse) (1 + r) = exp(logit - (lse - log(1 + r))), where r = grad_lse / grad_loss. Of a
+    z-loss r = 2 weight lse. Where r <= -1, or grad_lse comes without grad_loss, there is none: NaN,
+    which the guard of a run sees."""
+    ratio = torch.where(grad_lse == 0, 0.0, grad_lse / grad_loss)
+    return lse - torch.log1p(ratio)
 
 
 class FP8Head(FP8KernelLinear):
@@ -76,10 +94,15 @@ class FP8Head(FP8KernelLinear):
             return True
         return not (self._forward_hooks or self._forward_pre_hooks)
 
-    def token_losses(self, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32,
-        nats; the logits and their gradient in one with their matmuls."""
-        return FP8HeadLoss.apply(h, self.weight, targets, self.recipe, *self.tensors())
+    def token_losses(
+        self, h: torch.Tensor, targets: torch.Tensor, with_z: bool = False
+    ) -> torch.Tensor:
+        """As GPT.token_losses(); the logits and their gradient in one with their matmuls."""
+        inputs = h, self.weight, targets, self.recipe, with_z, *self.tensors()
+        if not with_z:
+            return FP8HeadLoss.apply(*inputs)
+        losses, lse = FP8HeadLoss.apply(*inputs)
+        return beside_z(losses, lse, targets)
 
 
 def losses_of_logits(

@@ -34,6 +34,9 @@ FOREIGN = {
     "data.tokens_per_step, which counts tokens and sets accumulation": (
         "global_batch_size total_batch_size grad_accum_steps gradient_accumulation_steps"
     ),
+    "data.ramp, written share of tokens:share of tokens_per_step,...": (
+        "rampup_batch_size batch_size_warmup batch_warmup"
+    ),
     "data.mixture, written source:weight,source:weight": "dataset dataset_name",
     "data.dir": "data_dir data_path dataset_path",
     "optim.lr": "learning_rate max_lr peak_lr",
@@ -44,6 +47,7 @@ FOREIGN = {
     "optim.decay_share, a share of all steps": "decay_ratio warmdown_ratio",
     "optim.schedule": "decay_type lr_scheduler_type",
     "optim.eps": "adam_eps adam_epsilon",
+    "optim.z_loss": "z_loss_multiplier z_loss_weight z_loss_coeff softmax_auxiliary_loss",
     "optim.clip": "grad_clip clip_grad_norm max_norm max_grad_norm gradient_clip_val",
     "fp8.recipe, off for BF16": (
         "dtype bf16 precision mixed_precision mixed_precision_param fp8 float8 recipe_name"

@@ -31,7 +31,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -341,7 +341,15 @@ def steps_to_keep(steps: list[int], policy: CheckpointConfig, losses: dict[int, 
         regular = sorted(regular + rolling)
         rolling = []
     newest = {*steps[-2:], *regular[-policy.keep :], *rolling[-1:]}
+    if policy.average is not None:
+        newest.update(steps_to_average(steps, policy.every, policy.average))
     return newest | pinned | _best_steps(steps, policy, losses)
+
+
+def steps_to_average(steps: list[int], every: int | None, count: int) -> list[int]:
+    """Of the checkpoints of `steps`, in ascending order, the last `count` among those that
+    checkpoint.every saves and the newest: whatever a stop has saved between them, the same."""
+    return [step for step in steps if is_due(step, every) or step == steps[-1]][-count:]
 
 
 def _best_steps(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:
@@ -537,17 +545,43 @@ def load(
         ) from error
 
 
+def load_mean(
+    points: Sequence[Restored], tensors: dict[str, torch.Tensor], world: World | None = None
+) -> None:
+    """Fill `tensors`, sharded or not, in place with their mean over checkpoints, summed in fp64; by
+    all ranks together. Raises as load()."""
+    sums = {name: torch.zeros_like(local(t), dtype=torch.float64) for name, t in tensors.items()}
+    for point in points:
+        load(point.path, point.manifest, tensors, world)
+        for name, t in tensors.items():
+            sums[name] += local(t)
+    for name, t in tensors.items():
+        local(t).copy_(sums.pop(name) / len(points))
+
+
+def points_to_average(
+    run_dir: str | Path, every: int | None, count: int, last_step: int | None = None
+) -> list[Restored]:
+    """The last `count` checkpoints that steps_to_average() names, or fewer, up to `last_step`, each
+    verified. Raises UserError where one is damaged."""
+    paths = {step_of(path): path for path in checkpoints(Path(run_dir))}
+    steps = [step for step in paths if last_step is None or step <= last_step]
+    chosen = [paths[step] for step in steps_to_average(steps, every, count)]
+    return [Restored(path, read_manifest(path)) for path in chosen]
+
+
 def load_model(
     run_dir: str | Path,
     device: str | torch.device = "cpu",
     compute_dtype: torch.dtype = torch.bfloat16,
     step: int | None = None,
+    average: int = 1,
 ) -> tuple[GPT, Config]:
     """The newest checkpoint of a run, or that of `step`, as a plain model, whatever precision and
-    world size trained it.
+    world size trained it. average: the mean of so many checkpoints that end with it.
 
     Raises UserError where the folder is no run, has no such finished checkpoint, or the checkpoint
-    is damaged."""
+    is damaged; where there are fewer to average."""
     config = read_config(run_dir)
     paths = {step_of(path): path for path in checkpoints(Path(run_dir))}
     if not paths:
@@ -561,13 +595,25 @@ def load_model(
             f"step={step}: {run_dir} has no such checkpoint, but those of steps"
             f" {', '.join(map(str, paths))}"
         )
-    manifest = read_manifest(path)
-    model = GPT.on_meta(config_from_dict(manifest["config"]).model, compute_dtype)
+    if average < 1:
+        raise UserError(f"average={average} must be 1, for one checkpoint, or more")
+    points = points_to_average(run_dir, config.checkpoint.every, average, step_of(path))
+    if len(points) < average:
+        raise UserError(
+            f"average={average}: of the checkpoints of every {config.checkpoint.every} steps"
+            f" {run_dir} has {len(points)} up to {path.name}: average fewer, or keep more"
+            " (checkpoint.keep, checkpoint.average)"
+        )
+    model = GPT.on_meta(config_from_dict(points[-1].manifest["config"]).model, compute_dtype)
     model.to_empty(device=device)
     model.tie()
     model.init_buffers()
     model.requires_grad_(False)
-    load(path, manifest, {f"model.{name}": p for name, p in model.named_parameters()})
+    weights: dict[str, torch.Tensor] = {f"model.{n}": p for n, p in model.named_parameters()}
+    if average == 1:
+        load(points[-1].path, points[-1].manifest, weights)
+    else:
+        load_mean(points, weights)
     return model, config
 
 

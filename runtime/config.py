@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
-from fp8.recipes import FP8Config, multiple_of
+from fp8.recipes import RECIPES, FP8Config, multiple_of
 from lib.bounds import above_zero, any_number, bound_problems, within
 from lib.errors import UserError
 from lib.help import field_lines
@@ -29,6 +29,7 @@ from lib.values import FilePath, expand_home, expand_paths, parse, type_problems
 from model import GPTConfig
 from runtime.aliases import our_name
 from runtime.config_file import OWN_NAMES, run_file
+from runtime.ramp import FORM, Ramp, ramp_of
 from runtime.tokenizer import tokenizer_kind
 
 # ---------------------------------------------------------------------------------------- sections
@@ -46,6 +47,9 @@ class DataConfig:
     # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     tokenizer: FilePath = "gpt2"
     max_epochs: float = above_zero(1.0)  # times that a source may be seen before the run is refused
+    # smaller steps first, as share of the run's tokens:share of tokens_per_step, such as
+    # 0.1:0.25,0.3:0.5: a quarter up to 10 % of the tokens, half up to 30 %; none = no ramp
+    ramp: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,9 @@ class OptimConfig:
     beta2: float = within(0, BELOW_ONE, 0.95)  # decay of the second moment
     eps: float = above_zero(1e-8)  # added to the root of the second moment
     clip: float = above_zero(1.0)  # largest global gradient norm
+    # weight of the squared log-sum-exp of the logits in the loss that is trained on, such as 1e-4;
+    # metrics.jsonl has it as z_loss, apart from the loss; 0 = none
+    z_loss: float = within(0, 0.01, 0.0)
 
     def warmup_steps(self, steps: int) -> int:
         return round(self.warmup_share * steps)
@@ -113,6 +120,9 @@ class CheckpointConfig:
     forever: int | None = above_zero(None)
     # steps between more saves of which only the newest stays; none = no more
     rolling: int | None = above_zero(None)
+    # validate at the end also the mean of the weights of the last so many checkpoints, of those due
+    # by every and the last step's, which are kept for it; none = no mean
+    average: int | None = within(2, math.inf, None)
     # more steps to save at; these checkpoints stay for good, to branch off from
     at: tuple[int, ...] = ()
 
@@ -148,6 +158,9 @@ class GuardConfig:
     # a spike lies so many robust standard deviations above their median; 2 or more, or ordinary
     # steps would be spikes
     threshold: float = within(2, math.inf, 10.0)
+    # judge the gradient norm of each layer too, by its own past: the global norm hides a small
+    # layer's
+    layers: bool = False
     skips: int = above_zero(10)  # skipped steps in a row before the run goes back to a checkpoint
     rollbacks: int = within(0, math.inf, 3)  # times that a run may go back before it stops
 
@@ -168,7 +181,8 @@ class Config:
     log: LogConfig = LogConfig()
     probe: ProbeConfig = ProbeConfig()
     guard: GuardConfig = GuardConfig()
-    steps: int | None = above_zero(None)  # optimizer steps; give this or tokens_per_param
+    # optimizer steps of data.tokens_per_step, which data.ramp may cut; give this or tokens_per_param
+    steps: int | None = above_zero(None)
     # training tokens per parameter (all parameters); give this or steps
     tokens_per_param: float | None = above_zero(None)
     seed: int = any_number(1337)  # of initialisation and token order; a BF16/FP8 pair shares it
@@ -197,9 +211,9 @@ class Config:
         self.accumulation(1)
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps: as given, or enough for tokens_per_param x all parameters, rounded
-        up."""
+    def full_steps(self) -> int:
+        """Steps of data.tokens_per_step: as given, or enough for tokens_per_param x all parameters,
+        rounded up."""
         if self.steps is not None:
             return self.steps
         assert self.tokens_per_param is not None
@@ -208,8 +222,22 @@ class Config:
         )
 
     @property
+    def ramp(self) -> Ramp:
+        """Where each step lies among the run's tokens."""
+        return ramp_of(self.data.ramp, self.full_steps)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps: full_steps, and more where data.ramp cuts some."""
+        return self.ramp.steps
+
+    @property
     def total_tokens(self) -> int:
-        return self.total_steps * self.data.tokens_per_step
+        return self.full_steps * self.data.tokens_per_step
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens trained on in the first `step` steps."""
+        return int(self.ramp.place(step).position * self.data.tokens_per_step)
 
     @property
     def micro_batch(self) -> int:
@@ -234,19 +262,22 @@ class Config:
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "", re.ASCII)
         return (int(match[1]), int(match[2])) if match else None
 
-    def accumulation(self, world_size: int) -> int:
-        """Micro-batches per rank and step (auto: of one sequence). Raises UserError where ranks do
-        not divide a step evenly."""
+    def accumulation(self, world_size: int, parts: int = 1) -> int:
+        """Micro-batches per rank and step (auto: of one sequence), where full steps are cut into
+        `parts`. Raises UserError where ranks do not divide each of the run's steps evenly."""
         micro_batch = 1 if self.data.micro_batch == "auto" else self.data.micro_batch
         per_micro = micro_batch * self.model.n_ctx * world_size
-        if self.data.tokens_per_step % per_micro:
-            raise UserError(
-                f"data.tokens_per_step={self.data.tokens_per_step} cannot be shared by"
-                f" {world_size} ranks in micro-batches of {micro_batch} x"
-                f" {self.model.n_ctx} tokens: it must be a multiple of {per_micro}; change"
-                " data.micro_batch or the number of ranks"
-            )
-        return self.data.tokens_per_step // per_micro
+        for stage in self.ramp.stages:
+            n = stage.parts
+            if self.data.tokens_per_step % (n * per_micro):
+                cut = f", cut into {n} by data.ramp," if n > 1 else ""
+                raise UserError(
+                    f"data.tokens_per_step={self.data.tokens_per_step}{cut} cannot be shared by"
+                    f" {world_size} ranks in micro-batches of {micro_batch} x"
+                    f" {self.model.n_ctx} tokens: it must be a multiple of {n * per_micro}; change"
+                    " data.micro_batch or the number of ranks"
+                )
+        return self.data.tokens_per_step // (parts * per_micro)
 
     def identity(self) -> dict:
         """What makes two configs the same training run, as flat key -> value: all that the weights
@@ -377,6 +408,19 @@ def check_mixture(config: Config) -> Iterator[str]:
         )
 
 
+def check_ramp(config: Config) -> Iterator[str]:
+    try:
+        ramp_of(config.data.ramp, 1)
+    except ValueError:
+        yield f"data.ramp={config.data.ramp!r} must be written {FORM}"
+    recipe = RECIPES.get(config.fp8.recipe)
+    if config.data.ramp and recipe is not None and recipe.grad.scaling == "constant":
+        yield (
+            f"fp8.recipe={config.fp8.recipe} has constant scales, which fit gradients of one size of"
+            " step: choose another recipe, or data.ramp=none"
+        )
+
+
 def check_deterministic(config: Config) -> Iterator[str]:
     if config.data.micro_batch == "auto" and config.deterministic:
         yield (
@@ -458,6 +502,22 @@ def check_fp8_sizes(config: Config) -> Iterator[str]:
     yield from config.fp8.size_problems(tokens, chunk)
 
 
+def check_average(config: Config) -> Iterator[str]:
+    c = config.checkpoint
+    if c.average is None:
+        return
+    first_step = config.parent[1] if config.parent else 0
+    n_saved = 0
+    if c.every is not None:
+        n_saved = -(-config.total_steps // c.every) - first_step // c.every
+    if n_saved < c.average:
+        yield (
+            f"checkpoint.average={c.average} needs as many checkpoints, but checkpoint.every="
+            f"{c.every or 'none'} saves {n_saved} in steps {first_step + 1} to"
+            f" {config.total_steps}: save more often, or average fewer"
+        )
+
+
 def check_compiled_chunks(config: Config) -> Iterator[str]:
     """Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test),
     without a word."""
@@ -483,6 +543,7 @@ VALUE_CHECKS: list[Check] = [
     check_fp8,
     check_names,
     check_mixture,
+    check_ramp,
     check_deterministic,
     check_muon,
     check_schedule,
@@ -495,6 +556,7 @@ CROSS_CHECKS: list[Check] = [
     check_parent,
     check_profile,
     check_saved_steps,
+    check_average,
     check_fp8_sizes,
     check_compiled_chunks,
 ]

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -279,7 +279,7 @@ class Data:
         self.sources = sorted(config.data.mixture)
         self.n_ctx = config.model.n_ctx
         self.sequences_per_step = config.data.tokens_per_step // self.n_ctx
-        self.n_sequences = config.total_steps * self.sequences_per_step  # of the whole run
+        self.n_sequences = config.full_steps * self.sequences_per_step  # of the whole run
         self._indexes = _read_indexes([Path(config.data.dir) / name for name in self.sources])
         _refuse_another_tokenizer(config, self._indexes, tokenizer_sha256)
         self.tokenizer_sha256 = _hash_in_shards(self._indexes, tokenizer_sha256)
@@ -454,46 +454,60 @@ class Data:
             window[is_here] = permute(place[is_here], int(self._n_windows[s]), key.encode())
         return source, window
 
-    def _locate_step(self, step: int) -> list[tuple[Windows, int]]:
+    def _locate_step(self, full_step: int) -> list[tuple[Windows, int]]:
         source, window = self.locate(
-            step * self.sequences_per_step + np.arange(self.sequences_per_step)
+            full_step * self.sequences_per_step + np.arange(self.sequences_per_step)
         )
         return [(self._train[s], w) for s, w in zip(source.tolist(), window.tolist(), strict=True)]
 
-    def targets(self, step: int) -> int:
-        """Targets in a step's sequences, over all ranks: tokens_per_step where no source is masked,
-        0 or more where one is."""
-        return sum(windows.targets(window) for windows, window in self._rows(step))
+    def _rows_of(self, step: int, offset: int) -> list[tuple[Windows, int]]:
+        """Source and window of each of a step's sequences: all of a full step, or its part of
+        one."""
+        place = self.config.ramp.place(step)
+        size = self.sequences_per_step // place.parts
+        return self._rows(place.full_step + offset)[place.part * size : (place.part + 1) * size]
+
+    def targets(self, step: int, offset: int = 0) -> int:
+        """Targets in a step's sequences, over all ranks: its tokens where no source is masked, 0 or
+        more where one is. offset as for batch()."""
+        return sum(windows.targets(window) for windows, window in self._rows_of(step, offset))
 
     def batch(
-        self, step: int, micro: int, rank: int, world_size: int
+        self, step: int, micro: int, rank: int, world_size: int, offset: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of a micro-batch, (micro_batch, n_ctx), as _read_batch() returns them; `step`
-        counts from 0.
+        counts from 0; `offset`: full steps' worth of data that rollbacks have left out.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so
         all ranks together read the same sequences in a step however many they are. Raises UserError
         for an id outside the vocabulary."""
+        rows = self._rows_of(step, offset)
         size = self.config.micro_batch
         place = (micro * world_size + rank) * size
-        assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
-        return _read_batch(self._rows(step)[place : place + size], self.n_ctx)
+        assert 0 <= rank < world_size and 0 <= place <= len(rows) - size
+        return _read_batch(rows[place : place + size], self.n_ctx)
 
     def stream(
-        self, start_step: int, stop_step: int, rank: int, world_size: int, device: torch.device
+        self,
+        start_step: int,
+        stop_step: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        offset: int = 0,
     ) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the
-        device.
+        device; offset as for batch().
 
         A background thread prepares the next two batches; its errors are raised in their turn,
         damage that verify() found at the next batch. Closing the generator ends the thread."""
         is_cuda = torch.device(device).type == "cuda"
 
         def prepare(step: int, micro: int) -> list[torch.Tensor]:
-            batch = self.batch(step, micro, rank, world_size)
+            batch = self.batch(step, micro, rank, world_size, offset)
             return [tensor.pin_memory() if is_cuda else tensor for tensor in batch]
 
-        order = product(range(start_step, stop_step), range(self.config.accumulation(world_size)))
+        order = self._micro_batches(start_step, stop_step, world_size)
         with ThreadPoolExecutor(1, "data") as thread:
             ahead = deque(thread.submit(prepare, *place) for place in islice(order, 2))
             while ahead:
@@ -502,6 +516,13 @@ class Data:
                 x, y = ahead.popleft().result()
                 ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
                 yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
+
+    def _micro_batches(self, start_step: int, stop_step: int, world_size: int) -> Iterator:
+        """(step, micro) of a rank's micro-batches, in order."""
+        for step in range(start_step, stop_step):
+            parts = self.config.ramp.place(step).parts
+            for micro in range(self.config.accumulation(world_size, parts)):
+                yield step, micro
 
     def verify(self, rank: int, size: int) -> None:
         """Begin to hash this rank's share of all shards, training and validation, in the

@@ -3,7 +3,8 @@
 A step whose loss or gradient norm is not finite is never applied, whatever guard.mode says. A
 finite step is compared with the last guard.window accepted steps: it is a spike if its loss or
 gradient norm lies more than guard.threshold robust standard deviations above their median, both on
-logarithms. In mode act it is skipped; after guard.skips in a row the run goes back to a checkpoint
+logarithms; with guard.layers the gradient norm of each layer is judged alike, by its own past. In
+mode act a spike is skipped; after guard.skips in a row the run goes back to a checkpoint
 from before them and on with new data, guard.rollbacks times at most, and then stops.
 
 A step without targets (of a source of prompts and responses, where all that the ranks have read is
@@ -23,6 +24,7 @@ finite are a STOP."""
 
 import enum
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -42,6 +44,8 @@ from runtime.config import GuardConfig
 # 4.5 x the loss, 20 x the norm are always one).
 LOSS_SD = (0.02, 0.15)
 NORM_SD = (0.1, 0.3)
+# The same of the gradient norm of a layer.
+LAYER_SD = (0.1, 0.3)
 # With few tokens a step, single documents raise the norm up to 9 x without harm, and the scatter of
 # the loss tells where: of 10,000 steps of the demo's runs 6 were false alarms without this, 0.5
 # with it.
@@ -51,6 +55,7 @@ NORM_SD_PER_LOSS_SD = 3.0
 FEW_TARGETS = 32
 LEVEL = 2.0  # highest over lowest loss of a row of batches that count as one level
 MAD_TO_SD = 1.4826  # of a normal distribution
+NO_LAYERS: Mapping[str, float] = {}
 TINY = 1e-30  # a gradient of zero has no logarithm
 
 
@@ -81,8 +86,9 @@ class Guard:
     is_back: bool = False  # no step has been accepted since the last rollback
     # steps done before the first skip in a row, or before a bad validation
     suspect_since: int | None = None
-    accepted: list[list[float]] = field(default_factory=list)  # [loss, norm] of the window's steps
-    # [loss, norm] of the finite spikes in a row
+    # [loss, norm] of the window's steps; behind them, with guard.layers, the norm of each layer
+    accepted: list[list[float]] = field(default_factory=list)
+    # the same of the finite spikes in a row
     spikes: list[list[float]] = field(default_factory=list)
     reason: str = ""  # of the last verdict that was not OK
 
@@ -109,10 +115,15 @@ class Guard:
         self.reason += f", and there is no checkpoint from before step {step} to go back to"
 
     def judge(
-        self, step: int, loss: float, grad_norm: float, targets: int | None = None
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        targets: int | None = None,
+        layer_norms: Mapping[str, float] = NO_LAYERS,
     ) -> Verdict:
         """The verdict on a step that comes after `step` others; `targets` of all ranks, None where
-        they are many."""
+        they are many; layer_norms: layer -> norm of its gradient, of the layers to be judged."""
         if targets == 0:
             self.without_targets += 1
             self.reason = "no target in this step: all its tokens are prompts"
@@ -125,11 +136,14 @@ class Guard:
             if not self.spikes:
                 self._accept([])
             return Verdict.OK
-        spike = self._describe_spike(loss, grad_norm) if self.settings.mode != "off" else None
+        row = [loss, grad_norm, *layer_norms.values()]
+        spike = None
+        if self.settings.mode != "off":
+            spike = self._describe_spike(loss, grad_norm) or self._describe_layers(layer_norms)
         if spike is None:
-            self._accept([[loss, grad_norm]])
+            self._accept([row])
             return Verdict.OK
-        self.spikes = [*self.spikes, [loss, grad_norm]]
+        self.spikes = [*self.spikes, row]
         is_new_level = len(self.spikes) >= self.settings.skips and self._is_new_level()
         if self.settings.mode == "act" and not is_new_level:
             return self._skip(step, spike)
@@ -165,7 +179,7 @@ class Guard:
         return Verdict.STOP
 
     def _is_new_level(self) -> bool:
-        losses = [loss for loss, _ in self.spikes]
+        losses = [row[0] for row in self.spikes]
         middle, sd = self._usual()
         is_usual = (math.log(max(*losses, TINY)) - middle[0]) / sd[0] <= self.settings.threshold
         return (
@@ -193,10 +207,34 @@ class Guard:
             return None
         return f"{' and '.join(spikes)} of the last {len(self.accepted)} accepted steps"
 
+    def _describe_layers(self, layer_norms: Mapping[str, float]) -> str | None:
+        """Which layers' gradient norms are spikes, the highest first; None where none is, or fewer
+        steps than half a window have the norms of these layers."""
+        pasts = [row[2:] for row in self.accepted if len(row) == 2 + len(layer_norms)]
+        if not layer_norms or 2 * len(pasts) < self.settings.window:
+            return None
+        logs = np.log(np.maximum(np.array(pasts), TINY))  # (steps, layers)
+        middle = np.median(logs, axis=0)
+        sd = np.clip(MAD_TO_SD * np.median(abs(logs - middle), axis=0), *LAYER_SD)
+        values = np.array(list(layer_norms.values()))
+        heights = (np.log(np.maximum(values, TINY)) - middle) / sd
+        names = list(layer_norms)
+        spikes = [
+            f"gradient norm of {names[i]} {values[i]:.6g} is {values[i] / math.exp(middle[i]):.3g} x"
+            f" its median ({heights[i]:.1f} robust standard deviations)"
+            for i in np.argsort(-heights).tolist()
+            if heights[i] > self.settings.threshold
+        ]
+        if not spikes:
+            return None
+        more = f" and {len(spikes) - 3} more" if len(spikes) > 3 else ""
+        return f"{', '.join(spikes[:3])}{more} of the last {len(pasts)} accepted steps"
+
     def _usual(self) -> tuple[np.ndarray, tuple[float, float]]:
         """Of the window's losses and of its gradient norms: median and robust standard deviation of
         the logarithm."""
-        logs = np.log(np.maximum(np.array(self.accepted), TINY))  # (steps, 2)
+        pairs = [row[:2] for row in self.accepted]
+        logs = np.log(np.maximum(np.array(pairs), TINY))  # (steps, 2)
         middle = np.median(logs, axis=0)
         sd = MAD_TO_SD * np.median(abs(logs - middle), axis=0)
         loss_sd = min(max(sd[0], LOSS_SD[0]), LOSS_SD[1])

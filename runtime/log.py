@@ -42,7 +42,8 @@ class Log:
         self.path = config.run_dir / "metrics.jsonl"
         self._meter = meter
         self._steps = 0  # since this start
-        self._seconds: deque[float] = deque(maxlen=50)  # of the latest steps after the warm-up
+        # per full step, of the latest steps after the warm-up
+        self._seconds: deque[float] = deque(maxlen=50)
         self._is_waiting = False
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
         self._rewrite(rows_up_to(metrics_rows(read_rows(self.path)), resume_step))
@@ -57,7 +58,7 @@ class Log:
         sample = self._meter.latest if self._meter else {}
         self._append({"kind": "train", **row, **sample, "since_start": self._steps})
         if self._steps > WARM_UP_STEPS:
-            self._seconds.append(row["step_s"])
+            self._seconds.append(self._seconds_per_full_step(row))
         step = row["step"]
         is_last = step == self.config.total_steps
         if is_last or step % self.config.log.every == 0 or self._steps == 1:
@@ -66,17 +67,22 @@ class Log:
     def _describe_step(self, row: dict) -> str:
         """The console's line: how far, loss, speed and time left by the latest steps."""
         step, total = row["step"], self.config.total_steps
-        seconds = self._seconds or [row["step_s"]]
+        seconds = self._seconds or [self._seconds_per_full_step(row)]
         step_s = sum(seconds) / len(seconds)
+        steps_left = self.config.ramp.full_steps_between(step, total)
         loss = "none" if row["verdict"] == "NO_TARGET" else f"{row['loss']:.4f}"
         line = (
             f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {loss} "
             f" {si(self.config.data.tokens_per_step / step_s)} tok/s "
-            f" {duration((total - step) * step_s)} left"
+            f" {duration(steps_left * step_s)} left"
         )
         if row["verdict"] != "OK":
             line += f"  {row['verdict']}"
         return line
+
+    def _seconds_per_full_step(self, row: dict) -> float:
+        """Of a step that data.ramp cuts: what all parts of its full step take."""
+        return row["step_s"] * self.config.ramp.place(row["step"] - 1).parts
 
     def validation(self, row: dict) -> None:
         """A validation. A step keeps its first row: the last step is validated again where a kill
@@ -354,13 +360,18 @@ def peak_flops(device_name: str) -> tuple[float, float | None] | None:
 
 
 def throughput(
-    rows: list[dict], tokens_per_step: int, flops_per_token: int, peak_bf16: float | None
+    rows: list[dict],
+    tokens_per_step: int,
+    flops_per_token: int,
+    peak_bf16: float | None,
+    small_steps: int = 0,
 ) -> dict:
-    """Speed over the train rows of a run, without the warm-up after each start. flops_per_token as
+    """Speed over the train rows of a run, without the warm-up after each start and the first
+    `small_steps`, which have fewer tokens. flops_per_token as
     GPT.counts() defines it. mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs
     together, whatever the precision of the matmuls."""
     train = [row for row in rows if row["kind"] == "train"]
-    steady = [row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS]
+    steady = [row["step_s"] for row in train[small_steps:] if row["since_start"] > WARM_UP_STEPS]
     # a run of three steps has nothing else to show
     median = median_high(steady or [row["step_s"] for row in train])
     flops = flops_per_token * tokens_per_step / median

@@ -24,13 +24,17 @@ class TrainRow:
     tok_per_s: float  # tokens of all ranks per second
     step_s: float  # seconds of the step by the wall clock
     verdict: str  # the guard's: OK, SPIKE, SKIP, ROLLBACK, STOP or NO_TARGET
+    # optim.z_loss times the mean square of the logits' log-sum-exp: trained on beside `loss`, which
+    # is without it; absent without optim.z_loss
+    z_loss: float | None = None
     reason: str | None = None  # of a verdict that is not OK; absent where it is
 
     def content(self) -> dict[str, Any]:
         """The row's keys."""
         values = asdict(self)
-        if self.reason is None:
-            del values["reason"]
+        for name in ("z_loss", "reason"):
+            if values[name] is None:
+                del values[name]
         return values
 
 

@@ -24,6 +24,7 @@ BRANCH_FREE = {
     "optim.warmup_share",
     "optim.decay_share",
     "optim.min_lr_ratio",
+    "data.ramp",
 }
 
 
@@ -211,7 +212,8 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """The learning rate of update `step` (0-based) of `steps`.
+    """The learning rate of full step `step` (0-based) of `steps`; with data.ramp, of each of its
+    parts.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
     wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last
@@ -241,16 +243,36 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
             f" run, out, precision, budget and decay alone; start_from=out/{parent.run} takes its"
             " weights"
         )
-    for k in range(step):
-        old = learning_rate(k, parent.total_steps, parent.optim)
-        new = learning_rate(k, config.total_steps, config.optim)
+    _check_ramps(config, parent, step)
+    for k in range(parent.ramp.full_steps_between(0, step)):
+        old = learning_rate(k, parent.full_steps, parent.optim)
+        new = learning_rate(k, config.full_steps, config.optim)
         if old != new:
-            share = parent.optim.warmup_steps(parent.total_steps) / config.total_steps
+            share = parent.optim.warmup_steps(parent.full_steps) / config.full_steps
             raise UserError(
                 f"{key}: step {k + 1} of {parent.run} had the learning rate {old:g}, here"
                 f" {new:g}: branches need optim.schedule=wsd in both runs,"
                 f" optim.warmup_share={share!r} and a checkpoint before the decay"
             )
+
+
+def _check_ramps(config: Config, parent: Config, step: int) -> None:
+    """Raise UserError where data.ramp gives another size to one of the first `step` steps than the
+    parent's."""
+    for k in range(step):
+        if config.ramp.place(k) == parent.ramp.place(k):
+            continue
+        end = 0
+        pairs = []
+        for stage in parent.ramp.stages[:-1]:
+            end += stage.full_steps
+            pairs.append(f"{end / config.full_steps!r}:{1 / stage.parts:g}")
+        raise UserError(
+            f"start_from={config.start_from}: step {k + 1} of {parent.run} had"
+            f" {parent.tokens_at(k + 1) - parent.tokens_at(k):,} tokens, here"
+            f" {config.tokens_at(k + 1) - config.tokens_at(k):,}: the first steps of a branch are"
+            f" its parent's, set data.ramp={','.join(pairs) or 'none'}"
+        )
 
 
 def _fixed_for_branches(config: Config) -> dict[str, object]:

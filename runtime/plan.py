@@ -90,7 +90,7 @@ def count_costs(config: Config, gpu: str) -> Costs:
         cast_by=cast_by,
         n_gpus=config.parallel.replicate * _shard(config),
         steps=steps,
-        tokens=steps * config.data.tokens_per_step,
+        tokens=config.total_tokens - config.tokens_at(parent_step),
         params_fp8=sum(layer.params for layer in layers if layer.recipe),
         params_muon=params_muon,
         update_flops=update_flops,
@@ -106,7 +106,7 @@ def _shard(config: Config) -> int:
 
 def _count_checkpoints(config: Config) -> int:
     policy = config.checkpoint
-    n_checkpoints = max(2, policy.keep) + len(policy.at)
+    n_checkpoints = max(2, policy.keep, policy.average or 0) + len(policy.at)
     if policy.best:
         n_checkpoints += 1
     if policy.forever is not None:
@@ -195,6 +195,7 @@ def _describe_budget(config: Config, costs: Costs) -> list[str]:
             config.total_steps,
             f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}",
         ),
+        *[f"  {line}" for line in config.ramp.describe(config.data.tokens_per_step)],
     ]
     if costs.steps < config.total_steps:
         branch_point = config.total_steps - costs.steps
@@ -533,8 +534,9 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
         return None
     steps = config.total_steps - _first_step(config)
     model = GPT.on_meta(config.model)
-    flops_per_step = model.counts()["flops_per_token"] * config.data.tokens_per_step
-    if flops_per_step * steps < LONG_FLOPS:
+    flops_per_token = model.counts()["flops_per_token"]
+    flops = flops_per_token * (config.total_tokens - config.tokens_at(_first_step(config)))
+    if flops < LONG_FLOPS:
         return None
     layers = selection.select(model, config.fp8)
     emulated_share = sum(layer.params for layer in layers if layer.recipe) / sum(
@@ -546,10 +548,11 @@ def cpu_estimate(config: Config, world: parallel.World) -> str | None:
     s_per_flop = emulated_share / cpu_matmul_speed(emulation_dtype) + (
         1 - emulated_share
     ) / cpu_matmul_speed(torch.bfloat16)
-    step_s = flops_per_step * s_per_flop / world.size
+    step_s = flops_per_token * config.tokens_at(1) * s_per_flop / world.size
+    run_s = flops * s_per_flop / world.size
     built = "built and compiled" if config.parallel.compile else "built"
     return (
-        f"no GPU here: {steps:,} steps will take about {_long_duration(step_s * steps)} on this"
+        f"no GPU here: {steps:,} steps will take about {_long_duration(run_s)} on this"
         f" CPU, the first one {_long_duration(step_s)} once the model is {built} (by the"
         f" {world.size / s_per_flop / 1e9:.2g} GFLOP/s of matmuls timed here)"
     )
@@ -746,7 +749,7 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
     def seconds(micro_steps: int) -> float:
         started = time.perf_counter()
         for _ in range(micro_steps):
-            forward_backward(model, x, y, built.loss_scale)
+            forward_backward(model, x, y, built.loss_scale, config.optim.z_loss)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started

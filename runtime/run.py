@@ -25,7 +25,17 @@ from lib.errors import MachineError, UserError
 from lib.files import digest, read_rows, write_json
 from lib.machine import ROOT, device_name
 from runtime import optim, parallel
-from runtime.checkpoint import Restored, Saver, branch, is_due, note_saved, restore, run_on_rank0
+from runtime.checkpoint import (
+    Restored,
+    Saver,
+    branch,
+    is_due,
+    load_mean,
+    note_saved,
+    points_to_average,
+    restore,
+    run_on_rank0,
+)
 from runtime.checkpoint import step_of as checkpoint_step
 from runtime.config import Config
 from runtime.config_file import shown
@@ -40,8 +50,9 @@ from runtime.replicas import check_replicas
 from runtime.run_folder import as_begun, claim, read_first_start
 from runtime.run_start import StartKind, find_start, refuse_other_data
 from runtime.signals import StopRequest
-from runtime.summary import Finished, Summary, summarise, write_val_losses
+from runtime.summary import Average, Finished, Summary, summarise, write_val_losses
 from runtime.tokenizer import Tokenizer, keep_tokenizer, load_tokenizer, tokenizer_of
+from runtime.training_step import LayerGradients, StepNumbers
 from runtime.validation import ValLoss, evaluate
 from runtime.watchdog import Watchdog
 
@@ -51,19 +62,16 @@ class StepResult:
     """What train.py knows of a training step at its end, equal on all ranks."""
 
     verdict: Verdict
-    loss: float  # mean over the targets of all ranks, nats per token; NaN where there is none
-    grad_norm: float  # global L2 norm, before clipping
+    numbers: StepNumbers
     lr: float  # learning rate of the update
     loss_scale: float  # what each micro-batch's summed loss was multiplied by
-    is_stopping: bool  # a rank was asked to stop
-    n_saturated: int  # tensors beyond their delayed FP8 scale
 
 
 class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All
     ranks call it together.
 
-    Attributes: config; world; progress; guard; data; model, trained, optimizer, loss_scale,
+    Attributes: config; world; progress; guard; data; layer_gradients; model, trained, optimizer, loss_scale,
     precision and layers as parallel.Built has them; saver; stop, set by a request to stop; start,
     where it began; log, which is silent but on rank 0."""
 
@@ -152,6 +160,7 @@ class Run:
         self._cast_by = built.cast_by
         self._assign = built.assign
         self._flags = built.flags
+        self.layer_gradients = LayerGradients(self.model, self.world, self.config.guard.layers)
         self._identity = {
             "train": self.data.train_sha256,
             "val": self.data.val_sha256,
@@ -228,10 +237,11 @@ class Run:
         return [
             *_describe_files(config_files),
             (
-                f"{config.run}: {parameters:,} parameters, {config.total_steps:,} steps of"
+                f"{config.run}: {parameters:,} parameters, {config.full_steps:,} steps of"
                 f" {config.data.tokens_per_step:,} tokens = {config.total_tokens:,} tokens"
                 f" ({config.total_tokens / parameters:.1f} per parameter)"
             ),
+            *config.ramp.describe(config.data.tokens_per_step),
             (
                 f"device: {self.world.size} x {device_name(self.world.device)};"
                 f" {config.accumulation(self.world.size)} micro-batches of"
@@ -349,27 +359,28 @@ class Run:
             self._probe(step, *self._batch, result.loss_scale)
             progress.probe_seconds += time.perf_counter() - probe_started_s
         self._save_if_due()  # before the evaluation: a fault there must not cost the steps
-        self._is_stopping = result.is_stopping and step < config.total_steps
+        self._is_stopping = result.numbers.is_stopping and step < config.total_steps
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
 
     # ----------------------------------------------------------------------------- after each step
 
     def _log_step(self, result: StepResult, step_s: float) -> None:
-        tokens_per_step = self.config.data.tokens_per_step
-        step = self.progress.step
+        step, numbers = self.progress.step, result.numbers
+        tokens = self.config.tokens_at(step)
         row = TrainRow(
             step=step,
-            tokens=step * tokens_per_step,
-            loss=result.loss,
+            tokens=tokens,
+            loss=numbers.loss,
             lr=result.lr,
-            grad_norm=result.grad_norm,
-            tok_per_s=tokens_per_step / step_s,
+            grad_norm=numbers.grad_norm,
+            tok_per_s=(tokens - self.config.tokens_at(step - 1)) / step_s,
             step_s=step_s,
             verdict=result.verdict.value,
+            z_loss=numbers.z_loss,
             reason=None if result.verdict is Verdict.OK else self.guard.reason,
         )
         self.log.step(row.content())
-        if result.n_saturated:
+        if numbers.n_saturated:
             self.log.event(
                 {"event": "fp8_saturated", "step": step, "tensors": self.precision.saturated()}
             )
@@ -471,7 +482,7 @@ class Run:
             return False
         row = ValidationRow(
             step=step,
-            tokens=step * self.config.data.tokens_per_step,
+            tokens=self.config.tokens_at(step),
             loss=val.loss,
             sources={name: val.source_loss(name) for name in val.sequences},
         )
@@ -516,12 +527,36 @@ class Run:
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
         self.data.verified()
+        average = None
+        if self.config.checkpoint.average is not None:
+            average = self._evaluate_average(self.config.checkpoint.average)
+            if average is None:
+                return False
         self.progress.seconds = time.perf_counter() - self._started_s
         if self.world.is_main:
-            self._write_results(as_trained, loss_in_bf16)
+            self._write_results(as_trained, loss_in_bf16, average)
         return True
 
-    def _write_results(self, as_trained: ValLoss, in_bf16: ValLoss) -> None:
+    def _evaluate_average(self, count: int) -> Average | None:
+        """The mean of the weights of the last `count` checkpoints, validated in BF16; None where a
+        stop was requested meanwhile. It stays in the model: the run's own weights lie in their
+        checkpoint, and a run that is stopped here goes on from it."""
+        config = self.config
+        points = run_on_rank0(
+            self.world,
+            lambda: points_to_average(config.run_dir, config.checkpoint.every, count),
+        )
+        weights = {name: t for name, t in self._tensors.items() if name.startswith("model.")}
+        self.precision.reshard()
+        load_mean(points, weights, self.world)
+        self.precision.after_update()
+        with self.precision.in_bf16():
+            val = self._evaluate()
+        return Average([point.step for point in points], val) if val is not None else None
+
+    def _write_results(
+        self, as_trained: ValLoss, in_bf16: ValLoss, average: Average | None
+    ) -> None:
         run_dir = self.config.run_dir
         summary = summarise(
             Finished(
@@ -537,6 +572,7 @@ class Run:
                 rows=read_rows(run_dir / "metrics.jsonl"),
                 as_trained=as_trained,
                 in_bf16=in_bf16,
+                average=average,
             )
         )
         write_val_losses(run_dir / "val_losses.npz", as_trained, in_bf16)
@@ -547,7 +583,7 @@ class Run:
         probes = f", {summary.probe_share:.1%} of it probes" if summary.probe_s else ""
         return (
             f"{self.config.run}: done. validation loss {summary.loss_as_trained:.4f} as"
-            f" trained, {summary.loss_bf16:.4f} in BF16;"
+            f" trained, {summary.loss_bf16:.4f} in BF16{_describe_average(summary)};"
             f" {summary.tok_per_s_median:,.0f} tok/s;"
             f" {summary.wall_s:.0f} s{probes}{_describe_skips(self.guard)} ->"
             f" {self.config.run_dir}/summary.json"
@@ -614,7 +650,7 @@ class Run:
         guard.rolled_back(state["guard"])
         progress.step = to_step
         progress.updates = state["updates"]
-        progress.data_offset += from_step - to_step
+        progress.data_offset += self.config.ramp.full_steps_between(to_step, from_step)
         # 4. The order of the data from here on.
         self._batches.close()
         self._stream()
@@ -637,13 +673,14 @@ class Run:
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
         config, world = self.config, self.world
-        first_step = self.progress.step + self.progress.data_offset
-        end_step = config.total_steps + self.progress.data_offset
+        step, offset = self.progress.step, self.progress.data_offset
         # the place of each micro-batch's first token in the order of the whole run
         tokens = config.micro_batch * config.model.n_ctx
-        first_token = first_step * config.data.tokens_per_step + world.rank * tokens
-        self._positions = count(first_token, world.size * tokens)
-        self._batches = self.data.stream(first_step, end_step, world.rank, world.size, world.device)
+        first_of_step = config.tokens_at(step) + offset * config.data.tokens_per_step
+        self._positions = count(first_of_step + world.rank * tokens, world.size * tokens)
+        self._batches = self.data.stream(
+            step, config.total_steps, world.rank, world.size, world.device, offset
+        )
 
     def _log_event(self, event: str, reason: str) -> None:
         self.log.event({"event": event, "step": self.progress.step, "reason": reason})
@@ -688,6 +725,13 @@ def _describe_skips(guard: Guard) -> str:
     if not counts:
         return ""
     return f"; steps that changed no weights: {', '.join(counts)}"
+
+
+def _describe_average(summary: Summary) -> str:
+    if summary.loss_bf16_average is None:
+        return ""
+    steps = ", ".join(map(str, summary.averaged_steps))
+    return f", {summary.loss_bf16_average:.4f} of the mean of steps {steps}"
 
 
 def _count_rows(run_dir: Path) -> int:

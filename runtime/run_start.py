@@ -21,7 +21,7 @@ class Progress:
 
     step: int = 0  # training steps that count: done, and not undone by a rollback
     updates: int = 0  # of the weights; fewer than steps where some were skipped
-    data_offset: int = 0  # steps' worth of data that rollbacks have left out
+    data_offset: int = 0  # full steps' worth of data that rollbacks have left out
     seconds: float = 0.0  # of wall time, when last saved
     probe_seconds: float = 0.0  # of these, spent in probes
 

@@ -103,10 +103,11 @@ class Summary:
     params_fp8: int  # of the Linears in FP8
     steps: int  # training steps
     tokens: int  # training tokens
-    tokens_per_step: int  # training tokens of a step, all ranks together
+    # training tokens of a step, all ranks together; the first ones have fewer with data.ramp
+    tokens_per_step: int
     optimizer: str  # "AdamW", or "Muon" for the blocks' matrices
     lr_peak: float  # highest learning rate
-    warmup_steps: int  # steps over which the learning rate rises
+    warmup_steps: int  # steps of tokens_per_step over which the learning rate rises
     beta1: float  # decay of the first moment
     beta2: float  # decay of the second moment
     eps: float  # added to the root of the second moment
@@ -121,6 +122,10 @@ class Summary:
     loss_as_trained_se_seq: float | None
     loss_bf16: float  # validation loss of the same weights with all Linears in BF16
     loss_bf16_se_seq: float | None  # standard error of loss_bf16, likewise
+    # validation loss in BF16 of the mean of the weights of averaged_steps; null without
+    # checkpoint.average
+    loss_bf16_average: float | None
+    averaged_steps: list[int]  # steps of the checkpoints whose weights were averaged
     sources: dict[str, SourceSummary]  # source -> its part
     # training loss of the last step that had targets, nats per token; null where none had
     train_loss_last: float | None
@@ -143,6 +148,14 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
+class Average:
+    """The mean of the weights of some checkpoints, validated."""
+
+    steps: list[int]  # of the checkpoints
+    in_bf16: ValLoss  # validation with all Linears in BF16
+
+
+@dataclass(frozen=True)
 class Finished:
     """What rank 0 knows at the end of a run, of which its summary is made."""
 
@@ -158,6 +171,7 @@ class Finished:
     rows: list[dict]  # of metrics.jsonl
     as_trained: ValLoss  # validation in the precision of the training
     in_bf16: ValLoss  # validation with all Linears in BF16
+    average: Average | None = None  # with checkpoint.average
 
 
 def summarise(run: Finished) -> Summary:
@@ -171,6 +185,7 @@ def summarise(run: Finished) -> Summary:
         config.data.tokens_per_step,
         run.counts["flops_per_token"],
         peaks[0] * world.size if peaks else None,
+        config.ramp.small_steps,
     )
     return Summary(
         schema_version=SCHEMA_VERSION,
@@ -200,7 +215,7 @@ def summarise(run: Finished) -> Summary:
         tokens_per_step=config.data.tokens_per_step,
         optimizer={"adamw": "AdamW", "muon": "Muon"}[o.kind],
         lr_peak=o.lr,
-        warmup_steps=o.warmup_steps(steps),
+        warmup_steps=o.warmup_steps(config.full_steps),
         beta1=o.beta1,
         beta2=o.beta2,
         eps=o.eps,
@@ -208,12 +223,14 @@ def summarise(run: Finished) -> Summary:
         clip=o.clip,
         schedule=o.schedule,
         # the schedule has ended, or this would not be written
-        is_annealed=optim.learning_rate(steps - 1, steps, o) < o.lr,
+        is_annealed=optim.learning_rate(config.full_steps - 1, config.full_steps, o) < o.lr,
         precision=_precision(config, world, run.layers, run.start),
         loss_as_trained=run.as_trained.loss,
         loss_as_trained_se_seq=run.as_trained.standard_error,
         loss_bf16=run.in_bf16.loss,
         loss_bf16_se_seq=run.in_bf16.standard_error,
+        loss_bf16_average=run.average.in_bf16.loss if run.average else None,
+        averaged_steps=run.average.steps if run.average else [],
         sources={source: _source(run, source) for source in run.data.sources},
         train_loss_last=_last_train_loss(run.rows),
         skipped_steps=run.guard.skipped,

@@ -344,6 +344,11 @@ class Family:
         return overrides
 
     def _check_config(self, config: Config, budget: float) -> None:
+        if config.data.ramp is not None:
+            raise UserError(
+                f"data.ramp={config.data.ramp} of {self.size.config} or of overrides= is a share of"
+                " each budget, so that branches would not share their trunk's first steps: drop it"
+            )
         if (config.run, config.seed) != (self.run_name(budget), self.seed):
             raise UserError(
                 "overrides= sets run or seed, which the study gives to each of its runs: drop them,"

@@ -133,7 +133,7 @@ def _made(config: Config, manifest: dict) -> str:
         begin = f"the weights of {base or f'{trunk} at step {step}'}"
     return (
         f"trained with nanoFP8 from {begin}, {manifest['step']:,} of {config.total_steps:,} steps"
-        f" of {config.data.tokens_per_step:,} tokens"
+        f" of {'up to ' if config.data.ramp else ''}{config.data.tokens_per_step:,} tokens"
     )
 
 

@@ -23,7 +23,13 @@ from runtime.config import config_from_dict
 
 
 def export(
-    run: str, folder: str, dtype: str, recipe: str, license: str, step: int | None = None
+    run: str,
+    folder: str,
+    dtype: str,
+    recipe: str,
+    license: str,
+    step: int | None = None,
+    average: int = 1,
 ) -> str:
     """Write the folder; returns the line that tells people of it.
 
@@ -37,7 +43,9 @@ def export(
     _check_recipe(recipe)
     torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     dtype_name = str(torch_dtype).removeprefix("torch.")
-    model, tokenizer, _, layers, step = load_for_inference(run, "cpu", dtype_name, recipe, step)
+    model, tokenizer, _, layers, step = load_for_inference(
+        run, "cpu", dtype_name, recipe, step, average
+    )
     # of the converted Linears in fp32
     weights = {name: p.data for name, p in model.named_parameters()}
     del model  # its weights go as they are cast
@@ -49,6 +57,8 @@ def export(
     form = dtype
     if quantised:
         form = f"{len(quantised)} Linears in float8 ({recipe}), the head and the rest bf16"
+    if average > 1:
+        form += f", the mean of the last {average} checkpoints"
     with new_folder(target) as part:
         stored = _store(config.model, weights, quantised, recipe, torch_dtype)
         about = hf_config(config.model, dtype_name)

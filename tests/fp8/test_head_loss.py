@@ -11,7 +11,8 @@ from fp8 import head_loss as head_loss_module
 from fp8.head_loss import FP8HeadLoss, cross_entropy_grad
 from fp8.kernels import NO_TENSORS
 from fp8.recipes import E5M2, RECIPES, Recipe
-from fp8.rounding import fake_quantise
+from fp8.rounding import fake_quantise, scale_of
+from model import beside_z
 from tests.fp8.test_kernels import due, matmuls  # noqa: F401 - a fixture
 from tests.helpers.fp8_models import build, distance, tokens
 
@@ -27,7 +28,7 @@ def head_loss(
 ) -> Tensors:
     """Losses, gradients of h and w; factors are the losses' gradients."""
     h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
-    losses = FP8HeadLoss.apply(h, w, targets, recipe, *NO_TENSORS)
+    losses = FP8HeadLoss.apply(h, w, targets, recipe, False, *NO_TENSORS)
     losses.backward(factors)
     return losses.detach(), h.grad, w.grad
 
@@ -110,6 +111,32 @@ def test_a_token_without_target_has_no_loss_and_no_gradient(computed):
     assert torch.equal(computed.grad_h.any(1), has_target)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_through_the_log_sum_exp_are_those_of_fp64(masked):
+    """Of 0.02 lse^2 beside the loss, by autograd from explicitly quantised operands; the logits'
+    gradient is rounded once, with the scale of the bound."""
+    recipe = RECIPES["tensorwise"]
+    h, w, targets, factors = head_case(masked)
+    h, w = h.requires_grad_(), w.requires_grad_()
+    losses, lse = FP8HeadLoss.apply(h, w, targets, recipe, True, *NO_TENSORS)
+    both = beside_z(losses, lse, targets)
+    (both @ torch.tensor([1.0, 0.02])).backward(factors)
+    qh = fake_quantise(h.detach(), recipe.input).double()
+    qw = fake_quantise(w.detach(), recipe.weight).double()
+    logits = (qh @ qw.T).bfloat16().double().requires_grad_()
+    has_target = targets != -100
+    squares = 0.02 * logits.exp().sum(-1).log().square() * has_target
+    objective = F.cross_entropy(logits, targets, reduction="none") + squares
+    objective.backward(factors.double())
+    torch.testing.assert_close(both[:, 1].double() * 0.02, squares, rtol=1e-5, atol=1e-6)
+    largest = (factors * (1 + 2 * 0.02 * lse.detach() * has_target)).max()
+    scale = scale_of(largest, recipe.grad)
+    assert (logits.grad.abs() * scale).max() <= 57344
+    grad = (logits.grad.float() * scale).to(E5M2).double() / scale
+    assert distance(h.grad, grad @ qw) < 4e-3
+    assert distance(w.grad, grad.T @ qh) < 1e-4
+
+
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_backward_matmuls_of_the_head_accumulate_fast_where_asked(is_fast, matmuls):  # noqa: F811
     head_loss(*head_case(), replace(RECIPES["tensorwise"], fast_backward=is_fast))
@@ -134,9 +161,10 @@ class Loss:
     gradients: list[torch.Tensor]
 
 
-def loss_of(model) -> Loss:
-    losses = model(*tokens())
-    (losses.sum() / 128).backward()
+def loss_of(model, with_z: bool = False) -> Loss:
+    losses = model(*tokens(), with_z=with_z)
+    objective = losses @ torch.tensor([1.0, 0.01]) if with_z else losses
+    (objective.sum() / 128).backward()
     return Loss(losses.detach(), [weight.grad for weight in model.parameters()])
 
 
@@ -151,14 +179,15 @@ def test_a_head_in_chunks_has_the_losses_and_gradients_of_one_in_one_piece():
     assert all(d < 0.2 for d in distances), distances
 
 
+@pytest.mark.parametrize("with_z", [False, True])
 @pytest.mark.parametrize("label", ["tensorwise+kernels", "amax+kernels"])
-def test_a_models_loss_is_the_same_whether_its_head_fuses_it_or_not(label):
+def test_a_models_loss_is_the_same_whether_its_head_fuses_it_or_not(label, with_z):
     """Whatever GPT.token_losses() adds to the loss of logits, the fused head must add too; a head
     with hooks does not fuse."""
     fused, plain = (build(label, head=True)[0] for _ in range(2))
     plain.head.register_forward_hook(lambda *_: None)
     assert fused.head.fuses_loss() and not plain.head.fuses_loss()
-    fused_loss, plain_loss = loss_of(fused), loss_of(plain)
+    fused_loss, plain_loss = loss_of(fused, with_z), loss_of(plain, with_z)
     torch.testing.assert_close(fused_loss.losses, plain_loss.losses, rtol=1e-6, atol=1e-5)
     distances = list(map(distance, fused_loss.gradients, plain_loss.gradients))
     assert all(d < 0.2 for d in distances), distances  # the logits' gradient has another scale

@@ -360,8 +360,11 @@ def before_norm(call: Callable[[], object], *place: float) -> None:
 def in_data(change: Callable[[int, int], float]) -> None:
     """change(step, rank) -> the step whose data is read for it."""
 
-    def batch(original: Callable, data: Data, step: int, *place: int) -> object:
-        return original(data, int(change(step + 1, NOW.rank)) - 1, *place)
+    def batch(
+        original: Callable, data: Data, step: int, micro: int, rank: int, size: int, offset: int = 0
+    ) -> object:
+        step_of_data = int(change(step + offset + 1, NOW.rank)) - 1
+        return original(data, step_of_data - offset, micro, rank, size, offset)
 
     wrap(Data, "batch", batch)
 

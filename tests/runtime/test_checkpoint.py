@@ -298,6 +298,9 @@ def test_all_is_synced_before_the_rename_and_the_rename_after_it(tiny, monkeypat
 ALL = {"every": 10, "keep": 1, "best": True, "forever": 40, "rolling": 4, "at": (33,)}
 
 
+MEAN = {"every": 10, "keep": 1, "best": False, "average": 3}
+
+
 @pytest.mark.parametrize(
     "policy, steps, losses, expected",
     [
@@ -319,6 +322,9 @@ ALL = {"every": 10, "keep": 1, "best": True, "forever": 40, "rolling": 4, "at": 
         # without rolling: as a regular one
         ({"every": 10, "keep": 2, "best": False}, [10, 20, 27, 30], {10: 1.0}, [27, 30]),
         ({"every": None, "keep": 1, "at": (5,)}, [5, 7, 8, 9], {}, [5, 8, 9]),
+        # for a mean of three of every 10, whatever a stop has saved between them
+        (MEAN, [10, 20, 30, 33, 40, 44], {}, [30, 40, 44]),
+        (MEAN, [10, 20, 23, 30, 34], {}, [20, 30, 34]),
     ],
 )
 def test_the_keep_policy_by_hand(policy, steps, losses, expected):

@@ -641,6 +641,8 @@ def test_the_keys_of_the_first_version_are_history():
 DONE_BEFORE = {
     "model.head_size": None,  # n_embd / n_head
     "optim.kind": "adamw",
+    "optim.z_loss": 0.0,
+    "data.ramp": None,
     "fp8.scaling": "current",
     "fp8.fast_backward": False,
 }

@@ -339,3 +339,80 @@ def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path, exists):
     text = diagnose(build()[0], broken, *tokens(), 3, "loss inf", folder, True)
     assert text.startswith("loss inf: ") and "AttributeError" in text
     assert (folder / "diagnosis.json").exists() is exists
+
+
+# -------------------------------------------------------------------------------------- guard.layers
+
+
+def layers_of(rng, factor=1.0):
+    """Norms of three layers, of which the second is small: `factor` of it hardly shows in all."""
+    norms = {"wte": 1.0, "layers.0": 0.01 * factor, "norm": 0.3}
+    return {name: norm * math.exp(rng.gauss(0, 0.05)) for name, norm in norms.items()}
+
+
+def filled_with_layers(settings=SMALL, steps=64):
+    guard, rng = Guard(settings), random.Random(0)
+    verdicts = {guard.judge(step, *quiet(rng), None, layers_of(rng)) for step in range(steps)}
+    assert verdicts == {OK}
+    return guard, rng
+
+
+def test_a_layer_over_its_own_past_is_a_spike_that_the_global_norm_hides():
+    guard, rng = filled_with_layers()
+    assert guard.judge(64, *quiet(rng), None, layers_of(rng, 20)) is SKIP
+    assert guard.reason.startswith("gradient norm of layers.0 0.2")
+    assert "wte" not in guard.reason and "of the last 16 accepted steps; 1 skipped" in guard.reason
+    assert guard.judge(65, *quiet(rng), None, layers_of(rng)) is OK
+    assert filled().judge(64, *quiet(rng)) is OK, "without the norms of layers it passes"
+
+
+@pytest.mark.parametrize("scatter", [0.0, 0.2, 2.0])
+def test_a_layers_spike_begins_ten_robust_standard_deviations_above_its_median(scatter):
+    """Of 0.1 to 0.3."""
+    logs = np.random.default_rng(0).normal(0, 1, (128, 4)) * (0.01, 0.01, scatter, 0.3)
+    robust = scipy.stats.median_abs_deviation(logs, scale=1 / 1.4826)
+    limits = np.exp(np.median(logs, axis=0) + 10 * np.clip(robust, 0.1, 0.3))
+    for factor, verdict in ((1 - 1e-9, OK), (1 + 1e-9, SKIP)):
+        guard = Guard(GuardConfig(), accepted=np.exp(logs).tolist())
+        layer_norms = {"a": limits[2] * factor, "b": 1.0}
+        assert guard.judge(128, 1.0, 1.0, None, layer_norms) is verdict
+
+
+def test_layers_whose_norms_stay_high_are_a_new_level():
+    guard, rng = filled_with_layers()
+    verdicts = [guard.judge(64 + i, *quiet(rng), None, layers_of(rng, 20)) for i in range(4)]
+    assert verdicts == [SKIP, SKIP, SKIP, SPIKE]
+    assert guard.judge(68, *quiet(rng), None, layers_of(rng, 20)) is OK
+
+
+def test_layers_are_judged_once_half_a_window_has_their_norms():
+    """A run that is resumed with guard.layers=true has a window without them."""
+    guard, rng = filled(), random.Random(1)
+    assert guard.judge(64, *quiet(rng), None, layers_of(rng, 20)) is OK
+    for step in range(65, 72):
+        assert guard.judge(step, *quiet(rng), None, layers_of(rng)) is OK
+    assert guard.judge(72, *quiet(rng), None, layers_of(rng, 20)) is SKIP
+
+
+def test_a_window_with_norms_of_layers_serves_a_run_without_them():
+    guard, rng = filled_with_layers()
+    assert guard.judge(64, *quiet(rng)) is OK
+    assert guard.judge(65, *quiet(rng, norm=100.0)) is SKIP
+
+
+def test_a_state_with_layers_goes_through_json():
+    guard, rng = filled_with_layers()
+    guard.judge(64, *quiet(rng), None, layers_of(rng, 20))
+    again = Guard(SMALL, **json.loads(json.dumps(guard.state(), allow_nan=False)))
+    again.reason = guard.reason
+    assert again == guard
+
+
+def test_the_three_highest_layers_are_named():
+    norms = dict.fromkeys("abcde", 1.0)
+    guard = Guard(SMALL, accepted=[[1.0, 1.0, *norms.values()]] * 16)
+    spikes = {name: 10.0 * (i + 1) for i, name in enumerate("abcde")}
+    guard.judge(16, 1.0, 1.0, None, spikes)
+    assert guard.reason.startswith("gradient norm of e 50 is 50 x its median (39.1 robust")
+    assert "of d 40" in guard.reason and "of b" not in guard.reason
+    assert "standard deviations) and 2 more of the last 16" in guard.reason
