@@ -58,9 +58,10 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
             precision.before_step(loss_scale)  # scales of fp8.scaling=delayed: from past steps
             loss_sum = torch.zeros((), device=world.device)
             for micro in range(accumulation):
-                x, y = run.next_batch()  # (B, T) each
+                # (B, T) each; no mask, which is causal attention, without data.document_mask
+                x, y, mask = run.next_batch()
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
-                loss_sum += forward_backward(model, x, y, loss_scale)
+                loss_sum += forward_backward(model, x, y, loss_scale, mask)
 
             # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")

@@ -46,6 +46,8 @@ class DataConfig:
     # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     tokenizer: FilePath = "gpt2"
     max_epochs: float = above_zero(1.0)  # times that a source may be seen before the run is refused
+    # a token attends to its own document alone, in training; validation reads whole windows
+    document_mask: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """The parts of a training step that train.py, the trials of data.micro_batch=auto and bench/ share;
 train.py's loop has them in their order."""
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 
@@ -11,11 +13,12 @@ Optimizer = torch.optim.AdamW | optim.MuonAdamW
 
 
 def forward_backward(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss_scale: float
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss_scale: float, mask: Any = None
 ) -> torch.Tensor:
     """Add the gradients of a micro-batch, x and y (B, T), of the loss times `loss_scale`; returns
-    its summed loss, (), nats."""
-    micro_loss = model(x, y).sum()
+    its summed loss, (), nats. mask: of runtime/documents.py, None for plain causal attention."""
+    masked = {} if mask is None else {"mask": mask}
+    micro_loss = model(x, y, **masked).sum()
     (micro_loss * loss_scale).backward()
     return micro_loss.detach()
 
