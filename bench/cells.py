@@ -28,7 +28,7 @@ class Cell:
     out."""
 
     size: str
-    # bf16, or a recipe with +kernels, +delayed, +head, +fast_backward; behind either +documents; a
+    # bf16, or a recipe with +kernels, +delayed, +head, +fast_backward; either with +documents; a
     # peer's name
     label: str
     micro_batch: int  # sequences
