@@ -193,7 +193,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "KVCache | None" = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: "KVCache | None" = None,
+        mask: Any = None,
     ) -> Tensor:
         B, T, _ = x.shape
         H, K, D = self.H, self.K, self.D
@@ -210,10 +215,10 @@ class Attention(nn.Module):
         # mask; what stands behind a cached past needs it spelled out, for is_causal would count
         # from the past's first token.
         S = k.size(2)  # past + T
-        mask = (
-            torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
-        )
-        y = self.attend(q, k, v, attn_mask=mask, is_causal=1 < T == S, enable_gqa=H != K)
+        if 1 < T < S:
+            mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        is_causal = mask is None and T > 1
+        y = self.attend(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=H != K)
         return self.out(y.transpose(1, 2).reshape(B, T, H * D))  # (B, T, C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -244,9 +249,14 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "KVCache | None" = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: "KVCache | None" = None,
+        mask: Any = None,
     ) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin, cache)
+        x = x + self.attn(self.norm1(x), cos, sin, cache, mask)
         return x + self.mlp(self.norm2(x))
 
 
@@ -284,7 +294,8 @@ def beside_z(losses: Tensor, lse: Tensor, targets: Tensor) -> Tensor:
 
 class GPT(nn.Module):
     """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy
-    of a sequence (B,), nats; with_z (B, 2): the summed squares of log-sum-exp beside it."""
+    of a sequence (B,), nats; with_z (B, 2): the summed squares of log-sum-exp beside it. `mask`, of
+    runtime/documents.py, replaces attention's causal one."""
 
     cos: Tensor
     sin: Tensor
@@ -371,8 +382,9 @@ class GPT(nn.Module):
         y: Tensor | None = None,
         cache: KVCache | None = None,
         with_z: bool = False,
+        mask: Any = None,
     ) -> Tensor:
-        h = self.hidden(x, cache)
+        h = self.hidden(x, cache, mask)
         if y is None:
             return self.head(h)  # (B, T, V)
         h, targets = h.view(-1, h.size(-1)), y.reshape(-1)  # (B * T, C), (B * T)
@@ -392,7 +404,7 @@ class GPT(nn.Module):
             )
         return losses.unflatten(0, y.shape).sum(dim=1)
 
-    def hidden(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, x: Tensor, cache: KVCache | None = None, mask: Any = None) -> Tensor:
         """Final hidden states (B, T, C), normalised: what the head reads."""
         past = cache.length if cache is not None else 0
         T = x.size(1)
@@ -402,7 +414,7 @@ class GPT(nn.Module):
         cos, sin = self.cos[past : past + T], self.sin[past : past + T]
         h = self.wte(x).to(self.compute_dtype)
         for block in self.layers:
-            h = block(h, cos, sin, cache)
+            h = block(h, cos, sin, cache, mask)
         if cache is not None:
             cache.length += T
         return self.norm(h)

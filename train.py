@@ -61,9 +61,10 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
             # of the cross-entropy; with optim.z_loss of the z-loss too
             loss_sums = torch.zeros(2 if config.optim.z_loss else 1, device=world.device)
             for micro in range(accumulation):
-                x, y = run.next_batch()  # (B, T) each
+                # (B, T) each; no mask, which is causal attention, without data.document_mask
+                x, y, mask = run.next_batch()
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
-                loss_sums += forward_backward(model, x, y, loss_scale, config.optim.z_loss)
+                loss_sums += forward_backward(model, x, y, loss_scale, config.optim.z_loss, mask)
 
             # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")

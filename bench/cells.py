@@ -10,6 +10,7 @@ from fp8 import selection
 from fp8.recipes import KERNELS, fp8_overrides
 from lib.errors import UserError
 from lib.machine import ROOT
+from runtime import documents
 from runtime.config import Config, load_config
 from runtime.optim import MuonAdamW
 from runtime.parallel import World, build
@@ -17,6 +18,8 @@ from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 from runtime.training_step import end_unjudged_step, forward_backward
 
 BASELINE = "bf16"
+# behind a label: with data.document_mask, on documents of half a context on average
+DOCUMENTS = "+documents"
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class Cell:
     out."""
 
     size: str
-    label: str  # bf16, or a recipe with +kernels, +delayed, +head, +fast_backward; a peer's name
+    # bf16, or a recipe with +kernels, +delayed, +head, +fast_backward; either with +documents; a
+    # peer's name
+    label: str
     micro_batch: int  # sequences
     T: int = 1024
     tokens_per_step: int = TOKENS_PER_STEP
@@ -37,6 +42,15 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.size}/{self.label}"
+
+    @property
+    def precision(self) -> str:
+        """The label as FP8Config has it."""
+        return self.label.removesuffix(DOCUMENTS)
+
+    @property
+    def has_document_mask(self) -> bool:
+        return self.label.endswith(DOCUMENTS)
 
 
 @dataclass
@@ -77,10 +91,16 @@ H100 = (  # sizes, and labels to time each of them in; the most valuable first
 
 def groups_of(suite: str) -> list[list[Cell]]:
     """Each a BF16 cell, then those that take turns with it."""
-    if suite == "toy":
+    if suite in ("toy", "documents-toy"):
+        other_label = "tensorwise" if suite == "toy" else BASELINE + DOCUMENTS
         return [
-            [Cell(size, label, 4, 64, 1024, "cpu", TOY[size]) for label in (BASELINE, "tensorwise")]
+            [Cell(size, label, 4, 64, 1024, "cpu", TOY[size]) for label in (BASELINE, other_label)]
             for size in TOY
+        ]
+    if suite == "documents":
+        return [
+            [Cell(size, label, MICRO_BATCH[size]) for label in (BASELINE, BASELINE + DOCUMENTS)]
+            for size in ("1p5b", "350m", "125m")
         ]
     return [
         [Cell(size, label, MICRO_BATCH[size]) for label in (BASELINE, *labels.split())]
@@ -102,13 +122,14 @@ def config_of(cell: Cell) -> Config:
         "data.tokenizer": "./none",
         "run": "cell",  # no text is read
         "parallel.compile": "block",  # as studies, as runs on several GPUs
+        "data.document_mask": str(cell.has_document_mask).lower(),
     }
-    if cell.label != BASELINE and KERNELS not in cell.label:
+    if cell.precision != BASELINE and KERNELS not in cell.precision:
         changes["fp8.kernels"] = "false"  # a cell without them measures torchao's casts
     base = "50m" if cell.model else cell.size
     overrides = [f"{key}={value}" for key, value in changes.items()]
     return load_config(
-        ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *fp8_overrides(cell.label)]
+        ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *fp8_overrides(cell.precision)]
     )
 
 
@@ -119,7 +140,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     cast_by = selection.casting(config.fp8, device.type, has_whole_weights=True)
     selection.check_hardware(config.fp8, device, cast_by.is_ours)
     built = build(config, World(0, 0, 1, device))
-    if cell.label != BASELINE and not any(layer.recipe for layer in built.layers):
+    if cell.precision != BASELINE and not any(layer.recipe for layer in built.layers):
         raise UserError(f"{cell.label} converts nothing here: it would be BF16 once more")
     model, optimizer, precision = built.model, built.optimizer, built.precision
     tokens = cell.micro_batch * cell.T
@@ -128,8 +149,15 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     precision.set_position(0)
     precision.before_step(built.loss_scale)
 
+    numbers = document_numbers(cell.micro_batch, cell.T).to(device)
+    is_flex = documents.uses_flex(config, device)
+
     def micro_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return forward_backward(model, x, y, built.loss_scale).squeeze(0) / tokens
+        mask = None
+        if cell.has_document_mask:  # made anew for each micro-batch, as in a run
+            mask = documents.attention_mask(numbers, is_flex)
+        losses = forward_backward(model, x, y, built.loss_scale, mask=mask)
+        return losses.squeeze(0) / tokens
 
     def update() -> None:
         end_unjudged_step(model, optimizer, precision, config.optim.clip)
@@ -140,3 +168,11 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     }
     lines = [*built.flags, *selection.verdict_lines(built.layers, config.fp8.recipe, device.type)]
     return Subject(model, config.model.vocab_size, micro_step, optimizer, update, counts, lines)
+
+
+def document_numbers(sequences: int, T: int) -> torch.Tensor:
+    """The number of each token's document within its window, (sequences, T) int32; documents have
+    T / 2 tokens on average."""
+    generator = torch.Generator().manual_seed(0)
+    is_border = torch.rand(sequences, T, generator=generator) < 2 / T
+    return is_border.cumsum(1, dtype=torch.int32)

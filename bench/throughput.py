@@ -3,6 +3,7 @@ in FP8 between two in BF16.
 
     python -m bench.throughput --suite h100 --budget 560  what is missing on one GPU
     python -m bench.throughput --suite toy                a rehearsal on a CPU
+    python -m bench.throughput --suite documents          with data.document_mask and without
     python -m bench.throughput --suite fourway --budget 480  whole trainings in turns
     python -m bench.throughput --table                    rows of OUT as Markdown, and a figure
     python -m bench.throughput --check NEW.jsonl          exit code 1 where a ratio lost 3 %
@@ -40,9 +41,9 @@ from lib.values import FilePath
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    # what to time: on one GPU, or a rehearsal on a CPU; fourway: whole trainings, eager and
-    # compiled
-    suite: Literal["h100", "toy", "fourway", "fourway-toy"] = "h100"
+    # what to time: on one GPU, or a rehearsal on a CPU; documents: data.document_mask against no
+    # mask, in BF16; fourway: whole trainings, eager and compiled
+    suite: Literal["h100", "toy", "documents", "documents-toy", "fourway", "fourway-toy"] = "h100"
     budget: float = 560.0  # seconds after which nothing runs any more
     # JSON lines that receive the rows; none = a file of the suite's name in bench/results
     out: FilePath | None = None

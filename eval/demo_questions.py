@@ -137,9 +137,7 @@ def _sources(run_dir: str) -> Iterator[_Source]:
 def _validation_documents(index: Index, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The ids of each document, without its prefix; a document's tail in the next shard is left
     out."""
-    is_chat = "messages" in index.selection.get("instruct", ())
-    # nothing is learned of a conversation's border
-    border = LOSS_MASK_BIT | np.uint32(tokenizer.eot) if is_chat else tokenizer.eot
+    border = index.border(tokenizer.eot)
     prefix = len(tokenizer.prefix)
     documents = []
     for shard in index.splits["val"].shards:

@@ -50,6 +50,8 @@ class DataConfig:
     # smaller steps first, as share of the run's tokens:share of tokens_per_step, such as
     # 0.1:0.25,0.3:0.5: a quarter up to 10 % of the tokens, half up to 30 %; none = no ramp
     ramp: str | None = None
+    # a token attends to its own document alone, in training; validation reads whole windows
+    document_mask: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from lib.errors import UserError
 from lib.files import digest
 from model import NO_TARGET
 from runtime.config import Config
+from runtime.documents import number_documents
 from runtime.guard import FEW_TARGETS
 from runtime.shards import LOSS_MASK_BIT, Index, Shard, missing_source, read_index, shard_damage
 from runtime.tokenizer import tokenizer_kind
@@ -134,6 +135,7 @@ class Windows:
 
     def __init__(self, index: Index, split: str, n_ctx: int):
         self.n_ctx = n_ctx
+        self.index = index
         self.vocab_size = index.vocab_size
         self.is_masked = index.is_masked
         # an empty file cannot be mapped
@@ -273,9 +275,11 @@ class Data:
     on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected
     from them."""
 
-    def __init__(self, config: Config, *tokenizer_sha256: str):
-        """tokenizer_sha256: the hashes that the run's tokenizer goes by, today's first."""
+    def __init__(self, config: Config, *tokenizer_sha256: str, eot: int | None = None):
+        """tokenizer_sha256: the hashes that the run's tokenizer goes by, today's first. eot: its
+        end-of-text token, which data.document_mask needs."""
         self.config = config
+        self._eot = eot
         self.sources = sorted(config.data.mixture)
         self.n_ctx = config.model.n_ctx
         self.sequences_per_step = config.data.tokens_per_step // self.n_ctx
@@ -481,11 +485,29 @@ class Data:
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so
         all ranks together read the same sequences in a step however many they are. Raises UserError
         for an id outside the vocabulary."""
+        return _read_batch(self._micro_batch(step, micro, rank, world_size, offset), self.n_ctx)
+
+    def _micro_batch(
+        self, step: int, micro: int, rank: int, world_size: int, offset: int
+    ) -> list[tuple[Windows, int]]:
+        """The windows of a micro-batch; the arguments as for batch()."""
         rows = self._rows_of(step, offset)
         size = self.config.micro_batch
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= len(rows) - size
-        return _read_batch(rows[place : place + size], self.n_ctx)
+        return rows[place : place + size]
+
+    def documents(
+        self, step: int, micro: int, rank: int, world_size: int, offset: int = 0
+    ) -> torch.Tensor:
+        """The number of each token's document within its window, (micro_batch, n_ctx) int32, of the
+        micro-batch that batch() returns."""
+        assert self._eot is not None, "documents begin with the tokenizer's end-of-text token"
+        numbers = np.empty((self.config.micro_batch, self.n_ctx), np.int32)
+        rows = self._micro_batch(step, micro, rank, world_size, offset)
+        for row, (windows, window) in zip(numbers, rows, strict=True):
+            row[:] = number_documents(windows.read(window)[:-1], windows.index.border(self._eot))
+        return torch.from_numpy(numbers)
 
     def stream(
         self,
@@ -495,16 +517,19 @@ class Data:
         world_size: int,
         device: torch.device,
         offset: int = 0,
-    ) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Generator[tuple[torch.Tensor, ...]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the
-        device; offset as for batch().
+        device: what batch() returns and, with data.document_mask, documents(); offset as for
+        batch().
 
         A background thread prepares the next two batches; its errors are raised in their turn,
         damage that verify() found at the next batch. Closing the generator ends the thread."""
         is_cuda = torch.device(device).type == "cuda"
 
         def prepare(step: int, micro: int) -> list[torch.Tensor]:
-            batch = self.batch(step, micro, rank, world_size, offset)
+            batch = [*self.batch(step, micro, rank, world_size, offset)]
+            if self.config.data.document_mask:
+                batch.append(self.documents(step, micro, rank, world_size, offset))
             return [tensor.pin_memory() if is_cuda else tensor for tensor in batch]
 
         order = self._micro_batches(start_step, stop_step, world_size)
@@ -513,9 +538,9 @@ class Data:
             while ahead:
                 if self._hashed.done():
                     self._hashed.result()
-                x, y = ahead.popleft().result()
+                batch = ahead.popleft().result()
                 ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
-                yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
+                yield tuple(tensor.to(device, non_blocking=is_cuda) for tensor in batch)
 
     def _micro_batches(self, start_step: int, stop_step: int, world_size: int) -> Iterator:
         """(step, micro) of a rank's micro-batches, in order."""

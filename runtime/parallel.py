@@ -32,7 +32,7 @@ from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
 from lib.sharding import is_dtensor, is_fsdp_module
 from model import GPT, Block
-from runtime import optim
+from runtime import documents, optim
 from runtime.config import Config
 
 if TYPE_CHECKING:
@@ -456,6 +456,8 @@ def build(config: Config, world: World) -> Built:
         bf16_in_fp32.convert(model)
     elif world.has_whole_weights:
         keep_bf16_copies(model)
+    if documents.uses_flex(config, world.device):
+        documents.use_flex(model)
     model.counts()  # its check of the parameters: here rather than after the run
     flags = set_torch_flags(config, world, [layer.recipe for layer in layers if layer.recipe])
     if config.parallel.recompute:
@@ -551,7 +553,7 @@ ATTENTION = [
         torch.ops.aten._scaled_dot_product_efficient_attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     )
-]
+] + [torch.ops.higher_order.flex_attention]
 
 
 class RecomputedBlock(Block):
@@ -564,9 +566,9 @@ class RecomputedBlock(Block):
         self.norm1, self.attn = block.norm1, block.attn
         self.norm2, self.mlp = block.norm2, block.mlp
 
-    def forward(self, x, cos, sin, cache=None):
+    def forward(self, x, cos, sin, cache=None, mask=None):
         if cache is not None or not torch.is_grad_enabled():
-            return super().forward(x, cos, sin, cache)
+            return super().forward(x, cos, sin, cache, mask)
         # Nothing in a block draws random numbers, so no generator's state needs to be saved and
         # restored.
         return checkpoint(
@@ -574,6 +576,8 @@ class RecomputedBlock(Block):
             x,
             cos,
             sin,
+            None,
+            mask,
             use_reentrant=False,
             preserve_rng_state=False,
             context_fn=partial(create_selective_checkpoint_contexts, ATTENTION),

@@ -27,7 +27,7 @@ from lib.errors import MachineError, UserError, memory_error
 from lib.machine import GIB, end_with_parent
 from lib.text import duration
 from model import GPT
-from runtime import optim, parallel
+from runtime import documents, optim, parallel
 from runtime.checkpoint import latest, run_on_rank0, step_of
 from runtime.config import Config, apply_overrides, read_config
 from runtime.data import Data
@@ -216,6 +216,8 @@ FLOPS = {
 
 def _describe_flops(config: Config, costs: Costs) -> list[str]:
     lines = ["FLOPs of training"]
+    if config.data.document_mask:
+        lines[0] += ", of causal attention: data.document_mask saves some of it"
     for name, key in FLOPS.items():
         per_token = costs.counts[key]
         lines.append(f"  {name:22} {per_token * costs.tokens:.4e}   {per_token:,} per token")
@@ -745,11 +747,15 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
     precision.set_position(0)
     precision.before_step(built.loss_scale)
     x, y = torch.randint(m.vocab_size, (2, n, m.n_ctx), device=device)
+    mask = None
+    if config.data.document_mask:  # of one document a window, which skips nothing
+        one_document = torch.zeros_like(x, dtype=torch.int32)
+        mask = documents.attention_mask(one_document, documents.uses_flex(config, device))
 
     def seconds(micro_steps: int) -> float:
         started = time.perf_counter()
         for _ in range(micro_steps):
-            forward_backward(model, x, y, built.loss_scale, config.optim.z_loss)
+            forward_backward(model, x, y, built.loss_scale, config.optim.z_loss, mask)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - started

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ from runtime.checkpoint import step_of as checkpoint_step
 from runtime.config import Config
 from runtime.config_file import shown
 from runtime.data import Data
+from runtime.documents import attention_mask, uses_flex
 from runtime.environment import environment
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, SilentLog
@@ -145,7 +147,7 @@ class Run:
         self._is_to_validate = self._is_validation_missing()
 
     def _load_data(self) -> None:
-        self.data = Data(self.config, *self.tokenizer.hashes)
+        self.data = Data(self.config, *self.tokenizer.hashes, eot=self.tokenizer.eot)
         # each machine may have a copy of its own
         self.data.verify(*self.world.share_of_machine)
 
@@ -326,14 +328,19 @@ class Run:
         self._profiler.begin(self.progress.step + 1)
         return self.progress.step
 
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets of the next micro-batch, (B, T) each, on the device."""
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Tokens and targets of the next micro-batch, (B, T) each, on the device, and attention's
+        mask, None without data.document_mask."""
         self.at("reading a micro-batch")
-        self._batch = next(self._batches)
+        x, y, *documents = next(self._batches)
+        self._batch = x, y
+        mask = None
+        if documents:
+            mask = attention_mask(documents[0], uses_flex(self.config, self.world.device))
         # of stochastic rounding
         self.precision.set_position(next(self._positions))
         self.at("forward and backward")
-        return self._batch
+        return x, y, mask
 
     def end_step(self, result: StepResult) -> None:
         """Log the step, then what is due after it: probe, save; a rollback or the end of the run

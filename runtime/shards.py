@@ -79,6 +79,13 @@ class Index:
     # rows that skip_bad=true left out: {file, rows, first}
     odd_rows: list[dict] = field(default_factory=list)
 
+    def border(self, eot: int) -> np.uint32:
+        """What begins a document in the shards: the end-of-text token `eot`, of conversations with
+        LOSS_MASK_BIT, since nothing is learned of their border. The same token without it is then a
+        part of an answer."""
+        is_chat = "messages" in self.selection.get("instruct", ())
+        return LOSS_MASK_BIT | np.uint32(eot) if is_chat else np.uint32(eot)
+
     @property
     def shards(self) -> list[Shard]:
         return [shard for split in self.splits.values() for shard in split.shards]

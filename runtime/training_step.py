@@ -3,6 +3,7 @@ train.py's loop has them in their order."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,16 +16,23 @@ Optimizer = torch.optim.AdamW | optim.MuonAdamW
 
 
 def forward_backward(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss_scale: float, z_weight: float = 0.0
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    loss_scale: float,
+    z_weight: float = 0.0,
+    mask: Any = None,
 ) -> torch.Tensor:
     """Add the gradients of a micro-batch, x and y (B, T), of the loss times `loss_scale`; returns
     its summed loss, (1,), nats. With a `z_weight` the loss that is trained on has a z-loss more,
-    and its sum, weighted, is returned beside the other, which is without it: (2,)."""
+    and its sum, weighted, is returned beside the other, which is without it: (2,). mask: of
+    runtime/documents.py, None for plain causal attention."""
+    masked = {} if mask is None else {"mask": mask}
     if not z_weight:
-        micro_loss = model(x, y).sum()
+        micro_loss = model(x, y, **masked).sum()
         (micro_loss * loss_scale).backward()
         return micro_loss.detach()[None]
-    cross_entropy, squares = model(x, y, with_z=True).sum(dim=0)
+    cross_entropy, squares = model(x, y, with_z=True, **masked).sum(dim=0)
     z_loss = z_weight * squares
     ((cross_entropy + z_loss) * loss_scale).backward()
     return torch.stack((cross_entropy, z_loss)).detach()

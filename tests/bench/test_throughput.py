@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import judging, measuring, report, throughput, timing
-from bench.cells import Cell, build_ours, config_of, groups_of
+from bench.cells import Cell, build_ours, config_of, document_numbers, groups_of
 from bench.judging import cell_row, compared
 from bench.measuring import measure
 from bench.report import table
@@ -65,6 +65,30 @@ def test_a_cells_config_is_train_pys():
 eager = pytest.fixture(
     lambda monkeypatch: monkeypatch.setattr(parallel, "compile_model", lambda *_, **__: None)
 )
+
+
+def test_the_suite_of_documents_holds_the_mask_against_bf16_without_it():
+    for baseline, masked in (*groups_of("documents"), *groups_of("documents-toy")):
+        assert config_of(baseline).data.document_mask is False
+        assert config_of(masked).data.document_mask is True
+        assert replace(masked, label="bf16") == baseline
+        assert config_of(masked).fp8.recipe == "off"
+
+
+@pytest.mark.parametrize("label, is_masked", [("bf16", False), ("bf16+documents", True)])
+def test_a_cell_of_documents_trains_with_the_mask(label, is_masked, eager):
+    cell = replace(TOY, label=label)
+    x, y = measuring.tokens_like_text(4, 32, 257, CPU)
+    model = GPT(config_of(cell).model, torch.bfloat16)
+    model.init_weights(config_of(cell).seed)
+    numbers = document_numbers(4, 32)
+    assert 4 < sum(len(row.unique()) for row in numbers) < 24, "16 tokens each, on average"
+    same = numbers[:, None, :, None] == numbers[:, None, None, :]
+    with torch.no_grad():
+        plain = model(x, y).sum().item() / 128
+        masked = model(x, y, mask=same.tril()).sum().item() / 128
+    assert masked != plain
+    assert build_ours(cell, CPU).micro_step(x, y).item() == (masked if is_masked else plain)
 
 
 def test_a_step_is_that_of_a_plain_training_loop(eager):

@@ -240,4 +240,4 @@ def test_a_study_refuses_a_ramp():
     """A share of each budget: its branches would not have the first steps of their trunk."""
     study = load_study(ROOT / "configs/study_demo.py")
     with pytest.raises(UserError, match="data.ramp=0.5:0.5 of .* is a share of each budget"):
-        expand(replace(study, overrides=("data.ramp=0.5:0.5",)))
+        expand(replace(study, overrides=("data.ramp=0.5:0.5", "data.micro_batch=4")))
