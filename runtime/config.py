@@ -111,7 +111,7 @@ class CheckpointConfig:
     best: bool = True  # keep that of lowest validation loss too
     # checkpoints of every so many steps stay for good; none = of no step
     forever: int | None = above_zero(None)
-    # steps between more saves of which only the newest stays; none = no more
+    # steps between additional saves, of which only the newest is kept; none = no such saves
     rolling: int | None = above_zero(None)
     # more steps to save at; these checkpoints stay for good, to branch off from
     at: tuple[int, ...] = ()
