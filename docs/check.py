@@ -43,7 +43,7 @@ STAND_INS = {
 REASONS = {
     r"^(torchrun|sbatch)\b": "several processes",
     r"^make\b": "takes minutes",
-    r"fineweb_edu tokens|hf:|--check-sources|--fetch|fineweb_edu python|public_text|piqa": "network",
+    r"fineweb_edu (tokens|python)|hf:|--check-sources|--fetch|public_text|piqa": "needs the network",
     r"bench\.(throughput --suite|kernels|peers)|get_device_name": "needs a GPU",
     r"bench\.(data|compiler_plan)": "takes minutes",
     r"train\.py configs/gpt(?!.*--plan)": "needs a GPU",

@@ -58,8 +58,9 @@ def configs_table() -> str:
         if all(cells):
             speeds = " / ".join(f"{cell['tok_per_s'] / 1e3:,.1f}k" for cell in cells if cell)
             memories = " / ".join(f"{cell['peak_gib']:.1f} GiB" for cell in cells if cell)
+        tokens = f"{config.total_tokens / 1e9:.2f}B"
         lines.append(
-            f"| gpt{size} | {config.total_tokens / 1e9:.2f}B | {memory} GiB | {hours[0]} / {hours[1]}"
+            f"| gpt{size} | {tokens} | {memory} GiB | {hours[0]} / {hours[1]}"
             f" | {speeds} | {memories} | not measured |"
         )
     return "\n".join(lines)
@@ -75,27 +76,32 @@ def _number(pattern: str, screen: str) -> str:
 
 
 def training_log(demo: Path) -> str:
-    """The console of a run, without the lines that name its shards."""
+    """The console of a run, of its lines on steps the first and every sixth."""
     lines = (demo / f"{RUN}.log").read_text().splitlines()
-    shown = [line for line in lines if not line.startswith(("config:", "sweep.py:"))]
-    return screen("\n".join(shown), "")
+    on_steps = [line for line in lines if "tok/s  " in line]
+    left_out = set(on_steps) - {on_steps[0], *on_steps[6::6]}
+    shown = [line for line in lines if line not in left_out]
+    return screen("\n".join(shown))
 
 
 def sweep_table(demo: Path) -> str:
-    return screen(_printed(sweep.main, "configs/study_demo.py", f"out={demo.parent}"), "")
+    """The first rows of the table, and what stands below it."""
+    printed = _printed(sweep.main, "configs/study_demo.py", f"out={demo.parent}")
+    table, _, below = printed.partition("\n\n")
+    first_rows = table.splitlines()[:12]
+    return screen("\n".join([*first_rows, "...", "", below]))
 
 
 def fit_screen(demo: Path) -> str:
-    return screen(_printed(fit.main, demo), "", 24)
+    return screen(_printed(fit.main, demo))
 
 
 def precision_screen(demo: Path) -> str:
-    return screen(_printed(precision.main, demo), "", 24)
+    return screen(_printed(precision.main, demo))
 
 
 def scores(demo: Path) -> str:
-    record = read_scores(demo / RUN / "eval/demo.json")
-    return screen(scores_page(record), "")
+    return screen(scores_page(read_scores(demo / RUN / "eval/demo.json")))
 
 
 def summary(demo: Path) -> str:
@@ -116,12 +122,10 @@ def _printed(main: Callable[[list[str]], int], *words: object) -> str:
     return output.getvalue()
 
 
-def screen(text: str, language: str, most: int = 60) -> str:
-    """A fenced block of the first lines of a text, long ones cut."""
+def screen(text: str, language: str = "") -> str:
+    """A text as a fenced block, long lines cut."""
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
-    shown = [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines[:most]]
-    if len(lines) > most:
-        shown.append(f"... {len(lines) - most} lines more")
+    shown = [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines]
     return "\n".join([f"```{language}", *shown, "```"])
 
 

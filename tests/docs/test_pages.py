@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -121,3 +122,53 @@ def test_every_expected_screen_is_filled(name: str) -> None:
     page = expected.PAGE.read_text()
     begin = expected.BEGIN.format(name=name)
     assert page.partition(begin)[2].partition(expected.END)[0].count("\n") > 4
+
+
+def test_the_gaps_of_the_readme_are_those_of_the_expected_screen() -> None:
+    screens = (ROOT / "docs/expected.md").read_text()
+    rows = re.findall(
+        r"^\| (?:nvfp4|tensorwise) +\| [+-].*\|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(rows) == 2
+    assert all(row in screens for row in rows)
+
+
+# -------------------------------------------------------------------------------------- packaging
+
+
+def test_what_pip_and_uv_install_is_what_make_setup_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pinned = re.findall(r"^[\w-]+==\S+$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    of_developers = re.findall(
+        r"^[\w-]+==\S+$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE
+    )
+    assert project["project"]["dependencies"] == pinned
+    assert project["dependency-groups"]["dev"] == of_developers
+
+
+def test_the_lock_file_holds_these_versions_from_the_public_index_alone() -> None:
+    text = (ROOT / "uv.lock").read_text()
+    assert set(re.findall(r"\w+://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
+    locked = {package["name"]: package for package in tomllib.loads(text)["package"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in project["dependencies"]:
+        name, version = requirement.replace("_", "-").split("==")
+        assert locked[name]["version"] == version
+    assert locked["nanofp8"]["version"] == project["version"]
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
+
+
+def test_every_folder_of_code_is_installed() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    rooms = ("lib", "fp8", "runtime", "prepare", "scaling", "eval", "bench", "configs")
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+    }
+    assert set(packages["packages"]) == folders - {"bench.bare"}
