@@ -7,6 +7,7 @@ import pytest
 from lm_eval.api.registry import get_model
 
 from eval import harness, lm_eval_cli
+from fp8.linears import EmulatedLinear
 from tests.conftest import process
 from tests.eval.test_harness import make_task
 from tests.helpers.eval_runs import build_run, call
@@ -43,6 +44,13 @@ def test_its_model_answers_as_the_harness(run: Path) -> None:
     )
     assert (lm.micro_batch, lm.device.type) == (2, "cpu")
     assert str(next(lm.model.parameters()).dtype) == "torch.float32"
+
+
+def test_its_linears_multiply_in_the_recipe_that_is_asked_for(run: Path) -> None:
+    lm = lm_eval_cli.NanoFP8LM(run=str(run), fp8="rowwise", device="cpu")
+    plain = lm_eval_cli.NanoFP8LM(run=str(run), device="cpu")
+    assert isinstance(lm.model.layers[0].mlp.down, EmulatedLinear)
+    assert not isinstance(plain.model.layers[0].mlp.down, EmulatedLinear)
 
 
 @pytest.mark.parametrize(
