@@ -1,6 +1,7 @@
 """Every command of README.md and docs/ parses: its program, its keys and its values exist."""
 
 import importlib
+import re
 import shlex
 from collections.abc import Iterator
 
@@ -105,3 +106,37 @@ def test_a_command_with_a_mistake_is_noticed(text: str, parsing: None) -> None:
     except (Exception, SystemExit):
         return
     raise AssertionError(f"{text!r} parses")
+
+
+# ------------------------------------------------------------------------------------ docs/check.py
+
+
+def test_a_command_is_run_with_the_names_of_the_demo() -> None:
+    asked = check.Command("README.md", "python scaling/report.py out/RUN out/RUN2")
+    assert asked.why_not is None
+    assert asked.as_run == f"python scaling/report.py {check.RUN} {check.RUN2}"
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("torchrun --nproc_per_node=8 train.py FILE", "several processes"),
+        ("python train.py configs/gpt125m_fp8.py steps=300", "needs a GPU"),
+        ("python train.py configs/gpt125m_fp8.py --plan h100 steps=300", None),
+        ("python train.py configs/demo_s_fp8.py", None),
+        ("python -m eval.harness hf:gpt2 tasks=core", "network"),
+        ("python -m eval.harness out/RUN tasks=core", None),
+    ],
+)
+def test_what_a_cpu_cannot_run_is_left_out(text: str, reason: str | None) -> None:
+    assert check.Command("README.md", text).why_not == reason
+
+
+@pytest.mark.parametrize("rule", [*check.STAND_INS, *check.REASONS])
+def test_every_rule_is_of_use(rule: str) -> None:
+    assert any(re.search(rule, text) for text in COMMANDS)
+
+
+def test_comments_are_no_part_of_a_command() -> None:
+    assert check.COMMENT.split("make demo       # two cores")[0] == "make demo"
+    assert check.COMMENT.split("python x.py a=1    what it does")[0] == "python x.py a=1"
