@@ -155,18 +155,18 @@ class Options:
 
 @command(__doc__, Options, "demo")
 def main(options: Options) -> str:
-    every = list(dict.fromkeys(commands()))
+    all_commands = list(dict.fromkeys(commands()))
     if not options.run:
-        lines = [f"{c.page}: {c.why_not or 'run'}: {c.as_run}" for c in every]
+        lines = [f"{c.page}: {c.why_not or 'run'}: {c.as_run}" for c in all_commands]
         return "\n".join(lines)
     demo = Path(options.demo)
     if not (demo / "law/precision.json").exists():
         raise UserError(f"{demo} holds no finished demo: run `make demo` first")
-    texts = list(dict.fromkeys(c.as_run for c in every if c.why_not is None))
+    texts = list(dict.fromkeys(c.as_run for c in all_commands if c.why_not is None))
     failed = run_all(texts, demo)
     if failed:
         raise MachineError(f"{len(failed)} commands failed: {'; '.join(failed)}")
-    n_left_out = len({c.as_run for c in every if c.why_not is not None})
+    n_left_out = len({c.as_run for c in all_commands if c.why_not is not None})
     return f"{len(texts)} commands ran; {n_left_out} were left out: run=false says why"
 
 

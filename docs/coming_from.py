@@ -17,12 +17,12 @@ BEGIN, END = "<!-- made by python docs/coming_from.py write=true -->", "<!-- end
 
 
 def table() -> str:
-    """A row for each key of ours: how it differs, and what others call it."""
+    """A row for each key of ours: how it differs, and what foreign_names call it."""
     lines = ["| here | how it differs | elsewhere |", "|---|---|---|"]
     for ours, names in FOREIGN.items():
         key, _, difference = ours.partition(", ")
-        others = ", ".join(f"`{name}`" for name in names.split())
-        lines.append(f"| `{key}` | {difference} | {others} |")
+        foreign_names = ", ".join(f"`{name}`" for name in names.split())
+        lines.append(f"| `{key}` | {difference} | {foreign_names} |")
     return "\n".join(lines)
 
 

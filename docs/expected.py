@@ -80,8 +80,8 @@ def training_log(demo: Path) -> str:
     lines = (demo / f"{RUN}.log").read_text().splitlines()
     on_steps = [line for line in lines if "tok/s  " in line]
     left_out = set(on_steps) - {on_steps[0], *on_steps[6::6]}
-    shown = [line for line in lines if line not in left_out]
-    return screen("\n".join(shown))
+    kept_lines = [line for line in lines if line not in left_out]
+    return screen("\n".join(kept_lines))
 
 
 def sweep_table(demo: Path) -> str:
@@ -108,8 +108,8 @@ def summary(demo: Path) -> str:
     """Some keys of a run's summary.json."""
     keys = ("run_id", "loss_as_trained", "loss_bf16", "tokens", "params_total", "tok_per_s_median")
     values = json.loads((demo / RUN / "summary.json").read_text())
-    shown = {key: values[key] for key in keys if key in values}
-    return screen(json.dumps(shown, indent=1), "json")
+    selected = {key: values[key] for key in keys if key in values}
+    return screen(json.dumps(selected, indent=1), "json")
 
 
 def _printed(main: Callable[[list[str]], int], *words: object) -> str:
@@ -125,8 +125,8 @@ def _printed(main: Callable[[list[str]], int], *words: object) -> str:
 def screen(text: str, language: str = "") -> str:
     """A text as a fenced block, long lines cut."""
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
-    shown = [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines]
-    return "\n".join([f"```{language}", *shown, "```"])
+    short_lines = [line if len(line) <= WIDEST else line[: WIDEST - 3] + "..." for line in lines]
+    return "\n".join([f"```{language}", *short_lines, "```"])
 
 
 SCREENS: dict[str, Callable[[Path], str]] = {
