@@ -27,7 +27,7 @@ from lib.values import FilePath
 
 PROGRAMS = ("python", "torchrun", "sbatch", "make", "nice", "lm_eval")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-COMMENT = re.compile(r"\s+#|\s{2,}")  # what is said of a command stands behind a # or two blanks
+COMMENT = re.compile(r"\s+#")  # what is said of a command stands behind it
 
 RUN, RUN2 = "out/demo/demo_l_tensorwise_t20_s1337", "out/demo/demo_l_bf16_t20_s1337"
 # A word of the pages -> the demo's, in this order.

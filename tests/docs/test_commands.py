@@ -139,4 +139,9 @@ def test_every_rule_is_of_use(rule: str) -> None:
 
 def test_comments_are_no_part_of_a_command() -> None:
     assert check.COMMENT.split("make demo       # two cores")[0] == "make demo"
-    assert check.COMMENT.split("python x.py a=1    what it does")[0] == "python x.py a=1"
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_a_command_can_be_copied_with_what_is_said_of_it(text: str) -> None:
+    """A shell takes the rest of the line as a comment, not as words."""
+    assert "  " not in text
