@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo study test gpu borrowed soak setup lint clean
+.PHONY: demo study test gpu borrowed soak docs-check setup lint clean
 
 demo: setup                 ## corpus -> a study in miniature -> laws, paired gap, figures, score, sample; again: only what is missing
 	$(PY) prepare_data.py demo out=data/demo
@@ -32,6 +32,9 @@ borrowed:                   ## everything that a GPU at hand for nine minutes ca
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; five to fifteen minutes on two cores
 	$(PY) -m pip install --quiet ray==2.60.0 || echo "soak: there is no ray for this platform: its test is skipped"
 	$(PY) -m pytest -q tests/soak.py
+
+docs-check: demo            ## every command of README.md and docs/ that a CPU can run, on the demo's runs; a quarter of an hour
+	MPLBACKEND=agg $(PY) docs/check.py out/demo run=true
 
 lint: setup                 ## layout, style, then types
 	$(PY) -m ruff format --check .

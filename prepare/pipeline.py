@@ -157,8 +157,8 @@ class Work:
     # -------------------------------------------------------------------------------------- tasks
 
     def tasks(self) -> list[Callable]:
-        """Those that lack of the first input files that hold `target` tokens, which is known of the
-        finished ones, and guessed for the others."""
+        """The tasks to run: of the first input files that together hold `target` tokens, those that
+        are not finished. Tokens of unfinished files are estimated."""
         pieces = read_pieces(self.parts)
         mean = self._mean_tokens(pieces)
         np.save(self.parts / "grams.npy", self.grams)

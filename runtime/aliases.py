@@ -29,7 +29,7 @@ FOREIGN = {
     ),
     "model.tied": "tie_word_embeddings weight_tying",
     "data.micro_batch, sequences per forward pass and rank": (
-        "batch_size device_batch_size micro_batch_size local_batch_size"
+        "batch_size device_batch_size micro_batch_size local_batch_size per_device_train_batch_size"
     ),
     "data.tokens_per_step, which counts tokens and sets accumulation": (
         "global_batch_size total_batch_size grad_accum_steps gradient_accumulation_steps"

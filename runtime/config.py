@@ -120,7 +120,7 @@ class CheckpointConfig:
     best: bool = True  # keep that of lowest validation loss too
     # checkpoints of every so many steps stay for good; none = of no step
     forever: int | None = above_zero(None)
-    # steps between more saves of which only the newest stays; none = no more
+    # steps between additional saves, of which only the newest is kept; none = no such saves
     rolling: int | None = above_zero(None)
     # validate at the end also the mean of the weights of the last so many checkpoints, of those due
     # by every and the last step's, which are kept for it; none = no mean

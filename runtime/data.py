@@ -573,8 +573,8 @@ class Data:
                 # also MemoryError, say: a shard that was not hashed must not pass as sound
                 self._hashed.set_exception(error)
 
-        # Not a pool's thread: a daemon does not keep an interrupted run from exiting. hashlib
-        # releases the interpreter's lock.
+        # A daemon thread and no thread pool, whose threads would keep an interrupted run from
+        # exiting. hashlib releases the interpreter's lock.
         threading.Thread(target=hash_share, name="verify", daemon=True).start()
 
     def verified(self) -> None:

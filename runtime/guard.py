@@ -276,9 +276,10 @@ def diagnose(
     end of an error sentence.
 
     tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks
-    call it together. It raises nothing, so that it cannot hide the fault itself; `problem` in
-    diagnosis.json is what kept it from being complete. Gradients are those after clipping, which
-    spreads a NaN; modules the outputs of a new forward pass over x, in order of completion."""
+    call it together. It raises no error, which would hide the one being diagnosed; if the
+    diagnosis is incomplete, `problem` in diagnosis.json says why. Gradients are those after
+    clipping, which spreads a NaN; modules the outputs of a new forward pass over x, in order of
+    completion."""
     counts: dict[str, dict[str, Counts]] = {}
     path = run_dir / "diagnosis.json"
     problem = ""

@@ -184,8 +184,9 @@ class SilentLog:
 
 
 def rows_up_to(rows: list[dict], step: int) -> list[dict]:
-    """The rows that stay where a run is resumed from `step`: in file order up to the train row of
-    that step, with what follows at once. The steps of train rows ascend, as a rollback relabels."""
+    """The rows to keep when a run resumes from `step`: up to the train row of that step, and the
+    rows of other kinds directly behind it. The steps of train rows ascend: a rollback relabels
+    them."""
     end = 0
     for i, row in enumerate(rows, 1):
         if row["kind"] == "train" and row["step"] <= step:

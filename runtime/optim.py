@@ -77,11 +77,11 @@ class MuonAdamW:
 
     An update is the orthogonalised momentum, scaled to the root mean square of AdamW's (0.2
     sqrt(max(rows, columns)), 2502.16982), so that rates and weight decay carry over. Q, K, V, gate
-    and up are matrices of their own, though stored fused. Not torch.optim.Muon, which knows neither
-    parts nor shards. A sharded matrix is orthogonalised by one rank, its owner, to the bits of one
-    process: all ranks send it their shards, it sends back the result's. Of replicas the owner sends
-    the result to all. The momentum (Nesterov) is sharded as the weight is, one fp32 value a
-    parameter."""
+    and up are matrices of their own, though stored fused. torch.optim.Muon can neither split a
+    fused matrix nor update a sharded one. A sharded matrix is orthogonalised by one rank, its
+    owner, to the bits of one process: all ranks send it their shards, it sends back those of the
+    result. Among replicas the owner sends the result to all. The momentum (Nesterov) is sharded as
+    the weight is, one fp32 value a parameter."""
 
     def __init__(self, model: GPT, config: OptimConfig, n_replicas: int = 1):
         self.config = config
