@@ -27,7 +27,7 @@ from tests.conftest import ROOT, changed, process, write_config, write_source
 from tests.fp8.test_head_loss import head_case, head_loss
 from tests.fp8.test_kernels import step
 from tests.fp8.test_linears import E4M3, E5M2, reference
-from tests.fp8.test_triton_kernels import entropy_case, entropy_grad, is_near, quantised, same
+from tests.fp8.test_triton_kernels import entropy_case, entropy_grad
 from tests.helpers.faults import back_to, record, rows, summary
 from tests.helpers.fp8_models import (
     KERNELS,
@@ -39,6 +39,7 @@ from tests.helpers.fp8_models import (
     passes,
     tokens,
 )
+from tests.helpers.triton_kernels import is_near, quantised, same
 from tests.runtime.test_run import watched_steps
 
 pytestmark = pytest.mark.gpu
