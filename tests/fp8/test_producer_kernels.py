@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.producer_launches import producer_launches
 from fp8.recipes import E4M3, E5M2
-from model import RMSNorm, rotate
+from model import GPTConfig, RMSNorm, rotate
 from tests.helpers.triton_kernels import (
     compiled_for_an_h100,
     interpreter_repaired,
@@ -192,44 +193,17 @@ def launched(monkeypatch, tmp_path):
         yield load_kernels(monkeypatch), binaries
 
 
-def launch_each(kernels, name: str) -> None:
-    """A launch of one kernel on zeros of 1.5B's widths, 128 tokens."""
-    M, C, hidden = 128, 2048, 5632
-    amax = torch.tensor(0.0)
-    if name.startswith("copy"):
-        format = E4M3 if name.endswith("E4M3") else E5M2
-        x = torch.zeros(M, C, dtype=torch.bfloat16)
-        kernels.launch(kernels.copy, (x, SCALE, amax), *outputs(M, C, format), C)
-    elif name == "swiglu":
-        gate_up = torch.zeros(M, 2 * hidden, dtype=torch.bfloat16)
-        kernels.launch(kernels.swiglu, (gate_up, SCALE, amax), *outputs(M, hidden, E4M3), hidden)
-    elif name == "swiglu_grad":
-        gate_up = torch.zeros(M, 2 * hidden, dtype=torch.bfloat16)
-        inputs = gate_up[:, :hidden].contiguous(), gate_up, SCALE, amax
-        kernels.launch(kernels.swiglu_grad, inputs, *outputs(M, 2 * hidden, E5M2), hidden)
-    elif name == "rope_grad":
-        gradients = (torch.zeros(1, M, 16, 128, dtype=torch.bfloat16),) * 3
-        tables = (torch.zeros(M, 64),) * 2
-        layouts = outputs(M, 3 * C, E5M2)
-        kernels.launch_rope_grad(gradients, tables, SCALE, amax, *layouts)
-    else:
-        x = torch.zeros(M, C, dtype=torch.bfloat16)
-        branch = x if name.endswith("branch") else None
-        outs = x, torch.zeros(M), *outputs(M, C, E4M3)
-        kernels.launch_norm(x, branch, torch.ones(C), 1e-5, SCALE, *outs)
+WIDE = GPTConfig(n_layer=1, n_head=16, n_embd=2048, n_ffn=5632)  # as 1.5B is
 
 
-NAMES = ["copy E4M3", "copy E5M2", "swiglu", "swiglu_grad", "rope_grad", "norm", "norm with branch"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", producer_launches(WIDE))
 def test_kernels_compile_for_an_h100_without_spills(name, launched, tmp_path):
     """At most 128 registers; every value is rounded once, by the hardware's saturating
     instruction."""
     from triton import knobs
 
     module, binaries = launched
-    launch_each(module, name)
+    producer_launches(WIDE)[name](module)
     (binary,) = binaries
     ptx = binary.asm["ptx"]
     conversions = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)
