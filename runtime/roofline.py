@@ -70,11 +70,13 @@ LABELS = (
     "rowwise_with_gw_hp",
     "tensorwise+kernels",
     "tensorwise+kernels+delayed",
+    "tensorwise+kernels+bounded",
     "tensorwise_gw_hp+kernels",
     "zero casts",
     "tensorwise+head",
     "tensorwise+kernels+head",
     "tensorwise+kernels+delayed+head",
+    "tensorwise+kernels+bounded+head",
     "zero casts+head",
 )
 

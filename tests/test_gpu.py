@@ -45,6 +45,9 @@ from tests.runtime.test_run import watched_steps
 pytestmark = pytest.mark.gpu
 
 
+KNOWN_BEFORE = ("delayed", "bounded")  # values of fp8.scaling
+
+
 def model_on_gpu(recipe, is_compiled=True):
     """A model of two blocks, converted, with a batch for it."""
     model = build(recipe, "cuda", n_embd=256, n_ffn=512, n_ctx=128, vocab_size=50257)[0].cuda()
@@ -181,7 +184,8 @@ def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
 
 def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
     (x, y), curves = (t.cuda() for t in tokens()), []
-    for label in ("tensorwise", "tensorwise+kernels", "tensorwise+kernels+delayed"):
+    labels = "tensorwise", "tensorwise+kernels", *(f"tensorwise+kernels+{s}" for s in KNOWN_BEFORE)
+    for label in labels:
         torch.compiler.reset()
         model = build(label, "cuda", head=True)[0].cuda()
         scales = DelayedScales(model)
