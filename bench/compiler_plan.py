@@ -2,13 +2,15 @@
 registers, spills.
 
     python -m bench.compiler_plan  configs/gpt1p5b_bf16.py, 16 x 1024 tokens
-    python -m bench.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16
+    python -m bench.compiler_plan configs/gpt1p5b_fp8.py data.micro_batch=16 model.n_ctx=1024
+    python -m bench.compiler_plan configs/gpt1p5b_fp8.py data.micro_batch=16 fp8.scaling=bounded
 
 Forward and backward pass of one micro-batch, from the first block's input to the loss and back,
 with train.py's model, swap of Linears and compiler; all blocks from the difference of two and one.
 Attention is a box whose bytes count; the embedding is left out; gradients are added to those of the
 micro-batch before. Bytes are what a kernel's arguments hold: what a cache saves is not in it.
-Inductor's kernels are built for sm_90, each in every configuration that a GPU would choose from; a
+Our kernels cast where fp8.kernels=auto says so for one GPU. Inductor's kernels are built for sm_90,
+each in every configuration that a GPU would choose from, and so are those of fp8.scaling=bounded; a
 spill is a register kept in memory. A graph break would raise. Nothing is timed or run. Torch's
 private parts are told that there is an H100 (tried with 2.11's CUDA build and 2.13's CPU build,
 which needs `pip install triton`)."""
@@ -42,10 +44,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
+from bench.producer_launches import producer_launches
 from fp8 import kernels
 from fp8.convert import convert, keep_bf16_copies
 from fp8.precision import Precision
 from fp8.recipes import needs_precision_casts
+from fp8.selection import casting
 from lib.command import run_command
 from lib.errors import UserError
 from lib.help import help_page
@@ -71,6 +75,8 @@ H100 = {
     "is_integrated": False,
     "is_multi_gpu_board": False,
 }
+# the kinds of kernels that are no matmul and no attention, see _kind()
+POINTWISE = (", written", ", called")
 # kernel and configuration -> registers a thread, bytes of its spills
 BUILT: dict[str, tuple[int, int]] = {}
 
@@ -97,12 +103,19 @@ def main(arguments: list[str]) -> int:
     pretend_h100()
     one_block = read_step(config, 1, micro_batch)
     two_blocks = read_step(config, 2, micro_batch)
+    if config.fp8.scaling == "bounded":
+        build_producers(config)
     sums = {
         key: one_block[key] + (depth - 1) * (two_blocks[key] - one_block[key]) for key in two_blocks
     }
     print(
         f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch"
         f" {torch.__version__}, for an H100"
+    )
+    if config.fp8.recipe != "off":
+        print(f"  {casting(config.fp8, 'cuda', has_whole_weights=True).describe()}")
+    sums["all but matmuls and attention"] = sum(
+        sums[key] for key in sums if key.endswith(POINTWISE)
     )
     for key, value in sorted(sums.items()):
         print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
@@ -124,7 +137,8 @@ def read_step(config: Config, n_layer: int, micro_batch: int) -> Counter:
     # as parallel.set_torch_flags does
     inductor.emulate_precision_casts = needs_precision_casts([config.fp8.recipe])
     model = GPT.on_meta(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
-    convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
+    cast_by = casting(config.fp8, "cuda", has_whole_weights=True)
+    convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda", cast_by.is_ours)
     keep_bf16_copies(model)
     precision = Precision(model)
     precision.keep_gradients()
@@ -258,7 +272,6 @@ def _lower(graph: torch.fx.GraphModule, direction: str) -> Counter:
 def _build(lowering: GraphLowering, direction: str) -> None:
     """Compile every Triton kernel that Inductor writes for a pass, by NVIDIA's assembler, into
     BUILT."""
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     lowering.wrapper_code.push_codegened_graph(lowering)
     lowering.scheduler.codegen()
     code = lowering.wrapper_code.generate(is_inference=False)[0].value
@@ -266,16 +279,36 @@ def _build(lowering: GraphLowering, direction: str) -> None:
         kernel = async_compile._load_triton_kernel_from_source(name, source)
         kernel.precompile(warm_cache_only=True)
         for i, result in enumerate(kernel.compile_results):
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                Path(file.name).write_bytes(result.kernel.asm["cubin"])
-                usage = subprocess.run(
-                    [tools / "cuobjdump", "-res-usage", file.name],
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                )
-            registers, spilled = (_usage(usage.stdout, what) for what in ("REG", "LOCAL"))
-            BUILT[f"{direction} {name} ({i})"] = registers, spilled
+            BUILT[f"{direction} {name} ({i})"] = _resources(result.kernel.asm["cubin"])
+
+
+def build_producers(config: Config) -> None:
+    """Compile the kernels of fp8/producer_kernels.py for the model's widths into BUILT."""
+    from fp8 import producer_kernels
+
+    run = triton.runtime.jit.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        binary = run(self, *args, grid=grid, warmup=True, **options)
+        BUILT[f"our {name}"] = _resources(binary.asm["cubin"])
+
+    with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only):
+        for name, launch in producer_launches(config.model).items():  # noqa: B007
+            launch(producer_kernels)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread of a kernel, and the bytes of its spills."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return _usage(usage.stdout, "REG"), _usage(usage.stdout, "LOCAL")
 
 
 def _usage(text: str, what: str) -> int:

@@ -5,9 +5,11 @@ from dataclasses import replace
 import torch
 import torch.nn as nn
 
+from fp8.delayed import norm_before
 from fp8.head_loss import FP8Head, check_is_cross_entropy
 from fp8.kernels import BF16KernelLinear, ConstantScaleLinear, FP8KernelLinear
 from fp8.linears import EmulatedLinear, PrototypeLinear, torchao_linear
+from fp8.producers import fuse_producers
 from fp8.recipes import RECIPES, FP8Config, Recipe, for_loss_scale
 from fp8.selection import Layer, implementation, is_native, select
 from model import GPT, Linear
@@ -39,6 +41,8 @@ def convert(
             assert isinstance(model, GPT)
             check_is_cross_entropy(model.loss_of_logits)
         model.set_submodule(layer.name, converted(linear, layer, recipe, config, device_type))
+    if config.scaling == "bounded" and isinstance(model, GPT):
+        fuse_producers(model)
     return layers
 
 
@@ -49,7 +53,8 @@ def converted(
     computed_by = implementation(recipe.name, layer.kernels, config.all_gather, device_type)
     if computed_by == "kernels":
         kernel_linear = FP8Head if _computes_loss(layer, recipe, config) else FP8KernelLinear
-        return kernel_linear(linear, recipe, config.scaling == "delayed")
+        is_bounded = config.scaling == "bounded" and norm_before(layer.name) != ""
+        return kernel_linear(linear, recipe, config.scaling != "current", is_bounded)
     if computed_by == "torchao":
         return torchao_linear(linear, recipe, config, is_emulated=device_type == "cpu")
     if computed_by == "prototype":

@@ -1,4 +1,7 @@
-"""fp8.scaling=delayed: scales known before the pass, from what past steps held."""
+"""fp8.scaling=delayed and bounded: scales known before the pass.
+
+delayed: all from what past steps held. bounded: behind a norm from its weight w, since RMSNorm's
+values are at most sqrt(C) max|w|, which no step can exceed; all else delayed."""
 
 import math
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ from fp8.kernels import FP8KernelLinear
 from fp8.recipes import E4M3, E5M2, RECIPES, Operand, for_loss_scale
 from fp8.rounding import FORMATS, scale_for
 from fp8.sharded import max_over_ranks
+from lib.sharding import is_dtensor
 
 HISTORY = 4  # steps
 # costs no precision, but 1 of 18 and 4 of 32 powers of two
@@ -47,14 +51,18 @@ class DelayedOperand:
 
 
 def delayed_operands(model: nn.Module) -> list[DelayedOperand]:
-    """The inputs of all Linears with delayed scales, then their gradients. A head's gradient whose
-    scale follows from a bound is none."""
+    """The inputs of all Linears with delayed scales, then their gradients. An input or a head's
+    gradient whose scale follows from a bound is none."""
     linears = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, FP8KernelLinear) and module.is_delayed
     }
-    inputs = [DelayedOperand(f"{name}.x", linear, "x") for name, linear in linears.items()]
+    inputs = [
+        DelayedOperand(f"{name}.x", linear, "x")
+        for name, linear in linears.items()
+        if not linear.is_bounded
+    ]
     gradients = [
         DelayedOperand(f"{name}.g", linear, "g")
         for name, linear in linears.items()
@@ -63,8 +71,58 @@ def delayed_operands(model: nn.Module) -> list[DelayedOperand]:
     return inputs + gradients
 
 
+class BoundedScales:
+    """The scales of the inputs that come from a norm, where fp8.scaling=bounded; of none elsewhere.
+
+    BF16 rounds the bound, the weight and the product up by 2^-8 at most, which E4M3 rounds down
+    again: nothing is saturated."""
+
+    def __init__(self, model: nn.Module):
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, FP8KernelLinear) and module.is_bounded
+        }
+        norms: list[Any] = [model.get_submodule(norm_before(name)) for name in linears]
+        self._weights = [norm.weight for norm in norms]
+        self._scales: list[torch.Tensor] = []
+        for linear in linears.values():
+            linear.x_scale = torch.zeros((), device=linear.weight.device)
+            self._scales.append(linear.x_scale)
+        self._operands = [linear.recipe.input for linear in linears.values()]
+        largest_units = [math.sqrt(weight.numel()) for weight in self._weights]
+        device = next(model.parameters()).device
+        self._largest_units = torch.tensor(largest_units, device=device)  # (n,), a value a Linear
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Set the scales by the norms' weights as they are."""
+        if not self._scales:
+            return
+        shards = [w.to_local() if is_dtensor(w) else w for w in self._weights]
+        amaxes = torch.stack(torch._foreach_norm(shards, math.inf))
+        if any(map(is_dtensor, self._weights)):
+            amaxes = max_over_ranks(amaxes)
+        bounds = self._largest_units * amaxes.bfloat16().float()
+        operand = self._operands[0]  # of all: a config names one recipe
+        scales = scale_for(bounds, FORMATS[operand.format][0], operand.power_of_2)
+        torch._foreach_copy_(self._scales, scales.unbind())
+
+
+# the Linears behind a norm, by the end of their names -> the norm, in the place of that end
+NORM_BEFORE = {"attn.qkv": "norm1", "mlp.gate_up": "norm2", "head": "norm"}
+
+
+def norm_before(linear: str) -> str:
+    """Name of the norm whose output the Linear of this name multiplies; "" where there is none."""
+    for ending, norm in NORM_BEFORE.items():
+        if linear == ending or linear.endswith(f".{ending}"):
+            return linear.removesuffix(ending) + norm
+    return ""
+
+
 class DelayedScales:
-    """The scales of the KernelLinears of `model` that are delayed; of none, where
+    """The scales of the KernelLinears of `model` that are known before the pass; of none, where
     fp8.scaling=current. By all ranks alike.
 
     A scale covers a margin times the amaxes of the last HISTORY steps: no pass over a tensor has to
@@ -73,6 +131,7 @@ class DelayedScales:
     infinite or, on any rank, NaN leaves no trace."""
 
     def __init__(self, model: nn.Module, ranks: int = 1):
+        self._bounded = BoundedScales(model)
         operands = delayed_operands(model)
         formats = [operand.operand.format for operand in operands]
         device = next(model.parameters()).device
@@ -98,6 +157,7 @@ class DelayedScales:
     def begin(self, loss_scale: float) -> None:
         """Set the scales of a step, or of an evaluation; `loss_scale` is what the step multiplies
         its summed loss by."""
+        self._bounded.begin()
         if not self._names:
             return
         first = for_loss_scale(RECIPES["cscale"], loss_scale)

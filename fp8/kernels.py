@@ -28,8 +28,8 @@ class LinearTensors(NamedTuple):
     qt: torch.Tensor | None = None  # its transpose (K, N), in FP8
     scale: torch.Tensor | None = None  # () of both
     total: torch.Tensor | None = None  # the weight's lasting gradient, see keep_gradients()
-    # of fp8.scaling=delayed, all (): the scales of input and gradient, known before the pass, and
-    # the largest magnitudes that it has seen
+    # of fp8.scaling=delayed and bounded, all (): the scales of input and gradient, known before the
+    # pass, and the largest magnitudes that it has seen, None where the scale is a bound's
     x_scale: torch.Tensor | None = None
     x_amax: torch.Tensor | None = None
     g_scale: torch.Tensor | None = None
@@ -55,7 +55,7 @@ class SavedOperands(NamedTuple):
 class QuantisedGrad(NamedTuple):
     """The output's gradient g (M, N) for the two matmuls of a backward pass."""
 
-    g: torch.Tensor  # as it came
+    g: torch.Tensor | None  # as it came; None where it is FP8 alone
     q: torch.Tensor  # FP8 (M, N)
     qt: torch.Tensor | None  # FP8 (N, M); None where BF16 multiplies the weight gradient
     inverse: torch.Tensor  # () of its scale
@@ -125,12 +125,27 @@ def multiply_input(
     x = x.contiguous()
     needs_transpose = not recipe.has_bf16_weight_grad
     xq, xt, x_inverse = quantise(x, recipe.input, needs_transpose, tensors.x_scale, tensors.x_amax)
+    kept = x if xt is None else xt
+    return multiply_quantised(xq, kept, x_inverse, w, recipe, tensors, x.dtype)
+
+
+def multiply_quantised(
+    xq: torch.Tensor,
+    kept: torch.Tensor,
+    x_inverse: torch.Tensor,
+    w: torch.Tensor,
+    recipe: Recipe,
+    tensors: LinearTensors,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, SavedOperands]:
+    """The FP8 copy xq (M, K) of x, the inverse () of its scale, w (N, K) -> y (M, N) in `dtype`, and
+    what the backward pass needs; `kept` of x, see SavedOperands.x."""
     weight = quantised_weight(w, tensors.q, tensors.scale, recipe.weight)
-    y = scaled_mm(xq, x_inverse, *weight, x.dtype, fast=True)
+    y = scaled_mm(xq, x_inverse, *weight, dtype, fast=True)
     # Without lasting copies w itself is kept, not its FP8 copy: FSDP2 frees w between the passes, a
     # copy would stay.
     saved = SavedOperands(
-        x=x if xt is None else xt,
+        x=kept,
         x_inverse=x_inverse,
         weight=w if tensors.qt is None else None,
         qt=tensors.qt,
@@ -162,6 +177,7 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """The weight gradient g' x (N, K); None where it was added to the one that lasts."""
     if grad.qt is None:
+        assert grad.g is not None
         return bf16_weight_gradient(grad.g, saved.x, saved.total, dtype)
     return scaled_mm(
         grad.qt, grad.inverse, saved.x.t(), saved.x_inverse, dtype, recipe.fast_backward
@@ -309,10 +325,17 @@ class FP8KernelLinear(KernelLinear):
 
     has_fused_loss = False  # of a head, see fp8/head_loss.py
 
-    def __init__(self, linear: nn.Linear, recipe: Recipe, is_delayed: bool = False):
+    def __init__(
+        self,
+        linear: nn.Linear,
+        recipe: Recipe,
+        is_delayed: bool = False,
+        is_bounded: bool = False,
+    ):
         super().__init__(linear)
         self.recipe = recipe
         self.is_delayed = is_delayed  # its scales are those of fp8.delayed
+        self.is_bounded = is_bounded  # its input's scale is that of the norm's bound before it
 
     @property
     def has_bf16_weight_grad(self) -> bool:

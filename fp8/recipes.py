@@ -64,7 +64,8 @@ BF16_OPERAND = Operand(None)
 #   emulated   operands rounded, dequantised, multiplied
 OnGPU = Literal["torchao", "prototype", "matmul", "emulated"]
 FP8_MATMUL: tuple[OnGPU, ...] = ("torchao", "matmul")  # these end in torch's float8 matmul
-KERNELS, DELAYED = "+kernels", "+delayed"  # behind a recipe's name, as in FP8Config.label
+# behind a recipe's name, as in FP8Config.label
+KERNELS, DELAYED, BOUNDED = "+kernels", "+delayed", "+bounded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,7 @@ _ALL = (
             "": casts.TENSORWISE_CASTS,
             KERNELS: casts.TENSORWISE_KERNELS_CASTS,
             KERNELS + DELAYED: casts.TENSORWISE_DELAYED_CASTS,
+            KERNELS + BOUNDED: casts.TENSORWISE_BOUNDED_CASTS,
         },
         scales="one per tensor",
         use="fastest on Hopper; one outlier coarsens its whole tensor",
@@ -285,6 +287,7 @@ _ALL = (
             "": casts.TENSORWISE_CASTS,
             KERNELS: casts.TENSORWISE_KERNELS_CASTS,
             KERNELS + DELAYED: casts.TENSORWISE_DELAYED_CASTS,
+            KERNELS + BOUNDED: casts.TENSORWISE_BOUNDED_CASTS,
         },
         scales="one per tensor, powers of two",
         use="FP8-AMAX of [2309.17224](https://arxiv.org/abs/2309.17224): scales are powers of two",
@@ -421,8 +424,9 @@ class FP8Config:
     # who casts: auto = our kernels on a GPU that holds whole weights, where the recipe has them,
     # torchao elsewhere; true = ours, also a head's loss within its matmul
     kernels: bool | Literal["auto"] = "auto"
-    # delayed: activations and gradients by past steps' amaxes; our kernels only
-    scaling: Literal["current", "delayed"] = "current"
+    # delayed: activations and gradients by past steps' amaxes; bounded: the same, but behind a norm
+    # by its bound, and the kernels of norm, SwiGLU and RoPE write FP8 themselves; our kernels only
+    scaling: Literal["current", "delayed", "bounded"] = "current"
     # fast accumulation backward too, on GPUs: nobody is known to train with it, and one public
     # record reports NaN gradients by it
     fast_backward: bool = False
@@ -471,7 +475,9 @@ class FP8Config:
         works_with = {
             "all_gather": names_where("can_gather"),
             "kernels": ("auto", *names_where("has_kernels")),
-            "scaling": names_where("has_kernels"),
+            "scaling": names_where(
+                "keeps_fp8_alone" if self.scaling == "bounded" else "has_kernels"
+            ),
             "fast_backward": ("auto", *matmul),
         }
         for key, recipes in works_with.items():
@@ -486,9 +492,12 @@ class FP8Config:
                 "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8:"
                 " set one of the two to false"
             )
-        if self.scaling == "delayed" and (self.kernels is False or self.all_gather):
+        if self.scaling != "current" and (self.kernels is False or self.all_gather):
             other = "fp8.all_gather=true" if self.all_gather else "fp8.kernels=false"
-            yield f"fp8.scaling=delayed needs our kernels (fp8.kernels=true): drop it or {other}"
+            yield (
+                f"fp8.scaling={self.scaling} needs our kernels (fp8.kernels=true): drop it or"
+                f" {other}"
+            )
 
     def size_problems(self, micro_batch_tokens: int, loss_chunk: int | None) -> Iterator[str]:
         """A sentence for each number of tokens that a weight gradient cannot sum over;
@@ -528,8 +537,8 @@ def _override(word: str) -> str:
     """A word of a label as key=value."""
     if "=" in word:
         return word
-    if word == "delayed":
-        return "scaling=delayed"
+    if word in ("delayed", "bounded"):
+        return f"scaling={word}"
     return f"{word}=true"
 
 

@@ -72,8 +72,8 @@ def casting(config: FP8Config, device_type: str, has_whole_weights: bool) -> Cas
     that copies of it last a step."""
     if config.kernels != "auto":
         return Casting(config.kernels, f"fp8.kernels={str(config.kernels).lower()}")
-    if config.scaling == "delayed":
-        return Casting(True, "fp8.scaling=delayed needs them")
+    if config.scaling != "current":
+        return Casting(True, f"fp8.scaling={config.scaling} needs them")
     if config.all_gather:
         return Casting(False, "fp8.all_gather=true gathers weights as float8")
     if config.recipe != "auto" and config.recipe not in names_where("has_kernels"):

@@ -95,7 +95,7 @@ def cast_both(
     x += m0.to(tl.int64) * K + k0  # 65,536 tokens' logits are more than 2^31 values
     even = tl.load(x + (m * K + k), mask=inside).to(tl.float32) * s
     odd = tl.load(x + (m * K + K + k), mask=inside).to(tl.float32) * s
-    _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT, LARGEST, ROWS, COLUMNS)
+    store_both(even, odd, q, qt, m0, k0, M, K, K - k0, FORMAT, LARGEST, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def cross_entropy_grad(
     logits += m0.to(tl.int64) * V + v0
     even = _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS)
     odd = _grad_of_rows(logits, lse, targets, grad, s, m + 1, m0, v0, M, V, COLUMNS)
-    _store_both(even, odd, q, qt, m0, v0, M, V, FORMAT, LARGEST, ROWS, COLUMNS)
+    store_both(even, odd, q, qt, m0, v0, M, V, V - v0, FORMAT, LARGEST, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _grad_of_rows(
 
 
 @triton.jit
-def _store_both(
+def store_both(
     even: tl.tensor,
     odd: tl.tensor,
     q: tl.tensor,
@@ -162,16 +162,17 @@ def _store_both(
     k0: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
+    n_columns: tl.tensor,
     FORMAT: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Round the fp32 rows m0, m0 + 2 .. (even) and m0 + 1, m0 + 3 .. (odd), then store them to q
-    and qt."""
+    """Round the fp32 rows m0, m0 + 2 .. (even) and m0 + 1, m0 + 3 .. (odd) of the columns from k0
+    on, then store the first `n_columns` of them, or all, to q and qt."""
     even, odd = _rounded(even, FORMAT, LARGEST), _rounded(odd, FORMAT, LARGEST)
     m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
-    inside = (m < M - m0) & (k < K - k0)
+    inside = (m < M - m0) & (k < n_columns)
     q += m0.to(tl.int64) * K + k0
     tl.store(q + (m * K + k), even, mask=inside)
     tl.store(q + (m * K + K + k), odd, mask=inside)
@@ -179,16 +180,17 @@ def _store_both(
     pairs = tl.trans(even.to(tl.int16) | (odd.to(tl.int16) << 8))
     half = M // 2
     m, k = tl.arange(0, ROWS // 2)[None, :], tl.arange(0, COLUMNS)[:, None]
-    qt += k0.to(tl.int64) * half + m0 // 2
-    tl.store(qt + (k * half + m), pairs, mask=(m < half - m0 // 2) & (k < K - k0))
+    qt += half.to(tl.int64) * k0 + m0 // 2
+    tl.store(qt + (k * half + m), pairs, mask=(m < half - m0 // 2) & (k < n_columns))
 
 
 @triton.jit
 def _rounded(value: tl.tensor, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
-    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    # The move keeps ptxas (12.8, as Triton 3.6 to 3.8 bring it) from rounding a value a second time
-    # for its second use: that instruction leaves half of a word to a register, and it took the
-    # stack pointer's (seen on an H200).
+    # Not tl.clamp: beside its min and max ptxas 12.8 and 12.9 (Triton 3.6 to 3.8) round a value
+    # that is stored twice a second time, and that instruction leaves half of a word to a register:
+    # it took the stack pointer's (seen on an H200; triton#11111). The move keeps it from the same.
+    value = tl.where(value > LARGEST, LARGEST, value)
+    value = tl.where(value < -LARGEST, -LARGEST, value)
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;",
         "=r,r",

@@ -525,7 +525,7 @@ def check_compiled_chunks(config: Config) -> Iterator[str]:
     without a word."""
     n_ctx = config.model.n_ctx
     chunk = config.model.loss_chunk
-    has_kernels_on_cpu = config.fp8.kernels is True or config.fp8.scaling == "delayed"
+    has_kernels_on_cpu = config.fp8.kernels is True or config.fp8.scaling != "current"
     if chunk is None or not (config.fp8.head and has_kernels_on_cpu and config.parallel.compile):
         return
     if n_ctx % chunk and chunk % n_ctx:

@@ -70,11 +70,13 @@ LABELS = (
     "rowwise_with_gw_hp",
     "tensorwise+kernels",
     "tensorwise+kernels+delayed",
+    "tensorwise+kernels+bounded",
     "tensorwise_gw_hp+kernels",
     "zero casts",
     "tensorwise+head",
     "tensorwise+kernels+head",
     "tensorwise+kernels+delayed+head",
+    "tensorwise+kernels+bounded+head",
     "zero casts+head",
 )
 
@@ -213,13 +215,15 @@ def _attention_seconds(model: GPTConfig, tokens: int) -> float:
 def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     """Modelled speed of a run over its BF16 twin's on `gpus` of this name; None where no model
     tells: another GPU, a recipe or choice of Linears without casts here, eager or recomputed
-    blocks."""
+    blocks, fp8.scaling=bounded with QK-norm."""
     f, p, m = config.fp8, config.parallel, config.model
     has_whole_weights = (p.shard or 1) == 1
     has_kernels = casting(f, "cuda", has_whole_weights).is_ours
     label = replace(f, kernels=has_kernels).label
     name = _modelled_gpu(gpu)
     if name is None or label.removesuffix("+head") not in CASTS or p.recompute or not p.compile:
+        return None
+    if f.scaling == "bounded" and m.qk_norm:  # blocks without producers
         return None
     if has_kernels and not has_whole_weights:  # under FSDP2 our kernels cast at each use
         return None

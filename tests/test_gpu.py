@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from fp8 import producers
 from fp8.copies import refresh_weight_copies
 from fp8.delayed import DelayedScales
 from fp8.head_loss import cross_entropy_grad
@@ -27,7 +28,8 @@ from tests.conftest import ROOT, changed, process, write_config, write_source
 from tests.fp8.test_head_loss import head_case, head_loss
 from tests.fp8.test_kernels import step
 from tests.fp8.test_linears import E4M3, E5M2, reference
-from tests.fp8.test_triton_kernels import entropy_case, entropy_grad, is_near, quantised, same
+from tests.fp8.test_producer_kernels import moderate
+from tests.fp8.test_triton_kernels import entropy_case, entropy_grad
 from tests.helpers.faults import back_to, record, rows, summary
 from tests.helpers.fp8_models import (
     KERNELS,
@@ -39,9 +41,13 @@ from tests.helpers.fp8_models import (
     passes,
     tokens,
 )
+from tests.helpers.triton_kernels import is_near, quantised, same
 from tests.runtime.test_run import watched_steps
 
 pytestmark = pytest.mark.gpu
+
+
+KNOWN_BEFORE = ("delayed", "bounded")  # values of fp8.scaling
 
 
 def model_on_gpu(recipe, is_compiled=True):
@@ -168,6 +174,33 @@ def test_the_cross_entropys_gradient_on_hardware():
         assert distance(on_gpu.cpu(), want) < 2e-2
 
 
+def producers_case():
+    """Name of each operator of fp8/producers.py, and its inputs on the CPU, the amax last."""
+    scale, amax = torch.tensor(0.37), torch.tensor(1e-3)
+    x, gate_up = moderate(512, 768), moderate(512, 1024, seed=1)
+    grad, angles = moderate(512, 512, seed=2), torch.rand(128, 64)
+    heads = [moderate(512, n * 128, seed=n).view(4, 128, n, 128) for n in (4, 2, 2)]
+    return {
+        "norm": (x, x.flip(0), 1 + torch.rand(768), 1e-5, scale),
+        "swiglu": (gate_up, scale, amax),
+        "swiglu_grad": (grad, gate_up, scale, amax),
+        "rope_grad": (*heads, angles.cos(), angles.sin(), scale, amax),
+    }
+
+
+@pytest.mark.parametrize("name", ["norm", "swiglu", "swiglu_grad", "rope_grad"])
+def test_producers_on_hardware_are_near_their_reference(name):
+    """Exponentials and sums have other last bits: a value may fall to the other side of a step."""
+    operator, inputs = getattr(producers, name), producers_case()[name]
+    on_gpu = [t.cuda() if isinstance(t, torch.Tensor) else t for t in inputs]
+    *_, q, qt = operator(*on_gpu)
+    *_, expected, _ = operator(*inputs)
+    assert is_near(q.cpu(), expected)
+    assert same(qt.cpu(), q.t().contiguous().cpu())
+    if name != "norm":
+        assert torch.allclose(on_gpu[-1].cpu(), inputs[-1], rtol=1e-2)
+
+
 @pytest.mark.parametrize("label", KERNELS)
 def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
     x, w, g = operands("random", 512, 768, 1024)
@@ -180,7 +213,8 @@ def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
 
 def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
     (x, y), curves = (t.cuda() for t in tokens()), []
-    for label in ("tensorwise", "tensorwise+kernels", "tensorwise+kernels+delayed"):
+    labels = "tensorwise", "tensorwise+kernels", *(f"tensorwise+kernels+{s}" for s in KNOWN_BEFORE)
+    for label in labels:
         torch.compiler.reset()
         model = build(label, "cuda", head=True)[0].cuda()
         scales = DelayedScales(model)

@@ -26,6 +26,7 @@ QKV = "layers.0.attn.qkv"
         ({"recipe": "rowwise"}, "cuda", True, False, "fp8.recipe=rowwise has none"),
         ({"all_gather": True}, "cuda", False, False, "fp8.all_gather=true"),
         ({"scaling": "delayed"}, "cpu", True, True, "fp8.scaling=delayed needs them"),
+        ({"scaling": "bounded"}, "cuda", False, True, "fp8.scaling=bounded needs them"),
         ({"kernels": True}, "cuda", False, True, "fp8.kernels=true"),
         ({"kernels": True}, "cpu", True, True, "fp8.kernels=true"),
         ({"kernels": False}, "cuda", True, False, "fp8.kernels=false"),

@@ -193,6 +193,15 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
             (f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling")
             for how in ("off", "tensorwise fp8.kernels=false", "auto fp8.kernels=true")
         ],
+        *[
+            (f"fp8.scaling=bounded fp8.recipe={how}", "fp8.scaling=bounded")
+            for how in (
+                "tensorwise fp8.kernels=false",
+                "tensorwise fp8.all_gather=true",
+                "tensorwise_gw_hp",
+                "auto",
+            )
+        ],
         ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"),
         ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
         ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"),
@@ -310,9 +319,10 @@ def test_precision_and_branch_are_in_the_identity_but_not_the_pairs(tiny, change
     assert pair_id(other_config) == pair_id(tiny)
 
 
-def test_delayed_scales_are_in_the_identity(tiny):
-    words = ["fp8.recipe=tensorwise", "fp8.kernels=true", "fp8.scaling=delayed"]
-    assert apply_overrides(tiny, words).identity()["fp8.scaling"] == "delayed"
+@pytest.mark.parametrize("scaling", ["delayed", "bounded"])
+def test_scales_known_before_are_in_the_identity(tiny, scaling):
+    words = ["fp8.recipe=tensorwise", "fp8.kernels=true", f"fp8.scaling={scaling}"]
+    assert apply_overrides(tiny, words).identity()["fp8.scaling"] == scaling
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,461 @@
+"""Triton kernels of a block that compute a tensor and leave it as FP8 in both layouts.
+
+What a Linear multiplies is made by a norm, by SwiGLU, or, backward, by SwiGLU and RoPE. A kernel
+here computes that, scales, rounds and writes rows and columns, so that no other kernel reads the
+tensor again; its scale is known before. Values are those of model.py in BF16, which rounds behind
+every operation. fp8/producers.py has the same operations in plain torch, the reference.
+
+Even and odd rows of a tile are two tensors, as in fp8/triton_kernels.py, where the stores are.
+Tiles were chosen by the registers of the code compiled for sm_90; none has been timed."""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8.triton_kernels import FORMATS, store_both
+
+# Rows and columns of a program's tile, and its warps. 64 rows are half a cache line of the
+# transposed copy: the other half is written by the next program.
+ROWS, COLUMNS, WARPS = 64, 64, 8
+# A norm reads whole rows, 32 of them, and a second time: 32 warps fill an SM, so that few enough
+# programs run at a time for the L2 cache to still hold them.
+NORM_ROWS, NORM_COLUMNS, NORM_WARPS = 32, 512, 32
+GROUP = 8  # as in fp8/triton_kernels.py
+
+
+def launch(
+    kernel: triton.runtime.JITFunction,
+    inputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    qt: torch.Tensor,
+    n_columns: int,
+) -> None:
+    """Write what fp8.producers says of `kernel`, swiglu, swiglu_grad or copy, to q (M, K) and qt
+    (K, M). inputs: as the kernel names them, contiguous, the last one () the amax to raise;
+    n_columns: of which a program takes COLUMNS."""
+    M, K = q.shape
+    _check(q, qt, inputs)
+    tiles = triton.cdiv(M, ROWS)
+    group = min(GROUP, tiles)
+    grid = group, triton.cdiv(n_columns, COLUMNS), triton.cdiv(tiles, group)
+    *tensors, amax = inputs
+    kernel[grid](
+        *tensors,
+        amax.view(torch.int32),
+        q.view(torch.uint8),
+        qt.view(torch.int16),
+        M,
+        n_columns,
+        FORMAT=FORMATS[q.dtype],
+        LARGEST=torch.finfo(q.dtype).max,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+    )
+
+
+def launch_rope_grad(
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tables: tuple[torch.Tensor, torch.Tensor],
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    q: torch.Tensor,
+    qt: torch.Tensor,
+) -> None:
+    """The gradients of the rotated q, k (B, T, heads, D) and of v, side by side, to q (M, heads * D)
+    and qt; tables: cosines and sines (T, D/2), fp32."""
+    _check(q, qt, (*gradients, *tables))
+    _, T, H, D = gradients[0].shape
+    K = gradients[1].shape[2]
+    M, half = q.shape[0], D // 2
+    tiles = triton.cdiv(M, ROWS)
+    group = min(GROUP, tiles)
+    rope_grad[group, H + 2 * K, triton.cdiv(tiles, group)](
+        *gradients,
+        *tables,
+        scale,
+        amax.view(torch.int32),
+        q.view(torch.uint8),
+        qt.view(torch.int16),
+        M,
+        T,
+        H,
+        K,
+        half,
+        FORMAT=FORMATS[q.dtype],
+        LARGEST=torch.finfo(q.dtype).max,
+        ROWS=ROWS,
+        COLUMNS=triton.next_power_of_2(half),
+        num_warps=WARPS,
+    )
+
+
+def launch_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor,
+    total: torch.Tensor,
+    rstd: torch.Tensor,
+    q: torch.Tensor,
+    qt: torch.Tensor,
+) -> None:
+    """What fp8.producers.norm() returns, to total (M, C), rstd (M,), q and qt."""
+    inputs = (x, weight) if branch is None else (x, branch, weight, total)
+    _check(q, qt, inputs)
+    M, C = q.shape
+    norm[(triton.cdiv(M, NORM_ROWS),)](
+        x,
+        branch,
+        weight,
+        scale,
+        total,
+        rstd,
+        q.view(torch.uint8),
+        qt.view(torch.int16),
+        M,
+        C,
+        eps,
+        HAS_BRANCH=branch is not None,
+        FORMAT=FORMATS[q.dtype],
+        LARGEST=torch.finfo(q.dtype).max,
+        ROWS=NORM_ROWS,
+        COLUMNS=min(NORM_COLUMNS, triton.next_power_of_2(C)),
+        num_warps=NORM_WARPS,
+    )
+
+
+def _check(q: torch.Tensor, qt: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """A kernel that is given wrong shapes overwrites other tensors."""
+    M, K = q.shape
+    assert q.is_contiguous() and qt.is_contiguous(), (q.stride(), qt.stride())
+    assert M % 16 == K % 16 == 0 and qt.shape == (K, M), (q.shape, qt.shape)
+    assert all(tensor.is_contiguous() for tensor in inputs), [x.stride() for x in inputs]
+
+
+# ------------------------------------------------------------------------------------ whole tensors
+
+
+@triton.jit
+def copy(
+    x: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """x (M, K) as it is."""
+    s = tl.load(scale)
+    m0, k0 = _corner(ROWS, COLUMNS)
+    m, k, inside = _even_rows(m0, k0, M, K, ROWS, COLUMNS)
+    x += m0.to(tl.int64) * K + k0
+    even = tl.load(x + (m * K + k), mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(x + (m * K + K + k), mask=inside, other=0.0).to(tl.float32)
+    _raise_amax(amax, even, odd)
+    store_both(even * s, odd * s, q, qt, m0, k0, M, K, K - k0, FORMAT, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit
+def swiglu(
+    gate_up: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    F: tl.tensor,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """silu(gate) * up of gate_up (M, 2 F), gate and up side by side."""
+    s = tl.load(scale)
+    m0, k0 = _corner(ROWS, COLUMNS)
+    m, k, inside = _even_rows(m0, k0, M, F, ROWS, COLUMNS)
+    gate_up += m0.to(tl.int64) * (2 * F) + k0
+    even = _product(gate_up + (m * (2 * F) + k), F, inside)
+    odd = _product(gate_up + (m * (2 * F) + 2 * F + k), F, inside)
+    _raise_amax(amax, even, odd)
+    store_both(even * s, odd * s, q, qt, m0, k0, M, F, F - k0, FORMAT, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit
+def _product(gate_at: tl.tensor, F: tl.tensor, inside: tl.tensor):
+    gate = tl.load(gate_at, mask=inside, other=0.0)
+    up = tl.load(gate_at + F, mask=inside, other=0.0)
+    gate32 = gate.to(tl.float32)
+    silu = (gate32 / (1 + tl.exp(-gate32))).to(gate.dtype)
+    return _rounded_to(silu.to(tl.float32) * up.to(tl.float32), gate.dtype)
+
+
+@triton.jit
+def swiglu_grad(
+    grad: tl.tensor,
+    gate_up: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    F: tl.tensor,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gradient of gate and up (M, 2 F), side by side; grad (M, F) is that of their product."""
+    s = tl.load(scale)
+    m0, k0 = _corner(ROWS, COLUMNS)
+    m, k, inside = _even_rows(m0, k0, M, F, ROWS, COLUMNS)
+    grad += m0.to(tl.int64) * F + k0
+    gate_up += m0.to(tl.int64) * (2 * F) + k0
+    gate_even, up_even = _product_grad(grad + (m * F + k), gate_up + (m * (2 * F) + k), F, inside)
+    gate_odd, up_odd = _product_grad(
+        grad + (m * F + F + k), gate_up + (m * (2 * F) + 2 * F + k), F, inside
+    )
+    _raise_amax(amax, gate_even, gate_odd)
+    _raise_amax(amax, up_even, up_odd)
+    left = F - k0
+    store_both(
+        gate_even * s, gate_odd * s, q, qt, m0, k0, M, 2 * F, left, FORMAT, LARGEST, ROWS, COLUMNS
+    )
+    store_both(
+        up_even * s, up_odd * s, q, qt, m0, F + k0, M, 2 * F, left, FORMAT, LARGEST, ROWS, COLUMNS
+    )
+
+
+@triton.jit
+def _product_grad(grad_at: tl.tensor, gate_at: tl.tensor, F: tl.tensor, inside: tl.tensor):
+    """Gradients of gate and up, rounded as autograd rounds them: behind each operation."""
+    grad = tl.load(grad_at, mask=inside, other=0.0)
+    gate = tl.load(gate_at, mask=inside, other=0.0)
+    up = tl.load(gate_at + F, mask=inside, other=0.0)
+    grad32, gate32 = grad.to(tl.float32), gate.to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gate32))
+    silu = _rounded_to(gate32 / (1 + tl.exp(-gate32)), gate.dtype)
+    grad_silu = _rounded_to(grad32 * up.to(tl.float32), gate.dtype)
+    grad_gate = grad_silu * sigmoid * (1 + gate32 * (1 - sigmoid))
+    return _rounded_to(grad_gate, gate.dtype), _rounded_to(grad32 * silu, gate.dtype)
+
+
+# ----------------------------------------------------------------------------------- heads and rows
+
+
+@triton.jit
+def rope_grad(
+    grad_q: tl.tensor,
+    grad_k: tl.tensor,
+    grad_v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    T: tl.tensor,
+    H: tl.tensor,
+    K: tl.tensor,
+    HALF: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program takes both halves of a head, which turn each other: heads of q, of k, of v."""
+    s = tl.load(scale)
+    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+    head = tl.program_id(1)
+    is_turned = head < H + K
+    if head < H:
+        grad, heads, number = grad_q, H, head
+    elif is_turned:
+        grad, heads, number = grad_k, K, head - H
+    else:
+        grad, heads, number = grad_v, K, head - H - K
+    stride = heads * (2 * HALF)
+    grad += m0.to(tl.int64) * stride + number * (2 * HALF)
+    first_even, second_even = _turned_back(
+        grad, cos, sin, m0, 0, M, T, stride, is_turned, HALF, ROWS, COLUMNS
+    )
+    first_odd, second_odd = _turned_back(
+        grad, cos, sin, m0, 1, M, T, stride, is_turned, HALF, ROWS, COLUMNS
+    )
+    _raise_amax(amax, first_even, first_odd)
+    _raise_amax(amax, second_even, second_odd)
+    width = (H + 2 * K) * (2 * HALF)
+    k0 = head * (2 * HALF)
+    store_both(
+        first_even * s, first_odd * s, q, qt, m0, k0, M, width, HALF, FORMAT, LARGEST, ROWS, COLUMNS
+    )
+    k0 += HALF
+    store_both(
+        second_even * s,
+        second_odd * s,
+        q,
+        qt,
+        m0,
+        k0,
+        M,
+        width,
+        HALF,
+        FORMAT,
+        LARGEST,
+        ROWS,
+        COLUMNS,
+    )
+
+
+@triton.jit
+def _turned_back(
+    grad: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    m0: tl.tensor,
+    ODD: tl.constexpr,
+    M: tl.tensor,
+    T: tl.tensor,
+    stride: tl.tensor,
+    is_turned: tl.tensor,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Both halves of a head in the even or odd rows from m0 on, to which grad points."""
+    m, k = 2 * tl.arange(0, ROWS // 2)[:, None] + ODD, tl.arange(0, COLUMNS)[None, :]
+    inside = (m < M - m0) & (k < HALF)
+    angle = (m0 + m) % T * HALF + k
+    c = tl.load(cos + angle, mask=inside & is_turned, other=1.0)
+    d = tl.load(sin + angle, mask=inside & is_turned, other=0.0)
+    first = tl.load(grad + (m * stride + k), mask=inside, other=0.0)
+    second = tl.load(grad + (m * stride + HALF + k), mask=inside, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return _rounded_to(a * c + b * d, first.dtype), _rounded_to(b * c - a * d, first.dtype)
+
+
+@triton.jit
+def norm(
+    x: tl.tensor,
+    branch: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    total: tl.tensor,
+    rstd: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    C: tl.tensor,
+    eps: tl.tensor,
+    HAS_BRANCH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """RMSNorm of x + branch (M, C). A program reads its rows twice: to sum their squares, then to
+    normalise them."""
+    s = tl.load(scale)
+    m0 = tl.program_id(0) * ROWS
+    start = m0.to(tl.int64) * C
+    source = total if HAS_BRANCH else x
+    # what is read once leaves the cache to the sum, which is read again
+    FIRST_LOOK: tl.constexpr = "evict_first" if HAS_BRANCH else "evict_last"
+    squares_even = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
+    squares_odd = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
+    for k0 in range(0, C, COLUMNS):
+        m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
+        at = start + (m * C + k0 + k)
+        even32 = tl.load(x + at, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
+        odd32 = tl.load(x + at + C, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
+        if HAS_BRANCH:
+            even32 = _sum(even32, branch + at, inside)
+            odd32 = _sum(odd32, branch + at + C, inside)
+            tl.store(total + at, even32.to(total.dtype.element_ty), mask=inside)
+            tl.store(total + at + C, odd32.to(total.dtype.element_ty), mask=inside)
+        squares_even += even32 * even32
+        squares_odd += odd32 * odd32
+    rstd_even = tl.rsqrt(tl.reduce(squares_even, 1, _plus) / C + eps)
+    rstd_odd = tl.rsqrt(tl.reduce(squares_odd, 1, _plus) / C + eps)
+    rows = m0 + 2 * tl.arange(0, ROWS // 2)
+    tl.store(rstd + rows, rstd_even, mask=rows < M)
+    tl.store(rstd + rows + 1, rstd_odd, mask=rows < M)
+    tl.debug_barrier()  # below, a thread reads what others have written
+    for k0 in range(0, C, COLUMNS):
+        m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
+        at = start + (m * C + k0 + k)
+        w = tl.load(weight + k0 + k, mask=k < C - k0, other=0.0)
+        even = _normalised(tl.load(source + at, mask=inside, other=0.0), rstd_even, w)
+        odd = _normalised(tl.load(source + at + C, mask=inside, other=0.0), rstd_odd, w)
+        store_both(even * s, odd * s, q, qt, m0, k0, M, C, C - k0, FORMAT, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit
+def _sum(x: tl.tensor, branch_at: tl.tensor, inside: tl.tensor):
+    branch = tl.load(branch_at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return _rounded_to(x + branch.to(tl.float32), branch.dtype)
+
+
+@triton.jit
+def _normalised(x: tl.tensor, rstd: tl.tensor, weight: tl.tensor):
+    """model.RMSNorm's operations in their order."""
+    unit = _rounded_to(x.to(tl.float32) * rstd[:, None], x.dtype)
+    return _rounded_to(_rounded_to(weight, x.dtype) * unit, x.dtype)
+
+
+# ------------------------------------------------------------------------------------------- shared
+
+
+@triton.jit
+def _corner(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first row and the first column of a program's tile."""
+    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+    return m0, tl.program_id(1) * COLUMNS
+
+
+@triton.jit
+def _even_rows(
+    m0: tl.tensor,
+    k0: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Even rows and the columns of a tile, counted from its corner, and which of them lie inside
+    (M, K). M is even: the odd row is inside too."""
+    m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
+    return m, k, (m < M - m0) & (k < K - k0)
+
+
+@triton.jit
+def _rounded_to(value: tl.tensor, dtype: tl.constexpr):
+    """fp32 value rounded to dtype, in fp32."""
+    return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _raise_amax(amax: tl.tensor, even: tl.tensor, odd: tl.tensor):
+    """Raise amax, the bits of an fp32 number, to the largest magnitude of a tile. Without signs,
+    bits are in the order of their numbers, and NaN's are above infinity's: it stays."""
+    even_bits = even.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    odd_bits = odd.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(amax, tl.reduce(tl.maximum(even_bits, odd_bits), None, _larger))
+
+
+# Not tl.sum and tl.max: they are kernels themselves, interpreted or not since their import.
+@triton.jit
+def _plus(a: tl.tensor, b: tl.tensor):
+    return a + b
+
+
+@triton.jit
+def _larger(a: tl.tensor, b: tl.tensor):
+    return tl.maximum(a, b)
