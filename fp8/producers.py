@@ -376,13 +376,18 @@ class ProducerBlock(Block):
         self.leaves_residual = False
 
     def forward(  # type: ignore[override]
-        self, x: Tensor | Residual, cos: Tensor, sin: Tensor, cache: KVCache | None = None
+        self,
+        x: Tensor | Residual,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache | None = None,
+        mask: Any = None,
     ) -> Tensor | Residual:
         if cache is not None or not self.is_fused():
             whole = x.total + x.branch if isinstance(x, Residual) else x
-            return super().forward(whole, cos, sin, cache)
+            return super().forward(whole, cos, sin, cache, mask)
         shape = x.total.shape if isinstance(x, Residual) else x.shape  # (B, T, C)
-        total, branch = self._attention(x, cos, sin)  # (M, C) each
+        total, branch = self._attention(x, cos, sin, mask)  # (M, C) each
         norm, gate_up, down = self.norm2, self.mlp.gate_up, self.mlp.down
         assert isinstance(gate_up, FP8KernelLinear) and isinstance(down, FP8KernelLinear)
         total, branch = MLPPass.apply(
@@ -399,7 +404,9 @@ class ProducerBlock(Block):
         residual = Residual(total.view(shape), branch.view(shape))
         return residual if self.leaves_residual else residual.total + residual.branch
 
-    def _attention(self, x: Tensor | Residual, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _attention(
+        self, x: Tensor | Residual, cos: Tensor, sin: Tensor, mask: Any
+    ) -> tuple[Tensor, Tensor]:
         """Both parts of the residual stream behind attention, (M, C) each."""
         attn, qkv, out = self.attn, self.attn.qkv, self.attn.out
         assert isinstance(qkv, FP8KernelLinear) and isinstance(out, FP8KernelLinear)
@@ -417,8 +424,8 @@ class ProducerBlock(Block):
             *qkv.tensors(),
         )
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, T, D)
-        is_causal = q.shape[2] > 1
-        y = attn.attend(q, k, v, attn_mask=None, is_causal=is_causal, enable_gqa=attn.H != attn.K)
+        is_causal = mask is None and q.shape[2] > 1
+        y = attn.attend(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=attn.H != attn.K)
         rows = y.transpose(1, 2).flatten(2).flatten(0, 1)  # (M, H * D)
         return total, OutPass.apply(rows, out.weight, out.recipe, *out.tensors())
 

@@ -70,6 +70,20 @@ def assert_equal(taken: Taken, expected: Taken) -> None:
 # -------------------------------------------------------------- the numerics are those of the modules
 
 
+def test_a_mask_reaches_attention_as_it_does_the_modules():
+    models = [build(LABEL)[0] for _ in range(2)]
+    x, y = tokens(0)
+    earlier = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
+    same_half = torch.arange(x.size(1)) // (x.size(1) // 2)
+    mask = earlier & (same_half[:, None] == same_half)
+    losses = []
+    for model in models[0], through_its_modules(models[1]):
+        DelayedScales(model).begin(LOSS_SCALE)
+        losses.append(model(x, y, mask=mask))
+    assert torch.equal(*losses)
+    assert not torch.equal(losses[0], models[0](x, y))
+
+
 @pytest.mark.parametrize(
     "label, sizes",
     [
