@@ -42,6 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
+from bench.machine_code import Proof, check_kernel
 from fp8 import kernels
 from fp8.convert import convert, keep_bf16_copies
 from fp8.precision import Precision
@@ -73,6 +74,8 @@ H100 = {
 }
 # kernel and configuration -> registers a thread, bytes of its spills
 BUILT: dict[str, tuple[int, int]] = {}
+# the same -> what is known of the bytes that it stores as float8
+PROOFS: dict[str, Proof] = {}
 
 
 def main(arguments: list[str]) -> int:
@@ -112,7 +115,21 @@ def main(arguments: list[str]) -> int:
         f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills:"
         f" {', '.join(spilled) or 'none'}"
     )
+    print("\n".join(describe_proofs(PROOFS)))
     return 0
+
+
+def describe_proofs(proofs: Mapping[str, Proof]) -> list[str]:
+    """Lines on the bytes that kernels store as float8; a problem each, three of a kernel."""
+    with_float8 = {name: proof for name, proof in proofs.items() if proof != Proof()}
+    n_problems = sum(bool(proof.problems) for proof in with_float8.values())
+    lines = [
+        f"  {len(with_float8)} of them store float8; every byte comes from a conversion in all but"
+        f" {n_problems}"
+    ]
+    for name, proof in with_float8.items():
+        lines += [f"    {name}: {problem}" for problem in proof.problems[:3]]
+    return lines
 
 
 # -------------------------------------------------------------------------------- reading one step
@@ -276,6 +293,7 @@ def _build(lowering: GraphLowering, direction: str) -> None:
                 )
             registers, spilled = (_usage(usage.stdout, what) for what in ("REG", "LOCAL"))
             BUILT[f"{direction} {name} ({i})"] = registers, spilled
+            PROOFS[f"{direction} {name} ({i})"] = check_kernel(result.kernel)
 
 
 def _usage(text: str, what: str) -> int:

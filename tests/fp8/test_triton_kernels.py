@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.machine_code import check_kernel, compiled_for_hopper
 from fp8.recipes import E4M3, E5M2
 from tests.conftest import ROOT
 
@@ -228,31 +229,19 @@ def test_a_token_without_target_or_factor_has_no_gradient(gradient):
 def launched(monkeypatch, tmp_path):
     """(module, binaries): each launch of the module's kernels is compiled for sm_90, as on an H100,
     instead of run."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-    class Hopper:
-        get_current_device, get_current_stream = (
-            staticmethod(lambda: 0),
-            staticmethod(lambda device: 0),
-        )
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-    run = triton.runtime.jit.JITFunction.run
-    binaries = []
-
-    def compile_only(self, *args, grid, warmup, **options):
-        binaries.append(run(self, *args, grid=grid, warmup=True, **options))
-
-    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
-    return load(), binaries
+    with compiled_for_hopper() as binaries:
+        yield load(), binaries
 
 
 ROUNDING = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
+
+
+def bytes_of_a_thread(module: ModuleType, is_loss: bool) -> int:
+    """Bytes that a thread stores in both layouts of its tile."""
+    columns = module.GRAD_COLUMNS if is_loss else module.CAST_COLUMNS
+    return 2 * module.ROWS * columns // (32 * module.WARPS)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +255,7 @@ ROUNDING = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.
 )
 def test_kernels_compile_for_an_h100(source, format, is_loss, launched, tmp_path):
     """Rounded once, by the hardware's saturating instruction: ptxas 12.8 rounds a second time,
-    wrongly."""
+    wrongly; and every byte that is stored comes from there."""
     from triton import knobs
 
     module, binaries = launched
@@ -283,6 +272,8 @@ def test_kernels_compile_for_an_h100(source, format, is_loss, launched, tmp_path
     disassemble = [knobs.nvidia.cuobjdump.path, "--dump-sass", tmp_path / "cubin"]
     sass = subprocess.check_output(disassemble, text=True)
     assert sass.count("F2FP.SATFINITE") == ptx.count(ROUNDING[format])
+    proof = check_kernel(binary, ("q", "qt"))
+    assert proof.problems == [] and proof.n_bytes == bytes_of_a_thread(module, is_loss)
     # where a tile begins: 65,536 tokens of logits are more than 2^31 values
     offsets = re.findall(r"tt\.addptr .* : !tt\.ptr<\w+>, (i\d+)", binary.asm["ttir"])
     assert offsets == 3 * ["i64"], "counted in 64 bits"
