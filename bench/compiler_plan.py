@@ -310,7 +310,9 @@ def _kind(node: Any) -> str:
     called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
     # mm_dtype writes fp32
     if called.removesuffix("_dtype").endswith("mm") or "add_weight_grad" in called:
-        return "matmul FP8" if node.node.inputs[0].get_dtype().itemsize == 1 else "matmul BF16"
+        # the first one may be the sum that it adds to
+        has_float8 = any(read.get_dtype().itemsize == 1 for read in node.node.inputs[:2])
+        return "matmul FP8" if has_float8 else "matmul BF16"
     return "attention" if "nanofp8.attention" in called else "called"
 
 
