@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
 
+from bench.machine_code import Proof, check_kernel
 from bench.producer_launches import producer_launches
 from fp8 import kernels
 from fp8.convert import convert, keep_bf16_copies
@@ -79,6 +80,8 @@ H100 = {
 POINTWISE = (", written", ", called")
 # kernel and configuration -> registers a thread, bytes of its spills
 BUILT: dict[str, tuple[int, int]] = {}
+# the same -> what is known of the bytes that it stores as float8
+PROOFS: dict[str, Proof] = {}
 
 
 def main(arguments: list[str]) -> int:
@@ -125,7 +128,21 @@ def main(arguments: list[str]) -> int:
         f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills:"
         f" {', '.join(spilled) or 'none'}"
     )
+    print("\n".join(describe_proofs(PROOFS)))
     return 0
+
+
+def describe_proofs(proofs: Mapping[str, Proof]) -> list[str]:
+    """Lines on the bytes that kernels store as float8; a problem each, three of a kernel."""
+    with_float8 = {name: proof for name, proof in proofs.items() if proof != Proof()}
+    n_problems = sum(bool(proof.problems) for proof in with_float8.values())
+    lines = [
+        f"  {len(with_float8)} of them store float8; every byte comes from a conversion in all but"
+        f" {n_problems}"
+    ]
+    for name, proof in with_float8.items():
+        lines += [f"    {name}: {problem}" for problem in proof.problems[:3]]
+    return lines
 
 
 # -------------------------------------------------------------------------------- reading one step
@@ -279,11 +296,13 @@ def _build(lowering: GraphLowering, direction: str) -> None:
         kernel = async_compile._load_triton_kernel_from_source(name, source)
         kernel.precompile(warm_cache_only=True)
         for i, result in enumerate(kernel.compile_results):
-            BUILT[f"{direction} {name} ({i})"] = _resources(result.kernel.asm["cubin"])
+            place = f"{direction} {name} ({i})"
+            BUILT[place] = _resources(result.kernel.asm["cubin"])
+            PROOFS[place] = check_kernel(result.kernel)
 
 
 def build_producers(config: Config) -> None:
-    """Compile the kernels of fp8/producer_kernels.py for the model's widths into BUILT."""
+    """Compile the kernels of fp8/producer_kernels.py for the model's widths into BUILT and PROOFS."""
     from fp8 import producer_kernels
 
     run = triton.runtime.jit.JITFunction.run
@@ -291,6 +310,7 @@ def build_producers(config: Config) -> None:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         binary = run(self, *args, grid=grid, warmup=True, **options)
         BUILT[f"our {name}"] = _resources(binary.asm["cubin"])
+        PROOFS[f"our {name}"] = check_kernel(binary, ("q", "qt"))
 
     with mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only):
         for name, launch in producer_launches(config.model).items():  # noqa: B007
@@ -325,7 +345,9 @@ def _kind(node: Any) -> str:
     called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
     # mm_dtype writes fp32
     if called.removesuffix("_dtype").endswith("mm") or "add_weight_grad" in called:
-        return "matmul FP8" if node.node.inputs[0].get_dtype().itemsize == 1 else "matmul BF16"
+        # the first one may be the sum that it adds to
+        has_float8 = any(read.get_dtype().itemsize == 1 for read in node.node.inputs[:2])
+        return "matmul FP8" if has_float8 else "matmul BF16"
     return "attention" if "nanofp8.attention" in called else "called"
 
 

@@ -94,14 +94,14 @@ def _refresh_bf16_copies(model: Any, linears: list[BF16KernelLinear]) -> None:
 
 
 def keep_gradients(model: Any) -> None:
-    """Give the blocks' weights whose gradient is a BF16 matmul one that lasts, and that the matmul
-    itself adds to: half the bytes. zero_gradients() then takes the place of the optimizer's
+    """Give the blocks' weights a gradient that lasts where the matmul itself can add to it, which
+    is half the bytes: in BF16, and in FP8 on GPUs from torch 2.15 on. zero_gradients() then takes the place of the optimizer's
     zero_grad().
 
     Not the head, which may be called in pieces and shares its weight; not under FSDP2, which
     reduces what a pass returns."""
     for linear in kernel_linears(model.layers):
-        if linear.has_bf16_weight_grad:
+        if linear.can_add_weight_grad:
             linear.total = torch.empty_like(linear.weight)
     zero_gradients(model)
 

@@ -15,7 +15,13 @@ import torch
 import torch.nn as nn
 
 from fp8.linears import ConvertedLinear, EmulatedLinear
-from fp8.matmul import add_weight_grad, mm, scaled_mm
+from fp8.matmul import (
+    add_scaled_weight_grad,
+    add_weight_grad,
+    adds_scaled_products,
+    mm,
+    scaled_mm,
+)
 from fp8.recipes import Operand, Recipe
 from fp8.rounding import cast, scale_of
 
@@ -179,9 +185,11 @@ def weight_gradient(
     if grad.qt is None:
         assert grad.g is not None
         return bf16_weight_gradient(grad.g, saved.x, saved.total, dtype)
-    return scaled_mm(
-        grad.qt, grad.inverse, saved.x.t(), saved.x_inverse, dtype, recipe.fast_backward
-    )
+    operands = grad.qt, grad.inverse, saved.x.t(), saved.x_inverse
+    if saved.total is not None:
+        add_scaled_weight_grad(saved.total, *operands, recipe.fast_backward)
+        return None
+    return scaled_mm(*operands, dtype, recipe.fast_backward)
 
 
 def bf16_weight_gradient(
@@ -294,6 +302,11 @@ class KernelLinear(ConvertedLinear):
     def has_bf16_weight_grad(self) -> bool:
         """Whether BF16 multiplies the weight gradient; each subclass says."""
         raise NotImplementedError
+
+    @property
+    def can_add_weight_grad(self) -> bool:
+        """Whether the matmul of the weight gradient can add to a lasting one."""
+        return self.has_bf16_weight_grad or adds_scaled_products(self.weight.device)
 
     def check_copies(self) -> None:
         """Assert that the copies are the weight's; a compiled step cannot compare versions."""

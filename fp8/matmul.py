@@ -1,8 +1,10 @@
 """The matmuls of FP8 and BF16 operands: on a GPU by torch, on a CPU by dequantised values."""
 
 import functools
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 @functools.cache
@@ -63,3 +65,34 @@ def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> No
 
 
 add_weight_grad.register_fake(lambda total, g, x: None)
+
+
+def adds_scaled_products(device: torch.device) -> bool:
+    """Whether torch's float8 matmul can begin with a sum there: on GPUs, from torch 2.15 on."""
+    return device.type == "cuda" and hasattr(F, "scaled_addmm_")
+
+
+@torch.library.custom_op("nanofp8::add_weight_grad_fp8", mutates_args=("total",))
+def add_scaled_weight_grad(
+    total: torch.Tensor,
+    g: torch.Tensor,
+    g_inverse: torch.Tensor,
+    x: torch.Tensor,
+    x_inverse: torch.Tensor,
+    fast: bool,
+) -> None:
+    """total (N, K) fp32 += (g * g_inverse) @ (x * x_inverse) of float8 g (N, M) and x (M, K),
+    column-major; inverses () fp32. Where adds_scaled_products(), the matmul begins with `total`.
+
+    By the signature of torch's documentation; it has run on no GPU yet."""
+    if not adds_scaled_products(total.device):
+        total += scaled_mm(g, g_inverse, x, x_inverse, total.dtype, fast)
+        return
+    torch_functions: Any = F  # older ones lack it
+    one_scale = F.ScalingType.TensorWise
+    torch_functions.scaled_addmm_(
+        total, g, x, g_inverse, one_scale, x_inverse, one_scale, use_fast_accum=fast
+    )
+
+
+add_scaled_weight_grad.register_fake(lambda total, g, g_inverse, x, x_inverse, fast: None)

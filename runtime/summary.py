@@ -37,8 +37,8 @@ class PrecisionSummary:
     layers_recipes: dict[str, str]  # Linear -> its recipe
     layers_kernels: list[str]  # names of the Linears on our own kernels
     layers_skipped: dict[str, str]  # Linear in BF16 -> why
-    # what weights are rounded to FP8 from: "fp32", or "bf16" where FSDP2 gathers those of blocks so;
-    # null where no Linear is in FP8
+    # what weights are rounded to FP8 from: "fp32", or "bf16" where FSDP2 gathers blocks' so; null
+    # where no Linear is in FP8
     weights_cast_from: str | None
 
 

@@ -4,10 +4,12 @@ test_gpu.py."""
 import re
 import subprocess
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
 
+from bench.machine_code import check_kernel
 from fp8.recipes import E4M3, E5M2
 from tests.helpers.triton_kernels import (
     compiled_for_an_h100,
@@ -136,6 +138,12 @@ def launched(monkeypatch, tmp_path):
 ROUNDING = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
 
 
+def bytes_of_a_thread(module: ModuleType, is_loss: bool) -> int:
+    """Bytes that a thread stores in both layouts of its tile."""
+    columns = module.GRAD_COLUMNS if is_loss else module.CAST_COLUMNS
+    return 2 * module.ROWS * columns // (32 * module.WARPS)
+
+
 @pytest.mark.parametrize(
     "source, format, is_loss",
     [
@@ -147,7 +155,7 @@ ROUNDING = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.
 )
 def test_kernels_compile_for_an_h100(source, format, is_loss, launched, tmp_path):
     """Rounded once, by the hardware's saturating instruction: ptxas 12.8 rounds a second time,
-    wrongly."""
+    wrongly; and every byte that is stored comes from there."""
     from triton import knobs
 
     module, binaries = launched
@@ -164,6 +172,8 @@ def test_kernels_compile_for_an_h100(source, format, is_loss, launched, tmp_path
     disassemble = [knobs.nvidia.cuobjdump.path, "--dump-sass", tmp_path / "cubin"]
     sass = subprocess.check_output(disassemble, text=True)
     assert sass.count("F2FP.SATFINITE") == ptx.count(ROUNDING[format])
+    proof = check_kernel(binary, ("q", "qt"))
+    assert proof.problems == [] and proof.n_bytes == bytes_of_a_thread(module, is_loss)
     # where a tile begins: 65,536 tokens of logits are more than 2^31 values
     offsets = re.findall(r"tt\.addptr .* : !tt\.ptr<\w+>, (i\d+)", binary.asm["ttir"])
     assert offsets == 3 * ["i64"], "counted in 64 bits"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fp8
+from bench.machine_code import compiled_for_hopper
 from fp8.recipes import E4M3, E5M2
 from tests.conftest import ROOT
 
@@ -133,25 +134,7 @@ def values_of_every_size(M: int, K: int) -> torch.Tensor:
 def compiled_for_an_h100(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[list]:
     """The binaries: within the block each launch of a kernel of a module that load() loads is
     compiled for sm_90, as on an H100, instead of run. folder: for Triton's cache."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-    class Hopper:
-        get_current_device, get_current_stream = (
-            staticmethod(lambda: 0),
-            staticmethod(lambda device: 0),
-        )
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-    run = triton.runtime.jit.JITFunction.run
-    binaries = []
-
-    def compile_only(self, *args, grid, warmup, **options):
-        binaries.append(run(self, *args, grid=grid, warmup=True, **options))
-
-    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_only)
-    yield binaries
+    with compiled_for_hopper() as binaries:
+        yield binaries

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fp8 import kernels
+from fp8 import kernels, matmul
 from fp8.copies import zero_gradients
 from fp8.matmul import add_weight_grad
+from fp8.recipes import E4M3, E5M2
 from model import GPT, GPTConfig
 from runtime import optim, parallel
 from runtime.config import OptimConfig
@@ -200,10 +202,17 @@ class Accumulating:
     model: GPT
     plain: GPT
     lasting: dict[str, int]  # addresses of the gradients that stay, by the weight's name
-    calls: list[tuple]  # of add_weight_grad, so far
+    calls: list[tuple]  # of the matmuls that add, so far
 
 
-@pytest.fixture(params=["", "fp8.recipe=tensorwise_gw_hp fp8.kernels=true"], ids=["bf16", "gw_hp"])
+ADDING = {
+    "bf16": "",
+    "gw_hp": "fp8.recipe=tensorwise_gw_hp fp8.kernels=true",
+    "tensorwise": "fp8.recipe=tensorwise fp8.kernels=true",
+}
+
+
+@pytest.fixture(params=ADDING.values(), ids=ADDING)
 def accumulating(request, tiny, monkeypatch) -> Accumulating:
     calls: list[tuple] = []
 
@@ -211,7 +220,18 @@ def accumulating(request, tiny, monkeypatch) -> Accumulating:
         calls.append(tensors)
         add_weight_grad(*tensors)
 
+    def scaled_addmm_(total, a, b, a_inverse, a_kind, b_inverse, b_kind, *, use_fast_accum):
+        """In the place of torch's from 2.15 on."""
+        assert a_kind == b_kind == F.ScalingType.TensorWise and total.is_contiguous()
+        assert a.is_contiguous() and b.t().is_contiguous()
+        calls.append((total, use_fast_accum))
+        total += matmul.scaled_mm(a, a_inverse, b, b_inverse, total.dtype)
+
     monkeypatch.setattr(kernels, "add_weight_grad", noted)
+    if request.param == ADDING["tensorwise"]:
+        monkeypatch.setattr(F, "scaled_addmm_", scaled_addmm_, raising=False)
+        for module in (matmul, kernels):
+            monkeypatch.setattr(module, "adds_scaled_products", lambda device: True)
     tokens = tiny.data.micro_batch * tiny.model.n_ctx  # of a micro-batch
     model = build(tiny, f"{request.param} data.tokens_per_step={2 * tokens}").model
     plain = build(tiny, f"{request.param} data.tokens_per_step={tokens}").model
@@ -261,6 +281,30 @@ def test_gradients_that_the_optimizer_freed_are_an_error(accumulating):
     model.zero_grad()
     with pytest.raises(AssertionError, match="zero_gradients"):
         model(*micro_batches(model, 0)[0])
+
+
+@pytest.mark.parametrize(
+    "device, has_function, can_add",
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_float8_products_are_added_where_torch_can(monkeypatch, device, has_function, can_add):
+    monkeypatch.delattr(F, "scaled_addmm_", raising=False)
+    if has_function:
+        monkeypatch.setattr(F, "scaled_addmm_", lambda *_: None, raising=False)
+    assert matmul.adds_scaled_products(torch.device(device)) == can_add
+
+
+def test_the_operator_that_adds_float8_products_keeps_torchs_rules_and_their_sum():
+    torch.manual_seed(0)
+    g, x = torch.randn(4, 16).to(E5M2), torch.randn(8, 16).to(E4M3).t()
+    g_inverse, x_inverse = torch.tensor(0.5), torch.tensor(3.0)
+    total = torch.randn(4, 8)
+    arguments = (total.clone(), g, g_inverse, x, x_inverse, False)
+    # its test of the schema has no float8
+    torch.library.opcheck(matmul.add_scaled_weight_grad, arguments, test_utils=("test_faketensor",))
+    expected = total.double() + 1.5 * g.double() @ x.double()
+    matmul.add_scaled_weight_grad(total, *arguments[1:])
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-5)
 
 
 def test_the_operator_that_adds_keeps_torchs_rules():

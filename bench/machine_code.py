@@ -1,0 +1,728 @@
+"""Prove from machine code that every byte stored as float8 comes from a float8 conversion.
+
+ptxas 12.8 and 12.9 (Triton 3.6 to 3.8, for sm_90) may repeat a conversion whose value is used
+twice, and let the second use read another register, such as the stack pointer: a wrong byte that
+depends on no input, in code that counts of instructions do not tell from right code. check_kernel()
+follows every byte of a compiled kernel forward to its stores.
+
+How: each byte of each register is a set of origins, one for each way through the code, and
+instructions that move bytes (PRMT, LOP3 with masks, shifts by whole bytes, moves, selects,
+shuffles, shared memory) move the sets. F2FP to E4M3 or E5M2 makes two bytes of origin CONVERTED.
+A store is one of float8 by the argument that its address is computed from. Branches and loops are
+followed until nothing changes.
+
+It fails where it does not know: an instruction that is not in its tables, an address from no
+argument, a byte that was computed with. What it cannot see: whether a byte is the right conversion
+(the interpreter and a GPU show that), scales, or masks; bytes of shared memory are not told apart,
+and those that are read are taken to be those written since the last barrier but one. Opcodes are
+those of sm_90."""
+
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+# What a byte may come from: a value that is known, 0 to 255, or words.
+Byte = frozenset[int | str]
+Word = tuple[Byte, Byte, Byte, Byte]  # of a register, the lowest byte first
+
+CONVERTED = "a float8 conversion"
+LOADED = "a load of float8"
+ZERO: Byte = frozenset({0})
+ZEROS: Word = (ZERO, ZERO, ZERO, ZERO)
+PARAMETERS_AT = 0x210  # in constant bank 0 on sm_90; before them the driver's own
+STACK_POINTER_AT = 0x28
+BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}  # of what a load or store moves
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of a kernel."""
+
+    name: str
+    offset: int  # in bytes, from PARAMETERS_AT on
+    size: int  # bytes
+    is_pointer: bool
+    is_float8: bool  # whether it points to float8
+    is_output: bool  # whether float8 must be stored to it
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    guard: str  # the predicate under which it is done, such as "@!P0"; "" always
+    name: str  # such as "LDG"
+    modifiers: tuple[str, ...]  # such as ("E", "128")
+    operands: tuple[str, ...]
+
+    @property
+    def opcode(self) -> str:
+        return ".".join((self.name, *self.modifiers))
+
+    @property
+    def place(self) -> str:
+        return f"{self.opcode} at 0x{self.address:04x}"
+
+
+@dataclass(frozen=True)
+class Stray:
+    """A byte of a float8 store that does not come from a conversion."""
+
+    place: str  # of the store
+    byte: int  # which, of those that the instruction stores
+    arguments: tuple[str, ...]  # that the address is computed from
+    origins: tuple[str, ...]
+
+    def __str__(self) -> str:
+        target = " or ".join(self.arguments) or "an unknown address"
+        return (
+            f"byte {self.byte} of {self.place}, to {target}, comes from {', '.join(self.origins)}"
+        )
+
+
+@dataclass
+class Proof:
+    """What is known of a kernel's float8 stores: proven where there are no problems."""
+
+    n_bytes: int = 0  # that were followed, of one thread
+    problems: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def compiled_for_hopper() -> Iterator[list[Any]]:
+    """Within the block each launch of a Triton kernel is compiled for sm_90 instead of run; the
+    list receives the compiled kernels."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    hopper = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    run = triton.runtime.jit.JITFunction.run
+    kernels: list[Any] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", hopper),
+        mock.patch.object(triton.runtime.jit.JITFunction, "run", compile_only),
+    ):
+        yield kernels
+
+
+def check_kernel(kernel: Any, float8_arguments: Collection[str] = ()) -> Proof:
+    """Of a kernel that Triton has compiled for sm_90. float8_arguments: names of those that hold
+    float8 though their type is another, such as the bytes of fp8.triton_kernels."""
+    arguments = arguments_of(kernel.asm["ptx"], kernel.src.signature, float8_arguments)
+    if not any(argument.is_float8 for argument in arguments):
+        return Proof()
+    return check_code(disassemble(kernel.asm["cubin"]), arguments)
+
+
+def arguments_of(
+    ptx: str, signature: Mapping[str, str], float8_arguments: Collection[str]
+) -> list[Argument]:
+    """Of a kernel's PTX, whose parameters have no names, and Triton's signature: name -> type such
+    as "*fp8e4nv", "i32", "constexpr", which is no parameter. Triton adds pointers of its own."""
+    names = [name for name, kind in signature.items() if kind != "constexpr"]
+    unknown = sorted(set(float8_arguments) - set(names))
+    assert not unknown, f"no argument {unknown}"
+    entry = ptx[ptx.index(".entry") :].partition(")")[0]
+    kinds = re.findall(r"\.param \.[a-z](\d+)(?: (\.ptr))?", entry)
+    assert 0 <= len(kinds) - len(names) <= 2, (kinds, names)
+    arguments = []
+    offset = 0
+    for number, (bits, pointer) in enumerate(kinds):
+        size = int(bits) // 8
+        offset = -(-offset // size) * size
+        name = names[number] if number < len(names) else f"Triton's own pointer {number}"
+        kind = signature.get(name, "")
+        is_float8 = kind.startswith("*fp8") or name in float8_arguments
+        is_output = name in float8_arguments or (is_float8 and "out" in name)
+        arguments.append(Argument(name, offset, size, bool(pointer), is_float8, is_output))
+        offset += size
+    return arguments
+
+
+def disassemble(cubin: bytes) -> str:
+    """The machine code of a binary as text, by the disassembler that Triton brings."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        return subprocess.check_output([tool, "--dump-sass", file.name], text=True)
+
+
+def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
+    """Of the code of one kernel, as cuobjdump prints it."""
+    instructions = parse(text)
+    proof = Proof()
+    follower = Follower(list(arguments))
+    for instruction in instructions:
+        if not follower.knows(instruction):
+            proof.problems.append(f"{instruction.place} is not known here: it cannot be followed")
+    if proof.problems:
+        return proof
+    states = states_before(instructions, follower)
+    written: set[str] = set()
+    for instruction, state in zip(instructions, states, strict=True):
+        if instruction.name not in STORES or state is None:
+            continue
+        pointers = follower.pointers_of_address(instruction, state)
+        if pointers and not any(argument.is_float8 for argument in pointers):
+            continue
+        written |= {argument.name for argument in pointers}
+        strays = stray_bytes(instruction, state, pointers)
+        proof.n_bytes += width(instruction)
+        proof.problems += [str(stray) for stray in strays]
+    for argument in follower.arguments:
+        if argument.is_output and argument.name not in written:
+            proof.problems.append(f"no store to {argument.name} was found")
+    return proof
+
+
+def stray_bytes(
+    instruction: Instruction, state: "State", pointers: Collection[Argument]
+) -> list[Stray]:
+    """The bytes that a store of float8 takes from elsewhere than a conversion. A zero counts as
+    what a masked load of float8 has in place of its values, not as a conversion's."""
+    names = tuple(sorted(argument.name for argument in pointers))
+    strays = []
+    stored = state.bytes_of(instruction.operands[-1], width(instruction))
+    for number, byte in enumerate(stored):
+        is_copied = LOADED in byte and byte <= {LOADED, CONVERTED, 0}
+        if byte != {CONVERTED} and not is_copied:
+            others = sorted(str(origin) for origin in byte - {CONVERTED, LOADED})
+            strays.append(Stray(instruction.place, number, names, tuple(others)))
+    return strays
+
+
+# ------------------------------------------------------------------------------------ reading code
+
+LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of one kernel, as cuobjdump prints them."""
+    instructions = []
+    for address, guard, opcode, operands in LINE.findall(text):
+        name, *modifiers = opcode.split(".")
+        # at a comma that is in no brackets
+        parts = re.split(r",\s*(?![^\[]*\])", operands.strip()) if operands.strip() else []
+        instructions.append(
+            Instruction(
+                address=int(address, 16),
+                guard="" if guard in ("@PT", "@UPT") else guard,
+                name=name,
+                modifiers=tuple(modifiers),
+                operands=tuple(part.strip().removesuffix(".reuse") for part in parts),
+            )
+        )
+    return instructions
+
+
+def width(instruction: Instruction) -> int:
+    """Bytes that a load or store moves, of one thread."""
+    if instruction.name in ("LDSM", "STSM"):
+        count = instruction.modifiers[-1]
+        return 4 * (int(count) if count.isdigit() and int(count) <= 4 else 1)
+    for modifier in reversed(instruction.modifiers):
+        bits = modifier.lstrip("US")
+        if bits in BYTES:
+            return BYTES[bits]
+    return 4
+
+
+def number_of(operand: str) -> int | None:
+    """A whole number as 32 bits; None where the operand is none."""
+    if not re.fullmatch(r"-?0x[0-9a-f]+", operand):
+        return None
+    return int(operand, 16) & 0xFFFFFFFF
+
+
+def is_register(operand: str) -> bool:
+    return bool(re.fullmatch(r"U?R(\d+|Z)", operand))
+
+
+def is_predicate(operand: str) -> bool:
+    return bool(re.fullmatch(r"!?U?P(\d|T)", operand))
+
+
+def has_two_registers(instruction: Instruction) -> bool:
+    """Whether a result that is no load's is 64 bits wide."""
+    if instruction.name == "CS2R":
+        return "32" not in instruction.modifiers
+    return instruction.name in DOUBLE or bool({"64", "WIDE", "F64"} & set(instruction.modifiers))
+
+
+def split_destination(instruction: Instruction) -> tuple[str, list[str]]:
+    """The register that is written, "" where there is none, and the operands that are read,
+    predicates apart."""
+    operands = [operand for operand in instruction.operands if not is_predicate(operand)]
+    return (operands[0], operands[1:]) if operands else ("", [])
+
+
+def register_at(first: str, number: int) -> str:
+    """The register so many behind `first`; RZ stays."""
+    if first.endswith("Z"):
+        return first
+    prefix = first.rstrip("0123456789")
+    return f"{prefix}{int(first.removeprefix(prefix)) + number}"
+
+
+# ------------------------------------------------------------------------------ what is known where
+
+
+def known(value: int) -> Word:
+    """The word of a number."""
+    a, b, c, d = (frozenset({value >> shift & 0xFF}) for shift in (0, 8, 16, 24))
+    return a, b, c, d
+
+
+def from_origin(origin: str) -> Word:
+    """The word of a register whose bytes all have one origin."""
+    byte: Byte = frozenset({origin})
+    return byte, byte, byte, byte
+
+
+def either(a: Word, b: Word) -> Word:
+    w, x, y, z = (p | q for p, q in zip(a, b, strict=True))
+    return w, x, y, z
+
+
+@dataclass
+class State:
+    """What registers and shared memory may hold before an instruction."""
+
+    words: dict[str, Word] = field(default_factory=dict)
+    # register -> the pointers that its value is computed from
+    pointers: dict[str, frozenset[Argument]] = field(default_factory=dict)
+    shared: Byte = frozenset()  # what is read from shared memory
+    shared_new: Byte = frozenset()  # what was written to it since the last barrier
+
+    def word(self, register: str) -> Word:
+        if register.endswith("RZ"):
+            return ZEROS
+        return self.words.get(register) or from_origin(f"{register}, which was never written")
+
+    def bytes_of(self, register: str, count: int) -> list[Byte]:
+        """The first `count` bytes of the registers from this one on."""
+        words = [self.word(register_at(register, number)) for number in range(-(-count // 4))]
+        return [byte for word in words for byte in word][:count]
+
+    def copy(self) -> "State":
+        return State(dict(self.words), dict(self.pointers), self.shared, self.shared_new)
+
+    def joined(self, other: "State") -> "State":
+        """What holds where this or the other one may."""
+        state = State(shared=self.shared | other.shared)
+        state.shared_new = self.shared_new | other.shared_new
+        for register in self.words.keys() | other.words.keys():
+            state.words[register] = either(self.word(register), other.word(register))
+        for register in self.pointers.keys() | other.pointers.keys():
+            both = (held.pointers.get(register, frozenset()) for held in (self, other))
+            state.pointers[register] = frozenset().union(*both)
+        return state
+
+
+def states_before(instructions: list[Instruction], follower: "Follower") -> list[State | None]:
+    """What holds before each instruction, over all ways to it; None where there is none."""
+    successors = successors_of(instructions)
+    states: list[State | None] = [None] * len(instructions)
+    states[0] = State()
+    waiting = {0}
+    while waiting:
+        number = min(waiting)
+        waiting.remove(number)
+        before = states[number]
+        assert before is not None
+        after = follower.after(instructions[number], before)
+        for successor in successors[number]:
+            held = states[successor]
+            joined = after if held is None else held.joined(after)
+            if joined != held:
+                states[successor] = joined
+                waiting.add(successor)
+    return states
+
+
+def successors_of(instructions: list[Instruction]) -> list[set[int]]:
+    """The numbers of the instructions that may follow each."""
+    number_at = {instruction.address: n for n, instruction in enumerate(instructions)}
+    reconverging = defaultdict(set)  # barrier register -> where its threads meet
+    returns = set()
+    for number, instruction in enumerate(instructions):
+        if instruction.name == "BSSY":
+            reconverging[instruction.operands[0]].add(number_at[target_of(instruction)])
+        if instruction.name == "CALL":
+            returns.add(number + 1)
+    successors = []
+    for number, instruction in enumerate(instructions):
+        name = instruction.name
+        following: set[int] = set()
+        if name in ("BRA", "CALL"):
+            following = {number_at[target_of(instruction)]}
+        elif name == "BSYNC":
+            following = set(reconverging[instruction.operands[0]])
+        elif name == "RET":
+            following = set(returns)
+        ends_here = name in ("BRA", "CALL", "RET", "EXIT") and not is_conditional(instruction)
+        if not ends_here and number + 1 < len(instructions):
+            following.add(number + 1)
+        successors.append(following)
+    return successors
+
+
+def target_of(instruction: Instruction) -> int:
+    """The address that a branch goes to."""
+    return int(instruction.operands[-1], 16)
+
+
+def is_conditional(instruction: Instruction) -> bool:
+    has_condition = instruction.name == "BRA" and len(instruction.operands) > 1
+    return bool(instruction.guard) or has_condition
+
+
+# ------------------------------------------------------------------------------- what instructions do
+
+STORES = ("STG", "ST")
+# They write no register that bytes could be taken from.
+WITHOUT_RESULT = (
+    "BAR BRA BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FCHK FSETP DSETP HSETP2 ISETP LDGDEPBAR"
+    " MEMBAR NOP PLOP3 R2P RED RET ST STG STS STSM UISETP UPLOP3 WARPSYNC YIELD"
+)
+LOADS = ("LDG", "LDS", "LDSM")
+# They compute a value of one register, or two where a modifier says so, which is no byte's move.
+COMPUTING = (
+    "ATOMG B2R BMSK BREV DADD DFMA DMUL F2F F2I FADD FFMA FLO FMNMX FMUL FSET FSWZADD HADD2 HFMA2"
+    " HMNMX2 HMUL2 HSET2 I2F I2FP IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R S2UR UBREV"
+    " UFLO ULDC UP2UR UPOPC VABSDIFF VIMNMX VIMNMX3 VOTE VOTEU"
+)
+DOUBLE = ("DADD", "DFMA", "DMUL")  # of 64 bits without a word for it
+
+
+class Follower:
+    """What each instruction does to a State, in a kernel with these arguments."""
+
+    def __init__(self, arguments: list[Argument]):
+        self.arguments = arguments
+        self.moves: dict[str, Callable[[Instruction, State], Word]] = {
+            "F2FP": self._convert,
+            "PRMT": self._permute,
+            "UPRMT": self._permute,
+            "LOP3": self._combine_bits,
+            "ULOP3": self._combine_bits,
+            "SHF": self._shift,
+            "USHF": self._shift,
+            "IMAD": self._multiply_add,
+            "UIMAD": self._multiply_add,
+            "IADD3": self._add,
+            "UIADD3": self._add,
+            "VIADD": self._add,
+            "LEA": self._shift_add,
+            "ULEA": self._shift_add,
+            "MOV": self._move,
+            "UMOV": self._move,
+            "R2UR": self._move,
+            "SHFL": self._move,
+            "CS2R": self._move,
+            "SEL": self._select,
+            "USEL": self._select,
+            "FSEL": self._select,
+            "SGXT": self._extend,
+            "USGXT": self._extend,
+        }
+
+    def knows(self, instruction: Instruction) -> bool:
+        name = instruction.name
+        if name == "WARPSYNC" and "COLLECTIVE" in instruction.modifiers:  # a jump
+            return False
+        if name in LOADS or name in WITHOUT_RESULT.split():
+            return True
+        if "128" in instruction.modifiers:  # a result of four registers
+            return False
+        return name in self.moves or name in COMPUTING.split()
+
+    def after(self, instruction: Instruction, before: State) -> State:
+        """What holds after an instruction; where it has a guard, it may have done nothing."""
+        state = before.copy()
+        self._do(instruction, state)
+        return before.joined(state) if instruction.guard else state
+
+    def _do(self, instruction: Instruction, state: State) -> None:
+        name = instruction.name
+        if name == "BAR" and "ARV" not in instruction.modifiers:
+            if state.shared_new:
+                state.shared, state.shared_new = state.shared_new, frozenset()
+        elif name in ("STS", "STSM"):
+            stored = state.bytes_of(instruction.operands[-1], width(instruction))
+            state.shared_new = state.shared_new.union(*stored)
+        elif name in WITHOUT_RESULT.split():
+            pass
+        elif name in self.moves:
+            self._write(instruction, state, [self.moves[name](instruction, state)])
+        elif name in LOADS:
+            self._write(instruction, state, self._loaded(instruction, state))
+        else:
+            self._write(instruction, state, [from_origin(self._origin(instruction))])
+
+    def _write(self, instruction: Instruction, state: State, words: list[Word]) -> None:
+        """Write a result; its last word also to the second register of a wide one."""
+        destination, sources = split_destination(instruction)
+        if not is_register(destination):  # the result is a predicate
+            assert instruction.name in ("VOTE", "VOTEU"), instruction
+            return
+        if len(words) == 1 and has_two_registers(instruction):
+            words = words * 2
+        pointers = self._pointers(sources, state)
+        if instruction.name in LOADS:
+            pointers = frozenset()
+        for number, word in enumerate(words):
+            register = register_at(destination, number)
+            if not register.endswith("Z"):
+                state.words[register] = word
+                state.pointers[register] = pointers
+
+    def _origin(self, instruction: Instruction) -> str:
+        if instruction.operands[-1] == f"c[0x0][{STACK_POINTER_AT:#x}]":
+            return f"{instruction.operands[0]}, the stack pointer"
+        return instruction.place
+
+    # ---------------------------------------------------------------------------------- pointers
+
+    def _pointers(self, operands: Iterable[str], state: State) -> frozenset[Argument]:
+        """The pointers among the arguments that a value of these operands is computed from."""
+        pointers: set[Argument] = set()
+        for operand in operands:
+            for register in re.findall(r"U?R\d+", operand):
+                pointers |= state.pointers.get(register, frozenset())
+            for address in re.findall(r"c\[0x0\]\[(0x[0-9a-f]+)\]", operand):
+                pointers |= self._argument_at(int(address, 16))
+        return frozenset(pointers)
+
+    def _argument_at(self, address: int) -> set[Argument]:
+        offset = address - PARAMETERS_AT
+        return {
+            argument
+            for argument in self.arguments
+            if argument.is_pointer and 0 <= offset - argument.offset < argument.size
+        }
+
+    def pointers_of_address(self, instruction: Instruction, state: State) -> frozenset[Argument]:
+        """Those that a load or store goes to; its last brackets are the address."""
+        addressed = [operand for operand in instruction.operands if "[" in operand][-1]
+        inner = addressed.rpartition("[")[2]
+        registers = re.findall(r"U?R\d+", inner)
+        wide = [register_at(register, 1) for register in registers if f"{register}.64" in inner]
+        return self._pointers([*registers, *wide], state)
+
+    # ------------------------------------------------------------------------------- moves of bytes
+
+    def _word(self, operand: str, state: State) -> Word:
+        """What an operand holds; one that is negated or otherwise changed is a new value."""
+        if is_register(operand):
+            return state.word(operand)
+        number = number_of(operand)
+        if operand == "SRZ":
+            return ZEROS
+        return from_origin(f"the operand {operand}") if number is None else known(number)
+
+    def _unknown(self, instruction: Instruction) -> Word:
+        return from_origin(instruction.place)
+
+    def _loaded(self, instruction: Instruction, state: State) -> list[Word]:
+        """The words of a load."""
+        n_bytes = width(instruction)
+        if instruction.name == "LDG":
+            pointers = self.pointers_of_address(instruction, state)
+            is_float8 = bool(pointers) and all(argument.is_float8 for argument in pointers)
+            byte: Byte = frozenset({LOADED if is_float8 else instruction.place})
+        else:
+            byte = state.shared | state.shared_new or frozenset({instruction.place})
+        if n_bytes >= 4:
+            return [(byte, byte, byte, byte)] * (n_bytes // 4)
+        rest = ZERO if not any(m.startswith("S") for m in instruction.modifiers) else byte
+        padded = [byte] * n_bytes + [rest] * (4 - n_bytes)
+        return [(padded[0], padded[1], padded[2], padded[3])]
+
+    def _convert(self, instruction: Instruction, state: State) -> Word:
+        """F2FP to float8: two values become the lower half, the upper half is the third operand's
+        lower half. To other formats a computation."""
+        _, sources = split_destination(instruction)
+        formats = [m for m in instruction.modifiers if m in ("E4M3", "E5M2", "F32", "F16", "BF16")]
+        is_packing = any(modifier.startswith("PACK_AB") for modifier in instruction.modifiers)
+        if not is_packing or formats[:1] not in (["E4M3"], ["E5M2"]):
+            return self._unknown(instruction)
+        byte: Byte = frozenset({CONVERTED})
+        merged = ZEROS if len(sources) < 3 else self._word(sources[2], state)
+        return byte, byte, merged[0], merged[1]
+
+    def _permute(self, instruction: Instruction, state: State) -> Word:
+        """PRMT: four bytes, chosen by the digits of a number, of the eight of two operands. Where
+        that number is a register's, any of the bytes that it may choose."""
+        _, (a, selector, c) = split_destination(instruction)
+        if instruction.modifiers:
+            return self._unknown(instruction)
+        pool = [*self._word(a, state), *self._word(c, state)]
+        low, high, *_ = self._word(selector, state)
+        chosen: list[Byte] = []
+        for digits in (low, high):
+            for shift in (0, 4):
+                chosen.append(self._chosen(instruction, pool, digits, shift))
+        return chosen[0], chosen[1], chosen[2], chosen[3]
+
+    def _chosen(self, instruction: Instruction, pool: list[Byte], digits: Byte, shift: int) -> Byte:
+        """The byte of `pool` that one digit of a selector chooses; with its highest bit it would
+        spread a sign."""
+        chosen: Byte = frozenset()
+        for digit in digits:
+            if isinstance(digit, str) or digit >> shift & 8:
+                return frozenset({instruction.place})
+            chosen |= pool[digit >> shift & 7]
+        return chosen
+
+    def _combine_bits(self, instruction: Instruction, state: State) -> Word:
+        """LOP3: a function of three bits, given by its table. A byte is moved where the function is
+        one operand's bit for all eight bits."""
+        _, (a, b, c, table) = split_destination(instruction)
+        words = [self._word(operand, state) for operand in (a, b, c)]
+        place: Byte = frozenset({instruction.place})
+        function = number_of(table)
+        assert function is not None
+        w, x, y, z = (combined(operands, function, place) for operands in zip(*words, strict=True))
+        return w, x, y, z
+
+    def _shift(self, instruction: Instruction, state: State) -> Word:
+        """SHF: 32 bits of two words that are shifted as one, the third operand above the first."""
+        _, (low, amount, high) = split_destination(instruction)
+        n_bits = number_of(amount)
+        is_signed = any(modifier in ("S32", "S64") for modifier in instruction.modifiers)
+        if n_bits is None or n_bits % 8 or n_bits >= 64 or is_signed:
+            return self._unknown(instruction)
+        n_bytes = n_bits // 8
+        value = [*self._word(low, state), *self._word(high, state)]
+        if instruction.modifiers[0] == "L":
+            value = [ZERO] * n_bytes + value
+        else:
+            value = value[n_bytes:] + [ZERO] * n_bytes
+        first = 4 if "HI" in instruction.modifiers else 0
+        return value[first], value[first + 1], value[first + 2], value[first + 3]
+
+    def _multiply_add(self, instruction: Instruction, state: State) -> Word:
+        """IMAD a, b, c: a b + c, which is how bytes are often moved: by 1, or shifted by whole bytes
+        into where c is zero."""
+        _, (a, b, c) = split_destination(instruction)
+        if {"WIDE", "HI", "X"} & set(instruction.modifiers):
+            return self._unknown(instruction)
+        factor = 0 if b in ("RZ", "URZ") or a in ("RZ", "URZ") else number_of(b)
+        shifts = {0: 4, 1: 0, 1 << 8: 1, 1 << 16: 2, 1 << 24: 3}
+        if factor not in shifts:
+            return self._unknown(instruction)
+        product = shifted_left(self._word(a, state), shifts[factor])
+        return self._sum(instruction, [product, self._word(c, state)])
+
+    def _add(self, instruction: Instruction, state: State) -> Word:
+        _, sources = split_destination(instruction)
+        if "X" in instruction.modifiers:  # adds a carry
+            return self._unknown(instruction)
+        return self._sum(instruction, [self._word(source, state) for source in sources])
+
+    def _shift_add(self, instruction: Instruction, state: State) -> Word:
+        """LEA a, b, n: (a << n) + b."""
+        _, sources = split_destination(instruction)
+        n_bits = number_of(sources[-1])
+        if "HI" in instruction.modifiers or len(sources) != 3 or n_bits is None or n_bits % 8:
+            return self._unknown(instruction)
+        product = shifted_left(self._word(sources[0], state), n_bits // 8)
+        return self._sum(instruction, [product, self._word(sources[1], state)])
+
+    def _sum(self, instruction: Instruction, words: list[Word]) -> Word:
+        """A sum moves bytes as long as at most one of them is not zero; what follows may have a
+        carry."""
+        total: list[Byte] = []
+        for operands in zip(*words, strict=True):
+            others = [byte for byte in operands if byte != ZERO]
+            if len(others) > 1:
+                total += [frozenset({instruction.place})] * (4 - len(total))
+                break
+            total.append(others[0] if others else ZERO)
+        return total[0], total[1], total[2], total[3]
+
+    def _move(self, instruction: Instruction, state: State) -> Word:
+        """One word, as it is; SHFL takes it from another thread, which runs the same code."""
+        _, sources = split_destination(instruction)
+        return self._word(sources[0], state)
+
+    def _select(self, instruction: Instruction, state: State) -> Word:
+        """One of two words."""
+        _, (a, b) = split_destination(instruction)
+        return either(self._word(a, state), self._word(b, state))
+
+    def _extend(self, instruction: Instruction, state: State) -> Word:
+        """SGXT: the lowest bits of a word; above them zeros, or copies of the highest of them."""
+        _, (source, amount) = split_destination(instruction)
+        n_bits = number_of(amount)
+        if n_bits is None or n_bits % 8:
+            return self._unknown(instruction)
+        above = ZERO if "U32" in instruction.modifiers else frozenset({instruction.place})
+        word = [*self._word(source, state)[: n_bits // 8], *[above] * 4]
+        return word[0], word[1], word[2], word[3]
+
+
+def shifted_left(word: Word, n_bytes: int) -> Word:
+    shifted = [ZERO] * n_bytes + list(word)
+    return shifted[0], shifted[1], shifted[2], shifted[3]
+
+
+def combined(operands: tuple[Byte, ...], function: int, place: Byte) -> Byte:
+    """A byte by LOP3's table `function`: the operand that all of its bits are, or the number that
+    they make; else `place`, computed there."""
+    values = [known_value(byte) for byte in operands]
+    results = [bit_of(values, bit, function) for bit in range(8)]
+    kinds = set(results)
+    if kinds <= {0, 1}:
+        return frozenset({sum(int(result) << bit for bit, result in enumerate(results))})
+    (kind,) = kinds if len(kinds) == 1 else ("mixed",)
+    if kind in ("a", "b", "c"):
+        return operands["abc".index(kind)]
+    return place
+
+
+def known_value(byte: Byte) -> int | None:
+    """The number that a byte is; None where it is not known, or one of several."""
+    if len(byte) != 1:
+        return None
+    (value,) = byte
+    return value if isinstance(value, int) else None
+
+
+def bit_of(values: list[int | None], bit: int, function: int) -> int | str:
+    """What LOP3's table makes of one bit of three bytes, of which some are known: 0, 1, the operand
+    "a", "b" or "c" whose bit it is, or "computed"."""
+    outcomes: dict[tuple[int, int, int], int] = {}
+    for row in range(8):
+        bits = (row >> 2 & 1, row >> 1 & 1, row & 1)
+        is_possible = all(
+            value is None or value >> bit & 1 == chosen
+            for value, chosen in zip(values, bits, strict=True)
+        )
+        if is_possible:
+            outcomes[bits] = function >> row & 1
+    results = set(outcomes.values())
+    if len(results) == 1:
+        return results.pop()
+    for position, name in enumerate("abc"):
+        if all(bits[position] == outcome for bits, outcome in outcomes.items()):
+            return name
+    return "computed"
