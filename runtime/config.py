@@ -123,6 +123,9 @@ class CheckpointConfig:
     # validate at the end also the mean of the weights of the last so many checkpoints, of those due
     # by every and the last step's, which are kept for it; none = no mean
     average: int | None = within(2, math.inf, None)
+    # URL that fsspec opens, such as s3://bucket/runs: finished checkpoints are copied there to
+    # <run>/ beside the next steps, and verified; start_from= reads them back; none = no copies
+    copy_to: FilePath | None = None
     # more steps to save at; these checkpoints stay for good, to branch off from
     at: tuple[int, ...] = ()
 
@@ -191,7 +194,8 @@ class Config:
     out: FilePath = "out"  # folder of all runs
     deterministic: bool = False  # the same bits from every run of a GPU too, at some cost in speed
     profile: str | None = None  # steps to trace, first:last such as 10:15; none = no trace
-    # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
+    # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights; or a URL of
+    # one that checkpoint.copy_to has written
     start_from: FilePath | None = None
 
     def __post_init__(self) -> None:
@@ -502,6 +506,15 @@ def check_fp8_sizes(config: Config) -> Iterator[str]:
     yield from config.fp8.size_problems(tokens, chunk)
 
 
+def check_copies(config: Config) -> Iterator[str]:
+    url = config.checkpoint.copy_to
+    if url is not None and "://" not in url:
+        yield (
+            f"checkpoint.copy_to={url!r} is no URL: write it like s3://bucket/runs, or file:// and a"
+            " full path"
+        )
+
+
 def check_average(config: Config) -> Iterator[str]:
     c = config.checkpoint
     if c.average is None:
@@ -550,6 +563,7 @@ VALUE_CHECKS: list[Check] = [
     check_forever,
     check_start_from,
     check_budget,
+    check_copies,
 ]
 # Rules over values that are sound by themselves.
 CROSS_CHECKS: list[Check] = [
