@@ -1,4 +1,4 @@
-"""Which matmul costs: tensorwise, and with one of its three matmuls left in BF16, at 33k parameters.
+"""Which matmul costs: tensorwise, and with one of its three left in BF16, at 33k parameters.
 
     python prepare_data.py demo out=data/demo
     python scaling/sweep.py configs/study_matmul.py --run jobs=2

@@ -690,10 +690,16 @@ def branch(
     return point
 
 
+def _folder_to_start_from(config: Config) -> Path:
+    """config.start_from, or what was fetched from its URL."""
+    assert config.start_from is not None
+    if is_url(config.start_from):
+        return fetch(config.start_from, Path(config.out))
+    return Path(config.start_from)
+
+
 def _find_branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> BranchPoint:
-    start_from = Path(config.start_from or "")
-    if is_url(config.start_from or ""):
-        start_from = fetch(config.start_from or "", Path(config.out))
+    start_from = _folder_to_start_from(config)
     names_a_step = start_from.name.startswith("step_")  # else a run: its last checkpoint's weights
     run_dir = start_from.parent.parent if names_a_step else start_from
     finished = checkpoints(run_dir)

@@ -184,7 +184,7 @@ class Config:
     log: LogConfig = LogConfig()
     probe: ProbeConfig = ProbeConfig()
     guard: GuardConfig = GuardConfig()
-    # optimizer steps of data.tokens_per_step, which data.ramp may cut; give this or tokens_per_param
+    # optimizer steps of data.tokens_per_step, which data.ramp may cut; this or tokens_per_param
     steps: int | None = above_zero(None)
     # training tokens per parameter (all parameters); give this or steps
     tokens_per_param: float | None = above_zero(None)
@@ -420,8 +420,8 @@ def check_ramp(config: Config) -> Iterator[str]:
     recipe = RECIPES.get(config.fp8.recipe)
     if config.data.ramp and recipe is not None and recipe.grad.scaling == "constant":
         yield (
-            f"fp8.recipe={config.fp8.recipe} has constant scales, which fit gradients of one size of"
-            " step: choose another recipe, or data.ramp=none"
+            f"fp8.recipe={config.fp8.recipe} has constant scales, which fit gradients of one size"
+            " of step: choose another recipe, or data.ramp=none"
         )
 
 
@@ -510,8 +510,8 @@ def check_copies(config: Config) -> Iterator[str]:
     url = config.checkpoint.copy_to
     if url is not None and "://" not in url:
         yield (
-            f"checkpoint.copy_to={url!r} is no URL: write it like s3://bucket/runs, or file:// and a"
-            " full path"
+            f"checkpoint.copy_to={url!r} is no URL: write it like s3://bucket/runs, or file:// and"
+            " a full path"
         )
 
 

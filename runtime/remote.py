@@ -273,7 +273,8 @@ def _newest(store: Any, run_path: str) -> str:
 
 
 def _fetch_checkpoint(store: Any, source: str, target: Path) -> None:
-    """Write `source` to the folder `target`, each file held against its hash; renamed when whole."""
+    """Write `source` to the folder `target`, each file held against its hash; renamed when
+    whole."""
     part = target.with_name(f".tmp_{target.name}_{os.getpid()}")
     part.mkdir(parents=True, exist_ok=True)
     try:
