@@ -94,6 +94,9 @@ class EmulatedMatmul(torch.autograd.Function):
         saved_x = qx if has_rounded_x else Rounded(x)
         ctx.save_for_backward(*saved_x, w, position, salt)
         ctx.how, ctx.w_dtype = how, w.dtype
+        if recipe.has_bf16_output:
+            qx = how.rounded(x, BF16_OPERAND)
+            qw = how.rounded(w.to(x.dtype), BF16_OPERAND)
         return qx.times(qw.t(), x.dtype)
 
     @staticmethod

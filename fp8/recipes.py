@@ -80,6 +80,7 @@ class Recipe:
     weight: Operand
     grad: Operand
     weight_again: Operand | None = None  # of the input gradient, where it is another
+    has_bf16_output: bool = False  # both operands of the output stay in BF16
     has_bf16_weight_grad: bool = False  # both operands of the weight gradient stay in BF16
     has_bf16_input_grad: bool = False  # both operands of the input gradient stay in BF16
     # the operands of the weight gradient are multiplied by a Hadamard matrix before
@@ -108,6 +109,8 @@ class Recipe:
             "native_on goes with on_gpu='prototype'": bool(self.native_on)
             != (self.on_gpu == "prototype"),
             "our kernels scale whole tensors": self.has_kernels and not self.has_one_scale_a_tensor,
+            "an emulation alone leaves the output in BF16": self.has_bf16_output
+            and self.on_gpu != "emulated",
         }
         for rule, is_broken in contradictions.items():
             if is_broken:
@@ -138,7 +141,7 @@ class Recipe:
     @property
     def fp8_matmuls(self) -> int:
         """How many of a Linear's three matmuls multiply FP8."""
-        return 3 - self.has_bf16_weight_grad - self.has_bf16_input_grad
+        return 3 - self.has_bf16_output - self.has_bf16_weight_grad - self.has_bf16_input_grad
 
     @property
     def needs_fp32_emulation(self) -> bool:
@@ -245,6 +248,16 @@ _ALL = (
         on_gpu="emulated",
         scales="one per tensor",
         use="input gradient in BF16: to tell which matmul costs",
+    ),
+    Recipe(
+        name="tensorwise_o_hp",
+        input=_TENSOR,
+        weight=_TENSOR,
+        grad=_TENSOR_GRAD,
+        has_bf16_output=True,
+        on_gpu="emulated",
+        scales="one per tensor",
+        use="output in BF16: to tell which matmul costs",
     ),
     Recipe(
         name="rowwise",
@@ -559,7 +572,7 @@ def readme_table() -> str:
     for recipe in RECIPES.values():
         weight_again = recipe.weight_again or recipe.weight
         matmuls = [
-            _matmul(recipe.input, recipe.weight),
+            _matmul(recipe.input, recipe.weight, recipe.has_bf16_output),
             _matmul(recipe.grad, weight_again, recipe.has_bf16_input_grad),
             _matmul(recipe.grad, recipe.input, recipe.has_bf16_weight_grad),
         ]

@@ -49,6 +49,7 @@ from model import GPT
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.optim import check_branch, local
 from runtime.parallel import World
+from runtime.remote import CheckpointCopies, fetch, is_url
 from runtime.tokenizer import tokenizer_of
 
 FORMAT_VERSION = 3  # 2, which names runtime/run.py's Progress otherwise, is read too
@@ -120,7 +121,7 @@ def note_saved(run_dir: Path, step: int | None, is_anew: bool = False) -> None:
 class Saver:
     """Saves one run's checkpoints, one at a time, from all ranks, which call each method together.
     `losses` tells rank 0 the validation losses so far, by step: the best checkpoint among those
-    that have one is kept."""
+    that have one is kept. `copies`, on rank 0, are told of each."""
 
     def __init__(
         self,
@@ -128,11 +129,13 @@ class Saver:
         policy: CheckpointConfig,
         world: World,
         losses: Callable[[], dict[int, float]],
+        copies: CheckpointCopies | None = None,
     ):
         self.dir = Path(run_dir) / "checkpoints"
         self.policy = policy
         self.world = world
         self.losses = losses
+        self.copies = copies
         self.failures: list[str] = []  # a sentence on each save that failed since the last good one
         # that the last good save took, from its call to its end; None before the first
         self.seconds: float | None = None
@@ -192,6 +195,8 @@ class Saver:
         ):
             # a branch goes back to its trunk, and on without any of its own
             note_saved(self.dir.parent, None, is_anew=True)
+        if self.copies is not None:
+            self.copies.roll_back(step)
         run_on_rank0(self.world, lambda: self._remove_after(step))
 
     def _remove_after(self, step: int) -> None:
@@ -244,12 +249,16 @@ class Saver:
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a
         # rollback deletes this one.
         if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
+            if self.copies is not None:
+                self.copies.copy(final)
             self._prune()
 
     def _prune(self) -> None:
         """Delete the checkpoints that the policy does not keep."""
         paths = {step_of(path): path for path in checkpoints(self.dir.parent)}
         keep = steps_to_keep(list(paths), self.policy, dict(self.losses()))
+        if self.copies is not None:
+            keep |= {step_of(path) for path in self.copies.under_way()}
         for step in paths.keys() - keep:
             with suppress(OSError):  # the save itself is good; the next one tries again
                 _remove(paths[step])
@@ -681,8 +690,16 @@ def branch(
     return point
 
 
+def _folder_to_start_from(config: Config) -> Path:
+    """config.start_from, or what was fetched from its URL."""
+    assert config.start_from is not None
+    if is_url(config.start_from):
+        return fetch(config.start_from, Path(config.out))
+    return Path(config.start_from)
+
+
 def _find_branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> BranchPoint:
-    start_from = Path(config.start_from or "")
+    start_from = _folder_to_start_from(config)
     names_a_step = start_from.name.startswith("step_")  # else a run: its last checkpoint's weights
     run_dir = start_from.parent.parent if names_a_step else start_from
     finished = checkpoints(run_dir)

@@ -125,6 +125,9 @@ class CheckpointConfig:
     # validate at the end also the mean of the weights of the last so many checkpoints, of those due
     # by every and the last step's, which are kept for it; none = no mean
     average: int | None = within(2, math.inf, None)
+    # URL that fsspec opens, such as s3://bucket/runs: finished checkpoints are copied there to
+    # <run>/ beside the next steps, and verified; start_from= reads them back; none = no copies
+    copy_to: FilePath | None = None
     # more steps to save at; these checkpoints stay for good, to branch off from
     at: tuple[int, ...] = ()
 
@@ -183,7 +186,7 @@ class Config:
     log: LogConfig = LogConfig()
     probe: ProbeConfig = ProbeConfig()
     guard: GuardConfig = GuardConfig()
-    # optimizer steps of data.tokens_per_step, which data.ramp may cut; give this or tokens_per_param
+    # optimizer steps of data.tokens_per_step, which data.ramp may cut; this or tokens_per_param
     steps: int | None = above_zero(None)
     # training tokens per parameter (all parameters); give this or steps
     tokens_per_param: float | None = above_zero(None)
@@ -193,7 +196,8 @@ class Config:
     out: FilePath = "out"  # folder of all runs
     deterministic: bool = False  # the same bits from every run of a GPU too, at some cost in speed
     profile: str | None = None  # steps to trace, first:last such as 10:15; none = no trace
-    # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
+    # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights; or a URL of
+    # one that checkpoint.copy_to has written
     start_from: FilePath | None = None
 
     def __post_init__(self) -> None:
@@ -418,8 +422,8 @@ def check_ramp(config: Config) -> Iterator[str]:
     recipe = RECIPES.get(config.fp8.recipe)
     if config.data.ramp and recipe is not None and recipe.grad.scaling == "constant":
         yield (
-            f"fp8.recipe={config.fp8.recipe} has constant scales, which fit gradients of one size of"
-            " step: choose another recipe, or data.ramp=none"
+            f"fp8.recipe={config.fp8.recipe} has constant scales, which fit gradients of one size"
+            " of step: choose another recipe, or data.ramp=none"
         )
 
 
@@ -504,6 +508,15 @@ def check_fp8_sizes(config: Config) -> Iterator[str]:
     yield from config.fp8.size_problems(tokens, chunk)
 
 
+def check_copies(config: Config) -> Iterator[str]:
+    url = config.checkpoint.copy_to
+    if url is not None and "://" not in url:
+        yield (
+            f"checkpoint.copy_to={url!r} is no URL: write it like s3://bucket/runs, or file:// and"
+            " a full path"
+        )
+
+
 def check_average(config: Config) -> Iterator[str]:
     c = config.checkpoint
     if c.average is None:
@@ -552,6 +565,7 @@ VALUE_CHECKS: list[Check] = [
     check_forever,
     check_start_from,
     check_budget,
+    check_copies,
 ]
 # Rules over values that are sound by themselves.
 CROSS_CHECKS: list[Check] = [

@@ -137,9 +137,7 @@ class Guard:
                 self._accept([])
             return Verdict.OK
         row = [loss, grad_norm, *layer_norms.values()]
-        spike = None
-        if self.settings.mode != "off":
-            spike = self._describe_spike(loss, grad_norm) or self._describe_layers(layer_norms)
+        spike = self._describe_spikes(loss, grad_norm, layer_norms)
         if spike is None:
             self._accept([row])
             return Verdict.OK
@@ -189,6 +187,14 @@ class Guard:
             and max(losses) <= LEVEL * min(losses)
         )
 
+    def _describe_spikes(
+        self, loss: float, grad_norm: float, layer_norms: Mapping[str, float]
+    ) -> str | None:
+        """What of a finite step is a spike; None where nothing is, or nothing is judged."""
+        if self.settings.mode == "off":
+            return None
+        return self._describe_spike(loss, grad_norm) or self._describe_layers(layer_norms)
+
     def _describe_spike(self, loss: float, grad_norm: float) -> str | None:
         """Which of the two is a spike, and how large; None where neither is, or the window is not
         yet half full."""
@@ -218,17 +224,21 @@ class Guard:
         sd = np.clip(MAD_TO_SD * np.median(abs(logs - middle), axis=0), *LAYER_SD)
         values = np.array(list(layer_norms.values()))
         heights = (np.log(np.maximum(values, TINY)) - middle) / sd
+        ratios = values / np.exp(middle)
         names = list(layer_norms)
-        spikes = [
-            f"gradient norm of {names[i]} {values[i]:.6g} is {values[i] / math.exp(middle[i]):.3g} x"
-            f" its median ({heights[i]:.1f} robust standard deviations)"
-            for i in np.argsort(-heights).tolist()
-            if heights[i] > self.settings.threshold
-        ]
+        spikes = []
+        for i in np.argsort(-heights).tolist():
+            if heights[i] > self.settings.threshold:
+                spikes.append(
+                    f"gradient norm of {names[i]} {values[i]:.6g} is {ratios[i]:.3g} x its median"
+                    f" ({heights[i]:.1f} robust standard deviations)"
+                )
         if not spikes:
             return None
-        more = f" and {len(spikes) - 3} more" if len(spikes) > 3 else ""
-        return f"{', '.join(spikes[:3])}{more} of the last {len(pasts)} accepted steps"
+        named = ", ".join(spikes[:3])
+        if len(spikes) > 3:
+            named += f" and {len(spikes) - 3} more"
+        return f"{named} of the last {len(pasts)} accepted steps"
 
     def _usual(self) -> tuple[np.ndarray, tuple[float, float]]:
         """Of the window's losses and of its gradient norms: median and robust standard deviation of

@@ -48,6 +48,7 @@ from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, SilentLog
 from runtime.memory import out_of_memory
 from runtime.metrics_file import TrainRow, ValidationRow, metrics_rows
 from runtime.parallel import World, build
+from runtime.remote import CheckpointCopies, is_url, open_store
 from runtime.replicas import check_replicas
 from runtime.run_folder import as_begun, claim, read_first_start
 from runtime.run_start import StartKind, find_start, refuse_other_data
@@ -73,8 +74,8 @@ class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All
     ranks call it together.
 
-    Attributes: config; world; progress; guard; data; layer_gradients; model, trained, optimizer, loss_scale,
-    precision and layers as parallel.Built has them; saver; stop, set by a request to stop; start,
+    Attributes: config; world; progress; guard; data; layer_gradients; model, trained, optimizer,
+    loss_scale, precision and layers as parallel.Built has them; saver; stop, set by a request to stop; start,
     where it began; log, which is silent but on rank 0."""
 
     @classmethod
@@ -123,6 +124,7 @@ class Run:
         self.watchdog = watchdog
         self.tokenizer = tokenizer
         self._started_s = started_s
+        self._copies: CheckpointCopies | None = None
         self._is_save_due = False
         self._is_stopping = False
         self._is_frozen = False
@@ -132,6 +134,7 @@ class Run:
 
     def _prepare(self, config_files: list[str], cleanup: ExitStack) -> None:
         """All that a run needs before its first step; each line needs those before it."""
+        self._check_stores()
         first_start = run_on_rank0(self.world, lambda: read_first_start(self.config.run_dir))
         self._load_data()
         self._build()
@@ -145,6 +148,14 @@ class Run:
         # None: there is none, or it was looked at already
         self._shutdown_timeout_s = parallel.shutdown_timeout(self.world)
         self._is_to_validate = self._is_validation_missing()
+
+    def _check_stores(self) -> None:
+        """Raises UserError where no package here opens a URL of the config."""
+        config = self.config
+        urls = {"checkpoint.copy_to": config.checkpoint.copy_to, "start_from": config.start_from}
+        for key, url in urls.items():
+            if url is not None and is_url(url):
+                open_store(key, url)
 
     def _load_data(self) -> None:
         self.data = Data(self.config, *self.tokenizer.hashes, eot=self.tokenizer.eot)
@@ -279,7 +290,13 @@ class Run:
 
     def _open_outputs(self, cleanup: ExitStack) -> None:
         config, world = self.config, self.world
-        self.saver = Saver(config.run_dir, config.checkpoint, world, lambda: self.log.validated)
+        if config.checkpoint.copy_to is not None and world.is_main:
+            self._copies = CheckpointCopies(config.checkpoint.copy_to, config.run)
+            if self.start.is_resumed and self.start.checkpoint is not None:
+                self._copies.copy(self.start.checkpoint)  # the stop may have cut its copy short
+        self.saver = Saver(
+            config.run_dir, config.checkpoint, world, lambda: self.log.validated, self._copies
+        )
         self._probe = Probe(
             config.run_dir / "probe.jsonl" if world.is_main else None,
             self.model,
@@ -453,6 +470,23 @@ class Run:
         self.saver.save(state.pop("step"), self._tensors, state, self.config)
         if self.saver.failures:  # the save before: training goes on, and this one tries again
             self._log_event("save_failed", self.saver.failures[-1])
+        self._report_copies()
+
+    def _report_copies(self) -> None:
+        """Note what has become of copies to checkpoint.copy_to since the last time."""
+        if self._copies is not None:
+            for event, sentence in self._copies.reports():
+                self._log_event(event, sentence)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copy of the last checkpoint, less long than the watchdog would."""
+        if self.config.checkpoint.copy_to is None:
+            return
+        self.at("copying the last checkpoint", is_slow=True)
+        patience_s = 0.8 * self.config.parallel.start_timeout
+        copies = self._copies
+        run_on_rank0(self.world, lambda: copies.finish(patience_s) if copies else None)
+        self._report_copies()
 
     def _leave(self) -> None:
         """Save and say so, where a stop was requested."""
@@ -533,6 +567,7 @@ class Run:
             return False
         self.at("finishing the last checkpoint", is_slow=True)
         self.saver.finish()
+        self._finish_copies()
         self.data.verified()
         average = None
         if self.config.checkpoint.average is not None:

@@ -52,6 +52,8 @@ def exact_matmuls(name: str) -> list[torch.Tensor]:
     recipe = RECIPES[name]
 
     y = rounded(x, recipe.input) @ rounded(w, recipe.weight).T
+    if recipe.has_bf16_output:
+        y = x.double() @ w.bfloat16().double().T
     if recipe.has_bf16_input_grad:
         grad_x = g.double() @ w.bfloat16().double()
     else:

@@ -132,6 +132,7 @@ OPERANDS = {
     "tensorwise": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, (E5M2, "tensor"), TENSOR),
     "tensorwise_gw_hp": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, BF16, BF16),
     "tensorwise_gi_hp": (TENSOR, TENSOR, BF16, BF16, (E5M2, "tensor"), TENSOR),
+    "tensorwise_o_hp": (BF16, BF16, (E5M2, "tensor"), TENSOR, (E5M2, "tensor"), TENSOR),
     "rowwise": (ROW,) * 6,
     "rowwise_with_gw_hp": (ROW, ROW, ROW, POWER, BF16, BF16),
     "amax": (POWER, POWER, (E5M2, "power"), POWER, (E5M2, "power"), POWER),
@@ -227,6 +228,9 @@ def test_fake_quantise_rounds_as_the_matmuls_do(name, kind):
     x, w, g = operands_for(name, kind)
     noise = noises(recipe, g, 7)
     turned = rotated if recipe.is_rotated else unchanged
+    x_first, w_first = recipe.input, recipe.weight
+    if recipe.has_bf16_output:
+        x_first = w_first = bf16
     g_first, w_again = recipe.grad, recipe.weight_again or recipe.weight
     if recipe.has_bf16_input_grad:
         g_first = w_again = bf16
@@ -238,7 +242,7 @@ def test_fake_quantise_rounds_as_the_matmuls_do(name, kind):
         return fake_quantise(tensor, operand, dim, noise).double()
 
     fake = (
-        q(x, recipe.input) @ q(w, recipe.weight).T,
+        q(x, x_first) @ q(w, w_first).T,
         q(g, g_first, noise=noise[0]) @ q(w, w_again, 0),
         q(turned(g), g_again, 0, noise[1]).T @ q(turned(x), x_again, 0),
     )

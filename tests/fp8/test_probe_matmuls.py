@@ -65,6 +65,15 @@ def test_a_matmul_left_in_bf16_loses_far_less_than_in_fp8(operands, name, matmul
     assert in_bf16[1 - matmul] == pytest.approx(fp8[1 - matmul].item(), abs=1)
 
 
+def test_an_output_left_in_bf16_loses_far_less_than_in_fp8(operands):
+    x, w, g = (t.bfloat16() for t in operands)
+    fp8, in_bf16 = RECIPES["tensorwise"], RECIPES["tensorwise_o_hp"]
+    assert output_sqnr(x, w, in_bf16) > output_sqnr(x, w, fp8) + 24
+    module = torch.nn.Module()
+    gradients = [gradient_sqnrs(x, w, g, recipe, module) for recipe in (fp8, in_bf16)]
+    assert [t.item() for t in gradients[0]] == [t.item() for t in gradients[1]]
+
+
 def test_one_outlier_row_costs_the_others_more_with_one_scale_a_tensor():
     x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
     w = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,351 @@
+"""runtime/remote.py: checkpoints copied to a store that drops connections, corrupts and stalls, and
+read back by start_from=; over HTTP from a server that cuts its answers short."""
+
+import hashlib
+import http.server
+import json
+import shutil
+import threading
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lib.errors import MachineError
+from runtime import remote
+from runtime.checkpoint import latest, read_manifest
+from runtime.config import Config
+from runtime.remote import CheckpointCopies, fetch
+from tests.conftest import changed
+from tests.helpers.faults import Run, back_to, record, rows, saved_steps, wait_for
+
+
+class FaultyStore(MemoryFileSystem):
+    """In memory, under faulty://. `faults`: for each open of a file whose name ends so, in turn,
+    what happens: "drop" after half of it, "flip" of a bit, or a threading.Event to wait for."""
+
+    protocol = "faulty"
+    cachable = False
+    faults: dict[str, list] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.replace("faulty://", "memory://"))
+
+    def _open(self, path, mode="rb", **options):
+        file = super()._open(path, mode, **options)
+        for ending, faults in self.faults.items():
+            if path.endswith(ending) and faults:
+                return Faulty(file, faults.pop(0))
+        return file
+
+
+class Faulty:
+    """A file with a fault in its first piece."""
+
+    def __init__(self, file, fault):
+        self.file = file
+        self.fault = fault
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def _spoilt(self, piece: bytes) -> bytes:
+        if isinstance(self.fault, threading.Event):
+            assert self.fault.wait(60)
+            return piece
+        if self.fault == "drop":
+            raise ConnectionResetError("the store has closed the connection")
+        return bytes([piece[0] ^ 1]) + piece[1:]
+
+    def write(self, piece):
+        return self.file.write(self._spoilt(bytes(piece)))
+
+    def read(self, n=-1):
+        piece = self.file.read(n)
+        return self._spoilt(piece) if piece else piece
+
+
+@pytest.fixture
+def store(monkeypatch) -> FaultyStore:
+    fsspec.register_implementation("faulty", FaultyStore, clobber=True)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(FaultyStore, "faults", {})
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    return FaultyStore()
+
+
+URL = "faulty://bucket/runs"
+COPIES = f"checkpoint.copy_to={URL} parallel.start_timeout=60"
+
+
+def copied_steps(store: FaultyStore, run: str = "tiny") -> list[int]:
+    """Steps of the whole copies in the store: DONE names the manifest, the manifest the files."""
+    steps = []
+    for name, step in remote.steps_in(store, f"/bucket/runs/{run}/checkpoints").items():
+        files = f"/bucket/runs/{run}/checkpoints/{name}"
+        if not store.exists(f"{files}/DONE"):
+            continue
+        manifest = store.cat_file(f"{files}/manifest.json")
+        assert store.cat_file(f"{files}/DONE").decode() == hashlib.sha256(manifest).hexdigest()
+        for file, entry in json.loads(manifest)["files"].items():
+            content = store.cat_file(f"{files}/{file}")
+            assert hashlib.sha256(content).hexdigest() == entry["sha256"], file
+        steps.append(step)
+    return steps
+
+
+def events(config: Config) -> list[str]:
+    return [row["event"] for row in rows(config, "event")]
+
+
+@pytest.fixture
+def trained(store, tiny, run) -> Config:
+    config = changed(tiny, COPIES)
+    run(config)
+    return config
+
+
+def test_checkpoints_of_a_run_are_in_the_store_and_the_run_is_the_same(trained, store, tiny, run):
+    assert copied_steps(store)[-1] == 6
+    assert events(trained).count("copied") == len(copied_steps(store))
+    without = changed(tiny, "run=without")
+    run(without)
+    assert record(trained) == record(without)
+
+
+FAULTS = {
+    "dropped in a write": {".distcp": ["drop", "drop"]},
+    "dropped while it is read back": {"manifest.json": [None, "drop"]},
+    "a bit flipped": {".distcp": ["flip"], "DONE": ["flip"]},
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_copy_is_tried_again_until_it_is_what_was_written(store, tiny, run, name):
+    faults = {ending: list(faults) for ending, faults in FAULTS[name].items()}
+    store.faults.update(faults)
+    config = changed(tiny, f"{COPIES} checkpoint.every=none")
+    run(config)
+    assert copied_steps(store) == [6] and events(config) == ["copied"]
+    assert not any(store.faults.values()), "each fault was met"
+
+
+def test_a_store_that_stays_away_is_reported_and_costs_no_step(store, tiny, run):
+    store.faults[".distcp"] = ["drop"] * 99
+    config = changed(tiny, COPIES)
+    out = run(config)
+    assert "copying step_00000006 failed at faulty://bucket/runs (ConnectionResetError" in out
+    assert "copied" not in events(config) and "copy_failed" in events(config)
+    assert copied_steps(store) == [] and saved_steps(config) == [3, 6]
+    assert (config.run_dir / "summary.json").exists()
+
+
+def make_checkpoint(folder: Path, step: int) -> Path:
+    """A checkpoint of one small file."""
+    checkpoint = folder / f"step_{step:08d}"
+    checkpoint.mkdir(parents=True)
+    content = f"weights of step {step}".encode()
+    (checkpoint / "__0_0.distcp").write_bytes(content)
+    entry = {"sha256": hashlib.sha256(content).hexdigest()}
+    manifest = json.dumps({"files": {"__0_0.distcp": entry}}).encode()
+    (checkpoint / "manifest.json").write_bytes(manifest)
+    (checkpoint / "DONE").write_text(hashlib.sha256(manifest).hexdigest())
+    return checkpoint
+
+
+def test_where_the_store_is_slow_the_newest_checkpoint_waits(store, tmp_path):
+    """And what is under way stays on disk."""
+    gate = threading.Event()
+    store.faults["step_00000001/__0_0.distcp"] = [gate]
+    copies = CheckpointCopies(URL, "tiny")
+    paths = [make_checkpoint(tmp_path, step) for step in (1, 2, 3)]
+    copies.copy(paths[0])
+    wait_for(lambda: not any(store.faults.values()))
+    copies.copy(paths[1])
+    copies.copy(paths[2])
+    assert copies.under_way() == [paths[0], paths[2]]
+    gate.set()
+    copies.finish(60)
+    assert copied_steps(store) == [1, 3]
+    names = [event for event, _ in copies.reports()]
+    assert names == ["copy_skipped", "copied", "copied"] and copies.under_way() == []
+
+
+def test_a_copy_that_is_not_finished_in_time_is_reported(store, tmp_path):
+    gate = threading.Event()
+    store.faults[".distcp"] = [gate]
+    copies = CheckpointCopies(URL, "tiny")
+    copies.copy(make_checkpoint(tmp_path, 1))
+    copies.finish(0.05)
+    assert copies.reports() == [
+        ("copy_failed", f"step_00000001 is not yet in {URL}: copy it by hand")
+    ]
+    gate.set()
+
+
+def test_after_a_rollback_no_later_step_is_in_the_store(store, tmp_path):
+    copies = CheckpointCopies(URL, "tiny")
+    for step in (1, 2, 3):
+        copies.copy(make_checkpoint(tmp_path, step))
+        copies.finish(60)
+    copies.roll_back(1)
+    copies.finish(60)
+    assert copied_steps(store) == [1]
+    shutil.rmtree(tmp_path / "step_00000003")
+    copies.copy(make_checkpoint(tmp_path, 3))
+    copies.finish(60)
+    assert copied_steps(store) == [1, 3]
+
+
+def test_what_is_there_already_is_not_copied_again(store, tmp_path):
+    checkpoint = make_checkpoint(tmp_path, 1)
+    for _ in range(2):
+        copies = CheckpointCopies(URL, "tiny")
+        copies.copy(checkpoint)
+        copies.finish(60)
+        written = store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE")
+    assert copies.reports() == []
+    assert store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE") == written
+
+
+def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, run):
+    whole = record(trained)
+    back_to(trained, 3)
+    store.rm("/bucket", recursive=True)
+    run(trained)
+    assert 3 in copied_steps(store) and copied_steps(store)[-1] == 6
+    assert record(trained) == whole
+
+
+def test_two_ranks_copy_what_both_have_written(tiny, tmp_path):
+    """To a folder, since ranks are processes."""
+    config = changed(tiny, f"checkpoint.copy_to=file://{tmp_path}/store")
+    assert Run(config, ranks=2).wait() == [0, 0]
+    copy = tmp_path / "store/tiny/checkpoints/step_00000006"
+    assert read_manifest(copy)["world_size"] == 2  # which verifies each file
+    assert len(list(copy.glob("*.distcp"))) == 2
+
+
+# -------------------------------------------------------------------------------------------- back
+
+
+def test_a_branch_starts_from_a_url(store, tiny, run):
+    """To the bits of a branch off the same checkpoint on disk."""
+    wsd = "optim.schedule=wsd optim.warmup_share=0 optim.decay_share=0.5"
+    trunk = changed(tiny, f"run=trunk {wsd} {COPIES}")
+    run(trunk)
+    branches = {
+        "near": f"{trunk.run_dir}/checkpoints/step_00000003",
+        "far": f"{URL}/trunk/checkpoints/step_00000003",
+    }
+    store.faults["manifest.json"] = ["drop", "flip"]
+    for name, start in branches.items():
+        run(changed(tiny, f"run={name} {wsd} start_from={start}"))
+    near, far = (record(changed(tiny, f"run={name}")) for name in branches)
+    assert near == far
+
+
+def test_the_weights_of_a_run_are_taken_from_a_url(trained, tiny, run):
+    """Those of its newest checkpoint; a second start fetches nothing."""
+    for name in ("first", "second"):
+        out = run(changed(tiny, f"run={name} start_from={URL}/tiny"))
+        assert "/.fetched/" in out and "step_00000006" in out
+    near = changed(tiny, f"run=near start_from={trained.run_dir}")
+    run(near)
+    first, expected = (record(changed(tiny, f"run={name}")) for name in ("first", "near"))
+    assert first == expected
+
+
+@pytest.mark.parametrize("ending", ["", "/checkpoints/step_00000004"])
+def test_what_is_not_in_the_store_is_the_users_mistake(store, tiny, run, ending):
+    config = changed(tiny, f"start_from={URL}/nothing{ending}")
+    assert f"start_from={URL}/nothing{ending} holds no finished checkpoint" in run(config, code=2)
+
+
+def test_a_store_that_gives_other_bytes_is_the_machines_fault(trained, store, tmp_path):
+    store.faults[".distcp"] = ["flip"] * 99
+    with pytest.raises(MachineError, match="could not be read .*is not what was written"):
+        fetch(f"{URL}/tiny", tmp_path / "far")
+    assert not list((tmp_path / "far").rglob("*.distcp")), "nothing half-written"
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(store, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "bad", 1)
+    manifest = json.dumps({"files": {"../evil": {"sha256": "0"}}}).encode()
+    (checkpoint / "manifest.json").write_bytes(manifest)
+    (checkpoint / "DONE").write_text(hashlib.sha256(manifest).hexdigest())
+    store.put(str(checkpoint), "/bucket/runs/tiny/checkpoints/step_00000001", recursive=True)
+    with pytest.raises(MachineError, match=r"names ../evil, which is no file of its folder"):
+        fetch(f"{URL}/tiny", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("checkpoint.copy_to=nowhere://a", "checkpoint.copy_to=nowhere://a cannot be opened"),
+        ("start_from=nowhere://a/run", "start_from=nowhere://a/run cannot be opened"),
+        ("checkpoint.copy_to=/a/folder", "checkpoint.copy_to='/a/folder' is no URL: write it"),
+    ],
+)
+def test_a_url_that_nothing_opens_is_refused_before_the_first_step(tiny, run, words, sentence):
+    assert sentence in run(tiny, *words.split(), code=2)
+    assert not (tiny.run_dir / "checkpoints").exists()
+
+
+# ---------------------------------------------------------------------------- over a real protocol
+
+
+class CuttingHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files; the first answers with a checkpoint's file end in the middle."""
+
+    cuts: list[str] = []
+
+    def do_GET(self):
+        path = Path(self.translate_path(self.path))
+        if path.suffix != ".distcp" or not self.cuts:
+            super().do_GET()
+            return
+        self.cuts.pop()
+        content = path.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2])
+        self.close_connection = True
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The URL of an HTTP server of tmp_path / "store"."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    (tmp_path / "store").mkdir()
+    handler = partial(CuttingHandler, directory=str(tmp_path / "store"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{served.server_port}"
+        served.shutdown()
+
+
+def test_a_run_starts_from_an_http_server_that_cuts_answers_short(
+    tiny, run, server, tmp_path, monkeypatch
+):
+    trunk = changed(tiny, f"run=trunk checkpoint.copy_to=file://{tmp_path}/store")
+    run(trunk)
+    cuts = ["cut", "cut"]
+    monkeypatch.setattr(CuttingHandler, "cuts", cuts)
+    start = f"start_from={server}/trunk/checkpoints/step_00000006"
+    fetched = fetch(start.removeprefix("start_from="), tmp_path / "out")
+    assert cuts == []
+    assert read_manifest(fetched) == read_manifest(latest(trunk.run_dir))
+    taken = changed(tiny, f"run=taken start_from={server}/trunk")
+    run(taken)
+    assert rows(taken)[0]["loss"] < rows(trunk)[0]["loss"] - 0.5
