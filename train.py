@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from eval.in_training import task_scorer
 from lib.command import Failure, Frame, explain_known, run_command
 from lib.errors import MachineError, UserError
 from lib.help import help_page
@@ -42,7 +43,7 @@ from runtime.training_step import forward_backward, read_numbers, update_weights
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
     """Train `config`, made from `config_files`, on the ranks of `world`, from where it stands to
     summary.json. Raises UserError, MachineError."""
-    with Run.open(config, world, config_files) as run:
+    with Run.open(config, world, config_files, task_scorer(config)) as run:
         if run is None:  # finished already
             return
         model, optimizer, precision = run.trained, run.optimizer, run.precision

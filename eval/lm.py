@@ -31,6 +31,7 @@ SOFTMAX_ROWS = {"cpu": 64, "gpu": 2048}
 # A context beyond this counts as this long in a forward pass's budget: 16 x 131,072 tokens would
 # fit into no memory.
 LONG_ROW = 2048
+BATCHES_OF_ROUND = 8  # of each rank, between two exchanges of answers
 CPU_TOKENS = 4096  # the budget's limit on a CPU, which larger batches make slower
 
 
@@ -141,9 +142,18 @@ class CheckpointLM(TemplateLM):
     eot_token_id = prefix_token_id = -1  # properties of TemplateLM, set here for each model
 
     def __init__(
-        self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        micro_batch: int,
+        device: torch.device,
+        world: World,
+        exchange: Callable[[Any], list] | None = None,
     ):
+        """exchange: what gathers each rank's value, by rank, on every rank; by default all wait for
+        each other. With one, no progress is shown."""
         super().__init__()
+        self._exchange = exchange
         self.model = model
         self.tokenizer_ours = tokenizer
         self.micro_batch = micro_batch
@@ -246,23 +256,33 @@ class CheckpointLM(TemplateLM):
         self, batches: list[B], work: Callable[[B], list[A]], sizes: list[int]
     ) -> list[A]:
         """What work(batch) lists for each batch, in order, each done by one rank: no batch depends
-        on the number of ranks. sizes: sequences of each."""
-        places = range(self.world.rank, len(batches), self.world.size)  # of this rank's batches
-        answers: dict[int, list[A]] = {}
-        total = sum(sizes[place] for place in places) or 1  # a rank may have nothing to do
+        on the number of ranks. sizes: sequences of each. The ranks exchange answers after each
+        round of some batches, so that none works on for long after another has failed."""
+        n_done = 0
+        total = sum(sizes) or 1
 
         def state() -> tuple[int, float]:
-            n_done = sum(sizes[place] for place in answers)
             return n_done, n_done / total
 
-        with progress_line("scored", "sequences", state, self.world.is_main) as show:
-            for place in places:
-                answers[place] = work(batches[place])
-                show()
         answers_of_all: dict[int, list[A]] = {}
-        for answers_of_rank in gather(answers, self.world):
-            answers_of_all |= answers_of_rank
+        round_length = BATCHES_OF_ROUND * self.world.size
+        is_shown = self.world.is_main and self._exchange is None
+        with progress_line("scored", "sequences", state, is_shown) as show:
+            for first in range(0, len(batches), round_length):
+                end = min(first + round_length, len(batches))
+                answers: dict[int, list[A]] = {}
+                for place in range(first + self.world.rank, end, self.world.size):
+                    answers[place] = work(batches[place])
+                for answers_of_rank in self._gather(answers):
+                    answers_of_all |= answers_of_rank
+                n_done = sum(sizes[:end])
+                show()
         return [answer for place in range(len(batches)) for answer in answers_of_all[place]]
+
+    def _gather(self, value: dict[int, list[A]]) -> list[dict[int, list[A]]]:
+        if self._exchange is None:
+            return gather(value, self.world)
+        return self._exchange(value)
 
     @torch.no_grad()  # see stream()
     def _score_batch(self, batch: Batch, rows: list[Row]) -> list[Answer]:

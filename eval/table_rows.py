@@ -14,12 +14,12 @@ from eval.results import ScoreRecord, TaskScores, read_scores
 from eval.scores import RATIOS, hash_of, influence, spread
 from eval.tasks import DEMO, FULL
 from lib.errors import UserError
+from runtime.metrics_file import ACCURACIES
 
 USUAL_DTYPE, USUAL_FP8 = "bfloat16", "off"  # of a scoring
 ORDER = (*DEMO, *FULL)  # of the columns; other tasks follow by name
 BEYOND = 1e6  # scores of models that exploded have no place on an axis
 # Of each of these kinds a task's first metric that is there has a column.
-ACCURACIES = ("acc_norm", "acc", "exact_match")  # normalised by length where the task does that
 LIKELIHOODS = ("word_perplexity", "perplexity", "bits_per_byte")
 
 

@@ -255,6 +255,9 @@ def watch_requests(task: Any) -> None:
     """Let lm-eval's building of a task's requests, which comes before any scoring, raise UserError
     where it fails, and where an answer is empty: without a token its log-likelihood is 0, above
     that of every other, and acc_norm divides by its length."""
+    if getattr(task, "is_watched", False):  # scored before
+        return
+    task.is_watched = True
     build = task.build_all_requests
 
     def build_and_check(*args: Any, **settings: Any) -> None:

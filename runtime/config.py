@@ -137,6 +137,12 @@ class EvalConfig:
     every: int | None = above_zero(250)  # steps between validations; none = only the last
     # validation tokens per source, always the same ones; all there are if fewer
     tokens: int = above_zero(1_048_576)
+    # lm-eval's tasks to score the weights on while they train, and at the end: as eval.harness's
+    tasks: tuple[str, ...] = ()
+    tasks_every: int | None = above_zero(None)  # steps between scorings; none = only the last
+    # documents per task at most; none = all
+    tasks_limit: int | None = above_zero(None)
+    tasks_offline: FilePath | None = None  # folder that eval.harness --fetch filled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,6 +472,15 @@ def check_start_from(config: Config) -> Iterator[str]:
         )
 
 
+def check_tasks(config: Config) -> Iterator[str]:
+    e = config.eval
+    if not e.tasks and (e.tasks_every or e.tasks_limit or e.tasks_offline):
+        yield (
+            f"eval.tasks_every={e.tasks_every}, eval.tasks_limit={e.tasks_limit} and"
+            f" eval.tasks_offline={e.tasks_offline} need eval.tasks, such as eval.tasks=piqa,sciq"
+        )
+
+
 def check_budget(config: Config) -> Iterator[str]:
     if (config.steps is None) == (config.tokens_per_param is None):
         yield (
@@ -564,6 +579,7 @@ VALUE_CHECKS: list[Check] = [
     check_schedule,
     check_forever,
     check_start_from,
+    check_tasks,
     check_budget,
     check_copies,
 ]

@@ -26,7 +26,11 @@ from runtime.metrics_file import metrics_rows
 from runtime.parallel import World
 
 WARM_UP_STEPS = 3  # after each start, left out of every speed: compilation, cold caches
-UNDONE = {"train": "undone", "val": "undone_val"}  # kind of a row -> its kind after a rollback
+UNDONE = {
+    "train": "undone",
+    "val": "undone_val",
+    "tasks": "undone_tasks",
+}  # kind of a row -> its kind after a rollback
 
 
 class Log:
@@ -93,6 +97,13 @@ class Log:
         by_source = "  ".join(f"{name} {loss:.4f}" for name, loss in row["sources"].items())
         self.say(f"step {row['step']}: validation loss {row['loss']:.4f}   ({by_source})")
 
+    def tasks(self, row: dict) -> None:
+        """Scores on eval.tasks."""
+        self._append({"kind": "tasks", **row})
+        self.scored.add(row["step"])
+        scores = "  ".join(f"{name} {value:.4f}" for name, value in row["scores"].items())
+        self.say(f"step {row['step']}: {scores}   ({duration(row['wall_s'])})")
+
     def event(self, row: dict) -> None:
         """Anything else: {"event": name, "step": step, ...}."""
         self._append({"kind": "event", **row})
@@ -139,6 +150,8 @@ class Log:
         self.validated = {
             row["step"]: float(row["loss"] or "nan") for row in rows if row["kind"] == "val"
         }
+        # steps with scores on eval.tasks
+        self.scored = {row["step"] for row in rows if row["kind"] == "tasks"}
 
     def _flush(self) -> None:
         try:
@@ -166,11 +179,15 @@ class SilentLog:
     """The log of every rank but 0: it writes and says nothing."""
 
     validated: dict[int, float] = {}
+    scored: set[int] = set()
 
     def step(self, row: dict) -> None:
         pass
 
     def validation(self, row: dict) -> None:
+        pass
+
+    def tasks(self, row: dict) -> None:
         pass
 
     def event(self, row: dict) -> None:
@@ -191,7 +208,8 @@ def rows_up_to(rows: list[dict], step: int) -> list[dict]:
     for i, row in enumerate(rows, 1):
         if row["kind"] == "train" and row["step"] <= step:
             end = i
-    while end < len(rows) and rows[end]["kind"] in ("val", "event") and rows[end]["step"] == step:
+    kinds = ("val", "tasks", "event")
+    while end < len(rows) and rows[end]["kind"] in kinds and rows[end]["step"] == step:
         end += 1
     return rows[:end]
 
@@ -238,9 +256,10 @@ def numbers(row: dict) -> dict[str, float]:
     if row["kind"] == "event":
         return {f"event/{row['event']}": 1}
     marks = {f"event/{row['verdict']}": 1} if row.get("verdict", "OK") != "OK" else {}
+    values = row | row.get("scores", {})
     return {
         f"{row['kind']}/{k}": v
-        for k, v in row.items()
+        for k, v in values.items()
         if isinstance(v, (int, float)) and k != "step"
     } | marks
 

@@ -1,7 +1,9 @@
 """Rows of metrics.jsonl, in the order in which things happened.
 
-{"kind": "train", "step", "loss", "verdict", ...}     a training step; "val": a validation after it
-{"kind": "undone", ...}, {"kind": "undone_val", ...}  the same, undone by a rollback
+{"kind": "train", "step", "loss", "verdict", ...}     a training step; "val": a validation after it;
+                                                      "tasks": scores of eval.tasks after it
+{"kind": "undone", ...}, {"kind": "undone_val", ...}, {"kind": "undone_tasks", ...}
+                                                      the same, undone by a rollback
 {"kind": "event", "event": name, "step", ...}         anything else: a resume, a rollback, a failed
                                                       save
 """
@@ -46,6 +48,36 @@ class ValidationRow:
     tokens: int  # trained on so far
     loss: float  # mean over the mixture, nats per token, as trained
     sources: dict[str, float]  # loss of each source, nats per token
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksRow:
+    """A row of kind "tasks": scores of the weights after a step on eval.tasks, in BF16, as
+    eval.harness computes them. A metric is called task/metric, such as piqa/acc_norm."""
+
+    step: int  # steps of the run so far
+    tokens: int  # trained on so far
+    scores: dict[str, float]  # metric -> its value
+    se: dict[str, float]  # metric -> one standard error over documents, where it is known
+    limit: int | None  # documents per task at most; null = all
+    wall_s: float  # seconds of the scoring
+
+
+# Of each task's metrics the first that is there is its accuracy: normalised by length where the
+# task does that, of a group its own.
+ACCURACIES = ("centered", "acc_norm", "acc", "exact_match", "em")
+
+
+def accuracies(scores: dict[str, float]) -> dict[str, float]:
+    """Task -> its accuracy, of the scores of a TasksRow; tasks without one, such as perplexities,
+    are left out."""
+    accuracy_of: dict[str, float] = {}
+    for name in reversed(ACCURACIES):
+        for key, value in scores.items():
+            task, _, metric = key.rpartition("/")
+            if metric == name:
+                accuracy_of[task] = value
+    return dict(sorted(accuracy_of.items()))
 
 
 def metrics_rows(values: list) -> list[dict]:

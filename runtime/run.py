@@ -9,7 +9,7 @@ signals.py's."""
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from fp8.sharded import unwrap
 from lib.errors import MachineError, UserError
 from lib.files import digest, read_rows, write_json
 from lib.machine import ROOT, device_name
+from model import GPT
 from runtime import optim, parallel
 from runtime.checkpoint import (
     Restored,
@@ -46,7 +47,7 @@ from runtime.environment import environment
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import WARM_UP_STEPS, Log, Meter, Profiler, SilentLog
 from runtime.memory import out_of_memory
-from runtime.metrics_file import TrainRow, ValidationRow, metrics_rows
+from runtime.metrics_file import TasksRow, TrainRow, ValidationRow, metrics_rows
 from runtime.parallel import World, build
 from runtime.remote import CheckpointCopies, is_url, open_store
 from runtime.replicas import check_replicas
@@ -70,6 +71,21 @@ class StepResult:
     loss_scale: float  # what each micro-batch's summed loss was multiplied by
 
 
+@dataclass(frozen=True)
+class TaskScores:
+    """What a scoring on eval.tasks has come to, equal on all ranks."""
+
+    scores: dict[str, float]  # as TasksRow has them
+    se: dict[str, float]
+    failure: str | None = None  # why there are no scores
+    is_stopped: bool = False  # left undone: a rank was asked to stop
+
+
+# Scores a run's weights on eval.tasks: (model, tokenizer, world, whether this rank is asked to
+# stop, which is asked now and then by all ranks alike). It raises nothing: training goes on.
+TaskScorer = Callable[[GPT, Tokenizer, World, Callable[[], bool]], TaskScores]
+
+
 class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block. All
     ranks call it together.
@@ -81,10 +97,15 @@ class Run:
     @classmethod
     @contextmanager
     def open(
-        cls, config: Config, world: World, config_files: Sequence[Path] = ()
+        cls,
+        config: Config,
+        world: World,
+        config_files: Sequence[Path] = (),
+        score_tasks: TaskScorer | None = None,
     ) -> Iterator["Run | None"]:
         """Lock the folder, read the data's index, build the model, resume | branch | initialise;
-        close all of it at the end. None where the run is finished already, and says so. Raises
+        close all of it at the end. None where the run is finished already, and says so.
+        score_tasks: for eval.tasks, given by who may import eval/. Raises
         UserError, MachineError: also for torch's errors of a known cause, no memory or a lost
         rank."""
         with (
@@ -98,7 +119,7 @@ class Run:
             cast_by = selection.casting(config.fp8, world.device.type, world.has_whole_weights)
             selection.check_hardware(config.fp8, world.device, cast_by.is_ours)
             if claim(config, world, cleanup):
-                run = cls(config, world, watchdog, tokenizer, started_s)
+                run = cls(config, world, watchdog, tokenizer, started_s, score_tasks)
                 run._prepare([shown(file) for file in config_files], cleanup)
                 yield run
                 return
@@ -116,6 +137,7 @@ class Run:
         watchdog: Watchdog,
         tokenizer: Tokenizer,
         started_s: float,
+        score_tasks: TaskScorer | None = None,
     ):
         """started_s: the start of this process's share of the run, in seconds of
         time.perf_counter()."""
@@ -125,6 +147,7 @@ class Run:
         self.tokenizer = tokenizer
         self._started_s = started_s
         self._copies: CheckpointCopies | None = None
+        self._score_tasks = score_tasks
         self._is_save_due = False
         self._is_stopping = False
         self._is_frozen = False
@@ -148,6 +171,7 @@ class Run:
         # None: there is none, or it was looked at already
         self._shutdown_timeout_s = parallel.shutdown_timeout(self.world)
         self._is_to_validate = self._is_validation_missing()
+        self._is_to_score = self._are_scores_missing()
 
     def _check_stores(self) -> None:
         """Raises UserError where no package here opens a URL of the config."""
@@ -318,6 +342,19 @@ class Run:
         is_missing = run_on_rank0(self.world, lambda: step not in self.log.validated)
         return is_missing and is_due(step, self.config.eval.every)
 
+    def _are_scores_missing(self) -> bool:
+        """The same for eval.tasks."""
+        step = self.progress.step
+        is_due_here = self._is_scoring_due(step) and (
+            self.start.is_resumed or step == self.config.total_steps
+        )
+        return is_due_here and run_on_rank0(self.world, lambda: step not in self.log.scored)
+
+    def _is_scoring_due(self, step: int) -> bool:
+        if self._score_tasks is None:
+            return False
+        return step == self.config.total_steps or is_due(step, self.config.eval.tasks_every)
+
     # ------------------------------------------------------------------------------------ the step
 
     def at(self, phase: str, is_slow: bool = False) -> None:
@@ -332,7 +369,10 @@ class Run:
     def next_step(self) -> int | None:
         """The number of steps done, where another one is due; None where the run has ended,
         finished or asked to stop. Validates first, where that is due, and goes back to a checkpoint
-        where the loss is not finite."""
+        where the loss is not finite. Scores on eval.tasks before that, where they are due."""
+        if self._is_to_score and not self._is_stopping:
+            self._is_to_score = False
+            self._score()
         if self._is_to_validate and not self._is_stopping:
             self._is_to_validate = False
             is_finished = self._validate()
@@ -385,6 +425,7 @@ class Run:
         self._save_if_due()  # before the evaluation: a fault there must not cost the steps
         self._is_stopping = result.numbers.is_stopping and step < config.total_steps
         self._is_to_validate = is_due(step, config.eval.every) or step == config.total_steps
+        self._is_to_score = self._is_scoring_due(step)
 
     # ----------------------------------------------------------------------------- after each step
 
@@ -504,6 +545,38 @@ class Run:
         names = [name for name in self._tensors if name.startswith("model.")]
         weights = {name.removeprefix("model."): self._tensors[name] for name in names}
         check_replicas(weights, self.world, self.progress.step)
+    # --------------------------------------------------------------------------------------- scores
+
+    def _score(self) -> None:
+        """Log the scores on eval.tasks, or why there are none: no failure costs the run. Left
+        undone where a stop is requested meanwhile."""
+        assert self._score_tasks is not None
+        started_s = time.perf_counter()
+        self._note_scoring()
+        outcome = self._score_tasks(self.model, self.tokenizer, self.world, self._note_scoring)
+        if outcome.is_stopped:
+            self._is_stopping = True
+            return
+        step = self.progress.step
+        if outcome.failure is not None:
+            self._log_event(
+                "tasks_failed", f"step {step}: no scores on eval.tasks: {outcome.failure}"
+            )
+            return
+        row = TasksRow(
+            step=step,
+            tokens=step * self.config.data.tokens_per_step,
+            scores=outcome.scores,
+            se=outcome.se,
+            limit=self.config.eval.tasks_limit,
+            wall_s=round(time.perf_counter() - started_s, 1),
+        )
+        self.log.tasks(asdict(row))
+
+    def _note_scoring(self) -> bool:
+        """Tell the watchdog that the scoring goes on; whether this rank is asked to stop."""
+        self.at("scoring on eval.tasks", is_slow=True)
+        return self.stop.is_set()
 
     # -------------------------------------------------------------------------------- validate, end
 

@@ -19,7 +19,7 @@ from runtime.data import Data
 from runtime.environment import Environment
 from runtime.guard import Diagnosis, Guard, Verdict
 from runtime.log import lineage, pair_id, peak_flops, throughput
-from runtime.metrics_file import TrainRow, ValidationRow
+from runtime.metrics_file import TasksRow, TrainRow, ValidationRow
 from runtime.parallel import World
 from runtime.run_start import Progress, Start
 from runtime.validation import ValLoss, bits_per_byte
@@ -321,6 +321,7 @@ def schema_page() -> str:
         (SourceSummary, "`sources`, each"),
         (TrainRow, 'metrics.jsonl, rows of kind "train"'),
         (ValidationRow, 'metrics.jsonl, rows of kind "val"'),
+        (TasksRow, 'metrics.jsonl, rows of kind "tasks"'),
         (Environment, "env.json"),
         (Diagnosis, "diagnosis.json"),
     ):

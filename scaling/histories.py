@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from lib.errors import UserError
 from lib.files import read_rows
-from runtime.metrics_file import metrics_rows
+from runtime.metrics_file import accuracies, metrics_rows
 
 FIELDS = (
     "loss",
@@ -41,6 +41,8 @@ class History:
     val: Columns  # of each validation, which has a loss alone
     undone: list[Columns]  # like train: each stretch that a rollback took back
     marks: dict[str, list[dict]]  # name -> rows: a verdict that is not OK, an event
+    # task -> steps and accuracies, in order of the steps: what eval.tasks has come to
+    tasks: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 def read_history(run: Path) -> History:
@@ -51,7 +53,22 @@ def read_history(run: Path) -> History:
     undone = _undone_stretches(rows)
     if not len(train["step"]) and not undone:
         raise UserError(NOTHING.format(run / "metrics.jsonl"))
-    return History(train, val, undone, _marks(rows))
+    return History(train, val, undone, _marks(rows), _task_curves(rows))
+
+
+def _task_curves(rows: Sequence[dict]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    points: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["kind"] != "tasks":
+            continue
+        for task, accuracy in accuracies(row.get("scores", {})).items():
+            points.setdefault(task, {})[row["step"]] = to_number(accuracy)
+    curves = {}
+    for task, by_step in sorted(points.items()):
+        steps = sorted(by_step)
+        values = np.array([by_step[step] for step in steps])
+        curves[task] = np.array(steps, dtype=float), values
+    return curves
 
 
 def _undone_stretches(rows: Sequence[dict]) -> list[Columns]:
@@ -66,7 +83,7 @@ def _undone_stretches(rows: Sequence[dict]) -> list[Columns]:
 
 
 def _is_undone(row: dict) -> bool:
-    return row["kind"] in ("undone", "undone_val")
+    return row["kind"] in ("undone", "undone_val", "undone_tasks")
 
 
 def _marks(rows: Sequence[dict]) -> dict[str, list[dict]]:

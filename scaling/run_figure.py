@@ -9,7 +9,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lib.plots import BLUE, GREY, ORANGE, counts_axis, settle, sheet, steps_axis, styled
+from lib.plots import (
+    BLUE,
+    GREY,
+    ORANGE,
+    STYLES,
+    counts_axis,
+    settle,
+    sheet,
+    steps_axis,
+    styled,
+)
 from lib.text import si
 from scaling.histories import History, finite, running_mean, to_number, window_of
 
@@ -26,13 +36,17 @@ MARKS = {
     "branch": ("<", "#444444"),
 }
 OTHER = ("*", "#444444")
+TASK_MARKERS = ("o", "s", "^", "D")
+TASKS = "tasks"  # the panel of the scores on eval.tasks
 LABELS = {
     "loss": "loss\n[nats/token]",
+    TASKS: "task\naccuracy",
     "grad_norm": "gradient\nnorm",
     "lr": "learning\nrate",
     "tok_per_s": "speed\n[tokens/s]",
     "gpu_util_pct": "GPU busy\n[%]",
 }
+HEIGHTS = {"loss": 2.3, TASKS: 1.3}  # inches; other panels are lower
 VALIDATION_LOOK: dict[str, Any] = {
     "marker": "D",
     "markersize": 3.4,
@@ -44,9 +58,12 @@ VALIDATION_LOOK: dict[str, Any] = {
 @styled
 def draw(history: History, name: str) -> Figure:
     """The page of one run, called `name`; panels for what the rows hold."""
-    has_utilisation = np.isfinite(history.train["gpu_util_pct"]).any()
-    keys = [key for key in LABELS if key != "gpu_util_pct" or has_utilisation]
-    heights = [2.3 if key == "loss" else 0.85 for key in keys]
+    is_there = {
+        "gpu_util_pct": np.isfinite(history.train["gpu_util_pct"]).any(),
+        TASKS: bool(history.tasks),
+    }
+    keys = [key for key in LABELS if is_there.get(key, True)]
+    heights = [HEIGHTS.get(key, 0.85) for key in keys]
     steps = _steps(history)
     looks = _mark_looks(history)
     handles = _handles(history, looks)
@@ -63,7 +80,10 @@ def draw(history: History, name: str) -> Figure:
     )
     panels: dict[str, Axes] = dict(zip(keys, axes[:, 0], strict=True))
     for key, panel in panels.items():
-        _draw_column(panel, history, key)
+        if key == TASKS:
+            _draw_tasks(panel, history)
+        else:
+            _draw_column(panel, history, key)
     panels["tok_per_s"].yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y) if y else "0"))
     panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     validation = history.val["step"], history.val["loss"]
@@ -120,12 +140,40 @@ def _handles(history: History, looks: dict[str, dict]) -> list[Line2D]:
     ]
     if history.undone:
         handles.append(Line2D([], [], color=GREY, linewidth=1, label="undone"))
+    for task, style in _task_looks(history).items():
+        handles.append(Line2D([], [], label=task, **style))
     for name, style in looks.items():
         rows = history.marks[name]
         events = sum(row["kind"] == "event" for row in rows)
         count = max(events, len(rows) - events)  # of a rollback the step and the event are one
         handles.append(Line2D([], [], label=f"{name} ({count:,})", **style))
     return handles
+
+
+def _task_looks(history: History) -> dict[str, dict[str, Any]]:
+    """Task -> the style of its curve; colours come back, with another marker, where there are more
+    tasks than colours."""
+    looks = {}
+    for number, task in enumerate(history.tasks):
+        style = STYLES[1 + number % (len(STYLES) - 1)]  # the first is the training's
+        marker = TASK_MARKERS[number // (len(STYLES) - 1) % len(TASK_MARKERS)]
+        looks[task] = {
+            "color": style["color"],
+            "marker": marker,
+            "markersize": 3.4,
+            "linewidth": 1.1,
+            "linestyle": "-",
+        }
+    return looks
+
+
+def _draw_tasks(panel: Axes, history: History) -> None:
+    panel.set_ylabel(LABELS[TASKS])
+    looks = _task_looks(history)
+    for task, (steps, accuracies) in history.tasks.items():
+        panel.plot(steps, accuracies, **looks[task])
+    panel.yaxis.set_major_locator(MaxNLocator(4))
+    panel.margins(y=0.1)
 
 
 def _draw_column(panel: Axes, history: History, key: str) -> None:

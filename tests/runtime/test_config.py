@@ -576,7 +576,7 @@ def test_no_value_of_a_key_is_a_traceback(tiny, key):
 
 
 def test_no_number_but_the_seed_may_be_negative(tiny):
-    texts = ["out", "data.dir", "data.tokenizer"]
+    texts = ["out", "data.dir", "data.tokenizer", "eval.tasks"]
     assert [key for key in KEYS if accepts(tiny, key, "-1")] == ["seed", *texts]
 
 
@@ -655,6 +655,7 @@ DONE_BEFORE = {
     "data.ramp": None,
     "fp8.scaling": "current",
     "fp8.fast_backward": False,
+    "data.document_mask": False,
 }
 
 

@@ -213,6 +213,18 @@ def test_a_runs_first_loss_is_that_of_its_documents_one_by_one(masked: Config) -
     assert rows(masked)[0]["loss"] == pytest.approx(mean, rel=2e-4)
 
 
+@pytest.mark.parametrize("rank, size", [(0, 1), (1, 2)])
+def test_a_micro_batch_comes_with_the_documents_of_its_own_tokens(
+    rank: int, size: int, masked: Config
+) -> None:
+    data = data_of(masked)
+    seen = 0
+    for x, _, numbers in data.stream(0, 2, rank, size, torch.device("cpu")):
+        assert torch.equal(numbers, (x == EOT).cumsum(1))
+        seen += int(numbers.max())
+    assert seen > 0
+
+
 def test_validation_reads_whole_windows(masked: Config) -> None:
     model, _ = load_model(masked.run_dir, step=3)
     data, expected = data_of(masked), 0.0

@@ -132,6 +132,40 @@ def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(
     assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
 
 
+def scored(step: int, kind: str = "tasks", **scores: float) -> dict:
+    named = {name.replace("__", "/"): value for name, value in scores.items()}
+    return {"kind": kind, "step": step, "tokens": 1, "scores": named, "se": {}, "limit": None}
+
+
+def test_each_tasks_accuracy_has_a_curve_in_a_panel_of_its_own(tmp_path: Path) -> None:
+    """Not its perplexity, nor a second accuracy, nor what a rollback took back; a step that was
+    scored twice has its last."""
+    rows = [
+        row(1),
+        row(2),
+        scored(2, piqa__acc=0.1, piqa__acc_norm=0.5, val_ppl__bits_per_byte=7.0),
+        row(3, "undone"),
+        scored(3, "undone_tasks", piqa__acc_norm=0.9),
+        event("rollback", 3, to=2),
+        row(3),
+        row(4),
+        scored(4, piqa__acc_norm=0.6, boolq__acc=0.4),
+        scored(4, piqa__acc_norm=0.7, boolq__acc=0.4),
+    ]
+    figure = drawn(write(tmp_path / "scored", rows))
+    panels = {axes.get_ylabel(): axes for axes in figure.axes}
+    lines = [line.get_xydata().tolist() for line in panels["task\naccuracy"].get_lines()]
+    assert [[4.0, 0.4]] in lines and [[2.0, 0.5], [4.0, 0.7]] in lines
+    assert not any(y in (7.0, 0.9, 0.1) for line in lines for _, y in line)
+    labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert {"boolq", "piqa"} <= set(labels) and "val_ppl" not in labels
+
+
+def test_a_run_without_scores_has_no_panel_for_them(tmp_path: Path) -> None:
+    figure = drawn(write(tmp_path / "plain", [row(1), row(2)]))
+    assert "task\naccuracy" not in [axes.get_ylabel() for axes in figure.axes]
+
+
 def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path: Path) -> None:
     figure = drawn(write(tmp_path / "run", eventful()))
     (loss, norm), (low, high) = figure.axes[:2], figure.axes[0].get_ylim()

@@ -1,0 +1,260 @@
+"""Tests of eval/in_training.py and eval/exchange.py: scores of a run while it trains are the
+harness's own, on one rank and two; failures and stops cost nothing."""
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import train
+from eval import demo_questions, harness, in_training, tasks
+from eval.exchange import RankFailed, RankStopped, work_together
+from lib.errors import UserError
+from runtime import parallel
+from runtime.config import Config
+from tests.conftest import ALONE, changed, tiny_config, write_shards
+from tests.helpers import eval_runs
+from tests.helpers.faults import back_to, record, rows, saved_steps
+from tests.runtime.test_replicas import on_two_ranks
+
+WORDS = (
+    "run=scored eval.tasks=demo eval.tasks_every=3 eval.tasks_limit=12 checkpoint.at=3"
+    " model.n_ctx=128 data.micro_batch=2"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Six steps on documents of which the demo's two tasks can be made."""
+    folder = tmp_path_factory.mktemp("scored")
+    rng = np.random.default_rng(0)
+    for name in ("web", "code"):
+        splits = {}
+        for split, count in ("train", 120), ("val", 40):
+            words = [rng.integers(97, 123, 400).astype("<u2") for _ in range(count)]
+            for text in words:
+                text[0], text[5::7] = 256, 32  # end of text; blanks
+            splits[split] = [np.concatenate(words)]
+        write_shards(folder / "data" / name, splits)
+    return changed(tiny_config(folder / "data", folder / "out"), WORDS)
+
+
+@pytest.fixture(scope="module")
+def scored(base: Config) -> Config:
+    """The same, finished."""
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        train.train(base, ALONE)
+    return base
+
+
+def harness_scores(config: Config, step: int) -> dict[str, float]:
+    """task/metric -> what eval.harness says of the checkpoint of that step."""
+    options = harness.Options(
+        run=str(config.run_dir), tasks=("demo",), limit=12, device="cpu", step=step
+    )
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        scores = harness.score(options, ALONE)
+    return {
+        f"{task}/{name}": metric.value
+        for task, of_task in scores.tasks.items()
+        for name, metric in of_task.metrics.items()
+    }
+
+
+def scores_by_step(config: Config) -> dict[int, dict[str, float]]:
+    return {row["step"]: row["scores"] for row in rows(config, "tasks")}
+
+
+# --------------------------------------------------------------------------------------- the scores
+
+
+def test_scores_are_due_every_so_many_steps_and_at_the_end(scored: Config) -> None:
+    longer = changed(scored, "run=uneven eval.tasks_every=4")
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        train.train(longer, ALONE)
+    assert [*scores_by_step(scored)] == [3, 6]
+    assert [*scores_by_step(longer)] == [4, 6]
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_scores_are_the_harness_own_of_the_checkpoint_of_that_step(
+    step: int, scored: Config
+) -> None:
+    expected = harness_scores(scored, step)
+    assert scores_by_step(scored)[step] == expected
+    assert {"val_cloze/acc", "val_ppl/bits_per_byte"} <= set(expected)
+
+
+def test_a_row_says_what_it_was_measured_on(scored: Config) -> None:
+    row = rows(scored, "tasks")[0]
+    assert (row["step"], row["tokens"], row["limit"]) == (3, 3 * 512, 12)
+    assert row["se"]["val_cloze/acc"] == pytest.approx(
+        (row["scores"]["val_cloze/acc"] * (1 - row["scores"]["val_cloze/acc"]) / 11) ** 0.5
+    )
+    assert row["wall_s"] > 0
+
+
+def test_scoring_changes_no_bit_of_the_training(scored: Config) -> None:
+    plain = changed(scored, "run=plain eval.tasks= eval.tasks_every=none eval.tasks_limit=none")
+    train.train(plain, ALONE)
+    assert record(plain) == record(scored)
+
+
+@pytest.mark.parametrize(
+    "words", ["fp8.recipe=tensorwise fp8.kernels=true fp8.scaling=delayed", "optim.kind=muon"]
+)
+def test_scores_do_not_depend_on_how_the_run_computes(words: str, base: Config) -> None:
+    config = changed(base, f"run=other_{words[:5]} steps=3 {words}")
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        train.train(config, ALONE)
+    assert scores_by_step(config)[3] == harness_scores(config, 3)
+
+
+# ------------------------------------------------------------------------------- resume, two ranks
+
+
+def test_a_run_killed_between_save_and_scores_is_scored_after_its_resume(scored: Config) -> None:
+    killed = changed(scored, "run=killed")
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        train.train(killed, ALONE)
+        back_to(killed, 3)
+        path = killed.run_dir / "metrics.jsonl"
+        lines = [line for line in path.read_text().splitlines() if '"tasks"' not in line]
+        path.write_text("\n".join(lines) + "\n")
+        train.train(killed, ALONE)
+    assert scores_by_step(killed) == scores_by_step(scored)
+    assert record(killed) == record(scored)
+
+
+def test_a_resume_keeps_the_scores_there_are(scored: Config) -> None:
+    resumed = changed(scored, "run=resumed")
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        train.train(resumed, ALONE)
+        back_to(resumed, 3)
+        train.train(resumed, ALONE)
+    assert [row["step"] for row in rows(resumed, "tasks")] == [3, 6]
+
+
+def train_on_a_rank(rank: int, config: Config, broken_rank: int | None) -> None:
+    """`broken_rank` cannot build its questions, for whatever reason."""
+    demo_questions.QUESTIONS = 20
+    if rank == broken_rank:
+        tasks.watch_requests = mock.Mock(side_effect=ValueError("this rank's copy is damaged"))
+    world = parallel.start(config)
+    train.train(config, world)
+    parallel.finish(world, 0)
+
+
+@pytest.mark.parametrize("words", ["parallel.shard=2", "parallel.shard=1"])
+def test_two_ranks_share_the_scoring(words: str, scored: Config) -> None:
+    """Of a sharded model too, whose weights no rank has whole."""
+    two = changed(scored, f"run=two_{words[-1]} {words}")
+    on_two_ranks(train_on_a_rank, two, None)
+    assert scores_by_step(two)[6] == harness_scores(two, 6)
+    assert [*scores_by_step(two)] == [3, 6]
+
+
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_the_failure_of_one_rank_is_said_and_both_train_on(
+    broken_rank: int, scored: Config
+) -> None:
+    config = changed(scored, f"run=broken_{broken_rank} parallel.shard=2")
+    on_two_ranks(train_on_a_rank, config, broken_rank)
+    assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5, 6]
+    assert (config.run_dir / "summary.json").exists() and not rows(config, "tasks")
+    failures = [row for row in rows(config, "event") if row["event"] == "tasks_failed"]
+    assert [row["step"] for row in failures] == [3, 6]
+    assert all("ValueError: this rank's copy is damaged" in row["reason"] for row in failures)
+
+
+# ------------------------------------------------------------------------------- failures and stops
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("eval.tasks=no_such_task", "there is no task 'no_such_task'"),
+        ("eval.tasks=piqa eval.tasks_offline=/nowhere", "the task 'piqa' could not be loaded"),
+    ],
+)
+def test_tasks_that_cannot_be_loaded_cost_the_scores_alone(
+    words: str, reason: str, base: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = changed(base, f"run=failing_{words[11:14]} {words} eval.tasks_every=none")
+    train.train(config, ALONE)
+    (event,) = [row for row in rows(config, "event") if row["event"] == "tasks_failed"]
+    assert event["step"] == 6 and reason in event["reason"]
+    assert reason in capsys.readouterr().out
+    assert (config.run_dir / "summary.json").exists()
+
+
+def test_a_download_that_hangs_is_left_behind_once(base: Config, tmp_path: Path) -> None:
+    import threading
+
+    config = changed(base, f"run=hanging out={tmp_path} parallel.start_timeout=2")
+    gate = threading.Event()
+    with mock.patch.object(tasks, "load", lambda *_: gate.wait(60)) as _:
+        train.train(config, ALONE)
+    gate.set()
+    reasons = [row["reason"] for row in rows(config, "event") if row["event"] == "tasks_failed"]
+    assert len(reasons) == 2
+    assert "did not load within 1 s" in reasons[0] and "not tried again" in reasons[1]
+
+
+def test_a_stop_while_scoring_is_heard_and_the_scores_follow_after_the_resume(
+    scored: Config,
+) -> None:
+    stopped = changed(scored, "run=stopped")
+    genuine = train.Run._note_scoring
+
+    def stop_at_step_3(run: train.Run) -> bool:
+        if run.progress.step == 3:
+            run.stop.set()
+        return genuine(run)
+
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        with mock.patch.object(train.Run, "_note_scoring", stop_at_step_3):
+            train.train(stopped, ALONE)
+        assert saved_steps(stopped)[-1] == 3 and not rows(stopped, "tasks")
+        train.train(stopped, ALONE)
+    assert scores_by_step(stopped) == scores_by_step(scored)
+    assert record(stopped) == record(scored)
+
+
+def test_what_one_rank_raises_between_exchanges_is_met_by_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 fails after the second exchange, rank 0 is on its way to the third."""
+
+    def work(world: parallel.World) -> object:
+        def three_exchanges(exchange: in_training.Exchange) -> list:
+            seen = [exchange(world.rank), exchange(world.rank)]
+            if world.rank:
+                raise KeyError("gone")
+            return [*seen, exchange(world.rank)]
+
+        return work_together(three_exchanges, world, lambda: False)
+
+    for error in eval_runs.on_two_ranks(monkeypatch, checkpoint_gather(), work):
+        assert isinstance(error, RankFailed) and str(error) == "KeyError: 'gone'"
+
+
+def test_a_stop_of_one_rank_is_met_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(world: parallel.World) -> object:
+        return work_together(lambda exchange: exchange(1), world, lambda: world.rank == 1)
+
+    errors = eval_runs.on_two_ranks(monkeypatch, checkpoint_gather(), work)
+    assert [type(error) for error in errors] == [RankStopped] * 2
+
+
+def checkpoint_gather() -> object:
+    """The module whose gather() is replaced."""
+    from eval import exchange
+
+    return exchange
+
+
+def test_settings_of_tasks_without_tasks_are_refused(base: Config) -> None:
+    with pytest.raises(UserError, match="need eval.tasks, such as"):
+        changed(base, "eval.tasks=")
