@@ -92,6 +92,24 @@ def sweep_table(demo: Path) -> str:
     return screen("\n".join([*first_rows, "...", "", below]))
 
 
+def losses(demo: Path) -> str:
+    """What each size of the demo came to at its largest budget, by its summary.json."""
+    lines = [
+        "| config | parameters | tokens | recipe | validation loss in BF16, as trained | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size in ("s", "m", "l"):
+        for recipe in ("bf16", "tensorwise"):
+            path = demo / f"demo_{size}_{recipe}_t20_s1337/summary.json"
+            values = json.loads(path.read_text())
+            lines.append(
+                f"| demo_{size} | {values['params_total']:,} | {values['tokens']:,} | {recipe}"
+                f" | {values['loss_bf16']:.4f}, {values['loss_as_trained']:.4f}"
+                f" | {values['tok_per_s_median']:,.0f} |"
+            )
+    return "\n".join(lines)
+
+
 def fit_screen(demo: Path) -> str:
     return screen(_printed(fit.main, demo))
 
@@ -130,6 +148,7 @@ def screen(text: str, language: str = "") -> str:
 
 
 SCREENS: dict[str, Callable[[Path], str]] = {
+    "losses": losses,
     "training log": training_log,
     "summary": summary,
     "sweep": sweep_table,
