@@ -74,7 +74,7 @@ def delayed_operands(model: nn.Module) -> list[DelayedOperand]:
 class BoundedScales:
     """The scales of the inputs that come from a norm, where fp8.scaling=bounded; of none elsewhere.
 
-    BF16 rounds the bound, the weight and the product up by 2^-8 at most, which E4M3 rounds down
+    BF16 rounds weight, normalised value and product up by 2^-9 each at most, which E4M3 rounds down
     again: nothing is saturated."""
 
     def __init__(self, model: nn.Module):
@@ -103,7 +103,7 @@ class BoundedScales:
         amaxes = torch.stack(torch._foreach_norm(shards, math.inf))
         if any(map(is_dtensor, self._weights)):
             amaxes = max_over_ranks(amaxes)
-        bounds = self._largest_units * amaxes.bfloat16().float()
+        bounds = self._largest_units * amaxes
         operand = self._operands[0]  # of all: a config names one recipe
         scales = scale_for(bounds, FORMATS[operand.format][0], operand.power_of_2)
         torch._foreach_copy_(self._scales, scales.unbind())

@@ -451,6 +451,16 @@ def fuse_producers(model: GPT) -> None:
         model.layers[number] = block
 
 
+def describe(model: GPT) -> str:
+    """The line that the start of a run prints."""
+    blocks = model.blocks()
+    n_fused = sum(isinstance(block, ProducerBlock) for block in blocks)
+    line = f"fp8: {n_fused} of {len(blocks)} blocks write FP8 themselves"
+    if n_fused == len(blocks):
+        return line
+    return f"{line}; not those with QK-norm, parallel.recompute or a Linear in BF16"
+
+
 def can_fuse(block: Block) -> bool:
     """Whether all Linears of a block multiply by our kernels and nothing stands between the QKV
     matmul and RoPE, as QK-norm does."""

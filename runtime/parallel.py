@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fp8 import bf16_in_fp32
+from fp8 import bf16_in_fp32, producers
 from fp8.convert import convert, keep_bf16_copies
 from fp8.inductor_repair import repair_clamps
 from fp8.precision import Precision
@@ -439,7 +439,7 @@ class Built:
     layers: list[Layer]  # the choice of recipe for every Linear
     cast_by: Casting  # what fp8.kernels has come to
     loss_scale: float  # what a micro-batch's summed loss is multiplied by before its backward pass
-    flags: list[str]  # lines for people: torch's global switches that were set
+    flags: list[str]  # lines for people: global switches of torch, blocks that write FP8
     precision: Precision  # what the training loop asks of FP8
 
 
@@ -463,6 +463,8 @@ def build(config: Config, world: World) -> Built:
     if config.parallel.recompute:
         for number, block in enumerate(model.blocks()):
             model.layers[number] = RecomputedBlock(block)
+    if config.fp8.scaling == "bounded":
+        flags.append(producers.describe(model))
     shard(model, world, config.parallel.reshard)
     if config.parallel.compile:
         compile_model(model, is_whole=config.parallel.compile == "model" and world.size == 1)

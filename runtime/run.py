@@ -545,6 +545,7 @@ class Run:
         names = [name for name in self._tensors if name.startswith("model.")]
         weights = {name.removeprefix("model."): self._tensors[name] for name in names}
         check_replicas(weights, self.world, self.progress.step)
+
     # --------------------------------------------------------------------------------------- scores
 
     def _score(self) -> None:

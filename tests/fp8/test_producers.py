@@ -15,7 +15,7 @@ from fp8.copies import refresh_weight_copies
 from fp8.delayed import DelayedScales
 from fp8.kernels import FP8KernelLinear
 from fp8.precision import in_bf16
-from fp8.producers import ProducerBlock
+from fp8.producers import ProducerBlock, Residual
 from fp8.recipes import E4M3, by_name
 from model import GPT, GPTConfig, RMSNorm
 from runtime import parallel
@@ -127,6 +127,30 @@ def test_a_model_with_qk_norm_has_no_producers():
     model, _ = build(LABEL, qk_norm=True)
     assert not any(fused(model))
     assert math.isfinite(take(model, DelayedScales(model)).loss)
+
+
+def test_all_blocks_but_the_last_leave_the_residual_sum_to_the_next_norm():
+    """Its kernel adds it up in the same pass."""
+    model, _ = build(LABEL, n_layer=3)
+    x = torch.zeros(2, 32, 64, dtype=torch.bfloat16)
+    DelayedScales(model).begin(LOSS_SCALE)
+    kinds = []
+    for block in model.blocks():
+        x = block(x, model.cos, model.sin)
+        kinds.append(type(x))
+    assert kinds == [Residual, Residual, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    "changes, line",
+    [
+        ({}, "fp8: 2 of 2 blocks write FP8 themselves"),
+        ({"qk_norm": True}, "fp8: 0 of 2 blocks write FP8 themselves; not those with QK-norm"),
+    ],
+)
+def test_the_start_says_how_many_blocks_write_fp8(tiny, changes, line):
+    config = replace(tiny, model=GPTConfig(**{**SIZE, **changes}), fp8=BOUNDED)
+    assert any(flag.startswith(line) for flag in parallel.build(config, ALONE).flags)
 
 
 def test_names_of_weights_stay():

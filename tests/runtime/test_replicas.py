@@ -27,6 +27,7 @@ ARMS = {
     "tensorwise": "fp8.recipe=tensorwise",
     "kernels": "fp8.recipe=tensorwise fp8.kernels=true",
     "delayed": "fp8.recipe=tensorwise fp8.kernels=true fp8.scaling=delayed",
+    "bounded": "fp8.recipe=tensorwise fp8.kernels=true fp8.scaling=bounded",
     "muon": "fp8.recipe=off optim.kind=muon",
 }
 TWO_MICRO_BATCHES = "data.micro_batch=2 data.tokens_per_step=256 model.n_ctx=32"
@@ -231,7 +232,7 @@ def go_on(rank: int, config: Config) -> None:
 
 
 @pytest.mark.parametrize("then", ["parallel.shard=2", "parallel.shard=1"])
-@pytest.mark.parametrize("arm", ["bf16", "delayed"])
+@pytest.mark.parametrize("arm", ["bf16", "delayed", "bounded"])
 def test_a_run_goes_on_between_replicas_shards_and_one_process(
     arm: str, then: str, arms: dict[str, tuple[Config, Config]]
 ) -> None:
