@@ -59,7 +59,7 @@ FOREIGN = {
     "eval.every": "eval_interval eval_every eval_steps val_interval",
     "eval.tokens, of each source": "eval_iters max_eval_iters eval_tokens",
     "log.every": "log_interval log_freq logging_steps",
-    "log.to, wandb or tensorboard": (
+    "log.to, wandb, trackio or tensorboard": (
         "wandb_log report_to enable_wandb enable_tensorboard wandb_project"
     ),
 }

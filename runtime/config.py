@@ -148,7 +148,7 @@ class EvalConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     # mirrors of metrics.jsonl, which is always written
-    to: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    to: tuple[Literal["wandb", "trackio", "tensorboard"], ...] = ()
     every: int = above_zero(10)  # steps between console lines
 
 

@@ -1,5 +1,5 @@
 """Record a run: a row per step in metrics.jsonl (format: runtime/metrics_file.py), mirrored on the
-console, W&B and TensorBoard; env.json, samples of the GPU, traces of some steps, speed and MFU, the
+console, W&B, trackio and TensorBoard; env.json, samples of the GPU, traces of some steps, speed and MFU, the
 id that a BF16 and an FP8 run share."""
 
 import json
@@ -52,7 +52,8 @@ class Log:
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed with the log
         self._rewrite(rows_up_to(metrics_rows(read_rows(self.path)), resume_step))
         self._dashboards: dict = {
-            name: {"wandb": Wandb, "tensorboard": TensorBoard}[name]() for name in config.log.to
+            name: {"wandb": Wandb, "trackio": Trackio, "tensorboard": TensorBoard}[name]()
+            for name in config.log.to
         }
         self._show("open", config, resume_step)
 
@@ -233,6 +234,21 @@ class Wandb:
     # after a rollback the curve goes back and begins again: what was sent stays
     def write(self, row: dict) -> None:
         self.run.log({**numbers(row), "step": row["step"]})
+
+
+class Trackio:
+    def open(self, config: Config, resume_step: int) -> None:
+        self.run = import_module("trackio").init(
+            project=os.environ.get("TRACKIO_PROJECT", "nanofp8"),
+            name=config.run,
+            resume="allow",
+            config=asdict(config),
+        )
+        self.close = self.run.finish
+
+    # as with W&B, a row of a step that was undone stays
+    def write(self, row: dict) -> None:
+        self.run.log(numbers(row), step=row["step"])
 
 
 class TensorBoard:

@@ -91,8 +91,8 @@ class Run:
     ranks call it together.
 
     Attributes: config; world; progress; guard; data; layer_gradients; model, trained, optimizer,
-    loss_scale, precision and layers as parallel.Built has them; saver; stop, set by a request to stop; start,
-    where it began; log, which is silent but on rank 0."""
+    loss_scale, precision and layers as parallel.Built has them; saver; stop, set by a request to
+    stop; start, where it began; log, which is silent but on rank 0."""
 
     @classmethod
     @contextmanager

@@ -363,8 +363,8 @@ def in_data(change: Callable[[int, int], float]) -> None:
     def batch(
         original: Callable, data: Data, step: int, micro: int, rank: int, size: int, offset: int = 0
     ) -> object:
-        step_of_data = int(change(step + offset + 1, NOW.rank)) - 1
-        return original(data, step_of_data - offset, micro, rank, size, offset)
+        moved_by = int(change(step + offset + 1, NOW.rank)) - 1 - step - offset
+        return original(data, step, micro, rank, size, offset + moved_by)
 
     wrap(Data, "batch", batch)
 

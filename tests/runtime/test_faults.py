@@ -323,6 +323,15 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
         # The NaN comes right before a save, and a kill soon after it: the rollback goes to the
         # checkpoint before.
         ("nan_weight:8:0", "move_data:5:7", [(11, 4)], 11, 1, "guard.skips=3 eval.every=6"),
+        # The same where steps 4 to 11 are quarters: 1.75 full steps, so two are left out.
+        (
+            "nan_weight:8:0",
+            "move_data:5:2",
+            [(11, 4)],
+            11,
+            1,
+            "guard.skips=3 eval.every=6 data.ramp=0.4:0.25 data.micro_batch=2",
+        ),
         # Validated after step 8, where it was saved too. On two ranks the validation has left weights
         # gathered: those of the checkpoint must be gathered anew.
         ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.reshard=false"),
@@ -343,6 +352,7 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
         "gradient",
         "replicas_gradient",
         "poisoned_checkpoint",
+        "poisoned_in_a_ramp",
         "nan_validation",
         "replicas_nan_validation",
         "spike",

@@ -320,6 +320,21 @@ def test_wandb_that_is_down_is_told_once_and_ends_no_run(tiny, wandb, capsys, mo
     assert capsys.readouterr().out.count("log.to=wandb") == 1
 
 
+def test_trackio_gets_the_rows_of_a_run_by_its_name(tiny, monkeypatch):
+    package = MagicMock()
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
+    run_log = rolled_back(replace(tiny, log=LogConfig(to=("trackio",))))
+    run_log.close()
+    options = package.init.call_args.kwargs
+    assert (options["project"], options["name"], options["resume"]) == ("mine", "tiny", "allow")
+    sent = package.init.return_value.log.call_args_list
+    assert sent[0].args[0]["train/loss"] == 2.0 and sent[0].kwargs == {"step": 1}
+    steps = [call.kwargs["step"] for call in sent if "train/loss" in call.args[0]]
+    assert steps == [1, 2, 3, 4, 5, 6, 5, 6]
+    assert package.init.return_value.finish.called
+
+
 def test_a_mirror_whose_package_is_missing_is_refused(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
