@@ -6,11 +6,12 @@
     python -m eval.harness --table out/*           all that was scored, as a table and a figure
     python -m eval.harness --fetch DIR tasks=core  their data; then --offline DIR needs no network
 
-tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours:
+tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and four groups of ours:
 demo (val_ppl and val_cloze, made from the run's own validation shards; no network),
 core (wikitext, lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, openbookqa, boolq, sciq,
-winogrande, without examples shown) and full (core, mmlu with five examples and commonsense_qa, at
-chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts,
+winogrande, without examples shown), full (core, mmlu with five examples and commonsense_qa, at
+chance below a billion parameters) and core22 (DCLM's CORE: the mean of 22 centered accuracies, of
+which lm-eval has 20; those that it lacks are named). A forward pass has as many tokens as micro_batch= full contexts,
 one beyond 2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a
 time.
 
@@ -42,7 +43,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from eval import tasks
+from eval import core22, tasks
 from eval.inference import Recipe, load_for_inference, pick_device
 from eval.public_models import public_lm
 from eval.results import Metric, ScoreRecord, TaskScores, write_scores
@@ -65,7 +66,7 @@ PATIENCE = timedelta(hours=24)
 @dataclass(frozen=True, kw_only=True)
 class Options:
     run: FilePath  # folder of a run, hf:NAME or hf:/a/folder
-    tasks: tuple[str, ...]  # demo, core, full, or names of lm-eval's
+    tasks: tuple[str, ...]  # demo, core, full, core22, or names of lm-eval's
     # folder that --fetch filled, a cache of Hugging Face's datasets
     offline: FilePath | None = None
     include: FilePath | None = None  # folder with task YAMLs of your own
@@ -253,15 +254,16 @@ def write(options: Options, record: ScoreRecord, samples: dict[str, list[dict]])
 
 
 def scores_page(record: ScoreRecord) -> str:
-    """The scores as Markdown; of a group's tasks the group's row alone. Notes below say what was
-    left out."""
+    """The scores as Markdown; of a group's tasks the group's row alone, of core22's their centered
+    accuracies too. Notes below say what was left out."""
     lines = [["task", "metric", "score", "± se", "chance", "n"]]
     hidden = {task for scores in record.tasks.values() for task in scores.covers}
     for task, scores in record.tasks.items():
-        if task in hidden:
+        if task in hidden and task not in core22.TASKS:
             continue
         for name, metric in scores.metrics.items():
-            lines.append(_row(task, name, metric, scores))
+            if task not in hidden or name == core22.CENTERED:
+                lines.append(_row(task, name, metric, scores))
     return "\n".join([grid(lines), *_notes(record)])
 
 
@@ -293,6 +295,12 @@ def _notes(record: ScoreRecord) -> list[str]:
             notes.append(
                 f"{task}: no number was computed for {', '.join(scores.not_scored)}, which its YAML"
                 " asks for"
+            )
+        if scores.missing:
+            notes.append(
+                f"{task}: a mean of {len(scores.subtasks)} of CORE's {len(core22.TASKS)} tasks,"
+                f" without {', '.join(scores.missing)}, and by lm-eval's prompts: not to be compared"
+                " with nanochat's CORE"
             )
     return notes
 

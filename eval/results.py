@@ -3,7 +3,9 @@
 docs/schemas.md is made of the comments here."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ class TaskScores:
         None  # hash of the documents' hashes, in order; of a group, its tasks'
     )
     subtasks: list[str] = field(default_factory=list)  # of a group, the tasks at its leaves
+    # of core22, CORE's tasks without a number here
+    missing: list[str] = field(default_factory=list)
     samples: str | None = None  # file of lm-eval's log of each document, beside this one
 
     @property
@@ -72,6 +76,11 @@ class ScoreRecord:
     wall_s: float | None = None  # seconds of the whole scoring
 
 
+def hash_of(hashes: Iterable[str]) -> str:
+    """Of the documents scored, in order: equal for two runs whose scores may be compared."""
+    return sha256("".join(hashes).encode()).hexdigest()
+
+
 def write_scores(path: Path, record: ScoreRecord) -> None:
     content = {f.name: getattr(record, f.name) for f in fields(record)}
     content["tasks"] = {task: _flat(scores) for task, scores in record.tasks.items()}
@@ -93,6 +102,8 @@ def _flat(scores: TaskScores) -> dict[str, Any]:
             row[name] = getattr(scores, name)
     if scores.subtasks:
         row["subtasks"] = scores.subtasks
+    if scores.missing:
+        row["missing"] = scores.missing
     if scores.samples is not None:
         row["samples"] = scores.samples
     return row

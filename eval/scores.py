@@ -5,16 +5,14 @@ import functools
 import io
 import math
 import numbers
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import torch
 
-from eval import tasks
-from eval.results import Metric, TaskScores
+from eval import core22, tasks
+from eval.results import Metric, TaskScores, hash_of
 
 # Metrics that are a function of sum(nats) / sum(size): exp() of it, or it in bits.
 RATIOS = {
@@ -50,6 +48,7 @@ def evaluate(
         if name in scores:
             subtasks = [task.task_name for task in group.get_all_tasks()]
             scores[name] = _group_scores(scores[name], scores, subtasks)
+    core22.add_centered(scores, loaded.get("missing", ()))
     return scores, samples
 
 
@@ -192,8 +191,3 @@ def spread(influences: np.ndarray) -> float:
     """The standard error that documents of these influences, (n,), give."""
     n = len(influences)
     return float(np.sqrt(n / (n - 1) * np.sum(influences**2)))
-
-
-def hash_of(hashes: Iterable[str]) -> str:
-    """Of the documents scored, in order: equal for two runs whose scores may be compared."""
-    return sha256("".join(hashes).encode()).hexdigest()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.inference import read_json_or_empty
-from eval.results import ScoreRecord, TaskScores, read_scores
-from eval.scores import RATIOS, hash_of, influence, spread
+from eval.results import ScoreRecord, TaskScores, hash_of, read_scores
+from eval.scores import RATIOS, influence, spread
 from eval.tasks import DEMO, FULL
 from lib.errors import UserError
 from runtime.metrics_file import ACCURACIES

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from eval import core22
 from eval.generation import read_generation
 from lib.errors import UserError
 
@@ -29,7 +30,7 @@ CORE = (
 # give no better than by chance, and mmlu's 14,042 questions with five examples each take longer
 # than all of core.
 FULL = (*CORE, "mmlu", "commonsense_qa")
-GROUPS = {"demo": DEMO, "core": CORE, "full": FULL}
+GROUPS = {"demo": DEMO, "core": CORE, "full": FULL, core22.GROUP: (*core22.TASKS,)}
 # Environment variables by which no library asks the network.
 OFFLINE_SWITCHES = (
     "HF_HUB_OFFLINE",
@@ -58,8 +59,8 @@ def expand(words: tuple[str, ...]) -> list[str]:
 def load(
     names: list[str], include: str | None, run_dir: str | None = None, offline: str | None = None
 ) -> dict:
-    """lm-eval's TaskDict of the tasks, groups and tags called `names`; the demo tasks are cut from
-    the shards of `run_dir`.
+    """lm-eval's TaskDict of the tasks, groups and tags called `names`, with a list `missing` of
+    core22's that cannot be had; the demo tasks are cut from the shards of `run_dir`.
 
     To come before any import of lm-eval and datasets, which then read their settings. With
     `offline`, the folder that fetch() filled, and for the demo tasks no library asks the
@@ -69,13 +70,23 @@ def load(
     check_include(include)
     manager = _task_manager(names, include, run_dir)
     loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
+    missing = {}  # of core22: name -> why it cannot be had
     for name in names:
-        part = _load_name(manager, name)
+        try:
+            part = _load_name(manager, name)
+        except core22.Missing as error:
+            missing[name] = str(error)
+            continue
         for key, task in part["tasks"].items():
             _set_examples(task)
             _check_examples(name, key, task, loaded["tasks"])
         for kind in loaded:
             loaded[kind] |= part[kind]
+    if not loaded["tasks"]:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise UserError(f"{reasons}: give a YAML that defines it in include=DIR")
+    _say_missing(missing)
+    loaded["missing"] = [*missing]
     for name, task in loaded["tasks"].items():
         task.set_fewshot_seed(seed=1234)  # lm-eval's own default, for equal few-shot examples
         _check_kind(name, task)
@@ -103,9 +114,8 @@ def _task_manager(names: list[str], include: str | None, run_dir: str | None) ->
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()  # of each data set that it finds in the folder
     their_folder = Path(lm_eval.__file__).parent / "tasks"
-    folders = dict.fromkeys(
-        their_folder / FOLDERS.get(name, name) for name in names if name in FULL
-    )
+    folders = dict.fromkeys(their_folder / folder for folder in _folders(names))
+    names = core22.names_in_lm_eval(names)
     for is_whole_index in (False, True):
         manager = TaskManager(
             include_path=[*folders, DEMO_TASKS, *([include] if include else [])],
@@ -123,11 +133,29 @@ def _task_manager(names: list[str], include: str | None, run_dir: str | None) ->
     )
 
 
+def _say_missing(missing: dict[str, str]) -> None:
+    if missing and os.environ.get("RANK", "0") == "0":
+        for name, reason in missing.items():
+            print(f"{name} is left out: {reason}", file=sys.stderr)
+
+
+def _folders(names: list[str]) -> list[str]:
+    """Where lm-eval keeps those of `names` whose folder is known, below its own of tasks."""
+    folders = [FOLDERS.get(name, name) for name in names if name in FULL]
+    for name in names:
+        core_task = core22.TASKS.get(name)
+        if core_task is not None and core_task.lm_eval is not None:
+            folders.append(core_task.folder or core_task.lm_eval)
+    return folders
+
+
 def _load_name(manager: Any, name: str) -> dict:
     """lm-eval's TaskDict of one task, group or tag. Raises UserError."""
     try:
+        if name in core22.TASKS:
+            return core22.load(manager, name)
         return manager.load([name])
-    except UserError:
+    except (UserError, core22.Missing):
         raise
     except Exception as error:
         # a task is foreign code and foreign data: whatever it raises, name the task

@@ -222,19 +222,25 @@ def test_a_stop_while_scoring_is_heard_and_the_scores_follow_after_the_resume(
     assert record(stopped) == record(scored)
 
 
+@pytest.mark.parametrize("done_before", [0, 1, 2])
 def test_what_one_rank_raises_between_exchanges_is_met_by_both(
-    monkeypatch: pytest.MonkeyPatch,
+    done_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 fails after the second exchange, rank 0 is on its way to the third."""
+    """Rank 1 fails after so many of two exchanges; rank 0 is on its way to the next, or has done
+    all of its work."""
 
     def work(world: parallel.World) -> object:
-        def three_exchanges(exchange: in_training.Exchange) -> list:
-            seen = [exchange(world.rank), exchange(world.rank)]
-            if world.rank:
+        def two_exchanges(exchange: in_training.Exchange) -> list:
+            seen = []
+            for number in range(2):
+                if world.rank and number == done_before:
+                    raise KeyError("gone")
+                seen.append(exchange(number))
+            if world.rank and done_before == 2:
                 raise KeyError("gone")
-            return [*seen, exchange(world.rank)]
+            return seen
 
-        return work_together(three_exchanges, world, lambda: False)
+        return work_together(two_exchanges, world, lambda: False)
 
     for error in eval_runs.on_two_ranks(monkeypatch, checkpoint_gather(), work):
         assert isinstance(error, RankFailed) and str(error) == "KeyError: 'gone'"
