@@ -37,7 +37,8 @@ STAND_INS = {
     r"out/(chinchilla|cpu)\b": "out/demo",
     r"configs/study_chinchilla\.py": "configs/study_demo.py",
     r"tasks=core\b": "tasks=demo",
-    r"FILE\.\.\.": "mytext.jsonl",
+    r"FILE\.\.\. name=mydata": "mytext.jsonl name=mytext",
+    r"(MYTEXT/\S+) name=mydata": r"\1 name=mytexts",
     r"out/\*$": "out/demo/demo_l_*",
 }
 # A part of a command -> why it is not run.
