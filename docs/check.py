@@ -95,8 +95,10 @@ def commands() -> Iterator[Command]:
 def prepare(scratch: Path, demo: Path) -> None:
     """A folder that looks like the repository after `make demo`, with files of the reader's."""
     for path in ROOT.iterdir():
-        if path.name not in ("out", "data", ".git"):
+        if path.name not in ("out", "data", "configs", ".git"):
             (scratch / path.name).symlink_to(path)
+    # copied: a study names its configs as it finds them, and a link leads out of the folder
+    shutil.copytree(ROOT / "configs", scratch / "configs")
     shutil.copytree(demo, scratch / "out/demo")
     for folder in ("data", "MYTEXT", "web"):
         (scratch / folder).mkdir()
