@@ -37,7 +37,8 @@ STAND_INS = {
     r"out/(chinchilla|cpu)\b": "out/demo",
     r"configs/study_chinchilla\.py": "configs/study_demo.py",
     r"tasks=core\b": "tasks=demo",
-    r"FILE\.\.\.": "mytext.jsonl",
+    r"FILE\.\.\. name=mydata": "mytext.jsonl name=mytext",
+    r"(MYTEXT/\S+) name=mydata": r"\1 name=mytexts",
     r"out/\*$": "out/demo/demo_l_*",
 }
 # A part of a command -> why it is not run.
@@ -94,8 +95,10 @@ def commands() -> Iterator[Command]:
 def prepare(scratch: Path, demo: Path) -> None:
     """A folder that looks like the repository after `make demo`, with files of the reader's."""
     for path in ROOT.iterdir():
-        if path.name not in ("out", "data", ".git"):
+        if path.name not in ("out", "data", "configs", ".git"):
             (scratch / path.name).symlink_to(path)
+    # copied: a study names its configs as it finds them, and a link leads out of the folder
+    shutil.copytree(ROOT / "configs", scratch / "configs")
     shutil.copytree(demo, scratch / "out/demo")
     for folder in ("data", "MYTEXT", "web"):
         (scratch / folder).mkdir()
