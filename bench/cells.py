@@ -25,7 +25,7 @@ class Cell:
     out."""
 
     size: str
-    label: str  # bf16, or a recipe with +kernels, +delayed, +head, +fast_backward; a peer's name
+    label: str  # bf16, or a recipe with +kernels, +delayed or +bounded, +head, ..; a peer's name
     micro_batch: int  # sequences
     T: int = 1024
     tokens_per_step: int = TOKENS_PER_STEP
@@ -64,6 +64,7 @@ H100 = (  # sizes, and labels to time each of them in; the most valuable first
         "1p5b",
         "tensorwise+kernels tensorwise+kernels+delayed tensorwise+kernels+delayed+head tensorwise",
     ),
+    ("1p5b 350m", "tensorwise+kernels+bounded tensorwise+kernels+bounded+head"),
     ("760m 350m 125m", "tensorwise+kernels tensorwise+kernels+head"),
     ("1p5b", "tensorwise+kernels+head rowwise"),
     (

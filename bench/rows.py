@@ -35,7 +35,7 @@ class Row:
     commit: str | None  # of the tree that ran
     dirty: bool | None  # whether that tree had changes; null where git does not tell
     size: str  # 125m .. 1p5b, or a peer's model
-    label: str  # bf16, or fp8.recipe with +kernels, +delayed, +head, +fast_backward; a peer's name
+    label: str  # bf16, or fp8.recipe with +kernels, +delayed or +bounded, +head, ..; a peer's name
     T: int  # context length, in tokens
     micro_batch: int  # sequences
     tokens_per_step: int  # training tokens of an optimizer step
