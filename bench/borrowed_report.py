@@ -26,6 +26,8 @@ LABELS = {  # of the cells -> how the table calls them
     "tensorwise+kernels+head": "tensorwise, our kernels, head too",
     "tensorwise+kernels+delayed": "tensorwise, our kernels, delayed scales",
     "tensorwise+kernels+delayed+head": "the same, head too",
+    "tensorwise+kernels+bounded": "tensorwise, producers write FP8",
+    "tensorwise+kernels+bounded+head": "the same, head too",
     "tensorwise": "tensorwise (torchao)",
     "rowwise": "rowwise (torchao)",
     "blockwise": "blockwise",

@@ -28,8 +28,8 @@ class Cell:
     out."""
 
     size: str
-    # bf16, or a recipe with +kernels, +delayed, +head, +fast_backward; either with +documents; a
-    # peer's name
+    # bf16, or a recipe with +kernels, +delayed or +bounded, +head, +fast_backward;
+    # either with +documents; a peer's name
     label: str
     micro_batch: int  # sequences
     T: int = 1024
@@ -78,6 +78,7 @@ H100 = (  # sizes, and labels to time each of them in; the most valuable first
         "1p5b",
         "tensorwise+kernels tensorwise+kernels+delayed tensorwise+kernels+delayed+head tensorwise",
     ),
+    ("1p5b 350m", "tensorwise+kernels+bounded tensorwise+kernels+bounded+head"),
     ("760m 350m 125m", "tensorwise+kernels tensorwise+kernels+head"),
     ("1p5b", "tensorwise+kernels+head rowwise"),
     (

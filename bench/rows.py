@@ -35,8 +35,8 @@ class Row:
     commit: str | None  # of the tree that ran
     dirty: bool | None  # whether that tree had changes; null where git does not tell
     size: str  # 125m .. 1p5b, or a peer's model
-    # bf16, or fp8.recipe with +kernels, +delayed, +head, +fast_backward; either with +documents; a
-    # peer's name
+    # bf16, or fp8.recipe with +kernels, +delayed or +bounded, +head, +fast_backward;
+    # either with +documents; a peer's name
     label: str
     T: int  # context length, in tokens
     micro_batch: int  # sequences

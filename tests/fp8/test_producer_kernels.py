@@ -82,10 +82,12 @@ def test_a_copy_has_torchs_values_in_both_layouts(kernels, tile, format):
     written.holds(x)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_reaches_the_amax(kernels, bad):
+@pytest.mark.parametrize("row", [36, 37])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -100.0])
+def test_a_single_value_reaches_the_amax(kernels, value, row):
+    """Negative, or not finite, in an even or an odd row."""
     x = moderate(64, 64)
-    x[37, 5] = bad
+    x[row, 5] = value
     written = Written(64, 64, E5M2)
     kernels.launch(kernels.copy, (x, SCALE, written.amax), written.q, written.qt, 64)
     written.holds(x)
