@@ -94,20 +94,15 @@ def commands() -> Iterator[Command]:
 
 def prepare(scratch: Path, demo: Path) -> None:
     """A folder that looks like the repository after `make demo`, with files of the reader's."""
-    for path in ROOT.iterdir():
-        if path.name not in ("out", "data", "configs", ".git"):
-            (scratch / path.name).symlink_to(path)
-    # copied: a study names its configs as it finds them, and a link leads out of the folder
-    shutil.copytree(ROOT / "configs", scratch / "configs")
+    left_out = shutil.ignore_patterns("out", "data", ".*", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, scratch, ignore=left_out, dirs_exist_ok=True)
     shutil.copytree(demo, scratch / "out/demo")
     for folder in ("data", "MYTEXT", "web"):
         (scratch / folder).mkdir()
     (scratch / "data/demo").symlink_to(ROOT / "data/demo")
-    lines = (f'{{"text": "Document {n}: {"words " * 50}"}}\n' for n in range(400))
-    documents = "".join(lines).encode()
-    (scratch / "mytext.jsonl").write_bytes(documents)
-    (scratch / "MYTEXT/a.jsonl").write_bytes(documents)
-    (scratch / "web/a.jsonl.zst").write_bytes(zstandard.compress(documents))
+    (scratch / "mytext.jsonl").write_bytes(documents("one"))
+    (scratch / "MYTEXT/a.jsonl").write_bytes(documents("two"))
+    (scratch / "web/a.jsonl.zst").write_bytes(zstandard.compress(documents("three")))
     pairs = [f'{{"prompt": "Say {n}", "response": "It is {n}"}}\n' for n in range(400)]
     (scratch / "chat.jsonl").write_text("".join(pairs))
     rows = [
@@ -118,15 +113,23 @@ def prepare(scratch: Path, demo: Path) -> None:
     (scratch / "table.csv").write_text("N,tokens,val\n" + "".join(rows))
 
 
+def documents(title: str) -> bytes:
+    """4,000 documents as JSON lines; others for another title, since copies are dropped."""
+    lines = [f'{{"text": "Document {n} of {title}: {"words " * 50}"}}\n' for n in range(4000)]
+    return "".join(lines).encode()
+
+
 def run(text: str, scratch: Path) -> subprocess.CompletedProcess[str]:
-    """The command, finished, as a shell runs it; `python` is this one."""
+    """The command, finished, as a shell runs it; `python` is this one, the code that of the
+    folder."""
     folder = str(Path(sys.executable).parent)
+    path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-c", text],
         cwd=scratch,
         text=True,
         capture_output=True,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "MPLBACKEND": "agg"},
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(scratch), "MPLBACKEND": "agg"},
     )
 
 

@@ -2,7 +2,8 @@
 configs cost.
 
     python docs/expected.py out/demo write=true   from a finished demo; trains nothing
-    python docs/expected.py out/demo write=false  print it
+    python docs/expected.py write=true            the table of shipped configurations alone
+    python docs/expected.py out/demo write=false  print the page
 
 The screens are those of the demo's own commands, of which scaling/fit.py and scaling/precision.py
 run again. A configuration's row is --plan's for an H100, beside what bench/results holds."""
@@ -170,8 +171,12 @@ def with_block(page: str, name: str, block: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n{block}\n{END}", page)
 
 
-def page_of(demo: Path) -> str:
+def page_of(demo: Path | None) -> str:
+    """The page with its table of configurations and, where a demo is given, its screens made
+    anew."""
     page = with_block(PAGE.read_text(), "configs", configs_table())
+    if demo is None:
+        return page
     for name, block in SCREENS.items():
         page = with_block(page, name, block(demo))
     return page
@@ -179,14 +184,14 @@ def page_of(demo: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    demo: FilePath  # the folder of a finished demo, out/demo
+    demo: FilePath | None = None  # the folder of a finished demo; none = its screens stay
     write: bool  # put all into docs/expected.md; false prints the page
 
 
 @command(__doc__, Options, "demo")
 def main(options: Options) -> str | None:
-    demo = Path(options.demo)
-    if not (demo / RUN / "summary.json").exists():
+    demo = None if options.demo is None else Path(options.demo)
+    if demo is not None and not (demo / RUN / "summary.json").exists():
         raise UserError(f"{demo} holds no finished {RUN}: run `make demo` first")
     page = page_of(demo)
     if not options.write:
