@@ -33,18 +33,18 @@ def _rows(width: int) -> torch.Tensor:
 
 def _copy(model: GPTConfig, format: torch.dtype, kernels: ModuleType) -> None:
     x = _rows(model.n_embd)
-    kernels.launch(kernels.copy, (x, *_known()), *empty_layouts(x, format), model.n_embd)
+    kernels.launch(kernels.copy, (x, *_scale_and_amax()), *empty_layouts(x, format), model.n_embd)
 
 
 def _swiglu(model: GPTConfig, kernels: ModuleType) -> None:
     layouts = empty_layouts(_rows(model.n_ffn), E4M3)
-    inputs = _rows(2 * model.n_ffn), *_known()
+    inputs = _rows(2 * model.n_ffn), *_scale_and_amax()
     kernels.launch(kernels.swiglu, inputs, *layouts, model.n_ffn)
 
 
 def _swiglu_grad(model: GPTConfig, kernels: ModuleType) -> None:
     gate_up = _rows(2 * model.n_ffn)
-    inputs = _rows(model.n_ffn), gate_up, *_known()
+    inputs = _rows(model.n_ffn), gate_up, *_scale_and_amax()
     kernels.launch(kernels.swiglu_grad, inputs, *empty_layouts(gate_up, E5M2), model.n_ffn)
 
 
@@ -53,17 +53,16 @@ def _rope_grad(model: GPTConfig, kernels: ModuleType) -> None:
     gradients = [_rows(heads * D).view(1, TOKENS, heads, D) for heads in (H, K, K)]
     tables = torch.empty(TOKENS, D // 2), torch.empty(TOKENS, D // 2)
     layouts = empty_layouts(_rows((H + 2 * K) * D), E5M2)
-    kernels.launch_rope_grad(gradients, tables, *_known(), *layouts)
+    kernels.launch_rope_grad(gradients, tables, *_scale_and_amax(), *layouts)
 
 
 def _norm(model: GPTConfig, has_branch: bool, kernels: ModuleType) -> None:
     x, weight, rstd = _rows(model.n_embd), torch.empty(model.n_embd), torch.empty(TOKENS)
     branch = torch.empty_like(x) if has_branch else None
-    scale, _ = _known()
+    scale, _ = _scale_and_amax()
     outputs = torch.empty_like(x), rstd, *empty_layouts(x, E4M3)
     kernels.launch_norm(x, branch, weight, model.norm_eps, scale, *outputs)
 
 
-def _known() -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and amax."""
+def _scale_and_amax() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(()), torch.zeros(())

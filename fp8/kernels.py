@@ -144,7 +144,7 @@ def multiply_quantised(
     tensors: LinearTensors,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, SavedOperands]:
-    """The FP8 copy xq (M, K) of x, the inverse () of its scale, w (N, K) -> y (M, N) in `dtype`, and
+    """The FP8 copy xq (M, K) of x, the inverse () of its scale, w (N, K) -> y (M, N) in `dtype` and
     what the backward pass needs; `kept` of x, see SavedOperands.x."""
     weight = quantised_weight(w, tensors.q, tensors.scale, recipe.weight)
     y = scaled_mm(xq, x_inverse, *weight, dtype, fast=True)

@@ -62,8 +62,8 @@ def launch_rope_grad(
     q: torch.Tensor,
     qt: torch.Tensor,
 ) -> None:
-    """The gradients of the rotated q, k (B, T, heads, D) and of v, side by side, to q (M, heads * D)
-    and qt; tables: cosines and sines (T, D/2), fp32."""
+    """The gradients of rotated q and k (B, T, heads, D) and of v, side by side, to q (M, N) and qt;
+    tables: cosines and sines (T, D/2), fp32."""
     _check(q, qt, (*gradients, *tables))
     _, T, H, D = gradients[0].shape
     K = gradients[1].shape[2]
@@ -223,12 +223,36 @@ def swiglu_grad(
     )
     _raise_amax(amax, gate_even, gate_odd)
     _raise_amax(amax, up_even, up_odd)
-    left = F - k0
+    n_columns = F - k0
     store_both(
-        gate_even * s, gate_odd * s, q, qt, m0, k0, M, 2 * F, left, FORMAT, LARGEST, ROWS, COLUMNS
+        gate_even * s,
+        gate_odd * s,
+        q,
+        qt,
+        m0,
+        k0,
+        M,
+        2 * F,
+        n_columns,
+        FORMAT,
+        LARGEST,
+        ROWS,
+        COLUMNS,
     )
     store_both(
-        up_even * s, up_odd * s, q, qt, m0, F + k0, M, 2 * F, left, FORMAT, LARGEST, ROWS, COLUMNS
+        up_even * s,
+        up_odd * s,
+        q,
+        qt,
+        m0,
+        F + k0,
+        M,
+        2 * F,
+        n_columns,
+        FORMAT,
+        LARGEST,
+        ROWS,
+        COLUMNS,
     )
 
 
@@ -372,14 +396,14 @@ def norm(
     squares_odd = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
     for k0 in range(0, C, COLUMNS):
         m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
-        at = start + (m * C + k0 + k)
-        even32 = tl.load(x + at, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
-        odd32 = tl.load(x + at + C, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
+        offsets = start + (m * C + k0 + k)
+        even32 = tl.load(x + offsets, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
+        odd32 = tl.load(x + offsets + C, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
         if HAS_BRANCH:
-            even32 = _sum(even32, branch + at, inside)
-            odd32 = _sum(odd32, branch + at + C, inside)
-            tl.store(total + at, even32.to(total.dtype.element_ty), mask=inside)
-            tl.store(total + at + C, odd32.to(total.dtype.element_ty), mask=inside)
+            even32 = _sum(even32, branch + offsets, inside)
+            odd32 = _sum(odd32, branch + offsets + C, inside)
+            tl.store(total + offsets, even32.to(total.dtype.element_ty), mask=inside)
+            tl.store(total + offsets + C, odd32.to(total.dtype.element_ty), mask=inside)
         squares_even += even32 * even32
         squares_odd += odd32 * odd32
     rstd_even = tl.rsqrt(tl.reduce(squares_even, 1, _plus) / C + eps)
@@ -390,10 +414,10 @@ def norm(
     tl.debug_barrier()  # below, a thread reads what others have written
     for k0 in range(0, C, COLUMNS):
         m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
-        at = start + (m * C + k0 + k)
+        offsets = start + (m * C + k0 + k)
         w = tl.load(weight + k0 + k, mask=k < C - k0, other=0.0)
-        even = _normalised(tl.load(source + at, mask=inside, other=0.0), rstd_even, w)
-        odd = _normalised(tl.load(source + at + C, mask=inside, other=0.0), rstd_odd, w)
+        even = _normalised(tl.load(source + offsets, mask=inside, other=0.0), rstd_even, w)
+        odd = _normalised(tl.load(source + offsets + C, mask=inside, other=0.0), rstd_odd, w)
         store_both(even * s, odd * s, q, qt, m0, k0, M, C, C - k0, FORMAT, LARGEST, ROWS, COLUMNS)
 
 

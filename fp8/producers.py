@@ -73,8 +73,8 @@ norm.register_fake(lambda x, branch, weight, eps, scale: _norm_outputs(x, branch
 
 @torch.library.custom_op("nanofp8::swiglu", mutates_args=("amax",))
 def swiglu(gate_up: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up of gate_up (M, 2 F) times scale () in E4M3, q (M, F) and qt (F, M); amax () is
-    raised to the product's largest magnitude."""
+    """silu(gate) * up of gate_up (M, 2 F) times scale () in E4M3, q (M, F) and qt (F, M); amax ()
+    is raised to the product's largest magnitude."""
     q, qt = _swiglu_outputs(gate_up)
     if gate_up.is_cuda:
         from fp8 import producer_kernels as kernels
@@ -110,9 +110,9 @@ def swiglu_grad(
         return q, qt
     gate, up = gate_up.chunk(2, dim=-1)
     grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-    both = torch.cat((grad_gate, grad * F.silu(gate)), dim=-1)
-    _raise(amax, both)
-    return _write(both, scale, q, qt)
+    gradient = torch.cat((grad_gate, grad * F.silu(gate)), dim=-1)
+    _raise(amax, gradient)
+    return _write(gradient, scale, q, qt)
 
 
 swiglu_grad.register_fake(lambda grad, gate_up, scale, amax: empty_layouts(gate_up, E5M2))
@@ -180,7 +180,7 @@ def _write(x: Tensor, scale: Tensor, q: Tensor, qt: Tensor) -> tuple[Tensor, Ten
     return q, qt.copy_(q.t())
 
 
-# ---------------------------------------------------------------------------------------- sub-layers
+# --------------------------------------------------------------------------------------- sub-layers
 
 
 class QKVPass(torch.autograd.Function):
@@ -203,7 +203,7 @@ class QKVPass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         qkv = LinearTensors(*tensors)
         H, K = heads
-        total, rstd, h = normed(x, branch, norm_weight, eps, qkv)
+        total, rstd, h = normalise(x, branch, norm_weight, eps, qkv)
         y, saved = multiply(h, weight, recipe, qkv, x.dtype)
         T, D = cos.shape[0], 2 * cos.shape[1]
         q, k, v = y.view(-1, T, H + 2 * K, D).split((H, K, K), dim=2)
@@ -218,8 +218,7 @@ class QKVPass(torch.autograd.Function):
         total, rstd, norm_weight, cos, sin, *operands = ctx.saved_tensors
         recipe, saved = ctx.recipe, SavedOperands(*operands)
         gradients = [grad.contiguous() for grad in (grad_q, grad_k, grad_v)]
-        scale, amax = known(saved)
-        layouts = rope_grad(*gradients, cos, sin, scale, amax)
+        layouts = rope_grad(*gradients, cos, sin, *scale_and_amax(saved))
         grad_h, grad_w = backward_matmuls(layouts, saved, recipe, total.dtype, ctx.w_dtype)
         grad_x, grad_norm = norm_gradient(grad_h, total, rstd, norm_weight, grad_total)
         grad_branch = grad_x if ctx.needs_input_grad[1] else None
@@ -245,7 +244,7 @@ class OutPass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         saved = SavedOperands(*ctx.saved_tensors)
-        layouts = copy_both(grad.contiguous(), *known(saved), E5M2)
+        layouts = copy_both(grad.contiguous(), *scale_and_amax(saved), E5M2)
         gradients = backward_matmuls(layouts, saved, ctx.recipe, ctx.dtype, ctx.w_dtype)
         return *gradients, *[None] * (1 + N_TENSORS)
 
@@ -269,7 +268,7 @@ class MLPPass(torch.autograd.Function):
         gate_up = LinearTensors(*tensors[:N_TENSORS])
         down = LinearTensors(*tensors[N_TENSORS:])
         assert down.x_scale is not None and down.x_amax is not None
-        total, rstd, h = normed(x, branch, norm_weight, eps, gate_up)
+        total, rstd, h = normalise(x, branch, norm_weight, eps, gate_up)
         y, saved_gate_up = multiply(h, gate_up_weight, recipe, gate_up, x.dtype)
         layouts = swiglu(y, down.x_scale, down.x_amax)
         out, saved_down = multiply(layouts, down_weight, recipe, down, x.dtype)
@@ -282,16 +281,16 @@ class MLPPass(torch.autograd.Function):
         total, rstd, norm_weight, y, *operands = ctx.saved_tensors
         recipe, dtype, w_dtype = ctx.recipe, total.dtype, ctx.w_dtype
         gate_up, down = SavedOperands(*operands[:N_SAVED]), SavedOperands(*operands[N_SAVED:])
-        layouts = copy_both(grad_out.contiguous(), *known(down), E5M2)
+        layouts = copy_both(grad_out.contiguous(), *scale_and_amax(down), E5M2)
         grad_product, grad_down = backward_matmuls(layouts, down, recipe, dtype, w_dtype)
-        layouts = swiglu_grad(grad_product, y, *known(gate_up))
+        layouts = swiglu_grad(grad_product, y, *scale_and_amax(gate_up))
         grad_h, grad_gate_up = backward_matmuls(layouts, gate_up, recipe, dtype, w_dtype)
         grad_x, grad_norm = norm_gradient(grad_h, total, rstd, norm_weight, grad_total)
         none = [None] * (1 + 2 * N_TENSORS)
         return grad_x, grad_x, grad_norm, None, grad_gate_up, grad_down, *none
 
 
-def normed(
+def normalise(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, linear: LinearTensors
 ) -> tuple[Tensor, Tensor, Layouts]:
     """norm() by the scale of the Linear behind it: sum, which without a branch is x, 1 / rms, both
@@ -317,7 +316,7 @@ def multiply(
     return multiply_quantised(q, qt, inverse, weight, recipe, linear, dtype)
 
 
-def known(saved: SavedOperands) -> tuple[Tensor, Tensor]:
+def scale_and_amax(saved: SavedOperands) -> tuple[Tensor, Tensor]:
     """Scale and amax of the gradient of a Linear's output."""
     assert saved.g_scale is not None and saved.g_amax is not None
     return saved.g_scale, saved.g_amax
@@ -353,7 +352,7 @@ def norm_gradient(
     return grad_total + grad_x.to(x.dtype), grad_weight
 
 
-# -------------------------------------------------------------------------------------------- blocks
+# ------------------------------------------------------------------------------------------- blocks
 
 
 class Residual(NamedTuple):
