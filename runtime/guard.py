@@ -44,11 +44,9 @@ from runtime.config import GuardConfig
 # 4.5 x the loss, 20 x the norm are always one).
 LOSS_SD = (0.02, 0.15)
 NORM_SD = (0.1, 0.3)
-# The same of the gradient norm of a layer.
-LAYER_SD = (0.1, 0.3)
 # With few tokens a step, single documents raise the norm up to 9 x without harm, and the scatter of
 # the loss tells where: of 10,000 steps of the demo's runs 6 were false alarms without this, 0.5
-# with it.
+# with it. Of the norms of layers 10 were, and none with it (3,000 steps of demo_s_bf16).
 NORM_SD_PER_LOSS_SD = 3.0
 # Simulated with easy and hard tokens, of 4,000 steps of 4 targets in the mean 1,900 were false
 # alarms, of 16 targets 140, of 32 26; where steps of fewer than this are not judged, none.
@@ -221,7 +219,9 @@ class Guard:
             return None
         logs = np.log(np.maximum(np.array(pasts), TINY))  # (steps, layers)
         middle = np.median(logs, axis=0)
-        sd = np.clip(MAD_TO_SD * np.median(abs(logs - middle), axis=0), *LAYER_SD)
+        spread = MAD_TO_SD * np.median(abs(logs - middle), axis=0)
+        _, (loss_sd, _) = self._usual()
+        sd = np.clip(np.maximum(spread, NORM_SD_PER_LOSS_SD * loss_sd), *NORM_SD)
         values = np.array(list(layer_norms.values()))
         heights = (np.log(np.maximum(values, TINY)) - middle) / sd
         ratios = values / np.exp(middle)

@@ -366,12 +366,17 @@ def test_a_layer_over_its_own_past_is_a_spike_that_the_global_norm_hides():
     assert filled().judge(64, *quiet(rng)) is OK, "without the norms of layers it passes"
 
 
+@pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.9])
 @pytest.mark.parametrize("scatter", [0.0, 0.2, 2.0])
-def test_a_layers_spike_begins_ten_robust_standard_deviations_above_its_median(scatter):
-    """Of 0.1 to 0.3."""
-    logs = np.random.default_rng(0).normal(0, 1, (128, 4)) * (0.01, 0.01, scatter, 0.3)
+def test_a_layers_spike_begins_ten_robust_standard_deviations_above_its_median(
+    scatter, loss_scatter
+):
+    """Of 0.1 to 0.3, the more the loss scatters the larger."""
+    logs = np.random.default_rng(0).normal(0, 1, (128, 4)) * (loss_scatter, 0.01, scatter, 0.3)
     robust = scipy.stats.median_abs_deviation(logs, scale=1 / 1.4826)
-    limits = np.exp(np.median(logs, axis=0) + 10 * np.clip(robust, 0.1, 0.3))
+    loss_sd = np.clip(robust[0], 0.02, 0.15)
+    sd = np.clip(np.maximum(robust, 3 * loss_sd), 0.1, 0.3)
+    limits = np.exp(np.median(logs, axis=0) + 10 * sd)
     for factor, verdict in ((1 - 1e-9, OK), (1 + 1e-9, SKIP)):
         guard = Guard(GuardConfig(), accepted=np.exp(logs).tolist())
         layer_norms = {"a": limits[2] * factor, "b": 1.0}

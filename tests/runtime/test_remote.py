@@ -146,11 +146,11 @@ def test_a_store_that_stays_away_is_reported_and_costs_no_step(store, tiny, run)
     assert (config.run_dir / "summary.json").exists()
 
 
-def make_checkpoint(folder: Path, step: int) -> Path:
+def make_checkpoint(folder: Path, step: int, weights: str = "weights") -> Path:
     """A checkpoint of one small file."""
     checkpoint = folder / f"step_{step:08d}"
     checkpoint.mkdir(parents=True)
-    content = f"weights of step {step}".encode()
+    content = f"{weights} of step {step}".encode()
     (checkpoint / "__0_0.distcp").write_bytes(content)
     entry = {"sha256": hashlib.sha256(content).hexdigest()}
     manifest = json.dumps({"files": {"__0_0.distcp": entry}}).encode()
@@ -212,6 +212,17 @@ def test_what_is_there_already_is_not_copied_again(store, tmp_path):
         written = store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE")
     assert copies.reports() == []
     assert store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE") == written
+
+
+def test_a_copy_is_none_while_it_is_written_anew(store, tmp_path):
+    """As after a rollback whose removal the store has refused."""
+    copies = CheckpointCopies(URL, "tiny")
+    copies.copy(make_checkpoint(tmp_path / "undone", 1))
+    copies.finish(60)
+    store.faults[".distcp"] = ["drop"] * 99
+    copies.copy(make_checkpoint(tmp_path / "anew", 1, "other weights"))
+    copies.finish(60)
+    assert copied_steps(store) == []
 
 
 def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, run):
