@@ -1,9 +1,9 @@
 """Prove from machine code that every byte stored as float8 comes from a float8 conversion.
 
-ptxas 12.8 and 12.9 (Triton 3.6 to 3.8, for sm_90) may repeat a conversion whose value is used
-twice, and let the second use read another register, such as the stack pointer: a wrong byte that
-depends on no input, in code that counts of instructions do not tell from right code. check_kernel()
-follows every byte of a compiled kernel forward to its stores.
+ptxas 12.8 and 12.9 (Triton 3.6 to 3.8, for sm_90) may let the second use of a converted value read
+a register that was not written yet, or the stack pointer: a wrong byte that depends on no input.
+Counts of conversions do not tell such code from right code (tests/bench/faulty_kernel.sass has as
+many as its source). check_kernel() follows every byte of a compiled kernel forward to its stores.
 
 How: each byte of each register is a set of origins, one for each way through the code, and
 instructions that move bytes (PRMT, LOP3 with masks, shifts by whole bytes, moves, selects,
@@ -161,7 +161,9 @@ def disassemble(cubin: bytes) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        return subprocess.check_output([tool, "--dump-sass", file.name], text=True)
+        # it warns of older formats on stderr
+        command = [str(tool), "--dump-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
@@ -394,7 +396,7 @@ def is_conditional(instruction: Instruction) -> bool:
     return bool(instruction.guard) or has_condition
 
 
-# ------------------------------------------------------------------------------- what instructions do
+# ------------------------------------------------------------------------- what instructions do
 
 STORES = ("STG", "ST")
 # They write no register that bytes could be taken from.
@@ -405,9 +407,9 @@ WITHOUT_RESULT = (
 LOADS = ("LDG", "LDS", "LDSM")
 # They compute a value of one register, or two where a modifier says so, which is no byte's move.
 COMPUTING = (
-    "ATOMG B2R BMSK BREV DADD DFMA DMUL F2F F2I FADD FFMA FLO FMNMX FMUL FSET FSWZADD HADD2 HFMA2"
-    " HMNMX2 HMUL2 HSET2 I2F I2FP IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R S2UR UBREV"
-    " UFLO ULDC UP2UR UPOPC VABSDIFF VIMNMX VOTE VOTEU"
+    "ATOMG B2R BMSK BREV DADD DFMA DMUL F2F F2I FADD FFMA FLO FMNMX FMUL FRND FSET FSWZADD HADD2"
+    " HFMA2 HMNMX2 HMUL2 HSET2 I2F I2FP I2I IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R"
+    " S2UR UBMSK UBREV UFLO ULDC UP2UR UPOPC VABSDIFF VIADDMNMX VIMNMX VOTE VOTEU"
 )
 DOUBLE = ("DADD", "DFMA", "DMUL")  # of 64 bits without a word for it
 
@@ -607,21 +609,22 @@ class Follower:
         """SHF: 32 bits of two words that are shifted as one, the third operand above the first."""
         _, (low, amount, high) = split_destination(instruction)
         n_bits = number_of(amount)
-        is_signed = any(modifier in ("S32", "S64") for modifier in instruction.modifiers)
-        if n_bits is None or n_bits % 8 or n_bits >= 64 or is_signed:
+        if n_bits is None or n_bits % 8 or n_bits >= 64:
             return self._unknown(instruction)
         n_bytes = n_bits // 8
+        is_signed = bool({"S32", "S64"} & set(instruction.modifiers))
+        sign = frozenset({instruction.place}) if is_signed else ZERO
         value = [*self._word(low, state), *self._word(high, state)]
         if instruction.modifiers[0] == "L":
             value = [ZERO] * n_bytes + value
         else:
-            value = value[n_bytes:] + [ZERO] * n_bytes
+            value = value[n_bytes:] + [sign] * n_bytes
         first = 4 if "HI" in instruction.modifiers else 0
         return value[first], value[first + 1], value[first + 2], value[first + 3]
 
     def _multiply_add(self, instruction: Instruction, state: State) -> Word:
-        """IMAD a, b, c: a b + c, which is how bytes are often moved: by 1, or shifted by whole bytes
-        into where c is zero."""
+        """IMAD a, b, c: a b + c, which is how bytes are often moved: by 1, or shifted by whole
+        bytes into where c is zero."""
         _, (a, b, c) = split_destination(instruction)
         if {"WIDE", "HI", "X"} & set(instruction.modifiers):
             return self._unknown(instruction)
