@@ -176,10 +176,10 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
             proof.problems.append(f"{instruction.place} is not known here: it cannot be followed")
     if proof.problems:
         return proof
-    states = states_before(instructions, follower)
     written: set[str] = set()
-    for instruction, state in zip(instructions, states, strict=True):
-        if instruction.name not in STORES or state is None:
+    for (number, _), state in sorted(states_before(instructions, follower).items(), key=node_of):
+        instruction = instructions[number]
+        if instruction.name not in STORES:
             continue
         pointers = follower.pointers_of_address(instruction, state)
         if pointers and not any(argument.is_float8 for argument in pointers):
@@ -192,6 +192,10 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
         if argument.is_output and argument.name not in written:
             proof.problems.append(f"no store to {argument.name} was found")
     return proof
+
+
+def node_of(item: tuple[Any, Any]) -> Any:
+    return item[0]
 
 
 def stray_bytes(
@@ -338,20 +342,31 @@ class State:
         return state
 
 
-def states_before(instructions: list[Instruction], follower: "Follower") -> list[State | None]:
-    """What holds before each instruction, over all ways to it; None where there is none."""
+# An instruction by its number, and the numbers to which the subroutines that it is in return.
+Node = tuple[int, tuple[int, ...]]
+
+
+def states_before(instructions: list[Instruction], follower: "Follower") -> dict[Node, State]:
+    """What holds before each instruction that is reached, over all ways to it; subroutines, such as
+    that of a division, for each call by itself."""
     successors = successors_of(instructions)
-    states: list[State | None] = [None] * len(instructions)
-    states[0] = State()
-    waiting = {0}
+    states: dict[Node, State] = {(0, ()): State()}
+    waiting: set[Node] = {(0, ())}
     while waiting:
-        number = min(waiting)
-        waiting.remove(number)
-        before = states[number]
-        assert before is not None
-        after = follower.after(instructions[number], before)
-        for successor in successors[number]:
-            held = states[successor]
+        node = min(waiting)
+        waiting.remove(node)
+        number, returns = node
+        instruction = instructions[number]
+        after = follower.after(instruction, states[node])
+        reached = {(successor, returns) for successor in successors[number]}
+        if instruction.name == "CALL":
+            assert number + 1 not in returns, "recursion"
+            target = (target_number(instructions, instruction), (*returns, number + 1))
+            reached.add(target)
+        if instruction.name == "RET" and returns:
+            reached.add((returns[-1], returns[:-1]))
+        for successor in reached:
+            held = states.get(successor)
             joined = after if held is None else held.joined(after)
             if joined != held:
                 states[successor] = joined
@@ -359,26 +374,24 @@ def states_before(instructions: list[Instruction], follower: "Follower") -> list
     return states
 
 
+def target_number(instructions: list[Instruction], jump: Instruction) -> int:
+    return (target_of(jump) - instructions[0].address) // 16  # bytes of an instruction
+
+
 def successors_of(instructions: list[Instruction]) -> list[set[int]]:
-    """The numbers of the instructions that may follow each."""
-    number_at = {instruction.address: n for n, instruction in enumerate(instructions)}
+    """The numbers of the instructions that may follow each, but for calls and returns."""
     reconverging = defaultdict(set)  # barrier register -> where its threads meet
-    returns = set()
-    for number, instruction in enumerate(instructions):
+    for instruction in instructions:
         if instruction.name == "BSSY":
-            reconverging[instruction.operands[0]].add(number_at[target_of(instruction)])
-        if instruction.name == "CALL":
-            returns.add(number + 1)
+            reconverging[instruction.operands[0]].add(target_number(instructions, instruction))
     successors = []
     for number, instruction in enumerate(instructions):
         name = instruction.name
         following: set[int] = set()
-        if name in ("BRA", "CALL"):
-            following = {number_at[target_of(instruction)]}
+        if name == "BRA":
+            following = {target_number(instructions, instruction)}
         elif name == "BSYNC":
             following = set(reconverging[instruction.operands[0]])
-        elif name == "RET":
-            following = set(returns)
         ends_here = name in ("BRA", "CALL", "RET", "EXIT") and not is_conditional(instruction)
         if not ends_here and number + 1 < len(instructions):
             following.add(number + 1)

@@ -172,11 +172,13 @@ def test_a_loop_is_followed_until_nothing_changes() -> None:
     assert len(problems) == 4 and all("FMUL" in problem for problem in problems)
 
 
-def test_a_call_returns_to_all_places_that_call() -> None:
-    body = "LDC.64 R4, c[0x0][0x218]; STG.E desc[UR4][R4.64], R8; EXIT; FMUL R8, R3, R3"
-    code = [WORD, "CALL.REL.NOINC 0x60", body, "RET.REL.NODEC R20 0x0"]
-    assert all("FMUL" in problem for problem in checked(*code).problems)
-    assert checked(*code).problems
+def test_a_subroutine_returns_to_its_call() -> None:
+    """Two calls, of which the first is made with a word that is no conversion."""
+    before = "FMUL R8, R3, R3; CALL.REL.NOINC 0x80"
+    after = f"{WORD}; CALL.REL.NOINC 0x80; {STORE}; EXIT"
+    assert checked(before, after, "FMUL R20, R3, R3; RET.REL.NODEC R22 0x0").problems == []
+    spoiled = checked(before, after, "FMUL R8, R3, R3; RET.REL.NODEC R22 0x0").problems
+    assert len(spoiled) == 4 and all("FMUL at 0x0080" in problem for problem in spoiled)
 
 
 @pytest.mark.parametrize(
