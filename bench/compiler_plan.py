@@ -11,9 +11,10 @@ Attention is a box whose bytes count; the embedding is left out; gradients are a
 micro-batch before. Bytes are what a kernel's arguments hold: what a cache saves is not in it.
 Our kernels cast where fp8.kernels=auto says so for one GPU. Inductor's kernels are built for sm_90,
 each in every configuration that a GPU would choose from, and so are those of fp8.scaling=bounded; a
-spill is a register kept in memory. A graph break would raise. Nothing is timed or run. Torch's
-private parts are told that there is an H100 (tried with 2.11's CUDA build and 2.13's CPU build,
-which needs `pip install triton`)."""
+spill is a register kept in memory. Of those that store float8 every byte is followed back to its
+conversion (bench/machine_code.py): exit code 1 where one is not proven to come from there. A graph
+break would raise. Nothing is timed or run. Torch's private parts are told that there is an H100
+(tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`)."""
 
 import re
 import subprocess
@@ -129,19 +130,22 @@ def main(arguments: list[str]) -> int:
         f" {', '.join(spilled) or 'none'}"
     )
     print("\n".join(describe_proofs(PROOFS)))
-    return 0
+    return int(any(proof.problems for proof in PROOFS.values()))
 
 
 def describe_proofs(proofs: Mapping[str, Proof]) -> list[str]:
-    """Lines on the bytes that kernels store as float8; a problem each, three of a kernel."""
+    """Lines on the bytes that kernels store as float8; one for each kernel with problems."""
     with_float8 = {name: proof for name, proof in proofs.items() if proof != Proof()}
-    n_problems = sum(bool(proof.problems) for proof in with_float8.values())
+    proven = [name for name, proof in with_float8.items() if not proof.problems]
     lines = [
-        f"  {len(with_float8)} of them store float8; every byte comes from a conversion in all but"
-        f" {n_problems}"
+        f"  {len(with_float8)} of them store float8; every byte of {len(proven)} is proven to come"
+        " from a conversion"
     ]
     for name, proof in with_float8.items():
-        lines += [f"    {name}: {problem}" for problem in proof.problems[:3]]
+        if proof.problems:
+            lines.append(
+                f"    {name}: {len(proof.problems)} problems, such as: {proof.problems[0]}"
+            )
     return lines
 
 

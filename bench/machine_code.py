@@ -1,9 +1,9 @@
 """Prove from machine code that every byte stored as float8 comes from a float8 conversion.
 
-ptxas 12.8 and 12.9 (Triton 3.6 to 3.8, for sm_90) may repeat a conversion whose value is used
-twice, and let the second use read another register, such as the stack pointer: a wrong byte that
-depends on no input, in code that counts of instructions do not tell from right code. check_kernel()
-follows every byte of a compiled kernel forward to its stores.
+ptxas 12.8 and 12.9 (Triton 3.6 to 3.8, for sm_90) may let the second use of a converted value read
+a register that was not written yet, or the stack pointer: a wrong byte that depends on no input.
+Counts of conversions do not tell such code from right code (tests/bench/faulty_kernel.sass has as
+many as its source). check_kernel() follows every byte of a compiled kernel forward to its stores.
 
 How: each byte of each register is a set of origins, one for each way through the code, and
 instructions that move bytes (PRMT, LOP3 with masks, shifts by whole bytes, moves, selects,
@@ -161,7 +161,9 @@ def disassemble(cubin: bytes) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        return subprocess.check_output([tool, "--dump-sass", file.name], text=True)
+        # it warns of older formats on stderr
+        command = [str(tool), "--dump-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
@@ -174,10 +176,10 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
             proof.problems.append(f"{instruction.place} is not known here: it cannot be followed")
     if proof.problems:
         return proof
-    states = states_before(instructions, follower)
     written: set[str] = set()
-    for instruction, state in zip(instructions, states, strict=True):
-        if instruction.name not in STORES or state is None:
+    for (number, _), state in sorted(states_before(instructions, follower).items(), key=node_of):
+        instruction = instructions[number]
+        if instruction.name not in STORES:
             continue
         pointers = follower.pointers_of_address(instruction, state)
         if pointers and not any(argument.is_float8 for argument in pointers):
@@ -190,6 +192,10 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
         if argument.is_output and argument.name not in written:
             proof.problems.append(f"no store to {argument.name} was found")
     return proof
+
+
+def node_of(item: tuple[Any, Any]) -> Any:
+    return item[0]
 
 
 def stray_bytes(
@@ -336,20 +342,31 @@ class State:
         return state
 
 
-def states_before(instructions: list[Instruction], follower: "Follower") -> list[State | None]:
-    """What holds before each instruction, over all ways to it; None where there is none."""
+# An instruction by its number, and the numbers to which the subroutines that it is in return.
+Node = tuple[int, tuple[int, ...]]
+
+
+def states_before(instructions: list[Instruction], follower: "Follower") -> dict[Node, State]:
+    """What holds before each instruction that is reached, over all ways to it; subroutines, such as
+    that of a division, for each call by itself."""
     successors = successors_of(instructions)
-    states: list[State | None] = [None] * len(instructions)
-    states[0] = State()
-    waiting = {0}
+    states: dict[Node, State] = {(0, ()): State()}
+    waiting: set[Node] = {(0, ())}
     while waiting:
-        number = min(waiting)
-        waiting.remove(number)
-        before = states[number]
-        assert before is not None
-        after = follower.after(instructions[number], before)
-        for successor in successors[number]:
-            held = states[successor]
+        node = min(waiting)
+        waiting.remove(node)
+        number, returns = node
+        instruction = instructions[number]
+        after = follower.after(instruction, states[node])
+        reached = {(successor, returns) for successor in successors[number]}
+        if instruction.name == "CALL":
+            assert number + 1 not in returns, "recursion"
+            target = (target_number(instructions, instruction), (*returns, number + 1))
+            reached.add(target)
+        if instruction.name == "RET" and returns:
+            reached.add((returns[-1], returns[:-1]))
+        for successor in reached:
+            held = states.get(successor)
             joined = after if held is None else held.joined(after)
             if joined != held:
                 states[successor] = joined
@@ -357,26 +374,24 @@ def states_before(instructions: list[Instruction], follower: "Follower") -> list
     return states
 
 
+def target_number(instructions: list[Instruction], jump: Instruction) -> int:
+    return (target_of(jump) - instructions[0].address) // 16  # bytes of an instruction
+
+
 def successors_of(instructions: list[Instruction]) -> list[set[int]]:
-    """The numbers of the instructions that may follow each."""
-    number_at = {instruction.address: n for n, instruction in enumerate(instructions)}
+    """The numbers of the instructions that may follow each, but for calls and returns."""
     reconverging = defaultdict(set)  # barrier register -> where its threads meet
-    returns = set()
-    for number, instruction in enumerate(instructions):
+    for instruction in instructions:
         if instruction.name == "BSSY":
-            reconverging[instruction.operands[0]].add(number_at[target_of(instruction)])
-        if instruction.name == "CALL":
-            returns.add(number + 1)
+            reconverging[instruction.operands[0]].add(target_number(instructions, instruction))
     successors = []
     for number, instruction in enumerate(instructions):
         name = instruction.name
         following: set[int] = set()
-        if name in ("BRA", "CALL"):
-            following = {number_at[target_of(instruction)]}
+        if name == "BRA":
+            following = {target_number(instructions, instruction)}
         elif name == "BSYNC":
             following = set(reconverging[instruction.operands[0]])
-        elif name == "RET":
-            following = set(returns)
         ends_here = name in ("BRA", "CALL", "RET", "EXIT") and not is_conditional(instruction)
         if not ends_here and number + 1 < len(instructions):
             following.add(number + 1)
@@ -394,7 +409,7 @@ def is_conditional(instruction: Instruction) -> bool:
     return bool(instruction.guard) or has_condition
 
 
-# ------------------------------------------------------------------------------- what instructions do
+# ------------------------------------------------------------------------- what instructions do
 
 STORES = ("STG", "ST")
 # They write no register that bytes could be taken from.
@@ -405,9 +420,9 @@ WITHOUT_RESULT = (
 LOADS = ("LDG", "LDS", "LDSM")
 # They compute a value of one register, or two where a modifier says so, which is no byte's move.
 COMPUTING = (
-    "ATOMG B2R BMSK BREV DADD DFMA DMUL F2F F2I FADD FFMA FLO FMNMX FMUL FSET FSWZADD HADD2 HFMA2"
-    " HMNMX2 HMUL2 HSET2 I2F I2FP IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R S2UR UBREV"
-    " UFLO ULDC UP2UR UPOPC VABSDIFF VIMNMX VIMNMX3 VOTE VOTEU"
+    "ATOMG B2R BMSK BREV DADD DFMA DMUL F2F F2I FADD FFMA FLO FMNMX FMUL FRND FSET FSWZADD HADD2"
+    " HFMA2 HMNMX2 HMUL2 HSET2 I2F I2FP I2I IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R"
+    " S2UR UBMSK UBREV UFLO ULDC UP2UR UPOPC VABSDIFF VIADDMNMX VIMNMX VIMNMX3 VOTE VOTEU"
 )
 DOUBLE = ("DADD", "DFMA", "DMUL")  # of 64 bits without a word for it
 
@@ -607,21 +622,22 @@ class Follower:
         """SHF: 32 bits of two words that are shifted as one, the third operand above the first."""
         _, (low, amount, high) = split_destination(instruction)
         n_bits = number_of(amount)
-        is_signed = any(modifier in ("S32", "S64") for modifier in instruction.modifiers)
-        if n_bits is None or n_bits % 8 or n_bits >= 64 or is_signed:
+        if n_bits is None or n_bits % 8 or n_bits >= 64:
             return self._unknown(instruction)
         n_bytes = n_bits // 8
+        is_signed = bool({"S32", "S64"} & set(instruction.modifiers))
+        sign = frozenset({instruction.place}) if is_signed else ZERO
         value = [*self._word(low, state), *self._word(high, state)]
         if instruction.modifiers[0] == "L":
             value = [ZERO] * n_bytes + value
         else:
-            value = value[n_bytes:] + [ZERO] * n_bytes
+            value = value[n_bytes:] + [sign] * n_bytes
         first = 4 if "HI" in instruction.modifiers else 0
         return value[first], value[first + 1], value[first + 2], value[first + 3]
 
     def _multiply_add(self, instruction: Instruction, state: State) -> Word:
-        """IMAD a, b, c: a b + c, which is how bytes are often moved: by 1, or shifted by whole bytes
-        into where c is zero."""
+        """IMAD a, b, c: a b + c, which is how bytes are often moved: by 1, or shifted by whole
+        bytes into where c is zero."""
         _, (a, b, c) = split_destination(instruction)
         if {"WIDE", "HI", "X"} & set(instruction.modifiers):
             return self._unknown(instruction)

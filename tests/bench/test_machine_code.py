@@ -59,6 +59,7 @@ MOVED = {
     "shifts": (
         "IMAD.SHL.U32 R9, R8, 0x1000000, RZ; SHF.R.U32.HI R8, RZ, 0x8, R8; IADD3 R8, R8, R9, RZ"
     ),
+    "a signed shift": "SHF.R.S32.HI R9, RZ, 0x8, R8; PRMT R8, R9, 0x7210, R8",
     "a funnel": "SHF.L.W.U32.HI R8, R8, 0x10, R8",
     "a product with a sum": (
         "LOP3.LUT R9, R8, 0xffff, RZ, 0xc0, !PT; IMAD.U32 R8, R8, 0x10000, R9"
@@ -119,6 +120,7 @@ NOT_PROVEN = {
     "FMUL at": "FMUL R8, R3, R2",
     "LOP3.LUT at": "LOP3.LUT R8, R8, 0x7f7f7f7f, RZ, 0xc0, !PT",
     "SHF.R.U32.HI at": "SHF.R.U32.HI R8, RZ, 0x4, R8",
+    "SHF.R.S32.HI at": "SHF.R.S32.HI R8, RZ, 0x8, R8",
     "PRMT at": "PRMT R8, R8, 0xba98, RZ",  # signs
     "IADD3 at": "IADD3 R8, R8, R8, RZ",
     "the operand -R8": "IADD3 R8, -R8, RZ, RZ",
@@ -170,11 +172,13 @@ def test_a_loop_is_followed_until_nothing_changes() -> None:
     assert len(problems) == 4 and all("FMUL" in problem for problem in problems)
 
 
-def test_a_call_returns_to_all_places_that_call() -> None:
-    body = "LDC.64 R4, c[0x0][0x218]; STG.E desc[UR4][R4.64], R8; EXIT; FMUL R8, R3, R3"
-    code = [WORD, "CALL.REL.NOINC 0x60", body, "RET.REL.NODEC R20 0x0"]
-    assert all("FMUL" in problem for problem in checked(*code).problems)
-    assert checked(*code).problems
+def test_a_subroutine_returns_to_its_call() -> None:
+    """Two calls, of which the first is made with a word that is no conversion."""
+    before = "FMUL R8, R3, R3; CALL.REL.NOINC 0x80"
+    after = f"{WORD}; CALL.REL.NOINC 0x80; {STORE}; EXIT"
+    assert checked(before, after, "FMUL R20, R3, R3; RET.REL.NODEC R22 0x0").problems == []
+    spoiled = checked(before, after, "FMUL R8, R3, R3; RET.REL.NODEC R22 0x0").problems
+    assert len(spoiled) == 4 and all("FMUL at 0x0080" in problem for problem in spoiled)
 
 
 @pytest.mark.parametrize(
@@ -252,19 +256,36 @@ def assembler_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@pytest.mark.parametrize("has_move", [True, False])
-@pytest.mark.parametrize("size, warps", [(16, 1), (64, 4)])
-def test_a_value_used_twice_is_seen_where_this_assembler_is_wrong(
-    size: int, warps: int, has_move: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def proof_of(form: str, size: int, warps: int) -> Proof:
+    """Of both_layouts(), compiled by this Triton."""
     from tests.helpers.both_layouts import both_layouts
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x = torch.zeros(2 * size, size)
     q, pairs = x.to(torch.uint8), torch.zeros(size, size, dtype=torch.int16)
     with compiled_for_hopper() as kernels:
-        both_layouts[(1,)](x, q, pairs, SIZE=size, HAS_MOVE=has_move, num_warps=warps)
+        both_layouts[(1,)](x, q, pairs, SIZE=size, FORM=form, num_warps=warps)
     proof = check_kernel(kernels[0], ("q", "pairs"))
     assert proof.n_bytes == 2 * q.numel() // (32 * warps)
-    is_wrong = not has_move and assembler_version() < (13, 0)
-    assert bool(proof.problems) == is_wrong
+    return proof
+
+
+TILES = pytest.mark.parametrize("size, warps", [(16, 1), (64, 4)])
+
+
+@TILES
+@pytest.mark.parametrize("form", ["as it is", "maximum", "reversed"])
+def test_a_value_used_twice_is_seen_where_this_assembler_is_wrong(
+    form: str, size: int, warps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    is_wrong = assembler_version() < (13, 0)
+    assert bool(proof_of(form, size, warps).problems) == is_wrong
+
+
+@TILES
+@pytest.mark.parametrize("form", ["repaired", "moved"])
+def test_what_we_write_is_assembled_rightly(
+    form: str, size: int, warps: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert proof_of(form, size, warps).problems == []
