@@ -6,11 +6,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 import train
 from eval import demo_questions, harness, in_training, tasks
 from eval.exchange import RankFailed, RankStopped, work_together
 from lib.errors import UserError
+from model import GPT
 from runtime import parallel
 from runtime.config import Config
 from tests.conftest import ALONE, changed, tiny_config, write_shards
@@ -109,6 +111,19 @@ def test_scores_do_not_depend_on_how_the_run_computes(words: str, base: Config) 
     with mock.patch.object(demo_questions, "QUESTIONS", 20):
         train.train(config, ALONE)
     assert scores_by_step(config)[3] == harness_scores(config, 3)
+
+
+def test_a_copy_of_the_weights_takes_two_bytes_a_parameter(base: Config) -> None:
+    """And its RoPE tables, which BF16 would blur, are the model's own."""
+    model = GPT(base.model)
+    model.init_weights(1)
+    exchange = in_training.Exchange(ALONE, lambda: False)
+    copy = in_training._whole_copy(model, ALONE.device, exchange)
+    assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
+    assert copy.head.weight is copy.wte.weight
+    assert torch.equal(copy.cos, model.cos) and torch.equal(copy.sin, model.sin)
+    for p, original in zip(copy.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, original.to(torch.bfloat16))
 
 
 # ------------------------------------------------------------------------------- resume, two ranks
