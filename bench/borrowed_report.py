@@ -13,24 +13,30 @@ from bench.fourway import format_table
 from bench.kernel_kinds import table_of_kernels, table_of_kinds
 from bench.report import draw
 from bench.trainings import TrainingRow
+from fp8.recipes import FP8Config
 from lib.errors import UserError
 from lib.files import write_atomically
 from lib.machine import ROOT
 from lib.text import grid
+from model import GPTConfig
 from runtime.config import load_config
-from runtime.roofline import GPUS, MICRO_BATCH, TOKENS_PER_STEP, step
+from runtime.roofline import CASTS, GPUS, MICRO_BATCH, TOKENS_PER_STEP, step
 
 SIZES = ("125m", "350m", "760m", "1p5b")
-LABELS = {  # of the cells -> how the table calls them
-    "tensorwise+kernels": "tensorwise, our kernels",
-    "tensorwise+kernels+head": "tensorwise, our kernels, head too",
-    "tensorwise+kernels+delayed": "tensorwise, our kernels, delayed scales",
-    "tensorwise+kernels+delayed+head": "the same, head too",
-    "tensorwise+kernels+bounded": "tensorwise, producers write FP8",
-    "tensorwise+kernels+bounded+head": "the same, head too",
-    "tensorwise": "tensorwise (torchao)",
-    "rowwise": "rowwise (torchao)",
-    "blockwise": "blockwise",
+BF16 = FP8Config()
+OURS = FP8Config(recipe="tensorwise", kernels=True)
+DELAYED = replace(OURS, scaling="delayed")
+BOUNDED = replace(OURS, scaling="bounded")
+SHOWN = {  # precision of the cells -> how the table calls it
+    OURS: "tensorwise, our kernels",
+    replace(OURS, head=True): "tensorwise, our kernels, head too",
+    DELAYED: "tensorwise, our kernels, delayed scales",
+    replace(DELAYED, head=True): "the same, head too",
+    BOUNDED: "tensorwise, producers write FP8",
+    replace(BOUNDED, head=True): "the same, head too",
+    FP8Config(recipe="tensorwise"): "tensorwise (torchao)",
+    FP8Config(recipe="rowwise"): "rowwise (torchao)",
+    FP8Config(recipe="blockwise"): "blockwise",
 }
 PAGE = ROOT / "docs" / "speed.md"
 README = ROOT / "README.md"
@@ -71,8 +77,8 @@ def measured(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, 
     }
 
 
-def modelled(gpu: str) -> dict[tuple[str, str], float]:
-    """(size, label) -> the roofline's ratio over BF16 on the GPU of this name; {} where it knows
+def modelled(gpu: str) -> dict[tuple[str, FP8Config], float]:
+    """(size, precision) -> the roofline's ratio over BF16 on the GPU of this name; {} where it knows
     none such."""
     names = [name for name in GPUS if name in gpu.lower()]
     if not names:
@@ -81,20 +87,26 @@ def modelled(gpu: str) -> dict[tuple[str, str], float]:
     ratios = {}
     for size in SIZES:
         model = replace(load_config(ROOT / f"configs/gpt{size}_bf16.py").model, n_ctx=1024)
-        seconds = {
-            label: sum(step(bandwidth, model, label, MICRO_BATCH[size], TOKENS_PER_STEP).values())
-            for label in ("bf16", *LABELS)
-            if _is_modelled(label)
-        }
-        for label, label_seconds in seconds.items():
-            ratios[size, label] = seconds["bf16"] / label_seconds
+        bf16_seconds = _modelled_seconds(bandwidth, model, BF16, MICRO_BATCH[size])
+        for fp8 in SHOWN:
+            if _label_of_blocks(fp8) in CASTS:
+                seconds = _modelled_seconds(bandwidth, model, fp8, MICRO_BATCH[size])
+                ratios[size, fp8] = bf16_seconds / seconds
     return ratios
 
 
-def _is_modelled(label: str) -> bool:
-    from runtime.roofline import CASTS
+def _modelled_seconds(
+    bandwidth: float, model: GPTConfig, fp8: FP8Config, micro_batch: int
+) -> float:
+    """Of a micro-batch, with its part of the optimizer step."""
+    label = _label_of_blocks(fp8)
+    head = CASTS[label] if fp8.head else None
+    return sum(step(bandwidth, model, label, micro_batch, TOKENS_PER_STEP, head=head).values())
 
-    return label.removesuffix("+head") in CASTS
+
+def _label_of_blocks(fp8: FP8Config) -> str:
+    """The key of CASTS of the Linears that are not the head."""
+    return replace(fp8, head=False).label
 
 
 def speed_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -104,12 +116,12 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [["FP8 over BF16, per FLOP (modelled before)", *map(_size_name, SIZES)]]
     baseline = ["BF16, tokens/s (mfu_bf16)"]
     for size in SIZES:
-        row = rows_by_cell.get((size, "bf16"))
+        row = rows_by_cell.get((size, BF16.label))
         baseline.append("" if row is None else _tokens_per_s(row))
     lines.append(baseline)
-    for label, name in LABELS.items():
+    for fp8, name in SHOWN.items():
         cells = [
-            _ratio(rows_by_cell.get((size, label)), model.get((size, label))) for size in SIZES
+            _ratio(rows_by_cell.get((size, fp8.label)), model.get((size, fp8))) for size in SIZES
         ]
         if any(cells):
             lines.append([name, *cells])
@@ -139,8 +151,8 @@ def profiled(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Title -> the newest row of PROFILED in each precision whose kernels are known."""
     rows_by_cell = measured(rows)
     columns = {}
-    for label, title in {"bf16": "BF16", **LABELS}.items():
-        row = rows_by_cell.get((PROFILED, label))
+    for fp8, title in {BF16: "BF16", **SHOWN}.items():
+        row = rows_by_cell.get((PROFILED, fp8.label))
         if row is not None and row.get("kernels"):
             columns[title] = row
     return columns
@@ -178,7 +190,7 @@ def readme_row(rows: Sequence[dict[str, Any]]) -> str:
     rows_by_cell = measured(rows)
     ratios = []
     for size in SIZES:
-        row = rows_by_cell.get((size, "tensorwise+kernels"))
+        row = rows_by_cell.get((size, OURS.label))
         if row is not None and row["ratio"]:
             ratios.append(f"{row['ratio']:.2f} at {_size_name(size)}")
     gpu = rows[-1]["gpu"].removeprefix("NVIDIA ")

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from fp8 import selection
-from fp8.recipes import KERNELS, fp8_overrides
+from fp8.recipes import from_label
 from lib.errors import UserError
 from lib.machine import ROOT
 from runtime import documents
@@ -125,13 +125,12 @@ def config_of(cell: Cell) -> Config:
         "parallel.compile": "block",  # as studies, as runs on several GPUs
         "data.document_mask": str(cell.has_document_mask).lower(),
     }
-    if cell.precision != BASELINE and KERNELS not in cell.precision:
+    fp8 = from_label(cell.precision)
+    if fp8.is_on and fp8.kernels == "auto":
         changes["fp8.kernels"] = "false"  # a cell without them measures torchao's casts
     base = "50m" if cell.model else cell.size
     overrides = [f"{key}={value}" for key, value in changes.items()]
-    return load_config(
-        ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *fp8_overrides(cell.precision)]
-    )
+    return load_config(ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *fp8.overrides])
 
 
 def build_ours(cell: Cell, device: torch.device) -> Subject:

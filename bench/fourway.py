@@ -9,6 +9,7 @@ as time allows; a row each in OUT/trainings.jsonl. The table and the figure of f
 loss, tokens/s, TFLOP/s, MFU, time of training with and without compilation, memory. Noise in the
 place of text: the losses say whether the arms learn alike, not how well."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,8 +90,18 @@ def _train(suite: Suite, size: str, arm: str, folder: Path, limit_s: float) -> T
         steps=suite.steps,
         folder=folder,
         limit_s=limit_s,
-        name=f"{size}_{arm.lower().replace(' ', '_')}",
+        name=_run_name(size, arm),
     )
+
+
+def _run_name(size: str, arm: str) -> str:
+    return f"{size}_{arm.lower().replace(' ', '_')}"
+
+
+def _cells() -> dict[str, tuple[str, str]]:
+    """Name of a run -> (size, arm)."""
+    sizes = [size for suite in SUITES.values() for size in suite.sizes]
+    return {_run_name(size, arm): (size, arm) for size, arm in itertools.product(sizes, ARMS)}
 
 
 def page(folder: Path) -> str:
@@ -110,9 +121,7 @@ def page(folder: Path) -> str:
 
 def arm_of(row: TrainingRow) -> tuple[str, str]:
     """(size, arm) of a row of this comparison."""
-    size, _, arm_name = row.name.partition("_")
-    names = {arm.lower().replace(" ", "_"): arm for arm in ARMS}
-    return size, names[arm_name]
+    return _cells()[row.name]
 
 
 def format_table(rows: Sequence[TrainingRow]) -> str:

@@ -35,7 +35,7 @@ from fp8.head_loss import cross_entropy_grad
 from fp8.kernels import cast_both
 from fp8.matmul import scaled_mm
 from fp8.precision import Precision
-from fp8.recipes import CANDIDATES, KERNEL_CANDIDATES, by_name, needs_precision_casts
+from fp8.recipes import CANDIDATES, KERNEL_CANDIDATES, from_label, needs_precision_casts
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import write_atomically
@@ -212,7 +212,7 @@ def time_linear(
     bf16, quantised = (linear_step(name, K, N, x, g) for name in ("off", recipe))
     bf16()
     # as parallel.set_torch_flags does
-    with inductor.patch(emulate_precision_casts=needs_precision_casts([by_name(recipe).recipe])):
+    with inductor.patch(emulate_precision_casts=needs_precision_casts([from_label(recipe).recipe])):
         if not all(gradient.isfinite().all() for gradient in quantised()):
             raise RuntimeError("a gradient is not finite: the time of such a Linear means nothing")
         bf16_ms, _, ratios = in_turns(bf16, quantised, options.turns, device)
@@ -240,11 +240,11 @@ def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -
     nn.init.ones_(norm.weight)
     for weight in linear.parameters():
         nn.init.normal_(weight, std=K**-0.5)
-    selection.check_hardware(by_name(recipe), x.device)
+    selection.check_hardware(from_label(recipe), x.device)
     if recipe == "off":
         keep_bf16_copies(linear)  # as in training on one process
     else:
-        convert(linear, by_name(recipe), device_type=x.device.type)
+        convert(linear, from_label(recipe), device_type=x.device.type)
     piece = nn.Sequential(norm, linear, nn.Sigmoid())
     setattr(piece, "compute_dtype", BF16)  # noqa: B010  as a GPT has it
     Precision(piece).after_update()  # once, as in a step of many micro-batches
@@ -274,7 +274,7 @@ def shapes_of(options: Options) -> list[tuple[int, int]]:
 
 def recipes_of(options: Options) -> tuple[str, ...]:
     for recipe in options.recipes:
-        config = by_name(recipe)
+        config = from_label(recipe)
         for problem in config.problems():
             raise UserError(problem)
         if config.recipe in ("off", "auto"):

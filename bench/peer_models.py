@@ -53,6 +53,8 @@ LABELS = {
     "nanochat": ("nanochat_bf16", "nanochat_fp8"),
     "torchtitan": ("torchtitan_bf16", "torchtitan_fp8"),
 }
+IN_FP8 = ("nanochat_fp8", "torchtitan_fp8")
+PEER_OF = {label: peer for peer, labels in LABELS.items() for label in labels}
 # The repository, the commit that this was written for, a file to know it by.
 USED = {
     "nanogpt": ("karpathy/nanoGPT", "3adf61e", "model.py"),
@@ -80,11 +82,11 @@ def load(cell: Cell, device: torch.device) -> Subject:
     the checkout's code and sets the process's matmul precision as the peer does: meant for a
     process of its own."""
     assert cell.peer is not None
-    peer, _, kind = cell.label.partition("_")
+    peer = PEER_OF[cell.label]
     sys.path.insert(1, cell.peer)  # behind our own folder, before what is installed
     torch.manual_seed(0)
     subject = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}[peer](
-        cell, device, kind == "fp8"
+        cell, device, cell.label in IN_FP8
     )
     subject.describe.insert(
         0, f"{cell.size}: {check(peer, cell.peer)}, under torch {torch.__version__}"

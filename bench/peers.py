@@ -34,7 +34,7 @@ from pathlib import Path
 
 from bench import throughput
 from bench.cells import BASELINE, Cell
-from bench.peer_models import BESIDE, LABELS, OURS, USED, check
+from bench.peer_models import BESIDE, IN_FP8, LABELS, OURS, USED, check
 from lib.command import run_command
 from lib.errors import UserError
 from lib.values import FilePath
@@ -100,7 +100,7 @@ def _peer_cells(size: str, folders: dict[str, str]) -> list[Cell]:
 def _toy_group(folders: dict[str, str]) -> list[Cell]:
     """Small models on a CPU, without the peers' FP8."""
     ours = Cell("ours_toy", BASELINE, 4, model=OURS["ours_toy"])
-    peers = [cell for cell in _peer_cells("toy", folders) if not cell.label.endswith("_fp8")]
+    peers = [cell for cell in _peer_cells("toy", folders) if cell.label not in IN_FP8]
     return [replace(cell, T=64, tokens_per_step=1024, device="cpu") for cell in (ours, *peers)]
 
 

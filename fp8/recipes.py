@@ -400,6 +400,11 @@ def names_where(condition: str) -> tuple[str, ...]:
 # What `auto` may choose where the table says that it pays: the recipes made for speed.
 CANDIDATES = names_where("is_fast")
 KERNEL_CANDIDATES = tuple(f"{name}{KERNELS}" for name in CANDIDATES if RECIPES[name].has_kernels)
+# what the table of timings calls a candidate -> its recipe
+RECIPE_OF_CANDIDATE = {name: name for name in CANDIDATES}
+RECIPE_OF_CANDIDATE |= {
+    f"{name}{KERNELS}": name for name in CANDIDATES if RECIPES[name].has_kernels
+}
 
 
 def multiple_of(recipe: str) -> int:
@@ -454,13 +459,34 @@ class FP8Config:
 
     @property
     def label(self) -> str:
-        """Name in records and of a study's arm: "bf16", or the recipe and all else that is set but
+        """Its text for people and in records: "bf16", or the recipe and all else that is set but
         for all_gather, in the order of the fields, such as tensorwise+kernels+delayed+head or
-        rowwise+first_bf16=2+skip=attn.out,layers.0.*"""
+        rowwise+first_bf16=2+skip=attn.out,layers.0.*
+
+        Nothing is read back from it; from_label() is for what a person writes."""
         if self.recipe == "off":
             return "bf16"
-        settings = [name for name in self._changed() if name not in ("recipe", "all_gather")]
+        settings = [name for name in self._named() if name != "recipe"]
         return "+".join([self.recipe, *(self._word(name) for name in settings)])
+
+    @property
+    def is_on(self) -> bool:
+        """Whether Linears are converted; else all is in BF16."""
+        return self.recipe != "off"
+
+    @property
+    def file_label(self) -> str:
+        """Its text as a part of file names."""
+        return file_word(self.label)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides that turn a BF16 config into one of this precision, all_gather aside."""
+        return [f"fp8.{name}={self._text(name)}" for name in self._named()]
+
+    def _named(self) -> list[str]:
+        """Fields that the label and the overrides name."""
+        return [name for name in self._changed() if name != "all_gather"]
 
     def _changed(self) -> list[str]:
         """Fields that have another value than their default; kernels=false changes no number."""
@@ -476,8 +502,14 @@ class FP8Config:
             return name
         if name == "scaling":
             return str(value)
-        text = ",".join(value) if isinstance(value, tuple) else value
-        return f"{name}={text}"
+        return f"{name}={self._text(name)}"
+
+    def _text(self, name: str) -> str:
+        """A field's value as a command line has it."""
+        value = getattr(self, name)
+        if isinstance(value, bool):
+            return str(value).lower()
+        return ",".join(value) if isinstance(value, tuple) else str(value)
 
     def problems(self) -> Iterator[str]:
         """A sentence for each contradiction between the settings."""
@@ -538,26 +570,27 @@ class FP8Config:
             )
 
 
-def fp8_overrides(label: str) -> list[str]:
-    """The overrides that turn a BF16 config into one of this FP8Config.label."""
+def from_label(label: str) -> FP8Config:
+    """The settings that a person names as FP8Config.label does, such as tensorwise+kernels. Raises
+    UserError where no settings are called so."""
     if label == "bf16":
-        return []
+        return FP8Config()
     recipe, *words = label.split("+")
-    return [f"fp8.recipe={recipe}", *(f"fp8.{_override(word)}" for word in words)]
+    return read_options(FP8Config, [f"recipe={recipe}", *map(_setting, words)])
 
 
-def _override(word: str) -> str:
+def file_word(text: str) -> str:
+    """A text as a part of file names."""
+    return re.sub(r"[^\w.]+", "-", text)
+
+
+def _setting(word: str) -> str:
     """A word of a label as key=value."""
     if "=" in word:
         return word
     if word in ("delayed", "bounded"):
         return f"scaling={word}"
     return f"{word}=true"
-
-
-def by_name(label: str) -> FP8Config:
-    """The settings with this label, such as tensorwise+kernels. Raises UserError for another."""
-    return read_options(FP8Config, [text.removeprefix("fp8.") for text in fp8_overrides(label)])
 
 
 # ----------------------------------------------------------------- the tables of the documentation

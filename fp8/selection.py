@@ -13,7 +13,7 @@ import torch.nn as nn
 from fp8.recipes import (
     CANDIDATES,
     KERNEL_CANDIDATES,
-    KERNELS,
+    RECIPE_OF_CANDIDATE,
     RECIPES,
     FP8Config,
     OnGPU,
@@ -163,7 +163,7 @@ def _choose(
     label, reason = choose(timings, gpu, *shape, candidates)
     if label is None:
         return Layer(name, shape, None, reason, kernels=False)
-    return Layer(name, shape, label.removesuffix(KERNELS), reason, label.endswith(KERNELS))
+    return Layer(name, shape, RECIPE_OF_CANDIDATE[label], reason, label in KERNEL_CANDIDATES)
 
 
 def _check_patterns(config: FP8Config, names: Iterable[str]) -> None:

@@ -53,7 +53,7 @@ TILES = (((128, 256), 1.0), ((256, 128), 1.0), ((128, 128), 0.9))
 IDLE = 0.04  # of everything else: launches, tails, clocks
 
 
-# label without +head -> what its casts move; a label without an entry has no modelled speed
+# FP8Config.label without a head in FP8 -> what its casts move; another has no modelled speed
 CASTS = {"bf16": BF16_CASTS}
 CASTS |= {
     f"{recipe.name}{settings}": casts
@@ -61,7 +61,7 @@ CASTS |= {
     for settings, casts in recipe.casts.items()
 }
 CASTS["zero casts"] = ZERO_CASTS
-# printed, in this order
+# printed, in this order: with the head in BF16, then in FP8
 LABELS = (
     "bf16",
     "tensorwise",
@@ -73,11 +73,13 @@ LABELS = (
     "tensorwise+kernels+bounded",
     "tensorwise_gw_hp+kernels",
     "zero casts",
-    "tensorwise+head",
-    "tensorwise+kernels+head",
-    "tensorwise+kernels+delayed+head",
-    "tensorwise+kernels+bounded+head",
-    "zero casts+head",
+)
+LABELS_WITH_HEAD = (
+    "tensorwise",
+    "tensorwise+kernels",
+    "tensorwise+kernels+delayed",
+    "tensorwise+kernels+bounded",
+    "zero casts",
 )
 
 
@@ -127,25 +129,21 @@ def step(
     rope: int = 10 + 12,
     head: Casts | None = None,
 ) -> dict[str, float]:
-    """Modelled seconds of a micro-batch of `label`, a key of CASTS with or without +head, with its
-    part of the optimizer step, by BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 /
-    `shard` of the weights; norms' parameters are left out.
+    """Modelled seconds of a micro-batch of `label`, a key of CASTS, with its part of the optimizer
+    step, by BUCKETS, on one GPU, which sees `tokens_per_step` and updates 1 / `shard` of the
+    weights; norms' parameters are left out.
 
-    bf16: what the Linears do that stay in BF16. head: what the head does with +head, where another
-    recipe's casts are meant than the blocks'. For other people's models: gated as in linears();
-    rope: bytes per value of attention's output, forward and backward, which lays q, k, v side by
-    side again."""
-    recipe = label.removesuffix("+head")
+    bf16: what the Linears do that stay in BF16. head: what the head does; None: it stays in BF16.
+    For other people's models: gated as in linears(); rope: bytes per value of attention's output,
+    forward and backward, which lays q, k, v side by side again."""
     tokens = micro_batch * model.n_ctx
     accumulation = max(1, tokens_per_step // tokens)
     buckets = dict.fromkeys(BUCKETS, 0.0)
     params_added_within = 0  # parameters whose gradients their matmul adds up
     for name, K, N, count in linears(model, gated):
-        casts = CASTS[recipe]
-        if recipe == "bf16" or (name == "head" and recipe == label):
-            casts = bf16
-        elif name == "head" and head is not None:
-            casts = head
+        casts = bf16 if label == "bf16" else CASTS[label]
+        if name == "head":
+            casts = head or bf16
         buckets["matmul"] += count * _linear_seconds(bandwidth, casts, tokens, K, N)
         buckets["cast"] += count * _cast_seconds(bandwidth, casts, name, tokens, K, N, accumulation)
         if casts.adds and name != "head" and accumulation > 1:
@@ -219,28 +217,28 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     f, p, m = config.fp8, config.parallel, config.model
     has_whole_weights = (p.shard or 1) == 1
     has_kernels = casting(f, "cuda", has_whole_weights).is_ours
-    label = replace(f, kernels=has_kernels).label
+    label = replace(f, kernels=has_kernels, head=False).label
     name = _modelled_gpu(gpu)
-    if name is None or label.removesuffix("+head") not in CASTS or p.recompute or not p.compile:
+    if name is None or label not in CASTS or p.recompute or not p.compile:
         return None
     if f.scaling == "bounded" and m.qk_norm:  # blocks without producers
         return None
     if has_kernels and not has_whole_weights:  # under FSDP2 our kernels cast at each use
         return None
     head = None
-    if f.head and f.kernels == "auto":
-        # whose loss is not within its matmul: ours, alone, are taken to cost what torchao's do
-        head = CASTS[f.recipe]
+    if f.head:
+        # one whose loss is not within its matmul is ours alone, and taken to cost what torchao's do
+        head = CASTS[f.recipe if f.kernels == "auto" else label]
     is_known = config.data.micro_batch != "auto"
     micro_batch = config.micro_batch if is_known else max(1, TOKENS // m.n_ctx)
     tokens = config.data.tokens_per_step // gpus
     bf16 = replace(CASTS["bf16"], adds=gpus == 1)
 
-    def seconds(arm: str) -> float:
+    def seconds(arm: str, head: Casts | None = None) -> float:
         buckets = step(GPUS[name], m, arm, micro_batch, tokens, p.shard or 1, bf16=bf16, head=head)
         return sum(buckets.values())
 
-    return seconds("bf16") / seconds(label)
+    return seconds("bf16") / seconds(label, head)
 
 
 def _modelled_gpu(gpu: str) -> str | None:
@@ -296,9 +294,11 @@ def main(options: Options) -> None:
             f"  {'label':31} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   "
             + "".join(f"{name:>10}" for name in BUCKETS)
         )
-        steps = {
-            label: step(bandwidth, model, label, micro_batch, TOKENS_PER_STEP) for label in LABELS
-        }
+        size_of_step = (micro_batch, TOKENS_PER_STEP)
+        steps = {label: step(bandwidth, model, label, *size_of_step) for label in LABELS}
+        for label in LABELS_WITH_HEAD:
+            buckets = step(bandwidth, model, label, *size_of_step, head=CASTS[label])
+            steps[f"{label}+head"] = buckets
         for label, buckets in steps.items():
             seconds = sum(buckets.values())
             tok_per_s, shares = (

@@ -15,6 +15,7 @@ from typing import Any
 
 from scipy import stats
 
+from fp8.recipes import file_word
 from lib.errors import UserError
 from lib.machine import ROOT, git
 from lib.plots import write_files
@@ -30,7 +31,6 @@ from scaling.predict import begun, target_of
 from scaling.predictions import prediction_hash, read_frozen
 from scaling.reason_words import sentence_of, worded
 from scaling.records import Record
-from scaling.study import file_word
 from scaling.typed_json import from_json
 
 SCHEMA_VERSION = 1

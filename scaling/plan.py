@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp8 import selection
-from fp8.recipes import fp8_overrides
+from fp8.recipes import from_label
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.machine import ROOT
@@ -164,8 +164,9 @@ class Speeds:
 def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     """The repository's sizes with exact counts, smallest first; MFU and FP8's speed-up as measured
     on that GPU, else assumed and bounded. Plus a line on each."""
+    overrides = from_label(options.recipe).overrides
     configs = {
-        path.stem.removesuffix("_bf16"): load_config(path, fp8_overrides(options.recipe))
+        path.stem.removesuffix("_bf16"): load_config(path, overrides)
         for path in sorted((ROOT / "configs").glob("gpt*_bf16.py"))
     }
     totals = [config.model.params_total for config in configs.values()]

@@ -12,14 +12,13 @@ against."""
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from fp8.recipes import fp8_overrides
+from fp8.recipes import from_label
 from lib.errors import UserError
 from lib.machine import ROOT
 from lib.text import nearest
@@ -29,6 +28,7 @@ from runtime.config import Config, FP8Config, OptimConfig, apply_overrides, load
 from runtime.config_file import run_file
 from runtime.log import pair_id
 
+ARROW = ">"  # between a trunk's precision and that of its decay
 # of GPT.counts(), in a Row
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
 
@@ -73,8 +73,8 @@ class Study:
         parts: list[Study | Size] = [self, *self.sizes]
         for part in parts:
             for switch in part.switch or ():
-                trunk, _, decay = switch.partition(">")
-                if trunk not in (part.recipes or self.recipes) or not decay or ">" in decay:
+                trunk, _, decay = switch.partition(ARROW)
+                if trunk not in (part.recipes or self.recipes) or not decay or ARROW in decay:
                     raise UserError(
                         f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16,"
                         " its trunk among recipes="
@@ -88,7 +88,9 @@ class Row:
 
     run: str  # its name
     size: str  # name of its size
-    recipe: str  # its arm: label of its precision, "trunk>decay" where its decay switches
+    # its arm, for tables and files: text of its precision, "trunk>decay" where its decay switches;
+    # its overrides are what it is trained by
+    recipe: str
     seed: int  # of initialisation and order of data
     tokens_per_param: float  # its budget, as the study counts parameters
     tokens: int  # trained on when it ends, its trunk's included
@@ -168,9 +170,10 @@ def expand(study: Study) -> list[Row]:
         for seed, lr, recipe in itertools.product(
             size.seeds, size.lr or (None,), size.recipes or study.recipes
         ):
-            has_null = recipe == "bf16" and seed in size.null_seeds
+            fp8 = _precision_of(recipe)
+            has_null = not fp8.is_on and seed in size.null_seeds
             for repeat in range(2 if has_null else 1):
-                rows += replace(family, recipe=recipe, seed=seed, lr=lr, repeat=repeat).rows()
+                rows += replace(family, fp8=fp8, seed=seed, lr=lr, repeat=repeat).rows()
     return rows
 
 
@@ -193,9 +196,14 @@ def _read_size(study: Study, size: Size) -> "Family":
     return Family(study, size, file_config, base, {key: counts[key] for key in COUNTS})
 
 
-def file_word(label: str) -> str:
-    """A precision's label as a part of file names."""
-    return re.sub(r"[^\w.]+", "-", label)
+def _precision_of(arm: str) -> FP8Config:
+    """The precision that a study names. Raises UserError where tables would call it otherwise."""
+    fp8 = from_label(arm)
+    if fp8.label != arm:
+        raise UserError(
+            f"recipes= names {arm!r}: write it {fp8.label!r}, as its runs are called in every table"
+        )
+    return fp8
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,7 @@ class Family:
     file_config: Config
     base: Config  # with the study's overrides
     counts: dict[str, int]  # COUNTS of its model
-    recipe: str = "bf16"
+    fp8: FP8Config = FP8Config()  # of its trunk
     seed: int = 0
     lr: float | None = None  # none = the config's
     repeat: int = 0  # 1: null runs
@@ -218,24 +226,19 @@ class Family:
         return self.base.run.removesuffix("_bf16")
 
     @cached_property
-    def _arm(self) -> str:
-        """Its precision in names of runs."""
-        return file_word(self.recipe)
-
-    @cached_property
-    def switches(self) -> list[str]:
+    def switches(self) -> list[FP8Config]:
         """The precisions that its decays are tried in too; none of null runs."""
         switch = self.study.switch if self.size.switch is None else self.size.switch
         if self.repeat:
             return []
-        pairs = [pair.split(">") for pair in switch]
-        return [decay for trunk, decay in pairs if trunk == self.recipe]
+        pairs = [pair.split(ARROW) for pair in switch]
+        return [_precision_of(decay) for trunk, decay in pairs if _precision_of(trunk) == self.fp8]
 
-    def run_name(self, budget: float, decay: str | None = None) -> str:
+    def run_name(self, budget: float, decay: FP8Config | None = None) -> str:
         """decay: the precision of the decay, where it is another."""
-        arm = self._arm
+        arm = self.fp8.file_label
         if decay is not None:
-            arm += f"-{file_word(decay)}"
+            arm += f"-{decay.file_label}"
         null = "_null" if self.repeat else ""
         rate = f"_lr{self.lr:g}" if self.lr else ""
         return f"{self.size_name}_{arm}{null}{rate}_t{budget:g}_s{self.seed}"
@@ -276,7 +279,7 @@ class Family:
         return Row(
             run=config.run,
             size=self.size_name,
-            recipe=self.recipe,
+            recipe=self.fp8.label,
             seed=self.seed,
             tokens_per_param=budget,
             tokens=config.total_tokens,
@@ -338,7 +341,7 @@ class Family:
             overrides.append(f"optim.lr={self.lr!r}")
         if self.base.parallel.compile:
             overrides.append("parallel.compile=block")  # one GPU and eight run the same graph
-        overrides += fp8_overrides(self.recipe)
+        overrides += self.fp8.overrides
         if self.repeat:
             overrides += ["repeat=1", *self.study.null]
         return overrides
@@ -354,13 +357,13 @@ class Family:
                 "overrides= sets run or seed, which the study gives to each of its runs: drop them,"
                 " and write seeds="
             )
-        if config.fp8.label != self.recipe:
+        if config.fp8.label != self.fp8.label:
             raise UserError(
-                f"recipes= names {self.recipe!r}: write it {config.fp8.label!r}, as its runs are"
-                " called in every table"
+                f"overrides= sets fp8 ({config.fp8.label!r} in place of {self.fp8.label!r}): drop"
+                " it, and write recipes="
             )
 
-    def _switched(self, row: Row, decay: str, trunk: Row) -> Row:
+    def _switched(self, row: Row, decay: FP8Config, trunk: Row) -> Row:
         """The run that decays in another precision from where `row` decays."""
         run = self.run_name(row.tokens_per_param, decay)
         shared = [
@@ -372,9 +375,9 @@ class Family:
         return replace(
             row,
             run=run,
-            recipe=f"{self.recipe}>{decay}",
+            recipe=f"{self.fp8.label}{ARROW}{decay.label}",
             parent=trunk.run,
             parent_step=row.steps - optim.decay_steps(row.steps),
-            overrides=(f"run={run}", *fp8_overrides(decay), *shared),
-            switched_from=self.recipe,
+            overrides=(f"run={run}", *decay.overrides, *shared),
+            switched_from=self.fp8.label,
         )

@@ -18,7 +18,7 @@ from fp8.head_loss import cross_entropy_grad
 from fp8.kernels import cast_both
 from fp8.linears import PrototypeLinear
 from fp8.matmul import add_weight_grad
-from fp8.recipes import by_name
+from fp8.recipes import from_label
 from runtime import plan
 from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
 from runtime.config import CheckpointConfig, load_config
@@ -83,7 +83,7 @@ def test_every_recipes_matmuls_against_fp64(label):
         x, w, g = operands(kind)
         w = w.bfloat16().float() if label == "mxfp8" else w  # Blackwell's takes no other
         got = passes_on_gpu(label, x, w, g)
-        want = reference(by_name(label).recipe, x, w, g)
+        want = reference(from_label(label).recipe, x, w, g)
         assert all(
             distance(on_gpu.cpu(), exact) < 1e-2 for on_gpu, exact in zip(got, want, strict=True)
         ), kind

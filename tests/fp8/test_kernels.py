@@ -11,7 +11,7 @@ from fp8 import kernels as kernels_module
 from fp8.copies import refresh_weight_copies, zero_gradients
 from fp8.kernels import KernelLinear
 from fp8.matmul import scaled_mm
-from fp8.recipes import E4M3, E5M2, by_name
+from fp8.recipes import E4M3, E5M2, from_label
 from model import GPT, GPTConfig
 from runtime import parallel
 from tests.conftest import ALONE
@@ -168,7 +168,7 @@ def ours(tiny, label) -> GPT:
     config = replace(
         tiny,
         model=GPTConfig(**{**SIZE, "n_layer": 1}),
-        fp8=replace(by_name(label), head=label != "off"),
+        fp8=replace(from_label(label), head=label != "off"),
     )
     model = parallel.build(config, ALONE).model
     model.init_weights(0)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8.linears import set_position, torchao_blockwise, torchao_mx
-from fp8.recipes import RECIPES, Operand, Recipe, by_name, multiple_of
+from fp8.recipes import RECIPES, Operand, Recipe, from_label, multiple_of
 from fp8.rounding import fake_quantise, noise_at, rotated
 from tests.helpers.fp8_models import (
     KERNELS,
@@ -188,7 +188,7 @@ POSITION = 1000  # of stochastic rounding
 
 def operands_for(label: str, kind: str) -> Passes:
     """operands() of a size that the recipe takes."""
-    is_in_blocks = multiple_of(by_name(label).recipe) == 128
+    is_in_blocks = multiple_of(from_label(label).recipe) == 128
     return operands(kind, 256, 384, 128) if is_in_blocks else operands(kind)
 
 
@@ -205,7 +205,7 @@ def noises(recipe: Recipe, g: torch.Tensor, salt: int) -> Noises:
 def test_the_three_matmuls_are_those_of_explicit_quantisation(label, kind):
     """Up to the rounding of the result: to BF16, or fp32 for FP8 weight gradients of our
     kernels."""
-    recipe = RECIPES[by_name(label).recipe]
+    recipe = RECIPES[from_label(label).recipe]
     x, w, g = operands_for(label, kind)
     holder = linear(w, label, loss_scale=LOSS_SCALE)
     set_position(holder, POSITION)

@@ -16,7 +16,7 @@ from fp8.delayed import DelayedScales
 from fp8.kernels import FP8KernelLinear
 from fp8.precision import in_bf16
 from fp8.producers import ProducerBlock, Residual
-from fp8.recipes import E4M3, by_name
+from fp8.recipes import E4M3, from_label
 from model import GPT, GPTConfig, RMSNorm
 from runtime import parallel
 from runtime.config import FP8Config
@@ -306,4 +306,4 @@ def test_a_run_resumes_bit_exactly(tiny, run):
 
 @pytest.mark.parametrize("label", [LABEL, f"{LABEL}+head"])
 def test_a_label_is_read_back(label):
-    assert by_name(label).label == label
+    assert from_label(label).label == label

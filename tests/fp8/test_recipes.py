@@ -14,7 +14,7 @@ from fp8.casts import Casts
 from fp8.convert import convert
 from fp8.head_loss import check_is_cross_entropy
 from fp8.linears import EmulatedLinear, emulation_dtype
-from fp8.recipes import E4M3, E5M2, RECIPES, FP8Config, Operand, Recipe, by_name, for_loss_scale
+from fp8.recipes import E4M3, E5M2, RECIPES, FP8Config, Operand, Recipe, for_loss_scale, from_label
 from fp8.rounding import fake_quantise
 from lib.errors import UserError
 from lib.plots import name_recipe
@@ -187,7 +187,7 @@ def test_a_head_that_computes_its_loss_refuses_another_loss():
     with torch.device("meta"):
         gpt = WithZLoss(GPTConfig(**SIZE))
     with pytest.raises(UserError, match="the model's loss is another one"):
-        convert(gpt, by_name("tensorwise+kernels+head"))
+        convert(gpt, from_label("tensorwise+kernels+head"))
 
 
 def added_to_the_gradient_alone(logits, targets):
@@ -202,7 +202,7 @@ def added_to_the_gradient_alone(logits, targets):
 def test_another_loss_is_fine_where_the_head_computes_none(label):
     with torch.device("meta"):
         gpt = WithZLoss(GPTConfig(**SIZE))
-    convert(gpt, by_name(label))
+    convert(gpt, from_label(label))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ CASTS = [(r, settings) for r in RECIPES.values() for settings in r.casts]
 @pytest.mark.parametrize("recipe, settings", CASTS, ids=lambda value: getattr(value, "name", value))
 def test_modelled_casts_belong_to_a_label_and_have_its_matmuls(recipe, settings):
     casts: Casts = recipe.casts[settings]
-    assert by_name(recipe.name + settings).label == recipe.name + settings
+    assert from_label(recipe.name + settings).label == recipe.name + settings
     assert sum(form.startswith("fp8") for form in casts.formats) == recipe.fp8_matmuls
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8 import selection
-from fp8.recipes import by_name
+from fp8.recipes import from_label
 from fp8.selection import Layer
 from lib.errors import UserError
 from model import GPT, GPTConfig
@@ -19,7 +19,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 def verdicts(label: str, gpu: str | None = None, **changes) -> list[Layer]:
     """On each Linear of a model of two blocks."""
-    return selection.select(GPT.on_meta(GPTConfig(**{**SIZE, **changes})), by_name(label), gpu)
+    return selection.select(GPT.on_meta(GPTConfig(**{**SIZE, **changes})), from_label(label), gpu)
 
 
 def blocks(*numbers: int) -> set[str]:
@@ -70,9 +70,9 @@ def test_a_recipe_that_does_not_fit_the_model_is_refused(label, changes, sentenc
 def test_a_label_names_every_setting_that_numbers_depend_on(field):
     values = {bool: True, int: 2, tuple: ("attn.out", "layers.[01].*"), str: "delayed"}
     value = True if field == "kernels" else values[type(getattr(FP8Config(), field))]
-    config, plain = FP8Config(recipe="tensorwise", **{field: value}), by_name("tensorwise")
+    config, plain = FP8Config(recipe="tensorwise", **{field: value}), from_label("tensorwise")
     assert plain == FP8Config(recipe="tensorwise")
-    assert by_name(config.label) == config != plain
+    assert from_label(config.label) == config != plain
 
 
 # --------------------------------------------------------------------------------------------- auto
@@ -163,6 +163,6 @@ def test_hardware_that_cannot_run_the_recipe_is_refused(monkeypatch, label, capa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     is_refused = pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext()
-    selection.check_hardware(by_name(label), torch.device("cpu"))
+    selection.check_hardware(from_label(label), torch.device("cpu"))
     with is_refused:
-        selection.check_hardware(by_name(label), torch.device("cuda"))
+        selection.check_hardware(from_label(label), torch.device("cuda"))

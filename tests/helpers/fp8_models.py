@@ -8,7 +8,7 @@ import torch
 
 from fp8.convert import convert
 from fp8.copies import refresh_weight_copies
-from fp8.recipes import RECIPES, by_name
+from fp8.recipes import RECIPES, from_label
 from fp8.selection import Layer
 from model import GPT, GPTConfig, Linear
 
@@ -37,7 +37,7 @@ def build(
     """A GPT on the CPU, converted to a recipe, with "+kernels" on our kernels; and the verdict on
     each Linear."""
     model = GPT.on_meta(GPTConfig(**{**SIZE, **changes}), dtype)
-    layers = convert(model, replace(by_name(label), head=head), loss_scale, device_type)
+    layers = convert(model, replace(from_label(label), head=head), loss_scale, device_type)
     model.to_empty(device="cpu")
     model.init_weights(seed)
     refresh_weight_copies(model)
@@ -57,7 +57,7 @@ def linear(
     module = Linear(w.shape[1], w.shape[0])
     module.weight.data.copy_(w)
     holder = torch.nn.Sequential(module)
-    convert(holder, by_name(label), loss_scale, device_type)
+    convert(holder, from_label(label), loss_scale, device_type)
     refresh_weight_copies(holder)
     return holder
 

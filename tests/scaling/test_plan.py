@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8.recipes import by_name
+from fp8.recipes import from_label
 from lib.command import read_options
 from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
@@ -116,7 +116,7 @@ def test_at_the_break_even_gap_fp8_needs_all_of_its_extra_tokens(capsys: Capsys)
 def test_the_bound_on_the_speedup_is_train_pys(label: str) -> None:
     sizes = read_sizes(f"recipe={label}")
     for size in sizes:
-        config = replace(load_config(ROOT / f"configs/{size.name}_fp8.py"), fp8=by_name(label))
+        config = replace(load_config(ROOT / f"configs/{size.name}_fp8.py"), fp8=from_label(label))
         lines = "\n".join(train_plan(config, "h100"))
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
         per_hour = tokens(size.N, sizes, H100_PEAK * 3600, False)
