@@ -116,9 +116,9 @@ PARTS = (
     ),
     _timing(
         "1p5b",
-        "1.5B: FP8 over BF16 by our kernels, with head, with delayed scales, by torchao",
+        "1.5B: FP8 over BF16 by our kernels, with head, by producers that write FP8, by torchao",
         230,
-        _cells("1p5b", f"{OURS} {OURS}+head {OURS}+delayed {OURS}+delayed+head {TORCHAO}"),
+        _cells("1p5b", f"{OURS} {OURS}+head {OURS}+bounded {OURS}+bounded+head {TORCHAO}"),
     ),
     _timing(
         "350m",
