@@ -236,6 +236,17 @@ def test_validation_reads_whole_windows(masked: Config) -> None:
     assert validations[3] == pytest.approx(expected, rel=1e-3)
 
 
+def test_compiled_fp8_blocks_train_with_the_mask(masked: Config) -> None:
+    losses = []
+    for compile in ("off", "block"):
+        words = f"run=fp8_{compile} steps=3 eval.every=none fp8.recipe=tensorwise"
+        config = changed(masked, f"{words} parallel.compile={compile}")
+        train.train(config, ALONE)
+        losses.append([row["loss"] for row in rows(config)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[0][0] == pytest.approx(rows(masked)[0]["loss"], rel=1e-3)
+
+
 def test_the_mask_changes_what_is_trained(masked: Config) -> None:
     plain = changed(masked, "run=plain data.document_mask=false")
     train.train(plain, ALONE)
