@@ -380,23 +380,60 @@ def target_number(instructions: list[Instruction], jump: Instruction) -> int:
 
 def successors_of(instructions: list[Instruction]) -> list[set[int]]:
     """The numbers of the instructions that may follow each, but for calls and returns."""
-    reconverging = defaultdict(set)  # barrier register -> where its threads meet
-    for instruction in instructions:
-        if instruction.name == "BSSY":
-            reconverging[instruction.operands[0]].add(target_number(instructions, instruction))
+    meeting_places = meeting_places_of(instructions)
     successors = []
     for number, instruction in enumerate(instructions):
-        name = instruction.name
-        following: set[int] = set()
-        if name == "BRA":
-            following = {target_number(instructions, instruction)}
-        elif name == "BSYNC":
-            following = set(reconverging[instruction.operands[0]])
-        ends_here = name in ("BRA", "CALL", "RET", "EXIT") and not is_conditional(instruction)
-        if not ends_here and number + 1 < len(instructions):
+        following = set(meeting_places[number])
+        if instruction.name == "BRA":
+            following.add(target_number(instructions, instruction))
+        if not ends_here(instruction) and number + 1 < len(instructions):
             following.add(number + 1)
         successors.append(following)
     return successors
+
+
+def ends_here(instruction: Instruction) -> bool:
+    """Whether the next instruction never follows."""
+    is_jump = instruction.name in ("BRA", "CALL", "RET", "EXIT")
+    return is_jump and not is_conditional(instruction)
+
+
+def meeting_places_of(instructions: list[Instruction]) -> list[set[int]]:
+    """Of each BSYNC where its threads may go on, numbers of instructions; of others none.
+
+    BSSY puts such a place into a barrier register, which the next BSSY on the way overwrites."""
+    n = len(instructions)
+    places: list[set[int]] = [set() for _ in instructions]
+    # register -> what it may hold before each instruction
+    held: list[dict[str, set[int]]] = [defaultdict(set) for _ in instructions]
+    to_visit = list(range(n))
+    while to_visit:
+        number = to_visit.pop()
+        instruction = instructions[number]
+        after = {register: set(values) for register, values in held[number].items()}
+        following = set() if ends_here(instruction) else {number + 1} & set(range(n))
+        if instruction.name == "BSSY":
+            after[instruction.operands[0]] = {target_number(instructions, instruction)}
+        elif instruction.name == "BSYNC":
+            places[number] = after.get(instruction.operands[0], set())
+            following |= places[number]
+        elif instruction.name == "BRA":
+            following.add(target_number(instructions, instruction))
+        elif instruction.name == "CALL" and number + 1 < n:
+            following.add(number + 1)  # a function keeps the registers of its caller
+        for next_number in following:
+            if _adds(held[next_number], after):
+                to_visit.append(next_number)
+    return places
+
+
+def _adds(held: dict[str, set[int]], values: dict[str, set[int]]) -> bool:
+    """Add `values` to what the registers may hold; whether that is more than before."""
+    is_more = False
+    for register, of_register in values.items():
+        is_more |= not of_register <= held[register]
+        held[register] |= of_register
+    return is_more
 
 
 def target_of(instruction: Instruction) -> int:

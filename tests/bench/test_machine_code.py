@@ -164,6 +164,19 @@ def test_every_way_through_the_code_counts(jump: str, is_proven: bool) -> None:
     assert (checked(*code, store).problems == []) == is_proven
 
 
+def test_threads_meet_where_the_last_bssy_on_their_way_says() -> None:
+    """Not where a later one that takes the same barrier register does, behind the conversion."""
+    first = "FMUL R8, R3, R3; BSSY B0, 0x30; BSYNC B0"
+    assert checked(first, WORD, "BSSY B0, 0x70; BSYNC B0", STORE).problems == []
+
+
+def test_threads_may_meet_where_either_of_two_bssy_on_their_ways_says() -> None:
+    """R8 is a conversion on one way, spoiled on the other."""
+    before = f"{WORD}; BSSY B0, 0x60; @P0 BRA 0x50; BSSY B0, 0x70; BSYNC B0"
+    problems = checked(before, "FMUL R8, R3, R3; NOP; LDC.64 R4, c[0x0][0x218]", STORE).problems
+    assert len(problems) == 4 and all("FMUL" in problem for problem in problems)
+
+
 def test_a_loop_is_followed_until_nothing_changes() -> None:
     """R8 becomes R9, R9 R10: wrong after the second time round."""
     loop = "MOV R8, R9; MOV R9, R10; FMUL R10, R3, R3; @P0 BRA 0x60"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.machine_code import check_kernel
 from bench.producer_launches import producer_launches
 from fp8.recipes import E4M3, E5M2
 from model import GPTConfig, RMSNorm, rotate
@@ -211,6 +212,8 @@ def test_kernels_compile_for_an_h100_without_spills(name, launched, tmp_path):
     conversions = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", ptx)
     assert conversions
     assert not re.search(r"(min|max)\.(NaN\.)?f32", ptx), "clamped by selection"
+    proof = check_kernel(binary, ("q", "qt"))
+    assert proof.problems == [] and proof.n_bytes > 0
     (tmp_path / "cubin").write_bytes(binary.asm["cubin"])
     cuobjdump = knobs.nvidia.cuobjdump.path
     sass = subprocess.check_output([cuobjdump, "--dump-sass", tmp_path / "cubin"], text=True)
