@@ -161,8 +161,14 @@ def _draw_ratios(panel: Any, rows: list[dict], sizes: list[str]) -> None:
             (sizes.index(model_of(row)), row["ratio"]) for row in rows if row["label"] == label
         )
         xs, ys = zip(*points, strict=True)
-        panel.plot(xs, ys, label=label_name(label), **line_style, fillstyle="none" if turn else "full")
+        panel.plot(
+            xs, ys, label=label_name(label), **line_style, fillstyle="none" if turn else "full"
+        )
     panel.axhline(1.0, color="#999999", linewidth=0.8)
     panel.set_xticks(range(len(sizes)), map(size_name, sizes))
-    panel.set(xlabel="size of the model", ylabel="speed over BF16, per FLOP", xlim=(-0.4, len(sizes) - 0.6))
+    panel.set(
+        xlabel="size of the model",
+        ylabel="speed over BF16, per FLOP",
+        xlim=(-0.4, len(sizes) - 0.6),
+    )
     panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
