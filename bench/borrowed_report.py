@@ -11,7 +11,7 @@ from typing import Any
 from bench.borrowed import PARTS, Line, Part, read_lines, rows_on_gpu
 from bench.fourway import format_table
 from bench.kernel_kinds import table_of_kernels, table_of_kinds
-from bench.report import draw
+from bench.report import draw, rows_beside_peers, size_name
 from bench.trainings import TrainingRow
 from fp8.recipes import FP8Config
 from lib.errors import UserError
@@ -58,7 +58,8 @@ def report(folder: Path, cells: Path, is_to_write: bool) -> str:
         page = with_table(PAGE.read_text(), table)
         write_atomically(PAGE, with_table(page, kernels_table(rows), KERNELS_BEGIN))
         write_atomically(README, with_readme_row(README.read_text(), readme_row(rows)))
-        draw(rows_on_gpu(cells), cells.with_suffix(".png"))
+        figure_rows = [*rows_beside_peers(cells), *rows_on_gpu(cells)]
+        draw(figure_rows, cells.with_suffix(".png"))
     sections = [f"## FP8 over BF16 on {rows[-1]['gpu']}", table, *_sections_of_kernels(rows)]
     lines = [line for line in read_lines(folder) if line.gpu is not None]
     return "\n\n".join([*sections, *_sections_of_parts(lines)])
@@ -113,7 +114,7 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: a column a size, BF16's tokens/s, then a row a label with the measured ratio and,
     in brackets, the modelled one."""
     rows_by_cell, model = measured(rows), modelled(rows[-1]["gpu"])
-    lines = [["FP8 over BF16, per FLOP (modelled before)", *map(_size_name, SIZES)]]
+    lines = [["FP8 over BF16, per FLOP (modelled before)", *map(size_name, SIZES)]]
     baseline = ["BF16, tokens/s (mfu_bf16)"]
     for size in SIZES:
         row = rows_by_cell.get((size, BF16.label))
@@ -126,10 +127,6 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
         if any(cells):
             lines.append([name, *cells])
     return grid(lines)
-
-
-def _size_name(size: str) -> str:
-    return "1.5B" if size == "1p5b" else size.upper()
 
 
 def _tokens_per_s(row: dict[str, Any]) -> str:
@@ -171,7 +168,7 @@ def _sections_of_kernels(rows: Sequence[dict[str, Any]]) -> list[str]:
     columns = profiled(rows)
     if not columns:
         return []
-    sections = [f"## A micro-step of {_size_name(PROFILED)}", table_of_kinds(columns)]
+    sections = [f"## A micro-step of {size_name(PROFILED)}", table_of_kinds(columns)]
     for title, row in columns.items():
         sections += [f"### {title}", table_of_kernels(row)]
     return sections
@@ -192,7 +189,7 @@ def readme_row(rows: Sequence[dict[str, Any]]) -> str:
     for size in SIZES:
         row = rows_by_cell.get((size, OURS.label))
         if row is not None and row["ratio"]:
-            ratios.append(f"{row['ratio']:.2f} at {_size_name(size)}")
+            ratios.append(f"{row['ratio']:.2f} at {size_name(size)}")
     gpu = rows[-1]["gpu"].removeprefix("NVIDIA ")
     return f"{README_ROW} {gpu}: {', '.join(ratios)}: docs/speed.md |"
 

@@ -255,7 +255,7 @@ def _lower(graph: torch.fx.GraphModule, direction: str) -> Counter:
     def stop(lowering: GraphLowering) -> None:
         lowering.init_wrapper_code(), lowering._update_scheduler()
         for node in lowering.scheduler.nodes:
-            # a name for one of several results
+            # MultiOutput only names one result of a kernel: no memory traffic of its own
             if not (node.is_extern() and type(node.node).__name__ == "MultiOutput"):
                 sums[f"{direction}, {_kind(node)}"] += node.get_read_write_buffers_sizes()
         _build(lowering, direction)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from bench.rows import rows_of
+from fp8.recipes import RECIPES
 from lib.files import write_atomically
 from lib.text import grid
 
@@ -16,6 +18,47 @@ def newest(rows: list[dict]) -> dict[tuple, dict]:
 def model_of(row: dict) -> str:
     """The size of ours that a row belongs to."""
     return (row["baseline"] or row["size"]).split()[0]
+
+
+def size_name(size: str) -> str:
+    """A size as people write it: 1.5B for 1p5b, 125M for 125m; a peer's model as it is called."""
+    if size[0].isdigit():
+        return size.replace("p", ".").upper()
+    return size
+
+
+WORDS = {  # parts of a label -> how a figure calls them
+    "kernels": "our kernels",
+    "delayed": "delayed scales",
+    "bounded": "bounded scales",
+    "head": "head too",
+    "documents": "document mask",
+    "bf16": "BF16",
+    "fp8": "FP8",
+    "nanogpt": "nanoGPT",
+}
+
+
+def label_name(label: str) -> str:
+    """A label in words: "tensorwise, our kernels, head too" for tensorwise+kernels+head, "nanochat,
+    FP8" for nanochat_fp8."""
+    first, *options = label.split("+")
+    recipe = RECIPES.get(first)
+    if recipe is None:  # BF16, or a peer and its precision
+        first, *precision = first.split("_")
+        options = precision + options
+    elif recipe.on_gpu == "torchao" and "kernels" not in options:
+        options.insert(0, "torchao")
+    return ", ".join(WORDS.get(word, word) for word in (first, *options))
+
+
+def rows_beside_peers(out: Path) -> list[dict]:
+    """Rows of our own sizes that bench.peers took, in the file beside `out`: a figure of all sizes
+    needs them too."""
+    path = out.with_name(f"{out.stem}_peers.jsonl")
+    if not path.is_file():
+        return []
+    return [row for row in rows_of(path) if row["peer"] is None and not row["model"]]
 
 
 # Column -> format of its numbers.
@@ -97,7 +140,7 @@ def draw(rows: list[dict], path: Path) -> None:
             (7.4, 3.2),
             1,
             1,
-            f"Training speed on {gpu or 'a CPU (a rehearsal)'}, T={rows[0]['T']}",
+            f"Training speed over BF16 on {gpu or 'a CPU (a rehearsal)'}, T={rows[0]['T']}",
             "Each between two BF16 runs on one device; per model FLOP (6 a matmul parameter + 12 L"
             " H D T per token).",
         )
@@ -106,10 +149,11 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def _draw_ratios(panel: Any, rows: list[dict], sizes: list[str]) -> None:
-    """A line a label over the sizes, and BF16 at 1."""
+    """A line a label over the sizes, the fastest first in the legend, and BF16 at 1."""
     from lib.plots import STYLES
 
-    for i, label in enumerate(dict.fromkeys(row["label"] for row in rows)):
+    fastest_first = sorted(rows, key=lambda row: -row["ratio"])
+    for i, label in enumerate(dict.fromkeys(row["label"] for row in fastest_first)):
         turn, number = divmod(i, len(STYLES) - 1)
         style = STYLES[1 + number]  # blue is BF16's
         line_style = {key: style[key] for key in ("color", "marker", "linestyle", "linewidth")}
@@ -117,8 +161,14 @@ def _draw_ratios(panel: Any, rows: list[dict], sizes: list[str]) -> None:
             (sizes.index(model_of(row)), row["ratio"]) for row in rows if row["label"] == label
         )
         xs, ys = zip(*points, strict=True)
-        panel.plot(xs, ys, label=label, **line_style, fillstyle="none" if turn else "full")
+        panel.plot(
+            xs, ys, label=label_name(label), **line_style, fillstyle="none" if turn else "full"
+        )
     panel.axhline(1.0, color="#999999", linewidth=0.8)
-    panel.set_xticks(range(len(sizes)), sizes)
-    panel.set(xlabel="model", ylabel="speed over BF16, per FLOP", xlim=(-0.4, len(sizes) - 0.6))
+    panel.set_xticks(range(len(sizes)), map(size_name, sizes))
+    panel.set(
+        xlabel="size of the model",
+        ylabel="speed over BF16, per FLOP",
+        xlim=(-0.4, len(sizes) - 0.6),
+    )
     panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

@@ -28,7 +28,7 @@ from bench import fourway
 from bench.cells import Cell, groups_of
 from bench.judging import check
 from bench.measuring import measure
-from bench.report import draw, table
+from bench.report import draw, rows_beside_peers, table
 from bench.rows import rows_of
 from bench.timing import Timer
 from lib.command import command, run_command
@@ -140,7 +140,7 @@ def _report(out: Path) -> str:
     rows = rows_of(out)
     figure = out.with_suffix(".png")
     with suppress(ImportError):  # a machine for an hour may lack matplotlib
-        draw(rows, figure)
+        draw([*rows_beside_peers(out), *rows], figure)
     page = f"\n{table(rows)}\n"
     return f"{page}\n{figure}" if figure.exists() else page
 

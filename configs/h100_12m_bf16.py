@@ -1,4 +1,4 @@
-"""12.8M parameters without the vocabulary's, 38.6M with them, in BF16: of the H100 study."""
+"""A size of the H100 study, in BF16: 38.6M parameters, 12.8M without embedding and head."""
 
 from configs.h100_3m_bf16 import build
 

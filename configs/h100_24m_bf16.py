@@ -1,5 +1,5 @@
-"""25.4M parameters without the vocabulary's, 57.6M with them, in BF16: the largest of the H100
-study."""
+"""The largest size of the H100 study, in BF16: 57.6M parameters, 25.4M without embedding and
+head."""
 
 from configs.h100_3m_bf16 import build
 

@@ -1,4 +1,4 @@
-"""6.5M parameters without the vocabulary's, 25.8M with them, in BF16: of the H100 study."""
+"""A size of the H100 study, in BF16: 25.8M parameters, 6.5M without embedding and head."""
 
 from configs.h100_3m_bf16 import build
 

@@ -45,7 +45,7 @@ STAND_INS = {
 REASONS = {
     r"^(torchrun|sbatch)\b": "several processes",
     r"^make\b": "takes minutes",
-    r"fineweb_edu (tokens|python)|hf:|--check-sources|--fetch|public_text|piqa": "network",
+    r"fineweb_edu (tokens|python)|hf:|--check-sources|--fetch|public_text|piqa|core22": "network",
     r"bench\.(throughput --suite|kernels|peers)|get_device_name": "needs a GPU",
     r"bench\.(data|compiler_plan)": "takes minutes",
     r"train\.py configs/gpt(?!.*--plan)": "needs a GPU",

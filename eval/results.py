@@ -186,7 +186,7 @@ def write_precision(path: Path, record: PrecisionRecord) -> None:
     content = asdict(record)
     for key in ("difference", "difference_se", "difference_percent"):
         del content["bf16"][key]
-    # null for a loss that overflowed
+    # a loss that overflowed is written as null
     write_json(path, json.loads(to_line(content)))
 
 

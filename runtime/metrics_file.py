@@ -63,6 +63,33 @@ class TasksRow:
     wall_s: float  # seconds of the scoring
 
 
+@dataclass(frozen=True, kw_only=True)
+class EventRow:
+    """A row of kind "event": what happened beside the steps."""
+
+    event: str  # what happened, one of the names below
+    step: int  # steps of the run when it happened; of a rollback, the step that was undone last
+    reason: str | None  # a sentence for people; absent from resume, branch and fp8_saturated
+    tensors: list[str] | None  # fp8_saturated alone: operands beyond their scale, LINEAR.x or .g
+    to: int | None  # rollback alone: the step whose checkpoint the run went back to
+    data_offset: int | None  # rollback alone: full steps of data passed over so far
+
+
+EVENTS = {
+    "resume": "the run goes on from its newest checkpoint",
+    "branch": "the run begins from a checkpoint or the weights of `start_from`",
+    "rollback": "the guard went back to an earlier checkpoint; the rows between are undone",
+    "stopped": "saved and left on request",
+    "bad_checkpoint": "a damaged checkpoint was set aside",
+    "save_failed": "a save failed; the next due step saves again",
+    "copied": "a checkpoint has been copied to `checkpoint.copy_to`",
+    "copy_skipped": "a checkpoint was not copied, because a newer one was waiting",
+    "copy_failed": "a checkpoint has not been copied to `checkpoint.copy_to`",
+    "tasks_failed": "no scores on `eval.tasks` for this step",
+    "fp8_saturated": "values exceeded their delayed scale and were saturated",
+}
+
+
 # Of each task's metrics the first that is there is its accuracy: normalised by length where the
 # task does that, of a group its own.
 ACCURACIES = ("centered", "acc_norm", "acc", "exact_match", "em")

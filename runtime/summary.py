@@ -19,7 +19,7 @@ from runtime.data import Data
 from runtime.environment import Environment
 from runtime.guard import Diagnosis, Guard, Verdict
 from runtime.log import lineage, pair_id, peak_flops, throughput
-from runtime.metrics_file import TasksRow, TrainRow, ValidationRow
+from runtime.metrics_file import EVENTS, EventRow, TasksRow, TrainRow, ValidationRow
 from runtime.parallel import World
 from runtime.run_start import Progress, Start
 from runtime.validation import ValLoss, bits_per_byte
@@ -322,8 +322,15 @@ def schema_page() -> str:
         (TrainRow, 'metrics.jsonl, rows of kind "train"'),
         (ValidationRow, 'metrics.jsonl, rows of kind "val"'),
         (TasksRow, 'metrics.jsonl, rows of kind "tasks"'),
+        (EventRow, 'metrics.jsonl, rows of kind "event"'),
         (Environment, "env.json"),
         (Diagnosis, "diagnosis.json"),
     ):
         parts.append(f"## {title}\n\n{schema_table(cls)}\n")
+        if cls is EventRow:
+            parts.append(_list_of_events())
     return "\n".join(parts)
+
+
+def _list_of_events() -> str:
+    return "".join(f"- `{name}`: {meaning}\n" for name, meaning in EVENTS.items())

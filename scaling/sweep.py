@@ -191,7 +191,7 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
     waiting = [row for row in not_done(rows, folder) if row.held_out]
     if not waiting:
         return
-    # here: matplotlib and scipy.stats would be a second of every start
+    # imported here: at the top, matplotlib and scipy.stats would add a second to every start
     from scaling.predictions import is_at, load
 
     goals = {frozen.target: frozen.content["target"] for frozen in load(folder / LAW_FOLDER)}

@@ -483,6 +483,39 @@ def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
     ) == "Nothing has been measured."
 
 
+@pytest.mark.parametrize(
+    "label, words",
+    [
+        ("bf16+documents", "BF16, document mask"),
+        ("tensorwise", "tensorwise, torchao"),
+        ("tensorwise+kernels+delayed+head", "tensorwise, our kernels, delayed scales, head too"),
+        ("mxfp8", "mxfp8"),
+        ("nanogpt", "nanoGPT"),
+        ("nanochat_fp8", "nanochat, FP8"),
+    ],
+)
+def test_a_figure_calls_labels_by_words(label: str, words: str) -> None:
+    assert report.label_name(label) == words
+
+
+def test_a_figure_calls_sizes_by_their_parameters() -> None:
+    sizes = ("125m", "1p5b", "nanochat_d12")
+    assert [report.size_name(size) for size in sizes] == ["125M", "1.5B", "nanochat_d12"]
+
+
+def test_a_figure_has_the_sizes_that_were_timed_beside_other_code_bases(tmp_path) -> None:
+    """But neither the other code bases nor our model at their dimensions."""
+    *ours, peer, at_dimensions_of_peer = board()
+    for row in ours:
+        row["model"] = {}
+    peer |= {"model": {}, "peer": "nanogpt"}
+    at_dimensions_of_peer |= {"model": {"n_layer": 12}}
+    lines = [json.dumps(row) + "\n" for row in (*ours, peer, at_dimensions_of_peer)]
+    (tmp_path / "h100_peers.jsonl").write_text("".join(lines))
+    assert report.rows_beside_peers(tmp_path / "h100.jsonl") == ours
+    assert report.rows_beside_peers(tmp_path / "h100_peers.jsonl") == []
+
+
 def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
     old, check = board(), judging.check
     assert check(old, old) == check(old, board(tensorwise=1.17, rowwise=1.2)) == []

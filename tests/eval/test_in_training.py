@@ -1,5 +1,5 @@
 """Tests of eval/in_training.py and eval/exchange.py: scores of a run while it trains are the
-harness's own, on one rank and two; failures and stops cost nothing."""
+harness's own, on one rank and two; a failed or stopped scoring does not end the run."""
 
 from pathlib import Path
 from unittest import mock

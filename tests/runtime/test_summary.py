@@ -1,10 +1,12 @@
 """summary.json: its keys in their order, and the page that describes them."""
 
 import json
+import re
 from dataclasses import fields
 
 import pytest
 
+from runtime.metrics_file import EVENTS
 from runtime.summary import PrecisionSummary, SourceSummary, Summary, schema_page
 from tests.conftest import ROOT, changed
 
@@ -18,6 +20,19 @@ def test_every_key_of_a_summary_has_a_meaning():
         if line.startswith("| `"):
             key, kind, meaning = [cell.strip() for cell in line.strip("| ").split(" | ")]
             assert meaning, key
+
+
+def test_the_page_names_the_events_that_a_run_writes():
+    """Found in the source: the words of _log_event(), of rows, and of the reports on copies."""
+    source = "".join(path.read_text() for path in (ROOT / "runtime").glob("*.py"))
+    forms = (
+        r'_log_event\(\s*"(\w+)"',
+        r'"event": "(\w+)"',
+        r'\(?"(cop[a-z]+_?\w*)", (?:f"|sentence)',
+    )
+    written = {name for form in forms for name in re.findall(form, source)}
+    starts = {"resume", "branch"}  # chosen by the kind of the start
+    assert written | starts == set(EVENTS)
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ OPTIMA = {1: 0.005, 2: 0.0075}
 def test_seeds_that_every_rate_has_are_averaged() -> None:
     sweep = sweep_of_two_seeds()
     assert sweep.seeds == [1, 2] and sweep.optimum is not None
-    # equal curvature
+    # both seeds' parabolas are equally curved, so the optimum is the geometric mean
     assert sweep.optimum.lr == pytest.approx(math.sqrt(0.005 * 0.0075))
 
 

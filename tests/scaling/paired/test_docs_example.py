@@ -1,4 +1,4 @@
-"""docs/scaling.md: its example of the statistics of pairs runs and prints what it says."""
+"""The example in docs/scaling.md on the statistics of pairs prints what the page shows."""
 
 import subprocess
 import sys
