@@ -86,11 +86,18 @@ class CheckpointCopies:
     """Copies one run's checkpoints to `url`, one at a time, in a thread of rank 0. Where the store
     is slower than the run, the newest one waits and those between are left out.
 
-    The thread is a daemon: a run that is stopped does not wait, its next start copies again."""
+    The thread is a daemon: a run that is stopped does not wait, its next start copies again.
 
-    def __init__(self, url: str, run: str):
+    `refuse_owner` gets the manifest of the newest copy that the store has under this name, and
+    raises UserError where it is of a run whose copies this one must not replace."""
+
+    def __init__(
+        self, url: str, run: str, refuse_owner: Callable[[dict], None] = lambda manifest: None
+    ):
         self.url = url
         self.run = run
+        self._refuse_owner = refuse_owner
+        self._is_owner_known = False
         self._store, root = open_store("checkpoint.copy_to", url)
         self._folder = f"{root}/{run}/checkpoints"
         self._state = threading.Condition()
@@ -99,6 +106,24 @@ class CheckpointCopies:
         self._undone_after: int | None = None  # steps of a rollback still to be removed
         self._reports: list[tuple[str, str]] = []
         threading.Thread(target=self._work, name="copies", daemon=True).start()
+
+    def check_owner(self) -> None:
+        """Raises UserError as `refuse_owner` does. A store that cannot be read is reported, and
+        looked at again before anything is written to it."""
+        try:
+            self._check_owner()
+        except UserError:
+            raise
+        except Exception as error:  # whatever the store's package raises
+            self._reports.append(self._failure("looking for copies of another run", error))
+
+    def _check_owner(self) -> None:
+        if self._is_owner_known:
+            return
+        manifest = newest_manifest(self._store, self._folder)
+        if manifest is not None:
+            self._refuse_owner(manifest)
+        self._is_owner_known = True
 
     def copy(self, checkpoint: Path) -> None:
         """Begin, or wait for the copy under way, and return."""
@@ -166,11 +191,15 @@ class CheckpointCopies:
     def _try(self, what: str, work: Callable[[], str | None]) -> tuple[str, str] | None:
         """The report of work(), whose sentence it returns, or of its failure."""
         try:
+            self._check_owner()
             sentence = work()
         except Exception as error:  # whatever the store's package raises
-            cause = f"{type(error).__name__}: {error}".splitlines()[0]
-            return "copy_failed", f"{what} failed at {self.url} ({cause}); training goes on"
+            return self._failure(what, error)
         return None if sentence is None else ("copied", sentence)
+
+    def _failure(self, what: str, error: Exception) -> tuple[str, str]:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        return "copy_failed", f"{what} failed at {self.url} ({cause}); training goes on"
 
     def _copy(self, checkpoint: Path) -> str | None:
         """None where it is there already, as after a resume."""
@@ -230,6 +259,17 @@ def steps_in(store: Any, folder: str) -> dict[str, int]:
     steps = {name: name.removeprefix("step_") for name in names if name.startswith("step_")}
     numbers = {name: int(step) for name, step in steps.items() if step.isdigit()}
     return dict(sorted(numbers.items(), key=lambda pair: pair[1]))
+
+
+def newest_manifest(store: Any, folder: str) -> dict | None:
+    """The manifest of the newest whole checkpoint in a folder of a store; None where there is
+    none."""
+    for name in reversed(attempted(lambda: steps_in(store, folder))):
+        done = attempted(partial(read_in_store, store, f"{folder}/{name}/DONE"))
+        manifest = attempted(partial(read_in_store, store, f"{folder}/{name}/manifest.json"))
+        if done and done.decode() == hashlib.sha256(manifest).hexdigest():
+            return json.loads(manifest)
+    return None
 
 
 # -------------------------------------------------------------------------------------------- back

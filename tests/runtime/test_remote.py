@@ -100,6 +100,11 @@ def copied_steps(store: FaultyStore, run: str = "tiny") -> list[int]:
     return steps
 
 
+def contents(store: FaultyStore) -> dict[str, bytes]:
+    """Each file of the store."""
+    return {path: file.getvalue() for path, file in store.store.items()}
+
+
 def events(config: Config) -> list[str]:
     return [row["event"] for row in rows(config, "event")]
 
@@ -232,6 +237,60 @@ def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, r
     run(trained)
     assert 3 in copied_steps(store) and copied_steps(store)[-1] == 6
     assert record(trained) == whole
+
+
+def test_copies_of_another_run_are_not_replaced(trained, store, run):
+    """Its own folder is gone: they are all that is left of it."""
+    before = contents(store)
+    shutil.rmtree(trained.run_dir)
+    error = run(trained, "seed=7", code=2)
+    assert f"checkpoint.copy_to={URL} holds checkpoints of another run tiny (seed was 1337" in error
+    assert contents(store) == before
+    assert not trained.run_dir.exists(), "nothing half-written"
+
+
+def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(trained, store, run):
+    before = contents(store)
+    shutil.rmtree(trained.run_dir)
+    error = run(trained, code=2)
+    assert f"start_from={URL}/tiny/checkpoints/step_00000006" in error and "up to step 6" in error
+    assert contents(store) == before
+
+
+def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(store, tiny, run):
+    wsd = "optim.schedule=wsd optim.warmup_share=0 optim.decay_share=0.5"
+    trunk = changed(tiny, f"run=trunk {wsd}")
+    run(trunk)
+    start = f"{trunk.run_dir}/checkpoints/step_00000003"
+    branch = changed(tiny, f"{wsd} {COPIES} start_from={start}")
+    run(branch)
+    shutil.rmtree(branch.run_dir)
+    assert "holds checkpoints of this run up to step 6" in run(branch, code=2)
+
+
+def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(trained, store, run):
+    """Also after a stop, which finds copies from before and after the loss."""
+    whole = record(trained)
+    shutil.rmtree(trained.run_dir)
+    words = f"start_from={URL}/tiny/checkpoints/step_00000003"
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
+    run(trained, words)
+    assert copied_steps(store) == [3, 6]
+    assert record(trained)["weights"] == whole["weights"]
+    back_to(trained, 6)
+    run(trained, words)
+    assert copied_steps(store) == [3, 6] and "copy_failed" not in events(trained)
+
+
+def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(trained, store, run, tmp_path):
+    """Before anything is written there: it holds another run's."""
+    before = contents(store)
+    other = changed(trained, f"seed=7 out={tmp_path}/other")
+    store.faults["DONE"] = ["drop"] * remote.ATTEMPTS
+    out = run(other)
+    assert "looking for copies of another run failed" in out
+    assert "copying step_00000006 failed at faulty://bucket/runs (UserError: " in out
+    assert contents(store) == before
 
 
 def test_two_ranks_copy_what_both_have_written(tiny, tmp_path):
