@@ -276,8 +276,9 @@ def newest_manifest(store: Any, folder: str) -> dict | None:
 
 
 def fetch(url: str, out: Path) -> Path:
-    """The local copy of the run or the checkpoint that start_from=`url` names, under
-    `out`/.fetched: of a run its newest whole checkpoint. Fetched before, it is not fetched again.
+    """The local copy, under `out`/.fetched, of the checkpoint that start_from=`url` names: of a run
+    its newest whole one. Fetched before, it is not fetched again, unless the store holds another
+    one of that step by now.
 
     Raises UserError where there is none, MachineError where it cannot be read."""
     store, path = open_store("start_from", url)
@@ -286,9 +287,11 @@ def fetch(url: str, out: Path) -> Path:
     # stores may have runs of one name
     run_dir = out / ".fetched" / digest(run_path)[:8] / run_path.rpartition("/")[2]
     try:
+        store.invalidate_cache()
         checkpoint = path if names_a_step else _newest(store, path)
         local = run_dir / "checkpoints" / checkpoint.rpartition("/")[2]
-        if not (local / "DONE").exists():
+        read_done = partial(read_in_store, store, f"{checkpoint}/DONE")
+        if not _is_fetched(local, attempted(read_done)):
             _fetch_checkpoint(store, checkpoint, local)
     except FileNotFoundError as error:
         raise UserError(
@@ -300,7 +303,12 @@ def fetch(url: str, out: Path) -> Path:
         raise MachineError(
             f"start_from={url} could not be read ({cause}): run the same command again"
         ) from error
-    return local if names_a_step else run_dir
+    return local
+
+
+def _is_fetched(local: Path, done: bytes) -> bool:
+    """Whether `local` holds the checkpoint whose DONE, in the store, is `done`."""
+    return (local / "DONE").exists() and (local / "DONE").read_bytes() == done
 
 
 def _newest(store: Any, run_path: str) -> str:
@@ -314,7 +322,7 @@ def _newest(store: Any, run_path: str) -> str:
 
 def _fetch_checkpoint(store: Any, source: str, target: Path) -> None:
     """Write `source` to the folder `target`, each file held against its hash; renamed when
-    whole."""
+    whole, in the place of what was fetched when the store held another one."""
     part = target.with_name(f".tmp_{target.name}_{os.getpid()}")
     part.mkdir(parents=True, exist_ok=True)
     try:
@@ -328,8 +336,10 @@ def _fetch_checkpoint(store: Any, source: str, target: Path) -> None:
                     f"{source}/manifest.json names {name}, which is no file of its folder"
                 )
             _get(store, f"{source}/{name}", part / name, entry["sha256"])
-        if not target.exists():  # else another run has fetched it meanwhile
-            os.rename(part, target)
+        if _is_fetched(target, (part / "DONE").read_bytes()):  # by another run meanwhile
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -75,6 +75,7 @@ class Faulty:
 def store(monkeypatch) -> FaultyStore:
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setattr(FaultyStore, "faults", {})
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     return FaultyStore()
@@ -330,6 +331,42 @@ def test_the_weights_of_a_run_are_taken_from_a_url(trained, tiny, run):
     run(near)
     first, expected = (record(changed(tiny, f"run={name}")) for name in ("first", "near"))
     assert first == expected
+
+
+def put(store: FaultyStore, checkpoint: Path) -> None:
+    """Into the store as the run tiny's, in the place of what is there."""
+    target = f"/bucket/runs/tiny/checkpoints/{checkpoint.name}"
+    if store.exists(target):
+        store.rm(target, recursive=True)
+    store.put(str(checkpoint), target, recursive=True)
+
+
+def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(store, tmp_path):
+    """As after a rollback of the run that was copied."""
+    step = f"{URL}/tiny/checkpoints/step_00000001"
+    put(store, make_checkpoint(tmp_path / "undone", 1, "undone weights"))
+    fetch(step, tmp_path)
+    put(store, make_checkpoint(tmp_path / "anew", 1, "other weights"))
+    for url in (step, f"{URL}/tiny"):
+        fetched = fetch(url, tmp_path)
+        assert (fetched / "__0_0.distcp").read_bytes() == b"other weights of step 1"
+
+
+def test_the_newest_checkpoint_is_that_of_the_store(store, tmp_path):
+    """Not the newest one that was ever fetched."""
+    for step in (1, 2):
+        put(store, make_checkpoint(tmp_path / "run", step))
+    assert fetch(f"{URL}/tiny", tmp_path).name == "step_00000002"
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000002", recursive=True)
+    assert fetch(f"{URL}/tiny", tmp_path).name == "step_00000001"
+
+
+def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(trained, store, tiny, run):
+    """Fetched while they were there; the sentence names the URL."""
+    fetch(f"{URL}/tiny", Path(tiny.out))
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
+    error = run(changed(tiny, f"run=later start_from={URL}/tiny"), code=2)
+    assert f"start_from={URL}/tiny has step_00000003 as the last of its checkpoints" in error
 
 
 @pytest.mark.parametrize("ending", ["", "/checkpoints/step_00000004"])
