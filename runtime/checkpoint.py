@@ -690,20 +690,23 @@ def branch(
     return point
 
 
-def _folder_to_start_from(config: Config) -> Path:
-    """config.start_from, or what was fetched from its URL."""
+def _checkpoint_to_start_from(config: Config) -> Path:
+    """The checkpoint that config.start_from names, of a run its newest, or what was fetched from
+    its URL; a folder without any as it is."""
     assert config.start_from is not None
     if is_url(config.start_from):
         return fetch(config.start_from, Path(config.out))
-    return Path(config.start_from)
+    path = Path(config.start_from)
+    return path if path.name.startswith("step_") else latest(path) or path
 
 
 def _find_branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> BranchPoint:
-    start_from = _folder_to_start_from(config)
-    names_a_step = start_from.name.startswith("step_")  # else a run: its last checkpoint's weights
-    run_dir = start_from.parent.parent if names_a_step else start_from
+    assert config.start_from is not None
+    # else a run: its last checkpoint's weights
+    names_a_step = Path(config.start_from).name.startswith("step_")
+    path = _checkpoint_to_start_from(config)
+    run_dir = path.parent.parent if path.name.startswith("step_") else path
     finished = checkpoints(run_dir)
-    path = start_from if names_a_step or not finished else finished[-1]
     if path not in finished:
         names = ", ".join(checkpoint.name for checkpoint in finished) or "none"
         raise UserError(
@@ -718,19 +721,19 @@ def _find_branch_point(config: Config, tokenizer_hashes: tuple[str, ...]) -> Bra
         check_branch(config, parent, manifest["step"])
         return BranchPoint(path, manifest)
     if imported is None:
-        imported = _origin_of_a_run(path, parent, manifest)
+        imported = _origin_of_a_run(config, path, parent, manifest)
     _refuse_another_model(config, parent, run_dir, imported, tokenizer_hashes)
     # the run's folder too, which an import's own name is not
     return BranchPoint(path, manifest, {**imported, "run": run_dir.name})
 
 
-def _origin_of_a_run(path: Path, parent: Config, manifest: dict) -> dict:
+def _origin_of_a_run(config: Config, path: Path, parent: Config, manifest: dict) -> dict:
     """What the run `parent`, whose weights are taken alone, is called as their origin. Raises
     UserError where `path` is not the checkpoint of its last step."""
     run_dir = path.parent.parent
     if step_of(path) != parent.total_steps:
         raise UserError(
-            f"start_from={run_dir} has {path.name} as the last of its checkpoints, not that of"
+            f"start_from={config.start_from} has {path.name} as the last of its checkpoints, not that of"
             f" its last step, {parent.total_steps}: finish that run, or put that checkpoint"
             " back"
         )

@@ -86,11 +86,18 @@ class CheckpointCopies:
     """Copies one run's checkpoints to `url`, one at a time, in a thread of rank 0. Where the store
     is slower than the run, the newest one waits and those between are left out.
 
-    The thread is a daemon: a run that is stopped does not wait, its next start copies again."""
+    The thread is a daemon: a run that is stopped does not wait, its next start copies again.
 
-    def __init__(self, url: str, run: str):
+    `refuse_owner` gets the manifest of the newest copy that the store has under this name, and
+    raises UserError where it is of a run whose copies this one must not replace."""
+
+    def __init__(
+        self, url: str, run: str, refuse_owner: Callable[[dict], None] = lambda manifest: None
+    ):
         self.url = url
         self.run = run
+        self._refuse_owner = refuse_owner
+        self._is_owner_known = False
         self._store, root = open_store("checkpoint.copy_to", url)
         self._folder = f"{root}/{run}/checkpoints"
         self._state = threading.Condition()
@@ -99,6 +106,24 @@ class CheckpointCopies:
         self._undone_after: int | None = None  # steps of a rollback still to be removed
         self._reports: list[tuple[str, str]] = []
         threading.Thread(target=self._work, name="copies", daemon=True).start()
+
+    def check_owner(self) -> None:
+        """Raises UserError as `refuse_owner` does. A store that cannot be read is reported, and
+        looked at again before anything is written to it."""
+        try:
+            self._check_owner()
+        except UserError:
+            raise
+        except Exception as error:  # whatever the store's package raises
+            self._reports.append(self._failure("looking for copies of another run", error))
+
+    def _check_owner(self) -> None:
+        if self._is_owner_known:
+            return
+        manifest = newest_manifest(self._store, self._folder)
+        if manifest is not None:
+            self._refuse_owner(manifest)
+        self._is_owner_known = True
 
     def copy(self, checkpoint: Path) -> None:
         """Begin, or wait for the copy under way, and return."""
@@ -166,11 +191,15 @@ class CheckpointCopies:
     def _try(self, what: str, work: Callable[[], str | None]) -> tuple[str, str] | None:
         """The report of work(), whose sentence it returns, or of its failure."""
         try:
+            self._check_owner()
             sentence = work()
         except Exception as error:  # whatever the store's package raises
-            cause = f"{type(error).__name__}: {error}".splitlines()[0]
-            return "copy_failed", f"{what} failed at {self.url} ({cause}); training goes on"
+            return self._failure(what, error)
         return None if sentence is None else ("copied", sentence)
+
+    def _failure(self, what: str, error: Exception) -> tuple[str, str]:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        return "copy_failed", f"{what} failed at {self.url} ({cause}); training goes on"
 
     def _copy(self, checkpoint: Path) -> str | None:
         """None where it is there already, as after a resume."""
@@ -232,12 +261,24 @@ def steps_in(store: Any, folder: str) -> dict[str, int]:
     return dict(sorted(numbers.items(), key=lambda pair: pair[1]))
 
 
+def newest_manifest(store: Any, folder: str) -> dict | None:
+    """The manifest of the newest whole checkpoint in a folder of a store; None where there is
+    none."""
+    for name in reversed(attempted(lambda: steps_in(store, folder))):
+        done = attempted(partial(read_in_store, store, f"{folder}/{name}/DONE"))
+        manifest = attempted(partial(read_in_store, store, f"{folder}/{name}/manifest.json"))
+        if done and done.decode() == hashlib.sha256(manifest).hexdigest():
+            return json.loads(manifest)
+    return None
+
+
 # -------------------------------------------------------------------------------------------- back
 
 
 def fetch(url: str, out: Path) -> Path:
-    """The local copy of the run or the checkpoint that start_from=`url` names, under
-    `out`/.fetched: of a run its newest whole checkpoint. Fetched before, it is not fetched again.
+    """The local copy, under `out`/.fetched, of the checkpoint that start_from=`url` names: of a run
+    its newest whole one. Fetched before, it is not fetched again, unless the store holds another
+    one of that step by now.
 
     Raises UserError where there is none, MachineError where it cannot be read."""
     store, path = open_store("start_from", url)
@@ -246,9 +287,11 @@ def fetch(url: str, out: Path) -> Path:
     # stores may have runs of one name
     run_dir = out / ".fetched" / digest(run_path)[:8] / run_path.rpartition("/")[2]
     try:
+        store.invalidate_cache()
         checkpoint = path if names_a_step else _newest(store, path)
         local = run_dir / "checkpoints" / checkpoint.rpartition("/")[2]
-        if not (local / "DONE").exists():
+        read_done = partial(read_in_store, store, f"{checkpoint}/DONE")
+        if not _is_fetched(local, attempted(read_done)):
             _fetch_checkpoint(store, checkpoint, local)
     except FileNotFoundError as error:
         raise UserError(
@@ -260,7 +303,12 @@ def fetch(url: str, out: Path) -> Path:
         raise MachineError(
             f"start_from={url} could not be read ({cause}): run the same command again"
         ) from error
-    return local if names_a_step else run_dir
+    return local
+
+
+def _is_fetched(local: Path, done: bytes) -> bool:
+    """Whether `local` holds the checkpoint whose DONE, in the store, is `done`."""
+    return (local / "DONE").exists() and (local / "DONE").read_bytes() == done
 
 
 def _newest(store: Any, run_path: str) -> str:
@@ -274,7 +322,7 @@ def _newest(store: Any, run_path: str) -> str:
 
 def _fetch_checkpoint(store: Any, source: str, target: Path) -> None:
     """Write `source` to the folder `target`, each file held against its hash; renamed when
-    whole."""
+    whole, in the place of what was fetched when the store held another one."""
     part = target.with_name(f".tmp_{target.name}_{os.getpid()}")
     part.mkdir(parents=True, exist_ok=True)
     try:
@@ -288,8 +336,10 @@ def _fetch_checkpoint(store: Any, source: str, target: Path) -> None:
                     f"{source}/manifest.json names {name}, which is no file of its folder"
                 )
             _get(store, f"{source}/{name}", part / name, entry["sha256"])
-        if not target.exists():  # else another run has fetched it meanwhile
-            os.rename(part, target)
+        if _is_fetched(target, (part / "DONE").read_bytes()):  # by another run meanwhile
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(part, target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

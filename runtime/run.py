@@ -52,7 +52,12 @@ from runtime.parallel import World, build
 from runtime.remote import CheckpointCopies, is_url, open_store
 from runtime.replicas import check_replicas
 from runtime.run_folder import as_begun, claim, read_first_start
-from runtime.run_start import StartKind, find_start, refuse_other_data
+from runtime.run_start import (
+    StartKind,
+    find_start,
+    refuse_other_data,
+    refuse_to_replace_copies,
+)
 from runtime.signals import StopRequest
 from runtime.summary import Average, Finished, Summary, summarise, write_val_losses
 from runtime.tokenizer import Tokenizer, keep_tokenizer, load_tokenizer, tokenizer_of
@@ -162,6 +167,7 @@ class Run:
         self._load_data()
         self._build()
         damaged = self._begin()
+        self._open_copies()
         self.env = self._environment(config_files, first_start)
         self.log = self._open_log(config_files, cleanup)
         self._tell_start(damaged, is_first_start_known=bool(first_start))
@@ -233,6 +239,22 @@ class Run:
             self.precision.load(start.state.get("fp8_scales"))
         self.precision.after_update()
         return damaged
+
+    def _open_copies(self) -> None:
+        """Raises UserError, before the run writes anything, where its copies would replace another
+        run's."""
+        run_on_rank0(self.world, self._open_copies_of_rank0)
+
+    def _open_copies_of_rank0(self) -> None:
+        config = self.config
+        if config.checkpoint.copy_to is None:
+            return
+        self._copies = CheckpointCopies(
+            config.checkpoint.copy_to,
+            config.run,
+            partial(refuse_to_replace_copies, config, self.start),
+        )
+        self._copies.check_owner()
 
     def _environment(self, config_files: list[str], first_start: dict[str, str]) -> dict:
         """What env.json holds. The time of the run's first start stays: a prediction counts only if
@@ -314,10 +336,8 @@ class Run:
 
     def _open_outputs(self, cleanup: ExitStack) -> None:
         config, world = self.config, self.world
-        if config.checkpoint.copy_to is not None and world.is_main:
-            self._copies = CheckpointCopies(config.checkpoint.copy_to, config.run)
-            if self.start.is_resumed and self.start.checkpoint is not None:
-                self._copies.copy(self.start.checkpoint)  # the stop may have cut its copy short
+        if self._copies is not None and self.start.is_resumed and self.start.checkpoint is not None:
+            self._copies.copy(self.start.checkpoint)  # the stop may have cut its copy short
         self.saver = Saver(
             config.run_dir, config.checkpoint, world, lambda: self.log.validated, self._copies
         )
@@ -541,7 +561,8 @@ class Run:
         )
 
     def _check_replicas(self) -> None:
-        """Raises MachineError before other weights than all replicas' are saved or validated."""
+        """Raises MachineError before weights that replicas do not share are saved, or their
+        validation loss is logged."""
         names = [name for name in self._tensors if name.startswith("model.")]
         weights = {name.removeprefix("model."): self._tensors[name] for name in names}
         check_replicas(weights, self.world, self.progress.step)
@@ -584,7 +605,6 @@ class Run:
     def _validate(self) -> bool:
         """Log the validation loss, or go back to a checkpoint where it is not finite; whether the
         run has been finished by it. Left undone where a stop is requested meanwhile."""
-        self._check_replicas()
         val = self._evaluate()
         step = self.progress.step
         if val is None:
@@ -595,6 +615,7 @@ class Run:
             verdict = self.guard.reject_validation(step, f"validation loss {val.loss}")
             self._roll_back_or_give_up(verdict)
             return False
+        self._check_replicas()
         row = ValidationRow(
             step=step,
             tokens=self.config.tokens_at(step),

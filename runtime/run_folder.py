@@ -148,16 +148,22 @@ def is_finished(config: Config) -> bool:
 
 def refuse_another_run(config: Config, stored: Config) -> None:
     """Raises UserError where the run of `config` would not be that of `stored`, its config.json."""
+    if changes := changes_of_run(config, stored):
+        raise UserError(
+            f"{config.run_dir} holds another run: {'; '.join(changes)}; choose another run=, or"
+            " give the same settings"
+        )
+
+
+def changes_of_run(config: Config, stored: Config) -> list[str]:
+    """How the run of `config` differs from that of `stored`, a phrase for each key; none where they
+    are the same run."""
     stored_identity = stored.identity()
     identity = config.identity()
     # prose:2 is prose:1; Run keeps what it was begun with
     if shares(stored_identity["data.mixture"]) == shares(identity["data.mixture"]):
         identity["data.mixture"] = stored_identity["data.mixture"]
-    if changes := changed_keys(stored_identity, identity):
-        raise UserError(
-            f"{config.run_dir} holds another run: {'; '.join(changes)}; choose another run=, or"
-            " give the same settings"
-        )
+    return changed_keys(stored_identity, identity)
 
 
 def as_begun(config: Config, world: World) -> Config:

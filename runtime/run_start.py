@@ -3,7 +3,7 @@ weights, or step 0. Start holds the answer, and all that later steps need of it.
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from lib.errors import UserError
 from runtime.checkpoint import BranchPoint, Restored, branch, restore, run_on_rank0
 from runtime.config import Config, config_from_dict
 from runtime.parallel import World
-from runtime.run_folder import refuse_to_start_over
+from runtime.run_folder import changes_of_run, refuse_to_start_over
 
 
 @dataclass
@@ -152,3 +152,35 @@ def refuse_other_data(start: Start, identity: dict[str, str]) -> None:
                 f"{start.checkpoint.parent.parent} was begun with other {description}: restore"
                 " those, or choose another run="
             )
+
+
+def refuse_to_replace_copies(config: Config, start: Start, manifest: dict) -> None:
+    """Raises UserError where copies in config.checkpoint.copy_to, of whose newest this is the
+    manifest, are another run's; or this run's, which would begin anew over them: they may be all
+    that is left of it."""
+    url = (config.checkpoint.copy_to or "").rstrip("/")
+    stored = config_from_dict(manifest["config"])
+    is_brought_back = _is_copy_of_its_own(config)
+    if is_brought_back:  # of one run, those from before and after its folder was lost
+        stored = replace(stored, start_from=config.start_from)
+    if changes := changes_of_run(config, stored):
+        raise UserError(
+            f"checkpoint.copy_to={url} holds checkpoints of another run {config.run}"
+            f" ({'; '.join(changes)}): choose another run= or checkpoint.copy_to=, or give the same"
+            " settings"
+        )
+    is_going_on = start.is_resumed or (is_brought_back and start.state is not None)
+    if not is_going_on:
+        newest = f"{url}/{config.run}/checkpoints/step_{manifest['step']:08d}"
+        raise UserError(
+            f"checkpoint.copy_to={url} holds checkpoints of this run up to step {manifest['step']},"
+            f" but {config.run_dir} has none: go on from them with start_from={newest}, choose"
+            f" another run=, or delete {url}/{config.run} to start the run anew"
+        )
+
+
+def _is_copy_of_its_own(config: Config) -> bool:
+    """Whether start_from names a copy that a run of this name has left in checkpoint.copy_to."""
+    folder, _, _ = (config.start_from or "").rpartition("/checkpoints/")
+    url = (config.checkpoint.copy_to or "").rstrip("/")
+    return folder == f"{url}/{config.run}"

@@ -75,6 +75,7 @@ class Faulty:
 def store(monkeypatch) -> FaultyStore:
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setattr(FaultyStore, "faults", {})
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     return FaultyStore()
@@ -98,6 +99,11 @@ def copied_steps(store: FaultyStore, run: str = "tiny") -> list[int]:
             assert hashlib.sha256(content).hexdigest() == entry["sha256"], file
         steps.append(step)
     return steps
+
+
+def contents(store: FaultyStore) -> dict[str, bytes]:
+    """Each file of the store."""
+    return {path: file.getvalue() for path, file in store.store.items()}
 
 
 def events(config: Config) -> list[str]:
@@ -234,6 +240,60 @@ def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, r
     assert record(trained) == whole
 
 
+def test_copies_of_another_run_are_not_replaced(trained, store, run):
+    """Its own folder is gone: they are all that is left of it."""
+    before = contents(store)
+    shutil.rmtree(trained.run_dir)
+    error = run(trained, "seed=7", code=2)
+    assert f"checkpoint.copy_to={URL} holds checkpoints of another run tiny (seed was 1337" in error
+    assert contents(store) == before
+    assert not trained.run_dir.exists(), "nothing half-written"
+
+
+def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(trained, store, run):
+    before = contents(store)
+    shutil.rmtree(trained.run_dir)
+    error = run(trained, code=2)
+    assert f"start_from={URL}/tiny/checkpoints/step_00000006" in error and "up to step 6" in error
+    assert contents(store) == before
+
+
+def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(store, tiny, run):
+    wsd = "optim.schedule=wsd optim.warmup_share=0 optim.decay_share=0.5"
+    trunk = changed(tiny, f"run=trunk {wsd}")
+    run(trunk)
+    start = f"{trunk.run_dir}/checkpoints/step_00000003"
+    branch = changed(tiny, f"{wsd} {COPIES} start_from={start}")
+    run(branch)
+    shutil.rmtree(branch.run_dir)
+    assert "holds checkpoints of this run up to step 6" in run(branch, code=2)
+
+
+def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(trained, store, run):
+    """Also after a stop, which finds copies from before and after the loss."""
+    whole = record(trained)
+    shutil.rmtree(trained.run_dir)
+    words = f"start_from={URL}/tiny/checkpoints/step_00000003"
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
+    run(trained, words)
+    assert copied_steps(store) == [3, 6]
+    assert record(trained)["weights"] == whole["weights"]
+    back_to(trained, 6)
+    run(trained, words)
+    assert copied_steps(store) == [3, 6] and "copy_failed" not in events(trained)
+
+
+def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(trained, store, run, tmp_path):
+    """Before anything is written there: it holds another run's."""
+    before = contents(store)
+    other = changed(trained, f"seed=7 out={tmp_path}/other")
+    store.faults["DONE"] = ["drop"] * remote.ATTEMPTS
+    out = run(other)
+    assert "looking for copies of another run failed" in out
+    assert "copying step_00000006 failed at faulty://bucket/runs (UserError: " in out
+    assert contents(store) == before
+
+
 def test_two_ranks_copy_what_both_have_written(tiny, tmp_path):
     """To a folder, since ranks are processes."""
     config = changed(tiny, f"checkpoint.copy_to=file://{tmp_path}/store")
@@ -271,6 +331,42 @@ def test_the_weights_of_a_run_are_taken_from_a_url(trained, tiny, run):
     run(near)
     first, expected = (record(changed(tiny, f"run={name}")) for name in ("first", "near"))
     assert first == expected
+
+
+def put(store: FaultyStore, checkpoint: Path) -> None:
+    """Into the store as the run tiny's, in the place of what is there."""
+    target = f"/bucket/runs/tiny/checkpoints/{checkpoint.name}"
+    if store.exists(target):
+        store.rm(target, recursive=True)
+    store.put(str(checkpoint), target, recursive=True)
+
+
+def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(store, tmp_path):
+    """As after a rollback of the run that was copied."""
+    step = f"{URL}/tiny/checkpoints/step_00000001"
+    put(store, make_checkpoint(tmp_path / "undone", 1, "undone weights"))
+    fetch(step, tmp_path)
+    put(store, make_checkpoint(tmp_path / "anew", 1, "other weights"))
+    for url in (step, f"{URL}/tiny"):
+        fetched = fetch(url, tmp_path)
+        assert (fetched / "__0_0.distcp").read_bytes() == b"other weights of step 1"
+
+
+def test_the_newest_checkpoint_is_that_of_the_store(store, tmp_path):
+    """Not the newest one that was ever fetched."""
+    for step in (1, 2):
+        put(store, make_checkpoint(tmp_path / "run", step))
+    assert fetch(f"{URL}/tiny", tmp_path).name == "step_00000002"
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000002", recursive=True)
+    assert fetch(f"{URL}/tiny", tmp_path).name == "step_00000001"
+
+
+def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(trained, store, tiny, run):
+    """Fetched while they were there; the sentence names the URL."""
+    fetch(f"{URL}/tiny", Path(tiny.out))
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
+    error = run(changed(tiny, f"run=later start_from={URL}/tiny"), code=2)
+    assert f"start_from={URL}/tiny has step_00000003 as the last of its checkpoints" in error
 
 
 @pytest.mark.parametrize("ending", ["", "/checkpoints/step_00000004"])
