@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench import rows
 from eval import results
+from fp8 import probe_rows
 from lib.command import command, run_command
 from lib.files import write_atomically
 from runtime import summary
@@ -23,6 +24,7 @@ def page() -> str:
         summary.schema_page(),
         results.schema_section(),
         rows.schema_section(),
+        probe_rows.schema_section(),
         law_file.schema_page(),
         predictions.schema_page(),
         schemas.schema_page(),

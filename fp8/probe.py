@@ -4,7 +4,7 @@ attention logits and SwiGLU outputs are.
 Every probe.every steps one extra forward and backward pass, eager, over a few of the step's own
 sequences, with hooks that are removed afterwards. Training is not affected: the compiled step has
 no hooks, and losses and weights are the same bits with and without. out/<run>/probe.jsonl gets a
-row per converted Linear and one per block: LinearRow and BlockRow.
+row per converted Linear and one per block: fp8/probe_rows.py.
 
 The weight and the activation are the operands of y = x w', the gradient that of the input gradient,
 each scaled over the dimension that its matmul sums over. The signal-to-noise ratio of a matmul is
@@ -17,71 +17,31 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fp8.copies import zero_gradients
 from fp8.linears import EmulatedMatmul, noise_of
+from fp8.probe_rows import (
+    MATMULS,
+    OPERANDS,
+    STATISTICS,
+    BlockRow,
+    LinearRow,
+    Statistics,
+    content_of,
+)
 from fp8.recipes import Operand, Recipe
 from fp8.rounding import FORMATS, fake_quantise, scale_of
 from fp8.sharded import is_wrapped, unwrap
 from lib.files import to_line
 from model import GPT, Attention, rotate
 
-
-@dataclass(frozen=True)
-class Statistics:
-    """What FP8 does to one tensor; NaN and infinity are written as null."""
-
-    amax: float  # largest magnitude
-    scale_min: float  # smallest, median and largest scale
-    scale: float
-    scale_max: float
-    underflow: float  # share of the values that are not zero and become zero
-    saturated: float  # share of the values beyond the format's largest after scaling
-    error: float  # ||Q(x) - x|| / ||x||
-    kurtosis: float  # mean of x^4 over the square of that of x^2: 1 of equal magnitudes, 3 normal
-
-
-@dataclass(frozen=True)
-class LinearRow:
-    """A row of probe.jsonl about a converted Linear. An operand that was not seen has no key."""
-
-    kind: Literal["linear"]
-    step: int
-    layer: str  # its name, such as layers.0.attn.qkv
-    recipe: str
-    weight: Statistics | None = None  # operands of y = x w'
-    activation: Statistics | None = None
-    gradient: Statistics | None = None  # of the output, as the input gradient's operand
-    # signal-to-quantisation-noise ratio [dB] of each matmul's result, 10 log10(||y||^2 /
-    # ||y_fp8 - y||^2), y in fp32: of x w', and with a backward pass of g w and of g' x
-    output_sqnr: float | None = None
-    input_grad_sqnr: float | None = None
-    weight_grad_sqnr: float | None = None
-
-
-@dataclass(frozen=True)
-class BlockRow:
-    """A row of probe.jsonl about a block."""
-
-    kind: Literal["block"]
-    step: int
-    block: int
-    attention_logit_max: float  # largest q k / sqrt(D) of the first sequence
-    swiglu_amax: float  # largest magnitude of SwiGLU's output
-    swiglu_rms: float  # its root mean square
-
-
-OPERANDS = "weight", "activation", "gradient"
-STATISTICS = tuple(field.name for field in fields(Statistics))
 # what was measured -> the numbers in its tensor
-MATMULS = "output_sqnr", "input_grad_sqnr", "weight_grad_sqnr"
 NAMES = {
     **dict.fromkeys(OPERANDS, STATISTICS),
     **{matmul: (matmul,) for matmul in MATMULS},
@@ -235,12 +195,7 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
             number = int(module.split(".")[1])
             numbers = values[module, "attention"] | values[module, "swiglu"]
             rows_of_step.append(BlockRow("block", step, number, **numbers))
-    return [_as_json(row) for row in rows_of_step]
-
-
-def _as_json(row: LinearRow | BlockRow) -> dict:
-    """A row as it is written: without the operands and matmuls that were not seen."""
-    return {key: value for key, value in asdict(row).items() if value is not None}
+    return [content_of(row) for row in rows_of_step]
 
 
 # -------------------------------------------------------------------------------------- statistics

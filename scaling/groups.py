@@ -34,6 +34,7 @@ from scaling.laws import (
     unfitted,
     with_bootstrap,
 )
+from scaling.laws.forms import CHINCHILLA
 from scaling.laws.refusals import UnknownAxis
 from scaling.predictions import Held
 from scaling.records import Record
@@ -42,7 +43,7 @@ from scaling.records import Record
 # wait
 RESAMPLED = 2_000_000
 FEWEST_RESAMPLES = 200
-FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
+FORMS = (CHINCHILLA, "ray", "power_n", "power_d", "power_c", "isoflop")
 FAR = 10  # times the largest compute: where the doubt in the form is told
 
 
@@ -119,7 +120,7 @@ class Group:
     def is_surface(self) -> bool:
         """Whether an identified L(N, D) heads the group, so that no single curve over one axis is
         its law."""
-        return self.headline == "chinchilla"
+        return self.headline == CHINCHILLA
 
     @property
     def is_spread(self) -> bool:
@@ -184,9 +185,9 @@ class Group:
     @property
     def outliers(self) -> list[NamedOutlier]:
         """The points off the law of the others, farthest first."""
-        form = self.headline if self.headline in HAS_OUTLIERS else "chinchilla"
+        form = self.headline if self.headline in HAS_OUTLIERS else CHINCHILLA
         outliers = self.laws[form].outliers
-        if self.lack_of_fit is not None and form == "chinchilla":
+        if self.lack_of_fit is not None and form == CHINCHILLA:
             # of the law that fits, not of one that does not
             mended = self.lack_of_fit.mended
             outliers = mended.outliers if mended else ()
@@ -262,15 +263,15 @@ def fit_points(
     first: Fit | None = None
     fault: SharedFault | None = None
     if has_tokens:
-        first = fit_form("ray" if on_one_ray(ray) else "chinchilla", points, seed_sd)
+        first = fit_form("ray" if on_one_ray(ray) else CHINCHILLA, points, seed_sd)
         fault = _fault(first, points, seed_sd, columns) if resamples else None
     if fault is not None:
         points = replace(points, cluster=fault.labels)
     laws = {form: _fit(form, points, axes, first, seed_sd, resamples) for form in FORMS}
-    surface = laws["chinchilla"]
+    surface = laws[CHINCHILLA]
     lack = lack_of_fit(surface, points, seed_sd) if surface.identified else None
     headline = choose_headline(laws, ray, is_misfit=lack is not None and not insist)
-    is_isoflop, is_surface = headline.form == "isoflop", headline.form == "chinchilla"
+    is_isoflop, is_surface = headline.form == "isoflop", headline.form == CHINCHILLA
     return Group(
         recipe=name,
         records=(),
@@ -318,8 +319,8 @@ def choose_headline(
         return Headline(
             "power_n", "the table gives N alone, so only the power law in N can be fitted"
         )
-    if laws["chinchilla"].identified and not is_misfit:
-        return Headline("chinchilla", "the points identify L(N, D)")
+    if laws[CHINCHILLA].identified and not is_misfit:
+        return Headline(CHINCHILLA, "the points identify L(N, D)")
     if is_misfit:
         why = "L(N, D) does not fit the points (--insist headlines it all the same)"
     else:

@@ -9,10 +9,11 @@ import numpy as np
 
 from scaling.groups import Group
 from scaling.laws import ONE_RAY, SAME_BUDGET, Fit, Points
+from scaling.laws.forms import CHINCHILLA
 
 FEW = 6  # at most so many lines of one size, or of one ratio, in a panel
 MANY = 60  # points: from so many on, no lines join them
-STRONG = ("chinchilla", "isoflop", "ray")  # laws with an irreducible loss
+STRONG = (CHINCHILLA, "isoflop", "ray")  # laws with an irreducible loss
 VALLEY_POINTS = 60  # of a drawn valley
 HIGHEST = 1e9  # times the loss: where an interval is cut off
 
@@ -59,7 +60,7 @@ def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
 
 def _sections(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
     """L(N, D) along its frontier, at each size, or at each ratio of tokens to parameters."""
-    law, points = group.laws["chinchilla"], group.points
+    law, points = group.laws[CHINCHILLA], group.points
     if axis == "C":
         return [_line(law, grid, _cheapest(group, grid))]
     if axis == "N":
@@ -133,7 +134,7 @@ def _cheapest(group: Group, compute: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted
     as the group's points are: FLOPs per token go as N^k, k below 1 as the share of the vocabulary
     and of attention falls with size."""
-    law, points = group.laws["chinchilla"].values, group.points
+    law, points = group.laws[CHINCHILLA].values, group.points
     alpha, beta = law["alpha"], law["beta"]
     log_flops_per_token = np.log(group.x["C"] / points.D)
     k, height = np.polyfit(np.log(points.N), log_flops_per_token, 1)

@@ -32,6 +32,7 @@ from runtime.roofline import highest_ratio, modelled_ratio
 from scaling.budgets import Size, optimum, tokens
 from scaling.designs import RHO, SIGMA, Point, bound
 from scaling.law_file import read_law_file
+from scaling.laws.forms import CHINCHILLA
 from scaling.paired.cost import EPOCH, Surface
 from scaling.precision_result import read_precision
 from scaling.records import Record, read_runs, usable, without_repeats
@@ -269,7 +270,7 @@ def read_law(path: str | None) -> LawSource:
             " n=total out=DIR)"
         )
     # a table's law.json has one set of laws
-    law = content.get("groups", {"bf16": content})["bf16"]["laws"]["chinchilla"]
+    law = content.get("groups", {"bf16": content})["bf16"]["laws"][CHINCHILLA]
     done = _points_of(content)
     if not law["identified"]:
         note = f"{path} identifies no L(N, D) ({law['reason']}), so {published}"

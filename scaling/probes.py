@@ -1,18 +1,16 @@
 """Read probe.jsonl of a run, what FP8 did inside it, as arrays."""
 
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fp8.probe_rows import BlockRow, LinearRow, read_probe_rows
 from lib.errors import UserError
-from lib.files import read_rows
 from lib.text import grid
 from scaling.histories import NOTHING, to_number
 
@@ -42,19 +40,12 @@ def read_probe(path: Path) -> ProbeRecord:
     linear: dict[tuple[str, int], list[float]] = {}
     block: dict[tuple[int, int], list[float]] = {}
     recipes = set()
-    for row in read_rows(path):
-        try:
-            if row["kind"] == "block":
-                numbers = [to_number(row[key]) for key in OUTLIERS]
-                block[int(row["block"]), int(row["step"])] = numbers
-            else:
-                linear[row["layer"], int(row["step"])] = _probed_numbers(row)
-                recipes.add(row["recipe"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{path}: {json.dumps(row)[:80]} is no row of a probe ({type(error).__name__}:"
-                f" {error})"
-            ) from None
+    for row in read_probe_rows(path):
+        if isinstance(row, BlockRow):
+            block[row.block, row.step] = [to_number(getattr(row, key)) for key in OUTLIERS]
+        else:
+            linear[row.layer, row.step] = _probed_numbers(row)
+            recipes.add(row.recipe)
     if not linear and not block:
         raise UserError(NOTHING.format(path))
     layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
@@ -73,10 +64,10 @@ def read_probe(path: Path) -> ProbeRecord:
     )
 
 
-def _probed_numbers(row: dict[str, Any]) -> list[float]:
+def _probed_numbers(row: LinearRow) -> list[float]:
     """PROBED of each of OPERANDS; a forward pass has no gradient."""
-    operands = [row["weight"], row["activation"], row.get("gradient") or {}]
-    return [to_number(operand.get(key)) for operand in operands for key in PROBED]
+    operands = [row.weight, row.activation, row.gradient]
+    return [to_number(getattr(operand, key, None)) for operand in operands for key in PROBED]
 
 
 def _by_step(rows: Mapping, keys: Sequence, steps: Sequence[int], names: Sequence) -> dict:

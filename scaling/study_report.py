@@ -14,6 +14,7 @@ from lib.text import listed, si
 from scaling.declaration import Declaration, read_declaration
 from scaling.gap_words import EVALUATION_WORDS
 from scaling.law_file import read_law_file
+from scaling.laws.forms import CHINCHILLA
 from scaling.learning_rate import format_result
 from scaling.pages import format_fixed, format_table
 from scaling.precision_result import read_precision
@@ -31,7 +32,6 @@ from scaling.records import (
     without_repeats,
 )
 from scaling.training_report import CPU_NOTE
-from scaling.typed_json import read_typed
 
 SCHEMA_VERSION = 1
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
@@ -68,11 +68,6 @@ class StudyReport:
     N: str  # key of summary.json that counts the parameters
     runs: list[StudyRun]  # a row for each group of runs
     inputs: dict[str, str]  # run -> sha256 of its summary.json
-
-
-def read_study_report(path: Path) -> StudyReport:
-    """A report.json of a study, also of older code. Raises UserError as read_typed()."""
-    return read_typed(StudyReport, path, SCHEMA_VERSION, "report")
 
 
 @dataclass(frozen=True)
@@ -314,8 +309,8 @@ def format_laws(path: Path) -> str:
         if frontier:
             name = f"{frontier['form']} through the minima (frontier)"
             rows.append(_law_row(recipe, name, frontier))
-        if form != "chinchilla":
-            rows.append(_law_row(recipe, "chinchilla", group["laws"]["chinchilla"]))
+        if form != CHINCHILLA:
+            rows.append(_law_row(recipe, CHINCHILLA, group["laws"][CHINCHILLA]))
         reasons.append(f"- {recipe}: {group['headline']['reason']}")
     evaluation = law["conventions"]["loss"].removeprefix("loss_")
     return "\n\n".join(

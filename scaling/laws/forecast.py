@@ -14,7 +14,7 @@ from scipy.special import fdtri, stdtrit
 
 from scaling.laws import rivals
 from scaling.laws.fits import Fit, inefficiency, known
-from scaling.laws.forms import DELTA, GAMMAS
+from scaling.laws.forms import CHINCHILLA, DELTA, GAMMAS
 from scaling.laws.intervals import with_bootstrap
 from scaling.laws.isoflop import frontier_of
 from scaling.laws.lack_of_fit import MISSES, lack_of_fit
@@ -49,7 +49,7 @@ RESAMPLES = 200  # for the covariance of Chinchilla's law where it is bootstrapp
 # ladder has .10, Hoffmann's law .15, Epoch's .18).
 HEADLINE = "ray gamma=0.12"
 PREFERRED = (
-    "chinchilla",
+    CHINCHILLA,
     "ray",
     HEADLINE,
     f"frontier {HEADLINE}",
@@ -168,15 +168,15 @@ def forecast(points: Points, target: tuple[float, float, float], seed_sd: float 
     is_on_ray = bool(forms.rows)
     if not is_on_ray:
         forms = _rivals(points, (N, D, C), floor)
-    forms.ask("chinchilla", partial(_chinchilla, points, floor), (N, D))
-    if "chinchilla" in forms.rows:
-        row = forms.rows["chinchilla"]
-        forms.rows["chinchilla"] = row.with_sigma(row.sigma)
+    forms.ask(CHINCHILLA, partial(_chinchilla, points, floor), (N, D))
+    if CHINCHILLA in forms.rows:
+        row = forms.rows[CHINCHILLA]
+        forms.rows[CHINCHILLA] = row.with_sigma(row.sigma)
     if not forms.rows:
-        why = forms.left_out["chinchilla"]
+        why = forms.left_out[CHINCHILLA]
         raise CannotFit(NoLawReaches(N, D, len(ray), len(points), why))
     all_forms = forms.interval
-    if is_on_ray and "chinchilla" in forms.rows:
+    if is_on_ray and CHINCHILLA in forms.rows:
         _refute(forms, len(np.unique(points.N)) - SIZE_TERMS)
     headline = next(form for form in (*PREFERRED, *forms.rows) if form in forms.rows)
     low, high = forms.interval
@@ -204,10 +204,10 @@ def _refute(forms: Forms, freedom: int) -> None:
     the sizes."""
     if freedom < 1:
         return
-    sigma = forms.rows["chinchilla"].sigma
+    sigma = forms.rows[CHINCHILLA].sigma
     for form, row in list(forms.rows.items()):
         largest = fdtri(row.dof, freedom, 1 - REFUTED)
-        if form != "chinchilla" and (row.residual_rms / sigma) ** 2 > largest:
+        if form != CHINCHILLA and (row.residual_rms / sigma) ** 2 > largest:
             forms.leave_out(form, Refuted(row.residual_rms, sigma))
 
 
@@ -262,7 +262,7 @@ def _over_compute(form: str, points: Points, floor: float, gamma: float | None =
 
 def _chinchilla(points: Points, floor: float) -> Fit:
     """L(N, D). Raises CannotFit with the reason why it may not speak."""
-    fit = fit_law("chinchilla", points.N, points.D, points.loss, seed_sd=floor)
+    fit = fit_law(CHINCHILLA, points.N, points.D, points.loss, seed_sd=floor)
     fit = with_bootstrap(fit, points, RESAMPLES)
     _check_identified(fit)
     seed_sd = floor if floor > FLOOR else 0.0

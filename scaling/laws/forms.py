@@ -18,13 +18,14 @@ class Power(NamedTuple):
     exponent: str
 
 
+CHINCHILLA = "chinchilla"  # L(N, D) after Hoffmann et al. (2203.15556): its name in law.json
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {
     "ray": ("E", "K", "gamma"),
     "power_n": ("A", "alpha"),
     "power_d": ("B", "beta"),
     "power_c": ("K", "gamma"),
-    "chinchilla": ("E", "A", "B", "alpha", "beta"),
+    CHINCHILLA: ("E", "A", "B", "alpha", "beta"),
     "isoflop": ("a", "b"),
 }
 # positive, so solved for and given intervals on the logarithm
@@ -38,7 +39,7 @@ POWERS = {
     "power_n": (OVER_N,),
     "power_d": (OVER_D,),
     "power_c": (OVER_C,),
-    "chinchilla": (OVER_N, OVER_D),
+    CHINCHILLA: (OVER_N, OVER_D),
 }
 # declared range of the compute exponent (published: .15 to .18)
 GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)
@@ -101,7 +102,7 @@ def natural(
         values["gamma"] = np.full(theta.shape[:-1], gamma)
     for power, centre in zip(POWERS[form], centres, strict=True):
         values[power.factor] = values[power.factor] + centre * values[power.exponent]
-    if form == "chinchilla":
+    if form == CHINCHILLA:
         alpha, beta = values["alpha"], values["beta"]
         values["a"] = beta / (alpha + beta)
         values["b"] = alpha / (alpha + beta)

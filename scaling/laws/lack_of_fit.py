@@ -6,7 +6,7 @@ import numpy as np
 
 from scaling.laws.choices import RESAMPLES, fit_form
 from scaling.laws.fits import Fit, Outlier, known
-from scaling.laws.forms import EXPONENTS
+from scaling.laws.forms import CHINCHILLA, EXPONENTS
 from scaling.laws.intervals import with_bootstrap
 from scaling.laws.outliers import MANY, noise_of_neighbours
 from scaling.laws.points import Points
@@ -89,7 +89,7 @@ def _without_early(points: Points, limit: float, seed_sd: float) -> WithoutEarly
     for share in SHARES:
         below = ascending[round(share * len(ratio))]
         late = np.flatnonzero(ratio >= below * (1 - 1e-9))
-        fit = fit_form("chinchilla", points.take(late), seed_sd)
+        fit = fit_form(CHINCHILLA, points.take(late), seed_sd)
         if fit.identified and known(fit.scatter) <= limit:
             early = np.setdiff1d(np.arange(len(ratio)), late).tolist()
             outliers = [Outlier(int(late[index]), distance) for index, distance in fit.outliers]

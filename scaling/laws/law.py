@@ -8,6 +8,7 @@ import numpy as np
 
 from scaling.laws.fits import Fit, Optimum, known
 from scaling.laws.forms import (
+    CHINCHILLA,
     DELTA,
     EXPONENTS,
     GAMMAS,
@@ -54,7 +55,7 @@ FEWEST = 9
 # The solver's starts: E as a share of the lowest loss; exponents
 STARTS = {
     "ray": ((0.1, 0.5, 0.9), (0.03, 0.1, 0.2, 0.5, 1.0)),
-    "chinchilla": ((0.3, 0.6, 0.9), (0.15, 0.35, 0.7)),
+    CHINCHILLA: ((0.3, 0.6, 0.9), (0.15, 0.35, 0.7)),
 }
 SHARES_ON_A_RAY = (0.1, 0.6)  # the same shares where the exponent is held fixed
 # A power law's starts: around its straight line, heights and factors of its slope.
@@ -201,7 +202,7 @@ def _lacking(
     p: int,
 ) -> Refusal | None:
     """Why these points do not determine the law with these values, factors as logarithms."""
-    if form == "chinchilla":
+    if form == CHINCHILLA:
         reason = _design_lacking(*axes)
         if reason is not None:
             return reason

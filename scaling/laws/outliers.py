@@ -7,12 +7,12 @@ import numpy as np
 from scipy.special import stdtrit
 
 from scaling.laws.fits import Fit, Outlier, inefficiency, known
-from scaling.laws.forms import natural, parameters_of
+from scaling.laws.forms import CHINCHILLA, natural, parameters_of
 from scaling.laws.intervals import with_covariance
 from scaling.laws.solver import Problem, descend
 
 # forms that points can be said to lie off; of the others the form itself is rough
-HAS_OUTLIERS = "chinchilla", "ray"
+HAS_OUTLIERS = CHINCHILLA, "ray"
 OFF_LAW = 0.01  # ln L: the least distance from the law of an outlier
 OFF_BY_CHANCE = 0.01  # of a table without outliers, to name one all the same
 NEIGHBOURS = 2  # scatter over the noise between neighbours, above which the form is at fault

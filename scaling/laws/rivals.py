@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 from scipy.optimize import nnls
 
-from scaling.laws.forms import DELTA, Terms, centred, log_law, terms
+from scaling.laws.forms import CHINCHILLA, DELTA, Terms, centred, log_law, terms
 from scaling.laws.points import Points
 from scaling.laws.solver import Problem, descend
 
@@ -107,5 +107,5 @@ def _columns(N: np.ndarray, D: np.ndarray, exponent: float) -> np.ndarray:
 
 def _without_floor(N: np.ndarray, D: np.ndarray, centres: tuple[float, float]) -> Terms:
     """`terms` of Chinchilla's law without its first term and parameter, E."""
-    slopes, offsets = terms("chinchilla", centred((N, D), centres))
+    slopes, offsets = terms(CHINCHILLA, centred((N, D), centres))
     return Terms(np.ascontiguousarray(slopes[:, 1:, 1:]), offsets[:, 1:])

@@ -9,6 +9,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from scaling.laws import Points, fit_form
+from scaling.laws.forms import CHINCHILLA
 from scaling.laws.refusals import Refusal
 from scaling.paired.estimates import Estimate
 from scaling.paired.gaps import Pair, Run, loss_of
@@ -122,7 +123,7 @@ def own_surface(
 ) -> tuple[Surface | None, Refusal | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,), trunks naming their trajectories;
     or None, and why. counts: which parameters N is, source: the Surface's."""
-    fit = fit_form("chinchilla", Points(N, D, 6 * N * D, L, trunks), resamples=1000)
+    fit = fit_form(CHINCHILLA, Points(N, D, 6 * N * D, L, trunks), resamples=1000)
     if not fit.identified:
         return None, fit.reason
     optimum = fit.optimum

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from fp8.copies import refresh_weight_copies
 from fp8.head_loss import FP8HeadLoss
 from fp8.linears import set_position
 from fp8.probe import Probe, sequences, statistics
+from fp8.probe_rows import BlockRow, read_probe_rows
 from fp8.recipes import Operand
 from fp8.rounding import noise_at
+from lib.errors import UserError
 from runtime.checkpoint import checkpoints, seal
 from tests.conftest import changed
 from tests.fp8.test_linears import E4M3, E5M2, LARGEST, OPERANDS, quantised
@@ -414,3 +417,17 @@ def test_a_resume_with_other_linears_in_fp8_is_refused(probed_run, run):
     data = json.loads((checkpoint / "manifest.json").read_text())["state"]["data"]
     reseal(probed_run, data=data | {"fp8": "0" * 64})
     assert "Linears in FP8 than fp8.recipe=auto chooses" in run(probed_run, code=2)
+
+
+def test_a_row_of_another_schema_version_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "probe.jsonl"
+    path.write_text('{"kind": "block", "step": 1, "schema_version": 99}\n')
+    with pytest.raises(UserError, match=r"probe\.jsonl.*schema_version 99, not 1"):
+        read_probe_rows(path)
+
+
+def test_a_row_of_older_code_has_no_schema_version_and_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "probe.jsonl"
+    numbers = {"attention_logit_max": 2.5, "swiglu_amax": 3.0, "swiglu_rms": None}
+    path.write_text(json.dumps({"kind": "block", "step": 4, "block": 1, **numbers}) + "\n")
+    assert read_probe_rows(path) == [BlockRow("block", 4, 1, **numbers)]

@@ -15,8 +15,9 @@ from scaling.precision_result import PrecisionResult, SizeGap, read_precision
 from scaling.rate_sweep import RateResult, read_result
 from scaling.reason_words import worded
 from scaling.schemas import SECTIONS, schema_page
-from scaling.study_report import StudyReport, read_study_report
+from scaling.study_report import StudyReport
 from scaling.training_report import RunReport, TrainingReport, read_training_report
+from scaling.typed_json import read_typed
 from tests.conftest import ROOT
 from tests.helpers.scaling_runs import strict, write_ladder, write_run
 
@@ -73,7 +74,7 @@ def test_report_json_of_a_study_holds_the_keys_of_its_schema(runs: Path) -> None
     report.main(["--study", str(runs)])
     path = runs / "report.json"
     assert set(strict(path)) == keys(StudyReport)
-    assert asdict(read_study_report(path)) == strict(path)
+    assert asdict(read_typed(StudyReport, path, 1, "report")) == strict(path)
 
 
 def test_learning_rate_json_is_read_as_it_was_written(tmp_path: Path, no_figures: None) -> None:
@@ -99,10 +100,9 @@ def test_the_declaration_of_older_code_is_read() -> None:
         (read_precision, "precision.json"),
         (read_result, "learning_rate.json"),
         (read_training_report, "report.json"),
-        (read_study_report, "report.json"),
         (lambda path: read_declaration(path.parent), "study.json"),
     ],
-    ids=["precision", "learning_rate", "training", "study_page", "study"],
+    ids=["precision", "learning_rate", "training", "study"],
 )
 def test_a_file_of_another_version_is_refused_by_name(
     tmp_path: Path, read: Callable[[Path], object], name: str
