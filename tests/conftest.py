@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +24,17 @@ from runtime.tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = World(0, 0, 1, torch.device("cpu"))
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings_stay() -> Iterator[None]:
+    """Environment variables that a command sets for its own process, such as those that keep
+    Hugging Face offline, end with the file of tests that has called it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def write_shards(

@@ -28,6 +28,9 @@ from tests.runtime.test_config import POSITIONAL, Options
 PATHS = {
     "bench.borrowed.Options": "out",
     "bench.trainings.Options": "configs out",
+    "docs.check.Options": "demo",
+    "docs.coming_from.Options": "",
+    "docs.expected.Options": "demo",
     "docs.schemas.Options": "",
     "bench.peers.Options": "out check nanogpt nanochat torchtitan",
     "bench.data.Options": "folder",
