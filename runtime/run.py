@@ -586,7 +586,7 @@ class Run:
             return
         row = TasksRow(
             step=step,
-            tokens=step * self.config.data.tokens_per_step,
+            tokens=self.config.tokens_at(step),
             scores=outcome.scores,
             se=outcome.se,
             limit=self.config.eval.tasks_limit,
