@@ -504,19 +504,18 @@ def _newest_whole(
         try:
             return Restored(path, read_manifest(path))
         except DamagedError as error:
-            aside = _set_aside(path)
-            problem = str(error).partition(": move ")[0]
-            say(f"checkpoint {path.name} is damaged, set aside as {aside.name}: {problem}")
+            say(_set_aside(path, error))
     return None
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing reads it again; its new path."""
+def _set_aside(path: Path, damage: DamagedError) -> str:
+    """Rename a damaged checkpoint, so that nothing reads it again; a line about it."""
     aside = path.with_name(f"bad_{path.name}")
     while aside.exists():  # an earlier one of that step stays too
         aside = aside.with_name(f"{aside.name}_again")
     os.rename(path, aside)
-    return aside
+    problem = str(damage).partition(": move ")[0]
+    return f"checkpoint {path.name} is damaged, set aside as {aside.name}: {problem}"
 
 
 def load(
@@ -569,14 +568,35 @@ def load_mean(
 
 
 def points_to_average(
-    run_dir: str | Path, every: int | None, count: int, last_step: int | None = None
+    run_dir: str | Path, every: int | None, count: int, last_step: int
 ) -> list[Restored]:
     """The last `count` checkpoints that steps_to_average() names, or fewer, up to `last_step`, each
     verified. Raises UserError where one is damaged."""
-    paths = {step_of(path): path for path in checkpoints(Path(run_dir))}
-    steps = [step for step in paths if last_step is None or step <= last_step]
-    chosen = [paths[step] for step in steps_to_average(steps, every, count)]
+    paths = [path for path in checkpoints(Path(run_dir)) if step_of(path) <= last_step]
+    chosen = _paths_to_average(paths, every, count)
     return [Restored(path, read_manifest(path)) for path in chosen]
+
+
+def whole_points_to_average(
+    run_dir: Path, every: int | None, count: int, say: Callable[[str], None]
+) -> list[Restored]:
+    """The same up to the run's end, of a run that is ending: damaged ones are left out and set
+    aside, and `say` gets a line about each. Raises UserError where the newest is damaged: the next
+    start of the run trains its steps again."""
+    points = []
+    for path in _paths_to_average(checkpoints(run_dir), every, count):
+        try:
+            points.append(Restored(path, read_manifest(path)))
+        except DamagedError as error:
+            if path == latest(run_dir):
+                raise
+            say(_set_aside(path, error))
+    return points
+
+
+def _paths_to_average(paths: list[Path], every: int | None, count: int) -> list[Path]:
+    steps = steps_to_average([step_of(path) for path in paths], every, count)
+    return [path for path in paths if step_of(path) in steps]
 
 
 def load_model(

@@ -407,9 +407,10 @@ def throughput(
     GPT.counts() defines it. mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs
     together, whatever the precision of the matmuls."""
     train = [row for row in rows if row["kind"] == "train"]
-    steady = [row["step_s"] for row in train[small_steps:] if row["since_start"] > WARM_UP_STEPS]
+    full = [row for row in train if row["step"] > small_steps]  # a branch has no rows of the first
+    steady = [row for row in full if row["since_start"] > WARM_UP_STEPS]
     # a run of three steps has nothing else to show
-    median = median_high(steady or [row["step_s"] for row in train])
+    median = median_high(row["step_s"] for row in steady or full or train)
     flops = flops_per_token * tokens_per_step / median
     first = [row["step_s"] for row in train if row["since_start"] == 1]
     return {

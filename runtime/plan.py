@@ -192,7 +192,7 @@ def _describe_budget(config: Config, costs: Costs) -> list[str]:
         ),
         _row(
             "steps",
-            config.total_steps,
+            config.full_steps,
             f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}",
         ),
         *[f"  {line}" for line in config.ramp.describe(config.data.tokens_per_step)],

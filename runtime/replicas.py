@@ -17,21 +17,45 @@ def check_replicas(weights: Mapping[str, torch.Tensor], world: World, step: int)
     not for every step."""
     if world.mesh is None or world.mesh["replicate"].size() == 1:
         return
-    of_ranks = all_concatenate(checksums(weights.values()), world)  # (ranks, tensors)
-    layout = world.mesh.mesh.to(of_ranks.device)  # (replicas, shards) of ranks
-    is_other = of_ranks[layout] != of_ranks[layout[:1]]  # (replicas, shards, tensors)
-    is_other_rank = is_other.any(-1)
-    if not is_other_rank.any():
+    of_ranks = all_concatenate(checksums(weights.values()), world).cpu()  # (ranks, tensors)
+    layout = world.mesh.mesh.cpu()  # (replicas, shards) of ranks
+    sums = of_ranks[layout]  # (replicas, shards, tensors)
+    is_unequal = (sums != sums[:1]).any(0).any(0)  # (tensors,)
+    if not is_unequal.any():
         return
-    ranks = sorted(layout[is_other_rank].tolist())
-    first_tensor = int(is_other.any(0).any(0).nonzero()[0])
-    name = list(weights)[first_tensor]
+    name = list(weights)[int(is_unequal.nonzero()[0])]
     raise MachineError(
-        f"after step {step} the weights of rank {', '.join(map(str, ranks))} are no longer those of"
-        f" the first replica, to begin with {name}, though all are updated alike: one of their GPUs"
-        " computes wrongly, or they are of different kinds; test them, or leave that machine out,"
-        " and run the same command again: it goes on from the checkpoint before"
+        f"after step {step} {_describe_unequal(sums, layout)}, to begin with {name}, though all are"
+        " updated alike: one of their GPUs computes wrongly, or they are of different kinds; test"
+        " them, or leave that machine out, and run the same command again: it goes on from the"
+        " checkpoint before"
     )
+
+
+def _describe_unequal(sums: torch.Tensor, layout: torch.Tensor) -> str:
+    """Which ranks of `layout`, (replicas, shards), have another row of `sums`, (replicas, shards,
+    tensors), than most replicas of their shard; where no majority agrees, all of that shard."""
+    outvoted: list[int] = []
+    undecided: list[int] = []
+    n_replicas, n_shards = layout.shape
+    for shard in range(n_shards):
+        _, kinds, counts = sums[:, shard].unique(dim=0, return_inverse=True, return_counts=True)
+        ranks = layout[:, shard]
+        if 2 * int(counts.max()) > n_replicas:
+            outvoted += ranks[kinds != counts.argmax()].tolist()
+        else:
+            undecided += ranks.tolist()
+    phrases = []
+    if outvoted:
+        phrases.append(f"the weights of {_ranks(outvoted)} are no longer those of most replicas")
+    if undecided:
+        phrases.append(f"the weights of {_ranks(undecided)} are no longer equal")
+    return " and ".join(phrases)
+
+
+def _ranks(ranks: list[int]) -> str:
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def checksums(tensors: Iterable[Any]) -> torch.Tensor:

@@ -34,9 +34,9 @@ from runtime.checkpoint import (
     is_due,
     load_mean,
     note_saved,
-    points_to_average,
     restore,
     run_on_rank0,
+    whole_points_to_average,
 )
 from runtime.checkpoint import step_of as checkpoint_step
 from runtime.config import Config
@@ -587,7 +587,7 @@ class Run:
             return
         row = TasksRow(
             step=step,
-            tokens=step * self.config.data.tokens_per_step,
+            tokens=self.config.tokens_at(step),
             scores=outcome.scores,
             se=outcome.se,
             limit=self.config.eval.tasks_limit,
@@ -679,9 +679,12 @@ class Run:
         stop was requested meanwhile. It stays in the model: the run's own weights lie in their
         checkpoint, and a run that is stopped here goes on from it."""
         config = self.config
+        tell_damaged = partial(self._log_event, "bad_checkpoint")
         points = run_on_rank0(
             self.world,
-            lambda: points_to_average(config.run_dir, config.checkpoint.every, count),
+            lambda: whole_points_to_average(
+                config.run_dir, config.checkpoint.every, count, tell_damaged
+            ),
         )
         weights = {name: t for name, t in self._tensors.items() if name.startswith("model.")}
         self.precision.reshard()

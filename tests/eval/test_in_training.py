@@ -97,6 +97,16 @@ def test_a_row_says_what_it_was_measured_on(scored: Config) -> None:
     assert row["wall_s"] > 0
 
 
+def test_a_row_counts_the_tokens_of_smaller_steps(base: Config) -> None:
+    """Of six full steps two in quarters, one in halves: step 13 ends them all."""
+    config = changed(base, "run=ramped data.ramp=0.3:0.25,0.5:0.5 data.micro_batch=1")
+    with mock.patch.object(demo_questions, "QUESTIONS", 20):
+        train.train(config, ALONE)
+    last = rows(config, "tasks")[-1]
+    assert (last["step"], last["tokens"]) == (13, 6 * 512)
+    assert last["tokens"] == rows(config, "val")[-1]["tokens"]
+
+
 def test_scoring_changes_no_bit_of_the_training(scored: Config) -> None:
     plain = changed(scored, "run=plain eval.tasks= eval.tasks_every=none eval.tasks_limit=none")
     train.train(plain, ALONE)

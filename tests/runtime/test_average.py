@@ -17,7 +17,7 @@ from runtime.data import Data
 from runtime.tokenizer import load_tokenizer
 from runtime.validation import evaluate
 from tests.conftest import asked, changed
-from tests.helpers.faults import Run, summary
+from tests.helpers.faults import Run, checkpoint_folder, flip_bit, rows, summary
 
 MEAN = "checkpoint.every=2 checkpoint.average=3 checkpoint.keep=1 checkpoint.best=false steps=7"
 
@@ -85,6 +85,17 @@ def test_a_run_stopped_while_the_mean_is_validated_ends_with_it_later(trained, r
     run(trained)
     assert summary(trained)["loss_bf16_average"] == whole["loss_bf16_average"]
     assert summary(trained)["loss_bf16"] == whole["loss_bf16"]
+
+
+def test_a_damaged_checkpoint_is_left_out_of_the_mean(trained, run):
+    flip_bit(next(checkpoint_folder(trained, 4).glob("*.distcp")), 5000)
+    (trained.run_dir / "summary.json").unlink()
+    out = run(trained)
+    assert "step_00000004 is damaged, set aside as bad_step_00000004" in out
+    of_run = summary(trained)
+    assert of_run["averaged_steps"] == [6, 7]
+    assert of_run["loss_bf16_average"] == loss_of(mean_in_fp64(trained, [6, 7]), trained)
+    assert [row["event"] for row in rows(trained, "event")].count("bad_checkpoint") == 1
 
 
 @pytest.mark.parametrize("words", ["parallel.shard=2", "parallel.shard=1 fp8.recipe=tensorwise"])

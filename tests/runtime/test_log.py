@@ -404,9 +404,30 @@ def test_env_json_leaks_no_secret_and_keeps_changes_whatever_a_file_holds(tmp_pa
     )
 
 
+def timed_rows(first_step: int, *seconds: float) -> list[dict]:
+    return [
+        {"kind": "train", "step": first_step + i, "since_start": i + 1, "step_s": step_s}
+        for i, step_s in enumerate(seconds)
+    ]
+
+
+def test_the_speed_of_a_branch_is_of_all_its_full_steps():
+    """It begins at step 11, beyond the ten smaller steps of its parent."""
+    rows = timed_rows(11, 9, 9, 9, 1, 2, 3)
+    assert log.throughput(rows, 1000, 1, None, small_steps=10)["step_s_median"] == 2
+
+
+def test_the_speed_of_a_short_run_is_of_its_full_steps():
+    """Of which there are fewer than of the warm-up; smaller steps would look fast."""
+    rows = timed_rows(1, 1, 1, 1, 1, 1, 1, 7)
+    assert log.throughput(rows, 1000, 1, None, small_steps=6)["step_s_median"] == 7
+    late = [row | {"since_start": row["step"] - 6} for row in rows if row["step"] > 6]
+    assert log.throughput(rows[:6] + late, 1000, 1, None, small_steps=6)["step_s_median"] == 7
+
+
 def test_throughput_by_hand():
     rows = [
-        {"kind": "train", "since_start": i, "step_s": s}
+        {"kind": "train", "step": i, "since_start": i, "step_s": s}
         for i, s in enumerate([9, 1, 1, 0.1, 0.2, 0.3, 0.4, 0.5], start=1)
     ]
     other_rows = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]

@@ -1,6 +1,7 @@
 """runtime/ramp.py and data.ramp in a run: the same tokens in the same order, cut into other steps;
 rates by tokens, resume, ranks, branches, rollbacks, plan."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -192,6 +193,7 @@ def test_the_start_and_the_plan_say_how_large_steps_are(tiny, run):
     assert f"data.ramp: {line}" in run(config)
     page = "\n".join(plan(config, ""))
     assert line in page and "3,072" in page
+    assert re.search(r"^  steps +6  +of 512 tokens", page, re.M), "of full size, or tokens disagree"
 
 
 # ------------------------------------------------------------------------------------------ branch

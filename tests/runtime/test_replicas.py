@@ -292,27 +292,65 @@ def test_replicas_with_unequal_weights_are_neither_saved_nor_validated(
     sentences = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
     step = 6 if "eval" not in every else 5
     (sentence,) = sentences
-    assert f"after step {step} the weights of rank 1 are no longer" in sentence
+    assert f"after step {step} the weights of ranks 0, 1 are no longer equal" in sentence
     assert f"to begin with {FLIP}," in sentence
     saved = latest(config.run_dir)
     assert saved is None if "eval" in every else read_manifest(saved)["step"] == 3
 
 
-def test_each_replica_of_shards_is_compared_with_the_same_shard_of_the_first(
+def unequal_replicas(
+    monkeypatch: pytest.MonkeyPatch, sums: list[list[int]], layout: list[list[int]]
+) -> str:
+    """The sentence about two tensors a and b, "" where they are equal; sums: (ranks, 2), layout:
+    (replicas, shards)."""
+    monkeypatch.setattr(replicas, "all_concatenate", lambda *_: torch.tensor(sums))
+    axes = {"replicate": SimpleNamespace(size=lambda: len(layout))}
+    members = {"mesh": torch.tensor(layout), "__getitem__": lambda _, axis: axes[axis]}
+    world = replace(ALONE, size=len(sums), mesh=type("Mesh", (), members)())
+    weights = {name: torch.zeros(1) for name in ("a", "b")}
+    try:
+        replicas.check_replicas(weights, world, 7)
+    except MachineError as error:
+        return str(error)
+    return ""
+
+
+EIGHT = [[rank] for rank in range(8)]
+
+
+@pytest.mark.parametrize("broken", [0, 5])
+def test_of_many_replicas_those_unlike_most_are_named(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = [[1, 2] for _ in range(8)]
+    sums[broken] = [1, 3]
+    sentence = unequal_replicas(monkeypatch, sums, EIGHT)
+    assert f"of rank {broken} are no longer those of most replicas, to begin with b" in sentence
+
+
+def test_where_no_majority_agrees_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = [[1, 2], [1, 2], [4, 2], [4, 2]]
+    sentence = unequal_replicas(monkeypatch, sums, EIGHT[:4])
+    assert "of ranks 0, 1, 2, 3 are no longer equal, to begin with a" in sentence
+
+
+def test_each_shard_is_compared_with_the_same_shard_of_other_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two replicas of two shards: ranks 0, 1 and 2, 3; rank 3 has another second tensor."""
-    sums = torch.tensor([[1, 2], [3, 4], [1, 2], [3, 5]])
-    monkeypatch.setattr(replicas, "all_concatenate", lambda *_: sums)
-    axes = {"replicate": SimpleNamespace(size=lambda: 2)}
-    layout = torch.tensor([[0, 1], [2, 3]])
-    mesh = type("Mesh", (), {"mesh": layout, "__getitem__": lambda _, axis: axes[axis]})()
-    world = replace(ALONE, size=4, mesh=mesh)
-    weights = {name: torch.zeros(1) for name in ("a", "b")}
-    with pytest.raises(MachineError, match="of rank 3 are no longer .* to begin with b"):
-        replicas.check_replicas(weights, world, 7)
-    sums[3, 1] = 4
-    replicas.check_replicas(weights, world, 7)
+    """Three replicas of two shards: rank 3 has another second tensor, and both are compared."""
+    layout = [[0, 1], [2, 3], [4, 5]]
+    sums = [[1, 2], [3, 4], [1, 2], [3, 5], [1, 2], [3, 4]]
+    sentence = unequal_replicas(monkeypatch, sums, layout)
+    assert "of rank 3 are no longer those of most replicas, to begin with b" in sentence
+    sums[2] = sums[4] = [0, 2]
+    assert "of ranks 0, 3 are no longer those of most replicas, to begin with a" in (
+        unequal_replicas(monkeypatch, sums, layout)
+    )
+
+
+def test_equal_replicas_of_unequal_shards_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = [[1, 2], [3, 4], [1, 2], [3, 4]]
+    assert unequal_replicas(monkeypatch, sums, [[0, 1], [2, 3]]) == ""
 
 
 def test_a_checksum_sees_one_bit_and_not_the_order_of_sums() -> None:
