@@ -23,6 +23,8 @@ def check_replicas(weights: Mapping[str, torch.Tensor], world: World, step: int)
     is_unequal = (sums != sums[:1]).any(0).any(0)  # (tensors,)
     if not is_unequal.any():
         return
+    if not _are_finite_everywhere(weights.values(), world):
+        return  # all ranks will see a loss that is not finite, and the guard goes back
     name = list(weights)[int(is_unequal.nonzero()[0])]
     raise MachineError(
         f"after step {step} {_describe_unequal(sums, layout)}, to begin with {name}, though all are"
@@ -58,11 +60,22 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
+def _are_finite_everywhere(tensors: Iterable[Any], world: World) -> bool:
+    """Whether all values on all ranks are; one exchange."""
+    # a sum of squares that overflows is as good as one: weights of 1e19 are no weights
+    norms = torch.stack([_local(tensor).square().sum() for tensor in tensors])
+    return bool(all_concatenate(norms.isfinite(), world).all())
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def checksums(tensors: Iterable[Any]) -> torch.Tensor:
     """The sum of the bits of each fp32 tensor as whole numbers, (tensors,) int64: exact, so that
     its order does not matter. Of a sharded tensor, this rank's part."""
     sums = []
     for tensor in tensors:
-        local = tensor.to_local() if is_dtensor(tensor) else tensor
-        sums.append(local.contiguous().view(torch.int32).sum(dtype=torch.int64))
+        sums.append(_local(tensor).contiguous().view(torch.int32).sum(dtype=torch.int64))
     return torch.stack(sums)

@@ -565,7 +565,11 @@ class Run:
         validation loss is logged."""
         names = [name for name in self._tensors if name.startswith("model.")]
         weights = {name.removeprefix("model."): self._tensors[name] for name in names}
-        check_replicas(weights, self.world, self.progress.step)
+        try:
+            check_replicas(weights, self.world, self.progress.step)
+        except MachineError:
+            self.saver.finish()  # the checkpoint that the next start goes on from
+            raise
 
     # --------------------------------------------------------------------------------------- scores
 

@@ -303,7 +303,11 @@ def unequal_replicas(
 ) -> str:
     """The sentence about two tensors a and b, "" where they are equal; sums: (ranks, 2), layout:
     (replicas, shards)."""
-    monkeypatch.setattr(replicas, "all_concatenate", lambda *_: torch.tensor(sums))
+    monkeypatch.setattr(
+        replicas,
+        "all_concatenate",
+        lambda of_rank, _: of_rank[None] if of_rank.dtype == torch.bool else torch.tensor(sums),
+    )
     axes = {"replicate": SimpleNamespace(size=lambda: len(layout))}
     members = {"mesh": torch.tensor(layout), "__getitem__": lambda _, axis: axes[axis]}
     world = replace(ALONE, size=len(sums), mesh=type("Mesh", (), members)())
