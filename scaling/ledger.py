@@ -49,7 +49,9 @@ from scaling.study import Row, Study, expand, load_study
 SCHEMA_VERSION = 1
 BLOCK_KEYS = ("n_tokens", "as_trained", "bf16")  # of Entry.val_blocks, and of val_losses.npz
 BLOCKS = 8  # of each source's validation sequences: sequence i belongs to block i mod 8
-ELSEWHERE = 1e-3  # relative difference of a loss that is allowed on another kind of machine
+# Relative difference of a validation loss that is allowed on another kind of machine. Of 52 runs the
+# median was .0011 and the largest .0087, in four bits (studies/cpu/elsewhere.py).
+ELSEWHERE = 1e-2
 # Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of
 # a step's time.
 START_S, FORWARD_SHARE = 10.0, 0.35
@@ -392,15 +394,17 @@ class Comparison:
 def compare(entry: Entry, again: Entry) -> Comparison:
     """Hold a repeat against its row."""
     lines = [["", "row", "repeat"]]
+    is_same_kind = (
+        entry.machine.is_like(again.machine) and entry.summary["torch"] == again.summary["torch"]
+    )
     distances = []
     for name in ("loss_bf16", "loss_as_trained", "train_loss_last"):
         old, new = entry.summary[name], again.summary[name]
         lines.append([name, repr(old), repr(new)])
-        distances.append(abs(new / old - 1))
+        # the last batch's loss alone is too noisy to be compared but to the bit
+        if is_same_kind or name != "train_loss_last":
+            distances.append(abs(new / old - 1))
     distance = max(distances)
-    is_same_kind = (
-        entry.machine.is_like(again.machine) and entry.summary["torch"] == again.summary["torch"]
-    )
     has_same_data = entry.summary["data_sha256"] == again.summary["data_sha256"]
     tolerance = 0.0 if is_same_kind else ELSEWHERE
     kind = "the same kind of machine"

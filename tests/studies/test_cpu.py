@@ -4,6 +4,7 @@ power is that of theory."""
 import importlib.util
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,3 +160,39 @@ def test_short_texts_and_second_copies_are_left_out():
     assert [one["source"] for one in module("public_text").without_copies(iter(documents))] == [
         "first"
     ]
+
+
+# --------------------------------------------------------------------------- another kind of machine
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    return module("elsewhere")
+
+
+def entries_of(losses: dict[str, float]) -> dict[str, SimpleNamespace]:
+    return {run: SimpleNamespace(summary={"loss_bf16": loss}) for run, loss in losses.items()}
+
+
+BF16, FP8 = "cpu_30k_bf16_t5_s1", "cpu_30k_rowwise_t5_s1"
+
+
+def test_a_change_of_a_loss_is_in_per_cent_of_the_first_machines(elsewhere):
+    there, here = entries_of({BF16: 2.0}), entries_of({BF16: 2.02, FP8: 1.0})
+    (change,) = elsewhere.changes_of_losses(there, here)
+    assert change.arm == "bf16" and change.percent == pytest.approx(1.0)
+
+
+def test_a_change_of_a_gap_needs_both_runs_of_the_pair(elsewhere):
+    there = entries_of({BF16: 2.0, FP8: 2.02, "cpu_30k_rowwise_t5_s2": 2.0})
+    here = entries_of({BF16: 1.0, FP8: 1.03, "cpu_30k_rowwise_t5_s2": 2.0})
+    (change,) = elsewhere.changes_of_gaps(there, here)
+    assert change.arm == "rowwise" and change.percent == pytest.approx(3.0 - 1.0)
+
+
+def test_the_page_has_the_table_of_the_command(elsewhere, capsys):
+    printed = asked(capsys, elsewhere.main)
+    page = (ROOT / "docs/study.md").read_text()
+    for line in printed.strip().split("\n")[2:]:
+        numbers = " | ".join(cell.strip() for cell in line.strip("|").split("|")[2:])
+        assert f"| {numbers} |" in page

@@ -1,0 +1,112 @@
+"""What another kind of CPU does to a run: the rows of elsewhere.jsonl against those of runs.jsonl.
+
+    python studies/cpu/elsewhere.py
+
+Each run of elsewhere.jsonl was trained on a CPU without AVX-512 and trained again on one that has
+it: the same commit, packages, seed and tokens. Libraries choose other kernels there, which sum in
+another order; everything else is equal. So the differences are what rounding alone does, and a gap
+of one pair cannot be known better than they are wide."""
+
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+
+from lib.command import command, run_command
+from lib.machine import ROOT
+from lib.text import grid
+from scaling.ledger import Entry, read_entries
+
+FOLDER = ROOT / "studies/cpu"
+RUN = re.compile(r"cpu_30k_(?P<arm>\w+)_t(?P<budget>\d+)_s(?P<seed>\d+)")
+CONTROL = "nvfp4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    pass
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of a run, or of a pair's gap, from one kind of machine to the other."""
+
+    arm: str
+    percent: float  # of the loss
+
+
+@command(__doc__, Options)
+def main(options: Options) -> str:
+    there = read_entries(FOLDER / "elsewhere.jsonl")
+    here = read_entries(FOLDER / "runs.jsonl")
+    table = [["what", "arm", "number", "median of the sizes [%]", "largest [%]", "SD [%]"]]
+    for what, changes in (
+        ("loss of a run", changes_of_losses(there, here)),
+        ("gap of a pair", changes_of_gaps(there, here)),
+    ):
+        for arm, is_shown in (
+            ("all but the control", lambda change: change.arm != CONTROL),
+            (CONTROL, lambda change: change.arm == CONTROL),
+        ):
+            values = [change.percent for change in changes if is_shown(change)]
+            sizes = [abs(value) for value in values]
+            table.append(
+                [
+                    what,
+                    arm,
+                    str(len(values)),
+                    f"{statistics.median(sizes):.2f}",
+                    f"{max(sizes):.2f}",
+                    f"{statistics.pstdev(values):.2f}",
+                ]
+            )
+    return grid(table)
+
+
+def changes_of_losses(there: dict[str, Entry], here: dict[str, Entry]) -> list[Change]:
+    """Of the validation losses in BF16 of the runs that both have."""
+    changes = []
+    for run, entry in there.items():
+        percent = 100 * (loss_of(here[run]) / loss_of(entry) - 1)
+        changes.append(Change(arm_of(run), percent))
+    return changes
+
+
+def changes_of_gaps(there: dict[str, Entry], here: dict[str, Entry]) -> list[Change]:
+    """Of each arm's gap to BF16, of the same seed and budget, where both runs were repeated."""
+    changes = []
+    for run in there:
+        baseline = baseline_of(run)
+        if arm_of(run).startswith("bf16") or baseline not in there:
+            continue
+        percent = gap(here, run, baseline) - gap(there, run, baseline)
+        changes.append(Change(arm_of(run), percent))
+    return changes
+
+
+def gap(entries: dict[str, Entry], run: str, baseline: str) -> float:
+    """In per cent of the baseline's loss."""
+    return 100 * (loss_of(entries[run]) / loss_of(entries[baseline]) - 1)
+
+
+def loss_of(entry: Entry) -> float:
+    loss = entry.summary["loss_bf16"]
+    assert isinstance(loss, float)
+    return loss
+
+
+def arm_of(run: str) -> str:
+    match = RUN.fullmatch(run)
+    assert match is not None, run
+    return match["arm"]
+
+
+def baseline_of(run: str) -> str:
+    """The BF16 run of the same seed and budget."""
+    match = RUN.fullmatch(run)
+    assert match is not None, run
+    return f"cpu_30k_bf16_t{match['budget']}_s{match['seed']}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
