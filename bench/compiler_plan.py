@@ -133,8 +133,7 @@ def main(arguments: list[str]) -> int:
 
 
 def describe_proofs(proofs: Mapping[str, Proof]) -> list[str]:
-    """Lines on the bytes that kernels store as float8: a line for each problem, at most three for a
-    kernel."""
+    """Lines on the bytes that kernels store as float8; a problem each, three of a kernel."""
     with_float8 = {name: proof for name, proof in proofs.items() if proof != Proof()}
     n_problems = sum(bool(proof.problems) for proof in with_float8.values())
     lines = [

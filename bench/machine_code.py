@@ -339,7 +339,7 @@ class State:
 
 
 def states_before(instructions: list[Instruction], follower: "Follower") -> list[State | None]:
-    """The state before each instruction, joined over all ways to it; None if no way leads there."""
+    """What holds before each instruction, over all ways to it; None where there is none."""
     successors = successors_of(instructions)
     states: list[State | None] = [None] * len(instructions)
     states[0] = State()
@@ -362,7 +362,7 @@ def states_before(instructions: list[Instruction], follower: "Follower") -> list
 def successors_of(instructions: list[Instruction]) -> list[set[int]]:
     """The numbers of the instructions that may follow each."""
     number_at = {instruction.address: n for n, instruction in enumerate(instructions)}
-    reconverging = defaultdict(set)  # barrier register -> where its threads reconverge
+    reconverging = defaultdict(set)  # barrier register -> where its threads meet
     returns = set()
     for number, instruction in enumerate(instructions):
         if instruction.name == "BSSY":
