@@ -163,7 +163,7 @@ def rope_frequencies(config: GPTConfig, device: torch.device | None = None) -> T
     factor, low, high = config.rope_factor, config.rope_low_freq, config.rope_high_freq
     wavelength, context = 2 * math.pi / freq, config.rope_original_ctx
     stretched = torch.where(wavelength > context / low, freq / factor, freq)
-    # of the wavelengths between: 1 untouched, 0 fully stretched
+    # between the two limits: 1 leaves a wavelength as it is, 0 stretches it fully
     keep = (context / wavelength - low) / (high - low)
     blended = (1 - keep) * stretched / factor + keep * stretched
     return torch.where(
@@ -212,8 +212,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(self, k, v)  # (B, K, past + T, D)
         # A single new token sees everything cached before it, so only longer inputs need the causal
-        # mask; what stands behind a cached past needs it spelled out, for is_causal would count
-        # from the past's first token.
+        # mask. Several tokens behind a cached past need it as a tensor: is_causal would count from
+        # the past's first token.
         S = k.size(2)  # past + T
         if 1 < T < S:
             mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
@@ -294,8 +294,8 @@ def beside_z(losses: Tensor, lse: Tensor, targets: Tensor) -> Tensor:
 
 class GPT(nn.Module):
     """Tokens x (B, T) int64 -> logits (B, T, V), or with targets y (B, T) the summed cross-entropy
-    of a sequence (B,), nats; with_z (B, 2): the summed squares of log-sum-exp beside it. `mask`, of
-    runtime/documents.py, replaces attention's causal one."""
+    of each sequence (B,), nats; with_z (B, 2): the summed squares of log-sum-exp beside it. `mask`,
+    made by runtime/documents.py, replaces attention's causal mask."""
 
     cos: Tensor
     sin: Tensor
@@ -432,9 +432,10 @@ class GPT(nn.Module):
 
     @staticmethod
     def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
-        """fp32 logits (n, V), targets (n,) -> the loss of each token (n,). fp8/head_loss.py has it
-        a second time, and refuses to convert a model where the two differ. What is added to the
-        loss elsewhere, as the z-loss is, it cannot see: it must be added there too, or refused."""
+        """fp32 logits (n, V), targets (n,) -> the loss of each token (n,). fp8/head_loss.py
+        computes it a second time, and refuses to convert a model where the two differ. It does not
+        see what is added to the loss elsewhere, as the z-loss is: add that there too, or refuse
+        it."""
         return F.cross_entropy(logits, targets, reduction="none", ignore_index=NO_TARGET)
 
     def counts(self) -> dict[str, int]:
@@ -450,7 +451,7 @@ class GPT(nn.Module):
         c = self.config
         total = sum(p.numel() for p in self.parameters())
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        embed = self.wte.weight.numel()  # as the head's
+        embed = self.wte.weight.numel()  # the head has as many
         assert total == c.params_total, (
             f"{total} parameters in the modules, {c.params_total} by the formula"
         )

@@ -41,37 +41,37 @@ from runtime.training_step import forward_backward, read_numbers, update_weights
 
 
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
-    """Train `config`, made from `config_files`, on the ranks of `world`, from where it stands to
-    summary.json. Raises UserError, MachineError."""
+    """Train `config`, made from `config_files`, on the ranks of `world`, from its newest checkpoint,
+    if there is one, to summary.json. Raises UserError, MachineError."""
     with Run.open(config, world, config_files, task_scorer(config)) as run:
         if run is None:  # finished already
             return
         model, optimizer, precision = run.trained, run.optimizer, run.precision
-        # steps done; validates and goes back where that is due
+        # next_step() validates and rolls back where that is due, then returns the steps done
         while (step := run.next_step()) is not None:
             # ---- forward and backward ------------------------------------------------------------
-            place = config.ramp.place(step)  # of data.ramp; else the step itself
+            place = config.ramp.place(step)  # its part of a full step; all of it without data.ramp
             lr = optim.set_learning_rate(
                 optimizer, place.full_step, config.full_steps, config.optim
             )
             accumulation = config.accumulation(world.size, place.parts)
-            # of all ranks: fewer than tokens, or 0, with prompts
+            # summed over all ranks; prompts are no targets, so a step may have few or none
             targets = run.data.targets(step, run.progress.data_offset)
             loss_scale = run.loss_scale * (config.data.tokens_per_step / max(1, targets))
-            precision.before_step(loss_scale)  # scales of fp8.scaling=delayed: from past steps
-            # of the cross-entropy; with optim.z_loss of the z-loss too
+            precision.before_step(loss_scale)  # sets the scales that come from past steps
+            # summed cross-entropy, and with optim.z_loss the summed z-loss
             loss_sums = torch.zeros(2 if config.optim.z_loss else 1, device=world.device)
             for micro in range(accumulation):
-                # (B, T) each; no mask, which is causal attention, without data.document_mask
+                # x and y are (B, T); mask is None, for causal attention, or that of documents
                 x, y, mask = run.next_batch()
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
                 loss_sums += forward_backward(model, x, y, loss_scale, config.optim.z_loss, mask)
 
             # ---- clip, one host read -------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
-            squares = run.layer_gradients.squares()  # before clipping; empty without guard.layers
+            squares = run.layer_gradients.squares()  # taken before clipping, for guard.layers
             grad_norm = parallel.clip_gradients(model, config.optim.clip)
-            n_saturated = precision.after_passes()  # tensors beyond their delayed scale
+            n_saturated = precision.after_passes()  # tensors that exceeded their delayed scale
             numbers = read_numbers(
                 loss_sums, targets, run.stop.is_set(), squares, grad_norm, n_saturated, world
             )
@@ -80,10 +80,10 @@ def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> No
             layer_norms = run.layer_gradients.named(numbers.layer_norms)
             verdict = run.guard.judge(step, numbers.loss, numbers.grad_norm, targets, layer_norms)
             if verdict in (Verdict.OK, Verdict.SPIKE):
-                run.saver.staged()  # the save under way has its copy of the weights
+                run.saver.staged()  # waits until the save under way has copied the weights
                 update_weights(optimizer, precision)
                 run.progress.updates += 1
-            # whose gradients a diagnosis looks at
+            # kept before a rollback or a stop: a diagnosis reads the gradients
             if verdict not in (Verdict.ROLLBACK, Verdict.STOP):
                 precision.zero_gradients()
 
@@ -117,8 +117,9 @@ def train_or_plan(line: CommandLine) -> str | None:
 
 @contextmanager
 def joined_ranks(config: Config) -> Iterator[World]:
-    """This process among all of its job, which ends with the block where there are several: with
-    the exit code of the block, and the sentence of rank 0, or of a rank that has its own story."""
+    """This process among the ranks of its job. Where there are several, the process ends with the
+    block, by its exit code. Rank 0 prints a failure that all share; a rank that alone met one
+    prints its own."""
     world = parallel.start(config, partial(fits_whole, config))
     if world.size == 1:
         with files_named(config.run_dir):
@@ -134,7 +135,7 @@ def joined_ranks(config: Config) -> Iterator[World]:
             raise
         if world.is_main:
             FRAME.tell(failure)
-        elif hasattr(error, "__notes__"):  # met by this rank, perhaps alone
+        elif hasattr(error, "__notes__"):  # this rank failed, perhaps alone
             sentence = f"\ntrain.py: rank {world.rank}: {failure.sentence}"
             print(sentence, file=sys.stderr, flush=True)
         code = failure.exit_code
@@ -143,12 +144,12 @@ def joined_ranks(config: Config) -> Iterator[World]:
 
 @contextmanager
 def files_named(run_dir: Path) -> Iterator[None]:
-    """Raises MachineError in the place of an OSError: the file, the problem, what to do. A full
-    disk names no file, but `run_dir` is on it."""
+    """Turn an OSError into a MachineError that names the file, the problem and what to do. The
+    error of a full disk names no file: then it is `run_dir`, which is on that disk."""
     try:
         yield
     except BrokenPipeError:
-        # `| head` has what it wanted; of a run the log goes on without a reader
+        # the reader of a pipe such as `| head` has left: no fault, and a run's log goes on
         raise
     except OSError as error:
         file = error.filename or run_dir
@@ -159,7 +160,7 @@ def files_named(run_dir: Path) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> Failure | None:
-    """What is said of an error; None where it keeps its traceback."""
+    """The message and exit code for an error; None where it keeps its traceback."""
     if isinstance(error, KeyboardInterrupt):
         return Failure(
             "interrupted; what was saved stays, and the same command goes on from there", 130
@@ -168,8 +169,8 @@ def explain(error: BaseException) -> Failure | None:
 
 
 def explain_before_joining(error: BaseException) -> Failure | None:
-    """As explain(), of a rank that has not met the others yet: one of a machine's tells a user's
-    mistake, which they share."""
+    """Like explain(), for a rank that has not joined the others yet. They share a user's mistake,
+    so only the first rank of each machine prints it."""
     if isinstance(error, UserError):
         parallel.wait_for_first_rank()
     return explain(error)

@@ -18,7 +18,7 @@ from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 from runtime.training_step import end_unjudged_step, forward_backward
 
 BASELINE = "bf16"
-# behind a label: with data.document_mask, on documents of half a context on average
+# end of a label: with data.document_mask, on documents of half a context on average
 DOCUMENTS = "+documents"
 
 

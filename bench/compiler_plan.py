@@ -77,11 +77,11 @@ H100 = {
     "is_integrated": False,
     "is_multi_gpu_board": False,
 }
-# the kinds of kernels that are no matmul and no attention, see _kind()
+# kinds of kernels other than matmuls and attention, see _kind()
 POINTWISE = (", written", ", called")
 # kernel and configuration -> registers a thread, bytes of its spills
 BUILT: dict[str, tuple[int, int]] = {}
-# the same -> what is known of the bytes that it stores as float8
+# kernel and configuration -> what is known about the bytes that it stores as float8
 PROOFS: dict[str, Proof] = {}
 
 
@@ -322,7 +322,7 @@ def build_producers(config: Config) -> None:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread of a kernel, and the bytes of its spills."""
+    """Registers for each thread of a kernel, and bytes of spilled registers."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
@@ -349,7 +349,7 @@ def _kind(node: Any) -> str:
     called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
     # mm_dtype writes fp32
     if called.removesuffix("_dtype").endswith("mm") or "add_weight_grad" in called:
-        # the first one may be the sum that it adds to
+        # the first operand may be the sum that the matmul adds to
         has_float8 = any(read.get_dtype().itemsize == 1 for read in node.node.inputs[:2])
         return "matmul FP8" if has_float8 else "matmul BF16"
     return "attention" if "nanofp8.attention" in called else "called"

@@ -1,5 +1,5 @@
-"""Where a micro-step's time goes: the kernels that the rows of bench.throughput hold, by kind and
-by name."""
+"""Where the time of a micro-step goes: the kernels in the rows of bench.throughput, by kind and by
+name."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -29,17 +29,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-# What a byte may come from: a value that is known, 0 to 255, or words.
+# Where a byte may come from: a known value, 0 to 255, or a description in words.
 Byte = frozenset[int | str]
-Word = tuple[Byte, Byte, Byte, Byte]  # of a register, the lowest byte first
+Word = tuple[Byte, Byte, Byte, Byte]  # the bytes of a register, the lowest first
 
 CONVERTED = "a float8 conversion"
 LOADED = "a load of float8"
 ZERO: Byte = frozenset({0})
 ZEROS: Word = (ZERO, ZERO, ZERO, ZERO)
-PARAMETERS_AT = 0x210  # in constant bank 0 on sm_90; before them the driver's own
+PARAMETERS_AT = 0x210  # in constant bank 0 on sm_90, behind values of the driver
 STACK_POINTER_AT = 0x28
-BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}  # of what a load or store moves
+BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}  # a load or store's bits -> bytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Argument:
 @dataclass(frozen=True)
 class Instruction:
     address: int
-    guard: str  # the predicate under which it is done, such as "@!P0"; "" always
+    guard: str  # the predicate under which it runs, such as "@!P0"; "" = always
     name: str  # such as "LDG"
     modifiers: tuple[str, ...]  # such as ("E", "128")
     operands: tuple[str, ...]
@@ -76,8 +76,8 @@ class Stray:
     """A byte of a float8 store that does not come from a conversion."""
 
     place: str  # of the store
-    byte: int  # which, of those that the instruction stores
-    arguments: tuple[str, ...]  # that the address is computed from
+    byte: int  # its number among those that the instruction stores
+    arguments: tuple[str, ...]  # from which the address is computed
     origins: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -89,15 +89,15 @@ class Stray:
 
 @dataclass
 class Proof:
-    """What is known of a kernel's float8 stores: proven where there are no problems."""
+    """What was found out about a kernel's float8 stores: proven if there are no problems."""
 
-    n_bytes: int = 0  # that were followed, of one thread
+    n_bytes: int = 0  # stored float8 bytes that were followed, for one thread
     problems: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def compiled_for_hopper() -> Iterator[list[Any]]:
-    """Within the block each launch of a Triton kernel is compiled for sm_90 instead of run; the
+    """Within the block, launching a Triton kernel compiles it for sm_90 instead of running it; the
     list receives the compiled kernels."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -121,8 +121,8 @@ def compiled_for_hopper() -> Iterator[list[Any]]:
 
 
 def check_kernel(kernel: Any, float8_arguments: Collection[str] = ()) -> Proof:
-    """Of a kernel that Triton has compiled for sm_90. float8_arguments: names of those that hold
-    float8 though their type is another, such as the bytes of fp8.triton_kernels."""
+    """Check a kernel that Triton has compiled for sm_90. float8_arguments: names of arguments that
+    hold float8 in another type, such as the bytes of fp8.triton_kernels."""
     arguments = arguments_of(kernel.asm["ptx"], kernel.src.signature, float8_arguments)
     if not any(argument.is_float8 for argument in arguments):
         return Proof()
@@ -132,8 +132,9 @@ def check_kernel(kernel: Any, float8_arguments: Collection[str] = ()) -> Proof:
 def arguments_of(
     ptx: str, signature: Mapping[str, str], float8_arguments: Collection[str]
 ) -> list[Argument]:
-    """Of a kernel's PTX, whose parameters have no names, and Triton's signature: name -> type such
-    as "*fp8e4nv", "i32", "constexpr", which is no parameter. Triton adds pointers of its own."""
+    """The arguments of a kernel. Their sizes come from its PTX, which has no names; the names from
+    Triton's signature, name -> type such as "*fp8e4nv", "i32" or "constexpr" (no parameter). Triton
+    adds pointers of its own."""
     names = [name for name, kind in signature.items() if kind != "constexpr"]
     unknown = sorted(set(float8_arguments) - set(names))
     assert not unknown, f"no argument {unknown}"
@@ -155,7 +156,7 @@ def arguments_of(
 
 
 def disassemble(cubin: bytes) -> str:
-    """The machine code of a binary as text, by the disassembler that Triton brings."""
+    """The machine code of a binary as text, by the disassembler in Triton's package."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -167,7 +168,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
-    """Of the code of one kernel, as cuobjdump prints it."""
+    """Check the code of one kernel, as cuobjdump prints it."""
     instructions = parse(text)
     proof = Proof()
     follower = Follower(list(arguments))
@@ -201,8 +202,9 @@ def node_of(item: tuple[Any, Any]) -> Any:
 def stray_bytes(
     instruction: Instruction, state: "State", pointers: Collection[Argument]
 ) -> list[Stray]:
-    """The bytes that a store of float8 takes from elsewhere than a conversion. A zero counts as
-    what a masked load of float8 has in place of its values, not as a conversion's."""
+    """The bytes of a float8 store that do not come from a conversion. Zeros are accepted beside a
+    masked load of float8, which puts them where it loads nothing; beside a conversion alone they
+    are not."""
     names = tuple(sorted(argument.name for argument in pointers))
     strays = []
     stored = state.bytes_of(instruction.operands[-1], width(instruction))
@@ -224,7 +226,7 @@ def parse(text: str) -> list[Instruction]:
     instructions = []
     for address, guard, opcode, operands in LINE.findall(text):
         name, *modifiers = opcode.split(".")
-        # at a comma that is in no brackets
+        # split at commas outside brackets
         parts = re.split(r",\s*(?![^\[]*\])", operands.strip()) if operands.strip() else []
         instructions.append(
             Instruction(
@@ -239,7 +241,7 @@ def parse(text: str) -> list[Instruction]:
 
 
 def width(instruction: Instruction) -> int:
-    """Bytes that a load or store moves, of one thread."""
+    """Bytes that a load or store moves for one thread."""
     if instruction.name in ("LDSM", "STSM"):
         count = instruction.modifiers[-1]
         return 4 * (int(count) if count.isdigit() and int(count) <= 4 else 1)
@@ -251,7 +253,7 @@ def width(instruction: Instruction) -> int:
 
 
 def number_of(operand: str) -> int | None:
-    """A whole number as 32 bits; None where the operand is none."""
+    """The whole number that an operand is, as 32 bits; None for another operand."""
     if not re.fullmatch(r"-?0x[0-9a-f]+", operand):
         return None
     return int(operand, 16) & 0xFFFFFFFF
@@ -266,21 +268,21 @@ def is_predicate(operand: str) -> bool:
 
 
 def has_two_registers(instruction: Instruction) -> bool:
-    """Whether a result that is no load's is 64 bits wide."""
+    """Whether the result of an instruction other than a load is 64 bits wide."""
     if instruction.name == "CS2R":
         return "32" not in instruction.modifiers
     return instruction.name in DOUBLE or bool({"64", "WIDE", "F64"} & set(instruction.modifiers))
 
 
 def split_destination(instruction: Instruction) -> tuple[str, list[str]]:
-    """The register that is written, "" where there is none, and the operands that are read,
-    predicates apart."""
+    """The register that is written ("" if none), and the operands that are read, without
+    predicates."""
     operands = [operand for operand in instruction.operands if not is_predicate(operand)]
     return (operands[0], operands[1:]) if operands else ("", [])
 
 
 def register_at(first: str, number: int) -> str:
-    """The register so many behind `first`; RZ stays."""
+    """The register `number` places behind `first`; RZ stays RZ."""
     if first.endswith("Z"):
         return first
     prefix = first.rstrip("0123456789")
@@ -331,7 +333,7 @@ class State:
         return State(dict(self.words), dict(self.pointers), self.shared, self.shared_new)
 
     def joined(self, other: "State") -> "State":
-        """What holds where this or the other one may."""
+        """The state where two ways meet: each byte may have the origins of both."""
         state = State(shared=self.shared | other.shared)
         state.shared_new = self.shared_new | other.shared_new
         for register in self.words.keys() | other.words.keys():
@@ -449,19 +451,19 @@ def is_conditional(instruction: Instruction) -> bool:
 # ------------------------------------------------------------------------- what instructions do
 
 STORES = ("STG", "ST")
-# They write no register that bytes could be taken from.
+# These write no register that bytes could be taken from.
 WITHOUT_RESULT = (
     "BAR BRA BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FCHK FSETP DSETP HSETP2 ISETP LDGDEPBAR"
     " MEMBAR NOP PLOP3 R2P RED RET ST STG STS STSM UISETP UPLOP3 WARPSYNC YIELD"
 )
 LOADS = ("LDG", "LDS", "LDSM")
-# They compute a value of one register, or two where a modifier says so, which is no byte's move.
+# These compute a new value, of one register or of two where a modifier says so; they move no bytes.
 COMPUTING = (
     "ATOMG B2R BMSK BREV DADD DFMA DMUL F2F F2I FADD FFMA FLO FMNMX FMUL FRND FSET FSWZADD HADD2"
     " HFMA2 HMNMX2 HMUL2 HSET2 I2F I2FP I2I IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R"
     " S2UR UBMSK UBREV UFLO ULDC UP2UR UPOPC VABSDIFF VIADDMNMX VIMNMX VIMNMX3 VOTE VOTEU"
 )
-DOUBLE = ("DADD", "DFMA", "DMUL")  # of 64 bits without a word for it
+DOUBLE = ("DADD", "DFMA", "DMUL")  # 64 bits wide without a modifier that says so
 
 
 class Follower:
@@ -507,7 +509,7 @@ class Follower:
         return name in self.moves or name in COMPUTING.split()
 
     def after(self, instruction: Instruction, before: State) -> State:
-        """What holds after an instruction; where it has a guard, it may have done nothing."""
+        """The state after an instruction; one with a guard may have done nothing."""
         state = before.copy()
         self._do(instruction, state)
         return before.joined(state) if instruction.guard else state
@@ -530,7 +532,7 @@ class Follower:
             self._write(instruction, state, [from_origin(self._origin(instruction))])
 
     def _write(self, instruction: Instruction, state: State, words: list[Word]) -> None:
-        """Write a result; its last word also to the second register of a wide one."""
+        """Write a result; the last word also to the second register of a wide result."""
         destination, sources = split_destination(instruction)
         if not is_register(destination):  # the result is a predicate
             assert instruction.name in ("VOTE", "VOTEU"), instruction
@@ -572,7 +574,7 @@ class Follower:
         }
 
     def pointers_of_address(self, instruction: Instruction, state: State) -> frozenset[Argument]:
-        """Those that a load or store goes to; its last brackets are the address."""
+        """The pointers that a load or store may address; the last brackets hold the address."""
         addressed = [operand for operand in instruction.operands if "[" in operand][-1]
         inner = addressed.rpartition("[")[2]
         registers = re.findall(r"U?R\d+", inner)
@@ -582,7 +584,7 @@ class Follower:
     # ------------------------------------------------------------------------------- moves of bytes
 
     def _word(self, operand: str, state: State) -> Word:
-        """What an operand holds; one that is negated or otherwise changed is a new value."""
+        """The word of an operand; a negated or otherwise changed operand is a new value."""
         if is_register(operand):
             return state.word(operand)
         number = number_of(operand)
@@ -594,7 +596,7 @@ class Follower:
         return from_origin(instruction.place)
 
     def _loaded(self, instruction: Instruction, state: State) -> list[Word]:
-        """The words of a load."""
+        """The words that a load brings."""
         n_bytes = width(instruction)
         if instruction.name == "LDG":
             pointers = self.pointers_of_address(instruction, state)
@@ -610,7 +612,7 @@ class Follower:
 
     def _convert(self, instruction: Instruction, state: State) -> Word:
         """F2FP to float8: two values become the lower half, the upper half is the third operand's
-        lower half. To other formats a computation."""
+        lower half. A conversion to another format counts as a computation."""
         _, sources = split_destination(instruction)
         formats = [m for m in instruction.modifiers if m in ("E4M3", "E5M2", "F32", "F16", "BF16")]
         is_packing = any(modifier.startswith("PACK_AB") for modifier in instruction.modifiers)
@@ -645,8 +647,8 @@ class Follower:
         return chosen
 
     def _combine_bits(self, instruction: Instruction, state: State) -> Word:
-        """LOP3: a function of three bits, given by its table. A byte is moved where the function is
-        one operand's bit for all eight bits."""
+        """LOP3: a function of three bits, given by its table. A byte counts as moved where the
+        function gives one operand's bit for all eight bits."""
         _, (a, b, c, table) = split_destination(instruction)
         words = [self._word(operand, state) for operand in (a, b, c)]
         place: Byte = frozenset({instruction.place})
@@ -713,12 +715,13 @@ class Follower:
         return total[0], total[1], total[2], total[3]
 
     def _move(self, instruction: Instruction, state: State) -> Word:
-        """One word, as it is; SHFL takes it from another thread, which runs the same code."""
+        """MOV and others: one word, unchanged. SHFL takes the word of another thread, which runs
+        the same code."""
         _, sources = split_destination(instruction)
         return self._word(sources[0], state)
 
     def _select(self, instruction: Instruction, state: State) -> Word:
-        """One of two words."""
+        """SEL: one of two words."""
         _, (a, b) = split_destination(instruction)
         return either(self._word(a, state), self._word(b, state))
 

@@ -1,4 +1,4 @@
-"""A launch of each kernel of fp8/producer_kernels.py at the widths of a model: to compile them."""
+"""Launch each kernel of fp8/producer_kernels.py at the widths of a model, to have it compiled."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +10,12 @@ from fp8.kernels import empty_layouts
 from fp8.recipes import E4M3, E5M2
 from model import GPTConfig
 
-TOKENS = 128  # the code does not depend on their number
+TOKENS = 128  # the compiled code does not depend on their number
 
 
 def producer_launches(model: GPTConfig) -> dict[str, Callable[[ModuleType], None]]:
-    """Name of each kernel, with what it is specialised for -> its launch by that module, on CPU
-    tensors without values."""
+    """Name of a kernel and its variant -> a function that launches it from the given module, on
+    uninitialised CPU tensors."""
     return {
         "copy of an input": partial(_copy, model, E4M3),
         "copy of a gradient": partial(_copy, model, E5M2),

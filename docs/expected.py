@@ -77,7 +77,7 @@ def _number(pattern: str, screen: str) -> str:
 
 
 def training_log(demo: Path) -> str:
-    """The console of a run, of its lines on steps the first and every sixth."""
+    """The console output of a run, with the first and every sixth of its lines on steps."""
     lines = (demo / f"{RUN}.log").read_text().splitlines()
     on_steps = [line for line in lines if "tok/s  " in line]
     left_out = set(on_steps) - {on_steps[0], *on_steps[6::6]}
@@ -86,7 +86,7 @@ def training_log(demo: Path) -> str:
 
 
 def sweep_table(demo: Path) -> str:
-    """The first rows of the table, and what stands below it."""
+    """The first rows of the table, and the notes below it."""
     printed = _printed(sweep.main, "configs/study_demo.py", f"out={demo.parent}")
     table, _, below = printed.partition("\n\n")
     first_rows = table.splitlines()[:12]
@@ -94,7 +94,7 @@ def sweep_table(demo: Path) -> str:
 
 
 def losses(demo: Path) -> str:
-    """What each size of the demo came to at its largest budget, by its summary.json."""
+    """The results of each size of the demo at its largest budget, from summary.json."""
     lines = [
         "| config | parameters | tokens | recipe | validation loss in BF16, as trained | tokens/s |",
         "|---|---|---|---|---|---|",

@@ -3,8 +3,8 @@
 Tasks, numbers of examples and accuracies of guessing: DataComp-LM (2406.11794), its repository's
 eval/eval_meta_data_v1.csv and nanochat's core.yaml, which agree. Centered: (accuracy - guessing) /
 (1 - guessing), 0 for a model that guesses. CORE's data and prompts are MosaicML's Eval Gauntlet's;
-those here are lm-eval's own, which differ: docs/evaluate.md says how. The number is a mean of
-what lm-eval has, and says so; it is not to be set beside nanochat's."""
+those here are lm-eval's own, which differ: docs/evaluate.md says how. The number is the mean over
+the tasks that lm-eval has, and names the others; do not compare it with nanochat's."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -14,9 +14,9 @@ from typing import Any
 from eval.results import Metric, TaskScores, hash_of
 
 GROUP = "core22"
-CENTERED = "centered"  # the metric that core22 adds to each of its tasks, and is the mean of
-# lm-eval's tasks of BIG-bench leave out punctuation: of brackets to be closed only their number
-# would count. CORE asks for each token.
+CENTERED = "centered"  # core22 adds this metric to each of its tasks, and is its mean
+# lm-eval's BIG-bench tasks ignore punctuation, so that only the number of closing brackets would
+# count (dyck_languages). CORE compares every token.
 EXACT: dict[str, Any] = {
     "metric_list": [
         {
@@ -37,8 +37,8 @@ class CoreTask:
     shots: int  # examples in the prompt
     guessing: float = 0.0  # CORE's accuracy of guessing
     metric: str = "acc_norm"  # whose value is centered
-    folder: str | None = None  # of lm-eval's tasks, where it is not called like the task
-    changes: Mapping[str, Any] = field(default_factory=dict)  # of the task's YAML
+    folder: str | None = None  # below lm-eval's tasks/, where it is not called like the task
+    changes: Mapping[str, Any] = field(default_factory=dict)  # keys of its YAML to replace
 
 
 def _generated(name: str) -> CoreTask:
@@ -95,7 +95,7 @@ TASKS: dict[str, CoreTask] = {f"{GROUP}_{name}": task for name, task in CORE.ite
 
 
 def names_in_lm_eval(names: list[str]) -> list[str]:
-    """What lm-eval must know for `names`: what it lacks of CORE it need not."""
+    """The names that lm-eval must know to score `names`, without those of CORE that it lacks."""
     needed = []
     for name in names:
         known_as = TASKS[name].lm_eval if name in TASKS else name
@@ -105,13 +105,13 @@ def names_in_lm_eval(names: list[str]) -> list[str]:
 
 
 class Missing(Exception):
-    """One of TASKS cannot be had here; its text says why."""
+    """A task of TASKS cannot be loaded; the text says why."""
 
 
 def load(manager: Any, name: str) -> dict:
-    """lm-eval's TaskDict of one of TASKS, under that name. A YAML of the user's (include=) of that
-    name goes first. Raises Missing where lm-eval has no such task, or it needs a package that is
-    not there."""
+    """lm-eval's TaskDict of a task of TASKS, under that name. A YAML with that name in include=
+    takes precedence. Raises Missing where lm-eval has no such task, or needs a package that is not
+    installed."""
     core_task = TASKS[name]
     if name in manager.all_tasks:
         loaded = manager.load([name])
@@ -134,7 +134,7 @@ def load(manager: Any, name: str) -> dict:
 
 def add_centered(scores: dict[str, TaskScores], missing: Collection[str] = ()) -> None:
     """Add to each of TASKS its centered accuracy; where all were asked for, the group's row too:
-    their mean, and the names of those without a number. missing: those that could not be had."""
+    their mean, and the names of those without a number. missing: tasks that could not be loaded."""
     centered: dict[str, Metric] = {}
     for name, task in TASKS.items():
         metric = scores[name].metrics.get(task.metric) if name in scores else None
@@ -161,7 +161,7 @@ def _center(metric: Metric, guessing: float) -> Metric:
 
 
 def _mean(metrics: list[Metric]) -> Metric:
-    """Of tasks with documents of their own: the squares of their standard errors add up."""
+    """The mean over tasks. They share no documents, so the squares of standard errors add up."""
     value = sum(metric.value for metric in metrics) / len(metrics)
     squares = [metric.se**2 for metric in metrics if metric.se is not None]
     se = math.sqrt(sum(squares)) / len(metrics) if len(squares) == len(metrics) else None

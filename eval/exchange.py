@@ -1,8 +1,8 @@
-"""Let ranks work together such that none waits for one that has failed.
+"""Let ranks work together so that none waits for one that has failed.
 
-Ranks that work side by side meet in exchanges. A rank that fails between two of them, wherever that
-is, sends its failure in the place of its next value; all ranks then leave at that exchange. So a
-failure of one rank, which its foreign code and data may have for itself, is met by all alike."""
+The ranks gather values in exchanges. A rank that fails between two exchanges sends its failure
+instead of its next value, and all ranks leave at that exchange. So a failure that one rank alone
+has, in a task's code or data, ends the work on all of them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ class _Message(NamedTuple):
 
 
 class Exchange:
-    """Called with a value, the values of all ranks, by rank, on every rank. Raises RankFailed and
+    """exchange(value) returns, on every rank, the values of all ranks by rank. Raises RankFailed or
     RankStopped, after which no rank calls it again."""
 
     def __init__(self, world: World, is_stopping: Callable[[], bool]):
@@ -63,7 +63,7 @@ def work_together(
         result = work(exchange)
     except (RankFailed, RankStopped):
         raise
-    except (Exception, SystemExit) as error:  # of foreign code: whatever it raises
+    except (Exception, SystemExit) as error:  # a task's own code may raise anything
         reason = (str(error).strip().splitlines() or [""])[0]
         exchange.fail(f"{type(error).__name__}: {reason}"[:500])
         raise AssertionError("an exchange with a failure raises") from error

@@ -31,7 +31,7 @@ SOFTMAX_ROWS = {"cpu": 64, "gpu": 2048}
 # A context beyond this counts as this long in a forward pass's budget: 16 x 131,072 tokens would
 # fit into no memory.
 LONG_ROW = 2048
-BATCHES_OF_ROUND = 8  # of each rank, between two exchanges of answers
+BATCHES_OF_ROUND = 8  # batches that each rank computes between two exchanges of answers
 CPU_TOKENS = 4096  # the budget's limit on a CPU, which larger batches make slower
 
 
@@ -150,8 +150,8 @@ class CheckpointLM(TemplateLM):
         world: World,
         exchange: Callable[[Any], list] | None = None,
     ):
-        """exchange: what gathers each rank's value, by rank, on every rank; by default all wait for
-        each other. With one, no progress is shown."""
+        """exchange: gathers the values of all ranks, by rank, on every rank; by default a gather in
+        which all wait for each other. With an exchange, no progress is shown."""
         super().__init__()
         self._exchange = exchange
         self.model = model

@@ -10,7 +10,7 @@ lm_eval.simple_evaluate(model="nanofp8", model_args={"run": "out/RUN"}). One pro
 those of eval.harness, which is shorter to type, shares the work among GPUs, compares pairs and
 knows the demo tasks. mmlu has five examples there and as many here as --num_fewshot says.
 
-model_args: run, and step, fp8, dtype and micro_batch as of eval.harness."""
+model_args: run, and step, fp8, dtype and micro_batch as eval.harness has them."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ class ModelArguments:
     fp8: Recipe = "off"
     # as trained (an FP8 run: plain BF16 matmuls), or float32
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    micro_batch: int = 16  # sequences of a full context per forward pass; of shorter ones more
+    micro_batch: int = 16  # sequences of a full context per forward pass; more if they are shorter
 
 
 class NanoFP8LM(CheckpointLM):
@@ -50,8 +50,8 @@ class NanoFP8LM(CheckpointLM):
         device: str | None = None,
         **model_args: object,
     ):
-        """batch_size, max_batch_size: lm-eval's, which micro_batch stands for. Raises UserError for
-        an unknown argument, and where the run cannot be read."""
+        """batch_size, max_batch_size: lm-eval's own options, replaced here by micro_batch. Raises
+        UserError for an unknown argument, and where the run cannot be read."""
         words = [f"{name}={value}" for name, value in model_args.items()]
         options = read_options(ModelArguments, words)
         if batch_size not in (None, 1, "1"):  # 1 is lm-eval's default
@@ -73,7 +73,7 @@ class NanoFP8LM(CheckpointLM):
 
 
 def register() -> None:
-    """Make lm-eval know the model by its name."""
+    """Register the model with lm-eval under NAME."""
     import lm_eval.models  # noqa: F401  lm-eval fills its registry only where it is empty
     from lm_eval.api.registry import model_registry
 

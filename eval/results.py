@@ -41,7 +41,7 @@ class TaskScores:
         None  # hash of the documents' hashes, in order; of a group, its tasks'
     )
     subtasks: list[str] = field(default_factory=list)  # of a group, the tasks at its leaves
-    # of core22, CORE's tasks without a number here
+    # in the row of core22: CORE's tasks that have no number here
     missing: list[str] = field(default_factory=list)
     samples: str | None = None  # file of lm-eval's log of each document, beside this one
 

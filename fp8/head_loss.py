@@ -55,7 +55,7 @@ class FP8HeadLoss(torch.autograd.Function):
         recipe, saved = ctx.recipe, SavedOperands(*tensors[:n_saved])
         logits, lse, targets = tensors[n_saved:]
         grad_loss = grad_loss.contiguous()
-        bound = grad_loss  # of each row's gradient: reads (M,) instead of (M, V)
+        bound = grad_loss  # bounds each row's gradient; reads (M,) instead of (M, V)
         if ctx.with_lse:
             assert grad_lse is not None
             bound = grad_loss.abs() + grad_lse.abs()

@@ -34,8 +34,8 @@ class LinearTensors(NamedTuple):
     qt: torch.Tensor | None = None  # its transpose (K, N), in FP8
     scale: torch.Tensor | None = None  # () of both
     total: torch.Tensor | None = None  # the weight's lasting gradient, see keep_gradients()
-    # of fp8.scaling=delayed and bounded, all (): the scales of input and gradient, known before the
-    # pass, and the largest magnitudes that it has seen, None where the scale is a bound's
+    # with fp8.scaling=delayed or bounded, all (): the scales of input and gradient, known before the
+    # pass, and the largest magnitudes that the pass has seen; None where the scale is a bound's
     x_scale: torch.Tensor | None = None
     x_amax: torch.Tensor | None = None
     g_scale: torch.Tensor | None = None
@@ -61,7 +61,7 @@ class SavedOperands(NamedTuple):
 class QuantisedGrad(NamedTuple):
     """The output's gradient g (M, N) for the two matmuls of a backward pass."""
 
-    g: torch.Tensor | None  # as it came; None where it is FP8 alone
+    g: torch.Tensor | None  # unrounded; None where only the FP8 copies exist
     q: torch.Tensor  # FP8 (M, N)
     qt: torch.Tensor | None  # FP8 (N, M); None where BF16 multiplies the weight gradient
     inverse: torch.Tensor  # () of its scale
@@ -305,7 +305,7 @@ class KernelLinear(ConvertedLinear):
 
     @property
     def can_add_weight_grad(self) -> bool:
-        """Whether the matmul of the weight gradient can add to a lasting one."""
+        """Whether the weight gradient's matmul can add to a gradient that lasts over micro-batches."""
         return self.has_bf16_weight_grad or adds_scaled_products(self.weight.device)
 
     def check_copies(self) -> None:
@@ -348,7 +348,7 @@ class FP8KernelLinear(KernelLinear):
         super().__init__(linear)
         self.recipe = recipe
         self.is_delayed = is_delayed  # its scales are those of fp8.delayed
-        self.is_bounded = is_bounded  # its input's scale is that of the norm's bound before it
+        self.is_bounded = is_bounded  # its input's scale comes from the bound of the norm before it
 
     @property
     def has_bf16_weight_grad(self) -> bool:

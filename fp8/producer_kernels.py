@@ -1,12 +1,13 @@
 """Triton kernels of a block that compute a tensor and leave it as FP8 in both layouts.
 
-What a Linear multiplies is made by a norm, by SwiGLU, or, backward, by SwiGLU and RoPE. A kernel
-here computes that, scales, rounds and writes rows and columns, so that no other kernel reads the
-tensor again; its scale is known before. Values are those of model.py in BF16, which rounds behind
-every operation. fp8/producers.py has the same operations in plain torch, the reference.
+The operands of a Linear come from a norm or from SwiGLU, in the backward pass from SwiGLU and RoPE.
+A kernel here computes such a tensor, scales and rounds it and writes rows and columns, so that no
+other kernel reads the tensor again; the scale is known before. Values are those of model.py in
+BF16, which rounds after every operation. fp8/producers.py has the same operations in plain torch,
+as the reference.
 
-Even and odd rows of a tile are two tensors, as in fp8/triton_kernels.py, where the stores are.
-Tiles were chosen by the registers of the code compiled for sm_90; none has been timed."""
+Even and odd rows of a tile are two tensors, as in fp8/triton_kernels.py, whose stores are used.
+Tile sizes were chosen by the registers of the code compiled for sm_90; none has been timed."""
 
 import torch
 import triton
@@ -127,7 +128,7 @@ def launch_norm(
 
 
 def _check(q: torch.Tensor, qt: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """A kernel that is given wrong shapes overwrites other tensors."""
+    """Check shapes: a kernel that is given wrong ones overwrites other tensors."""
     M, K = q.shape
     assert q.is_contiguous() and qt.is_contiguous(), (q.stride(), qt.stride())
     assert M % 16 == K % 16 == 0 and qt.shape == (K, M), (q.shape, qt.shape)
@@ -151,7 +152,7 @@ def copy(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """x (M, K) as it is."""
+    """Cast x (M, K), without computing anything."""
     s = tl.load(scale)
     m0, k0 = _corner(ROWS, COLUMNS)
     m, k, inside = _even_rows(m0, k0, M, K, ROWS, COLUMNS)
@@ -294,7 +295,7 @@ def rope_grad(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program takes both halves of a head, which turn each other: heads of q, of k, of v."""
+    """A program takes both halves of one head of q, k or v, since RoPE mixes them."""
     s = tl.load(scale)
     m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     head = tl.program_id(1)
@@ -390,7 +391,7 @@ def norm(
     m0 = tl.program_id(0) * ROWS
     start = m0.to(tl.int64) * C
     source = total if HAS_BRANCH else x
-    # what is read once leaves the cache to the sum, which is read again
+    # x and branch are read once: they should not evict the sum, which is read again
     FIRST_LOOK: tl.constexpr = "evict_first" if HAS_BRANCH else "evict_last"
     squares_even = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
     squares_odd = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)

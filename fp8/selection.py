@@ -310,8 +310,8 @@ def check_hardware(
 def weights_cast_from(
     layers: Iterable[Layer], all_gather: bool, device_type: str, has_whole_weights: bool
 ) -> Literal["fp32", "bf16"] | None:
-    """What the weights are rounded to float8 from: "bf16" where those of any Linear are, None where
-    no Linear is in FP8.
+    """The dtype from which weights are rounded to float8: "bf16" where any Linear's weight is in
+    BF16 then, else "fp32"; None where no Linear is in FP8.
 
     FSDP2 gathers the weights of blocks in BF16 and that of the head in fp32 (runtime.parallel), but
     where it gathers float8, shards of fp32 are cast. The same weight rounded to BF16 first may

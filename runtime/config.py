@@ -47,7 +47,7 @@ class DataConfig:
     # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     tokenizer: FilePath = "gpt2"
     max_epochs: float = above_zero(1.0)  # times that a source may be seen before the run is refused
-    # smaller steps first, as share of the run's tokens:share of tokens_per_step, such as
+    # smaller steps at first, written share of the run's tokens:share of tokens_per_step, such as
     # 0.1:0.25,0.3:0.5: a quarter up to 10 % of the tokens, half up to 30 %; none = no ramp
     ramp: str | None = None
     # a token attends to its own document alone, in training; validation reads whole windows
@@ -122,8 +122,8 @@ class CheckpointConfig:
     forever: int | None = above_zero(None)
     # steps between additional saves, of which only the newest is kept; none = no such saves
     rolling: int | None = above_zero(None)
-    # validate at the end also the mean of the weights of the last so many checkpoints, of those due
-    # by every and the last step's, which are kept for it; none = no mean
+    # at the end also validate the mean of the weights of the last so many checkpoints (those due by
+    # every, and the last step's), which are kept for it; none = no mean
     average: int | None = within(2, math.inf, None)
     # URL that fsspec opens, such as s3://bucket/runs: finished checkpoints are copied there to
     # <run>/ beside the next steps, and verified; start_from= reads them back; none = no copies
@@ -137,7 +137,7 @@ class EvalConfig:
     every: int | None = above_zero(250)  # steps between validations; none = only the last
     # validation tokens per source, always the same ones; all there are if fewer
     tokens: int = above_zero(1_048_576)
-    # lm-eval's tasks to score the weights on while they train, and at the end: as eval.harness's
+    # lm-eval's tasks to score the weights on during training and at its end; eval.harness's names
     tasks: tuple[str, ...] = ()
     tasks_every: int | None = above_zero(None)  # steps between scorings; none = only the last
     # documents per task at most; none = all
@@ -169,8 +169,8 @@ class GuardConfig:
     # a spike lies so many robust standard deviations above their median; 2 or more, or ordinary
     # steps would be spikes
     threshold: float = within(2, math.inf, 10.0)
-    # judge the gradient norm of each layer too, by its own past: the global norm hides a small
-    # layer's
+    # also judge the gradient norm of each layer, against its own past: a small layer hardly changes
+    # the global norm
     layers: bool = False
     skips: int = above_zero(10)  # skipped steps in a row before the run goes back to a checkpoint
     rollbacks: int = within(0, math.inf, 3)  # times that a run may go back before it stops

@@ -1,13 +1,15 @@
 """Let a token attend to its own document alone: data.document_mask=true.
 
-A window of training tokens holds ends of documents, whole ones and beginnings. Their numbers come
-with the batch; the mask made of them replaces attention's causal one in the training step alone.
-Validation, probes and evaluation read a window as a whole, as without the mask: their losses stay
-comparable between runs. Positions go on through a window: RoPE sees distances only.
+A window of training tokens holds the end of one document, whole documents, and the beginning of
+another. The number of each token's document comes with the batch; a mask made of these numbers
+replaces the causal mask, in the training step alone. Validation, probes and evaluation read windows
+whole, as without the mask, so that losses stay comparable between runs. Positions are counted
+through the whole window: RoPE sees distances only.
 
 Compiled on a GPU, attention is FlexAttention, which skips blocks of 128 x 128 that no document
-reaches; its shapes do not depend on the documents, and nothing waits for the GPU. torch's varlen
-attention is no alternative: its list of documents has a length of its own in every batch. Elsewhere
+reaches. Its shapes do not depend on the documents, so nothing is compiled again and nothing waits
+for the GPU. torch's varlen attention takes a list of documents, whose length differs from batch to
+batch. Elsewhere
 the mask is a tensor of (B, 1, T, T)."""
 
 from functools import cache
@@ -28,7 +30,8 @@ def number_documents(tokens: np.ndarray, border: np.uint32) -> np.ndarray:
 
 
 def uses_flex(config: Config, device: torch.device) -> bool:
-    """Whether a run's masks are FlexAttention's: without compilation that would hold all scores."""
+    """Whether a run's masks are FlexAttention's. Not without compilation: eager FlexAttention holds
+    all scores in memory."""
     is_compiled = bool(config.parallel.compile)
     return config.data.document_mask and is_compiled and device.type == "cuda"
 
@@ -59,13 +62,13 @@ def _block_mask() -> Any:
 
 @cache
 def _compiled_block_mask() -> Any:
-    """Eager, it would write (B, T, T) at each call."""
+    """create_block_mask(), compiled: eager, it would write (B, T, T) at each call."""
     return torch.compile(_block_mask(), dynamic=False)
 
 
 class FlexAttention(Attention):
-    """Stands in the place of an Attention, whose Linears and norms it takes over; runs
-    FlexAttention where it is given a BlockMask."""
+    """Takes the place of an Attention, with its Linears and norms. Runs FlexAttention where the mask
+    is a BlockMask."""
 
     def __init__(self, attention: Attention):
         nn.Module.__init__(self)  # Attention's would make new ones

@@ -46,7 +46,7 @@ LOSS_SD = (0.02, 0.15)
 NORM_SD = (0.1, 0.3)
 # With few tokens a step, single documents raise the norm up to 9 x without harm, and the scatter of
 # the loss tells where: of 10,000 steps of the demo's runs 6 were false alarms without this, 0.5
-# with it. Of the norms of layers 10 were, and none with it (3,000 steps of demo_s_bf16).
+# with it. For the norms of layers it was 10, and none with it (3,000 steps of demo_s_bf16).
 NORM_SD_PER_LOSS_SD = 3.0
 # Simulated with easy and hard tokens, of 4,000 steps of 4 targets in the mean 1,900 were false
 # alarms, of 16 targets 140, of 32 26; where steps of fewer than this are not judged, none.
@@ -86,7 +86,7 @@ class Guard:
     suspect_since: int | None = None
     # [loss, norm] of the window's steps; behind them, with guard.layers, the norm of each layer
     accepted: list[list[float]] = field(default_factory=list)
-    # the same of the finite spikes in a row
+    # the same for the finite spikes in a row up to now
     spikes: list[list[float]] = field(default_factory=list)
     reason: str = ""  # of the last verdict that was not OK
 
@@ -188,7 +188,7 @@ class Guard:
     def _describe_spikes(
         self, loss: float, grad_norm: float, layer_norms: Mapping[str, float]
     ) -> str | None:
-        """What of a finite step is a spike; None where nothing is, or nothing is judged."""
+        """Which numbers of a finite step are spikes, in words; None where none is, or none is judged."""
         if self.settings.mode == "off":
             return None
         return self._describe_spike(loss, grad_norm) or self._describe_layers(layer_norms)

@@ -1,8 +1,8 @@
-"""A batch ramp: where each step of a run lies among its tokens, when the first steps are smaller.
+"""A batch ramp: which tokens each step of a run trains on, where the first steps are smaller.
 
-Unit of a run is the full step, data.tokens_per_step tokens. data.ramp cuts the first full steps
-into equal parts, each a step of the optimizer of its own; without a ramp every full step has one
-part. Order and number of tokens, and the learning rate at each full step, are those of the run
+A run is counted in full steps of data.tokens_per_step tokens. data.ramp cuts the first full steps
+into equal parts, and each part is one step of the optimizer; without a ramp every full step has one
+part. Number and order of the tokens, and the learning rate of each full step, are those of the run
 without a ramp."""
 
 import math
@@ -21,7 +21,7 @@ FORM = (
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run whose steps are of one size."""
+    """A stretch of a run in which all steps have the same size."""
 
     full_steps: int
     parts: int  # steps that each of its full steps is cut into
@@ -41,13 +41,13 @@ class Place:
 
     @property
     def position(self) -> Fraction:
-        """Full steps of the run before it."""
+        """How many full steps of the run come before it."""
         return self.full_step + Fraction(self.part, self.parts)
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """The stages of a run, the last of them of full steps."""
+    """The stages of a run; the last one has full steps."""
 
     stages: tuple[Stage, ...]
 
@@ -58,11 +58,11 @@ class Ramp:
 
     @property
     def small_steps(self) -> int:
-        """Steps before those of full size."""
+        """Number of steps before the first one of full size."""
         return self.steps - self.stages[-1].steps
 
     def place(self, step: int) -> Place:
-        """That of a step, from 0. Steps beyond the run's last are full."""
+        """The place of a step, counted from 0. Steps beyond the run's last one are full."""
         start = 0  # full steps before the stage
         for stage in self.stages[:-1]:
             if step < stage.steps:
@@ -73,7 +73,7 @@ class Ramp:
         return Place(start + step, 0, 1)
 
     def full_steps_between(self, first: int, last: int) -> int:
-        """Full steps that hold the tokens of steps `first` to `last` (exclusive), rounded up."""
+        """How many full steps hold the tokens of steps `first` to `last` (exclusive), rounded up."""
         return math.ceil(self.place(last).position - self.place(first).position)
 
     def describe(self, tokens_per_step: int) -> list[str]:
@@ -105,7 +105,8 @@ def ramp_of(text: str | None, full_steps: int) -> Ramp:
 
 
 def _read_pair(text: str) -> tuple[float, int]:
-    """Share of the run's tokens at which a stage ends, and the parts of its full steps."""
+    """The share of the run's tokens at which a stage ends, and into how many parts it cuts each full
+    step."""
     match = PAIR.fullmatch(text)
     if match is None:
         raise ValueError(text)

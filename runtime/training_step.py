@@ -23,10 +23,10 @@ def forward_backward(
     z_weight: float = 0.0,
     mask: Any = None,
 ) -> torch.Tensor:
-    """Add the gradients of a micro-batch, x and y (B, T), of the loss times `loss_scale`; returns
-    its summed loss, (1,), nats. With a `z_weight` the loss that is trained on has a z-loss more,
-    and its sum, weighted, is returned beside the other, which is without it: (2,). mask: of
-    runtime/documents.py, None for plain causal attention."""
+    """Forward and backward pass of a micro-batch, x and y (B, T): adds the gradients of the loss
+    times `loss_scale`, and returns the summed cross-entropy, (1,), nats. With a `z_weight` the
+    z-loss is added to the loss, and its weighted sum is returned beside the cross-entropy: (2,).
+    mask: made by runtime/documents.py; None for plain causal attention."""
     masked = {} if mask is None else {"mask": mask}
     if not z_weight:
         micro_loss = model(x, y, **masked).sum()
@@ -39,8 +39,8 @@ def forward_backward(
 
 
 class LayerGradients:
-    """The norms of the gradients of each layer, for a guard that judges them: of each block, the
-    embedding, the last norm and a head of its own. Of none unless `is_on`."""
+    """Gradient norms by layer, for a guard that judges them: each block, the embedding, the last
+    norm, and the head where it is not tied. No layer unless `is_on`."""
 
     def __init__(self, model: nn.Module, world: World, is_on: bool):
         self._weights = list(model.parameters()) if is_on else []
@@ -49,7 +49,7 @@ class LayerGradients:
         belongs = [[layer == name for layer in layer_of] for name in self.names]
         self._belongs = torch.tensor(belongs, device=world.device)  # (layers, weights)
         self._device = world.device
-        # ranks that hold the same gradient
+        # the number of ranks that hold the same gradient
         self._copies = world.mesh["replicate"].size() if world.mesh is not None else 1
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class LayerGradients:
 
 
 def _layer_of(name: str) -> str:
-    """Such as layers.3 of layers.3.mlp.down.weight, wte of wte.weight."""
+    """The layer of a weight: layers.3 for layers.3.mlp.down.weight, wte for wte.weight."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "layers" else 1])
 
@@ -94,7 +94,7 @@ def read_numbers(
     n_saturated: torch.Tensor,
     world: World,
 ) -> StepNumbers:
-    """Sum over the ranks what each has for itself, and wait once for the device.
+    """Sum over the ranks what each of them has counted, and wait once for the device.
 
     loss_sums (1,) or (2,) as forward_backward() returns them, `squares` (layers,) of this rank;
     `targets` of all ranks; grad_norm () and n_saturated (), which all ranks share."""

@@ -41,7 +41,7 @@ class History:
     val: Columns  # of each validation, which has a loss alone
     undone: list[Columns]  # like train: each stretch that a rollback took back
     marks: dict[str, list[dict]]  # name -> rows: a verdict that is not OK, an event
-    # task -> steps and accuracies, in order of the steps: what eval.tasks has come to
+    # task of eval.tasks -> steps and accuracies, in order of the steps
     tasks: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 

@@ -68,8 +68,8 @@ class Record:
     t_start: str | None = None  # UTC time of the first start, ISO; None in older summaries
     lr_peak: float | None = None  # peak learning rate; None in older summaries
     repeat: int = 0  # above 0: the same run once more, only rounded otherwise; a null, in no fit
-    # precision.weights_cast_from: "fp32" or "bf16"; None in BF16, and where an older summary of
-    # several ranks does not tell
+    # precision.weights_cast_from: "fp32" or "bf16"; None for runs in BF16, and for older summaries of
+    # several ranks, which do not say
     weights_cast_from: str | None = None
     convention: str = "total"  # or "nonembed": what the study beside the run counts its budgets by
 
@@ -175,8 +175,8 @@ def _recipe(precision: dict) -> str:
 
 
 def _weights_cast_from(precision: dict, n_gpu: int) -> str | None:
-    """Record.weights_cast_from. In a summary from before the key one rank held whole weights, of
-    fp32."""
+    """Record.weights_cast_from of a run. Summaries without the key: a single rank cast whole fp32
+    weights."""
     if precision["recipe"] == "bf16" or "weights_cast_from" in precision:
         return precision.get("weights_cast_from")
     return "fp32" if n_gpu == 1 else None

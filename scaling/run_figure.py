@@ -37,7 +37,7 @@ MARKS = {
 }
 OTHER = ("*", "#444444")
 TASK_MARKERS = ("o", "s", "^", "D")
-TASKS = "tasks"  # the panel of the scores on eval.tasks
+TASKS = "tasks"  # the panel with the scores on eval.tasks
 LABELS = {
     "loss": "loss\n[nats/token]",
     TASKS: "task\naccuracy",
@@ -151,8 +151,8 @@ def _handles(history: History, looks: dict[str, dict]) -> list[Line2D]:
 
 
 def _task_looks(history: History) -> dict[str, dict[str, Any]]:
-    """Task -> the style of its curve; colours come back, with another marker, where there are more
-    tasks than colours."""
+    """Task -> the style of its curve. Where there are more tasks than colours, colours repeat with
+    another marker."""
     looks = {}
     for number, task in enumerate(history.tasks):
         style = STYLES[1 + number % (len(STYLES) - 1)]  # the first is the training's

@@ -1,4 +1,4 @@
-"""bench.kernel_kinds: which kernels are whose, and the tables of their times."""
+"""bench.kernel_kinds: the kind of each kernel, and the tables of their times."""
 
 import pytest
 
