@@ -100,6 +100,8 @@ class BoundedScales:
         if not self._scales:
             return
         shards = [w.to_local() if is_dtensor(w) else w for w in self._weights]
+        # of fewer rows than ranks some rank has none, of which there is no largest
+        shards = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
         amaxes = torch.stack(torch._foreach_norm(shards, math.inf))
         if any(map(is_dtensor, self._weights)):
             amaxes = max_over_ranks(amaxes)

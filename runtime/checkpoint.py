@@ -246,11 +246,13 @@ class Saver:
         if is_main:
             with suppress(OSError):  # the save itself is good; the next one tries again
                 note_saved(self.dir.parent, manifest["step"])
+        if not is_main:
+            return
+        if self.copies is not None:
+            self.copies.copy(final)  # a rollback undoes it in the store too
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a
         # rollback deletes this one.
-        if is_main and not manifest["state"].get("guard", {}).get("consecutive"):
-            if self.copies is not None:
-                self.copies.copy(final)
+        if not manifest["state"].get("guard", {}).get("consecutive"):
             self._prune()
 
     def _prune(self) -> None:

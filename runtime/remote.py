@@ -157,11 +157,17 @@ class CheckpointCopies:
     def finish(self, timeout_s: float) -> None:
         """Wait until all is copied, or for so long; then a report says what is not."""
         with self._state:
-            if not self._state.wait_for(self._is_idle, timeout_s):
-                names = [path.name for path in (self._busy, self._waiting) if path is not None]
-                self._reports.append(
-                    ("copy_failed", f"{', '.join(names)} is not yet in {self.url}: copy it by hand")
+            if self._state.wait_for(self._is_idle, timeout_s):
+                return
+            names = [path.name for path in (self._busy, self._waiting) if path is not None]
+            sentences = [f"{name} is not yet in {self.url}" for name in names]
+            if self._undone_after is not None:
+                sentences.append(
+                    f"checkpoints after step {self._undone_after} are not yet removed from"
+                    f" {self.url}/{self.run}"
                 )
+            remedy = "run the same command again, which copies the last one"
+            self._reports.append(("copy_failed", f"{'; '.join(sentences)}: {remedy}"))
 
     def _is_idle(self) -> bool:
         return self._busy is None and self._waiting is None and self._undone_after is None

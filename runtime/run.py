@@ -32,6 +32,7 @@ from runtime.checkpoint import (
     Saver,
     branch,
     is_due,
+    latest,
     load_mean,
     note_saved,
     restore,
@@ -53,6 +54,8 @@ from runtime.remote import CheckpointCopies, is_url, open_store
 from runtime.replicas import check_replicas
 from runtime.run_folder import as_begun, claim, read_first_start
 from runtime.run_start import (
+    Progress,
+    Start,
     StartKind,
     find_start,
     refuse_other_data,
@@ -133,6 +136,7 @@ class Run:
                     f"{config.run}: finished, all {config.total_steps} steps; nothing to do"
                     f" ({config.run_dir}/summary.json)"
                 )
+                _copy_again(config)
             yield None
 
     def __init__(
@@ -246,15 +250,8 @@ class Run:
         run_on_rank0(self.world, self._open_copies_of_rank0)
 
     def _open_copies_of_rank0(self) -> None:
-        config = self.config
-        if config.checkpoint.copy_to is None:
-            return
-        self._copies = CheckpointCopies(
-            config.checkpoint.copy_to,
-            config.run,
-            partial(refuse_to_replace_copies, config, self.start),
-        )
-        self._copies.check_owner()
+        if self.config.checkpoint.copy_to is not None:
+            self._copies = _open_copies(self.config, self.start)
 
     def _environment(self, config_files: list[str], first_start: dict[str, str]) -> dict:
         """What env.json holds. The time of the run's first start stays: a prediction counts only if
@@ -829,6 +826,29 @@ class Run:
     def _log_event(self, event: str, reason: str) -> None:
         self.log.event({"event": event, "step": self.progress.step, "reason": reason})
         self.log.say(reason)
+
+
+def _copy_again(config: Config) -> None:
+    """Copy the last checkpoint of a finished run, where the store lacks it, and print what has
+    become of it."""
+    last = latest(config.run_dir)
+    if config.checkpoint.copy_to is None or last is None:
+        return
+    start = Start(StartKind.RESUME, Progress(), last)
+    copies = _open_copies(config, start)
+    copies.copy(last)
+    copies.finish(0.8 * config.parallel.start_timeout)
+    for _, sentence in copies.reports():
+        print(sentence)
+
+
+def _open_copies(config: Config, start: Start) -> CheckpointCopies:
+    """Raises UserError where copies would replace another run's."""
+    assert config.checkpoint.copy_to is not None
+    refuse_owner = partial(refuse_to_replace_copies, config, start)
+    copies = CheckpointCopies(config.checkpoint.copy_to, config.run, refuse_owner)
+    copies.check_owner()
+    return copies
 
 
 @contextmanager

@@ -6,12 +6,13 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fp8 import sharded
-from fp8.delayed import DelayedScales
+from fp8 import delayed, sharded
+from fp8.delayed import BoundedScales, DelayedScales
 from fp8.kernels import KernelLinear
 from fp8.recipes import E4M3, E5M2
 from model import GPT
@@ -278,3 +279,18 @@ def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, run, monkeypatch):
     margins = {name: row[4] for name, row in state(delayed).items()}
     assert margins[QKV] == 15 and margins["layers.1.attn.qkv.x"] == 0
     assert all(row["loss"] < 10 for row in faults.rows(delayed))
+
+
+def test_a_rank_without_a_row_of_a_norm_takes_the_bounds_of_the_others(monkeypatch) -> None:
+    """As FSDP2 leaves it on more ranks than rows: an empty shard."""
+    model = build("tensorwise+kernels+bounded", n_layer=1)[0]
+    whole = BoundedScales(model)
+    whole.begin()
+    expected = [scale.item() for scale in whole._scales]
+    of_others = torch.stack([weight.abs().max() for weight in whole._weights])
+    rank = BoundedScales(model)
+    rank._weights = [SimpleNamespace(to_local=lambda: torch.empty(0)) for _ in whole._weights]
+    monkeypatch.setattr(delayed, "is_dtensor", lambda weight: isinstance(weight, SimpleNamespace))
+    monkeypatch.setattr(delayed, "max_over_ranks", lambda own: torch.maximum(own, of_others))
+    rank.begin()
+    assert [scale.item() for scale in rank._scales] == expected

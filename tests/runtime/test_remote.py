@@ -189,10 +189,44 @@ def test_a_copy_that_is_not_finished_in_time_is_reported(store, tmp_path):
     copies = CheckpointCopies(URL, "tiny")
     copies.copy(make_checkpoint(tmp_path, 1))
     copies.finish(0.05)
-    assert copies.reports() == [
-        ("copy_failed", f"step_00000001 is not yet in {URL}: copy it by hand")
-    ]
+    ((event, sentence),) = copies.reports()
+    assert event == "copy_failed"
+    assert sentence.startswith(f"step_00000001 is not yet in {URL}: run the same command again")
     gate.set()
+
+
+def test_a_removal_that_is_not_finished_in_time_is_reported(store, tmp_path):
+    copies = CheckpointCopies(URL, "tiny")
+    copies.copy(make_checkpoint(tmp_path, 2))
+    copies.finish(60)
+    gate = threading.Event()
+    store.faults["DONE"] = [gate]
+    later = CheckpointCopies(URL, "tiny")  # which looks first whose copies there are
+    later.roll_back(1)
+    later.finish(0.05)
+    ((_, sentence),) = later.reports()
+    assert sentence.startswith(f"checkpoints after step 1 are not yet removed from {URL}/tiny:")
+    gate.set()
+
+
+def test_a_finished_run_is_copied_by_the_same_command(tiny, store, run):
+    """Where its end did not wait long enough for the store."""
+    store.faults[".distcp"] = ["drop"] * 99
+    config = changed(tiny, COPIES)
+    run(config)
+    assert copied_steps(store) == []
+    store.faults.clear()
+    out = run(config)
+    assert "nothing to do" in out and f"step_00000006 copied to {URL}/tiny" in out
+    assert copied_steps(store) == [6]
+    assert "copied to" not in run(config)
+
+
+def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny, tmp_path):
+    config = changed(tiny, f"checkpoint.copy_to=file://{tmp_path}/store guard.window=8 steps=12")
+    assert Run(config, faults=["nan_gradient:12"]).wait() == [0]
+    assert rows(config)[-1]["verdict"] == "SKIP"
+    assert (tmp_path / "store/tiny/checkpoints/step_00000012/DONE").exists()
 
 
 def test_after_a_rollback_no_later_step_is_in_the_store(store, tmp_path):
