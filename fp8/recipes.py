@@ -573,10 +573,15 @@ class FP8Config:
 def from_label(label: str) -> FP8Config:
     """The settings that a person names as FP8Config.label does, such as tensorwise+kernels. Raises
     UserError where no settings are called so."""
+    return read_options(FP8Config, written_settings(label))
+
+
+def written_settings(label: str) -> list[str]:
+    """What a person names as FP8Config.label does, as key=value of FP8Config; not yet checked."""
     if label == "bf16":
-        return FP8Config()
+        return []
     recipe, *words = label.split("+")
-    return read_options(FP8Config, [f"recipe={recipe}", *map(_setting, words)])
+    return [f"recipe={recipe}", *map(_setting, words)]
 
 
 def file_word(text: str) -> str:

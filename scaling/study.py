@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from fp8.recipes import from_label
+from fp8.recipes import written_settings
 from lib.errors import UserError
 from lib.machine import ROOT
 from lib.text import nearest
@@ -170,7 +170,7 @@ def expand(study: Study) -> list[Row]:
         for seed, lr, recipe in itertools.product(
             size.seeds, size.lr or (None,), size.recipes or study.recipes
         ):
-            fp8 = _precision_of(recipe)
+            fp8 = _precision_of(recipe, family.file_config)
             has_null = not fp8.is_on and seed in size.null_seeds
             for repeat in range(2 if has_null else 1):
                 rows += replace(family, fp8=fp8, seed=seed, lr=lr, repeat=repeat).rows()
@@ -196,9 +196,10 @@ def _read_size(study: Study, size: Size) -> "Family":
     return Family(study, size, file_config, base, {key: counts[key] for key in COUNTS})
 
 
-def _precision_of(arm: str) -> FP8Config:
-    """The precision that a study names. Raises UserError where tables would call it otherwise."""
-    fp8 = from_label(arm)
+def _precision_of(arm: str, config: Config) -> FP8Config:
+    """The precision that a study names, for a size's config. Raises UserError where there is none
+    such, or tables would call it otherwise."""
+    fp8 = apply_overrides(config, [f"fp8.{setting}" for setting in written_settings(arm)]).fp8
     if fp8.label != arm:
         raise UserError(
             f"recipes= names {arm!r}: write it {fp8.label!r}, as its runs are called in every table"
@@ -232,7 +233,8 @@ class Family:
         if self.repeat:
             return []
         pairs = [pair.split(ARROW) for pair in switch]
-        return [_precision_of(decay) for trunk, decay in pairs if _precision_of(trunk) == self.fp8]
+        decays = [decay for trunk, decay in pairs if trunk == self.fp8.label]
+        return [_precision_of(decay, self.file_config) for decay in decays]
 
     def run_name(self, budget: float, decay: FP8Config | None = None) -> str:
         """decay: the precision of the decay, where it is another."""
