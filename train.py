@@ -41,8 +41,8 @@ from runtime.training_step import forward_backward, read_numbers, update_weights
 
 
 def train(config: Config, world: World, config_files: Sequence[Path] = ()) -> None:
-    """Train `config`, made from `config_files`, on the ranks of `world`, from its newest checkpoint,
-    if there is one, to summary.json. Raises UserError, MachineError."""
+    """Train `config`, made from `config_files`, on the ranks of `world`, from its newest
+    checkpoint, if there is one, to summary.json. Raises UserError, MachineError."""
     with Run.open(config, world, config_files, task_scorer(config)) as run:
         if run is None:  # finished already
             return

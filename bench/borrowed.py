@@ -9,12 +9,12 @@
     python -m bench.borrowed write=true        the same, and into docs/speed.md and README.md
 
 It needs a checkout, torch, torchao, numpy and pytest; a part that needs more, such as other code
-bases below data/peers, is left out where that is not there. A part is a process of its own with a time
-limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, and those of single
-cells to bench/results as ever. Before each part the time left is compared with what the part took
-the last time, or is guessed to take; what does not fit is left out and named, and a later, shorter
-part may still fit. A part that takes twice as long as expected is cut, so that one alone cannot eat
-the time of all; of cells, those that have no row yet are named."""
+bases below data/peers, is left out where that is not there. A part is a process of its own with a
+time limit, what it prints goes to OUT/<part>.log, its results to OUT/borrowed.jsonl, and those of
+single cells to bench/results as ever. Before each part the time left is compared with what the
+part took the last time, or is guessed to take; what does not fit is left out and named, and a
+later, shorter part may still fit. A part that takes twice as long as expected is cut, so that one
+alone cannot eat the time of all; of cells, those that have no row yet are named."""
 
 import os
 import signal

@@ -306,7 +306,8 @@ def _build(lowering: GraphLowering, direction: str) -> None:
 
 
 def build_producers(config: Config) -> None:
-    """Compile the kernels of fp8/producer_kernels.py for the model's widths into BUILT and PROOFS."""
+    """Compile the kernels of fp8/producer_kernels.py for the model's widths into BUILT and
+    PROOFS."""
     from fp8 import producer_kernels
 
     run = triton.runtime.jit.JITFunction.run

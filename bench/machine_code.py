@@ -412,19 +412,19 @@ def meeting_places_of(instructions: list[Instruction]) -> list[set[int]]:
     while to_visit:
         number = to_visit.pop()
         instruction = instructions[number]
-        after = {register: set(values) for register, values in held[number].items()}
+        held_after = {register: set(values) for register, values in held[number].items()}
         following = set() if ends_here(instruction) else {number + 1} & set(range(n))
         if instruction.name == "BSSY":
-            after[instruction.operands[0]] = {target_number(instructions, instruction)}
+            held_after[instruction.operands[0]] = {target_number(instructions, instruction)}
         elif instruction.name == "BSYNC":
-            places[number] = after.get(instruction.operands[0], set())
+            places[number] = held_after.get(instruction.operands[0], set())
             following |= places[number]
         elif instruction.name == "BRA":
             following.add(target_number(instructions, instruction))
         elif instruction.name == "CALL" and number + 1 < n:
             following.add(number + 1)  # a function keeps the registers of its caller
         for next_number in following:
-            if _adds(held[next_number], after):
+            if _adds(held[next_number], held_after):
                 to_visit.append(next_number)
     return places
 
@@ -453,8 +453,8 @@ def is_conditional(instruction: Instruction) -> bool:
 STORES = ("STG", "ST")
 # These write no register that bytes could be taken from.
 WITHOUT_RESULT = (
-    "BAR BRA BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FCHK FSETP DSETP HSETP2 ISETP LDGDEPBAR"
-    " MEMBAR NOP PLOP3 R2P RED RET ST STG STS STSM UISETP UPLOP3 WARPSYNC YIELD"
+    "BAR BRA BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FCHK FSETP DSETP HSETP2 ISETP"
+    " LDGDEPBAR MEMBAR NOP PLOP3 R2P RED RET ST STG STS STSM UISETP UPLOP3 WARPSYNC YIELD"
 )
 LOADS = ("LDG", "LDS", "LDSM")
 # These compute a new value, of one register or of two where a modifier says so; they move no bytes.

@@ -96,7 +96,8 @@ def sweep_table(demo: Path) -> str:
 def losses(demo: Path) -> str:
     """The results of each size of the demo at its largest budget, from summary.json."""
     lines = [
-        "| config | parameters | tokens | recipe | validation loss in BF16, as trained | tokens/s |",
+        "| config | parameters | tokens | recipe |"
+        " validation loss in BF16, as trained | tokens/s |",
         "|---|---|---|---|---|---|",
     ]
     for size in ("s", "m", "l"):

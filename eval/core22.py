@@ -1,4 +1,5 @@
-"""core22: DCLM's CORE, the mean of 22 centered accuracies that nanochat reports, from lm-eval's tasks.
+"""core22: DCLM's CORE, the mean of 22 centered accuracies that nanochat reports, from lm-eval's
+tasks.
 
 Tasks, numbers of examples and accuracies of guessing: DataComp-LM (2406.11794), its repository's
 eval/eval_meta_data_v1.csv and nanochat's core.yaml, which agree. Centered: (accuracy - guessing) /

@@ -11,9 +11,9 @@ demo (val_ppl and val_cloze, made from the run's own validation shards; no netwo
 core (wikitext, lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, openbookqa, boolq, sciq,
 winogrande, without examples shown), full (core, mmlu with five examples and commonsense_qa, at
 chance below a billion parameters) and core22 (DCLM's CORE: the mean of 22 centered accuracies, of
-which lm-eval has 20; those that it lacks are named). A forward pass has as many tokens as micro_batch= full contexts,
-one beyond 2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a
-time.
+which lm-eval has 20; those that it lacks are named). A forward pass has as many tokens as
+micro_batch= full contexts, one beyond 2,048 tokens counted as 2,048, and on a CPU at most 4,096;
+longer sequences go one at a time.
 
 Prints a table; writes out/RUN/eval/TASKS.json (with fp8=RECIPE: TASKS_fp8_RECIPE.json) and
 lm-eval's log of every document beside it (samples_TASK.jsonl.gz). A run is scored at its newest
@@ -94,8 +94,8 @@ class Options:
         needs_a_run = self.fp8 != "off" or asks_for_weights or set(tasks.DEMO) & set(names)
         if self.public and needs_a_run:
             raise UserError(
-                f"fp8=, step=, average= and the demo tasks are for runs of ours, and {self.run} is none: drop"
-                " them"
+                f"fp8=, step=, average= and the demo tasks are for runs of ours, and {self.run} is"
+                " none: drop them"
             )
 
     @property
@@ -299,8 +299,8 @@ def _notes(record: ScoreRecord) -> list[str]:
         if scores.missing:
             notes.append(
                 f"{task}: a mean of {len(scores.subtasks)} of CORE's {len(core22.TASKS)} tasks,"
-                f" without {', '.join(scores.missing)}, and by lm-eval's prompts: not to be compared"
-                " with nanochat's CORE"
+                f" without {', '.join(scores.missing)}, and by lm-eval's prompts: not to be"
+                " compared with nanochat's CORE"
             )
     return notes
 

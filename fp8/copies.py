@@ -95,8 +95,8 @@ def _refresh_bf16_copies(model: Any, linears: list[BF16KernelLinear]) -> None:
 
 def keep_gradients(model: Any) -> None:
     """Give the blocks' weights a gradient that lasts where the matmul itself can add to it, which
-    is half the bytes: in BF16, and in FP8 on GPUs from torch 2.15 on. zero_gradients() then takes the place of the optimizer's
-    zero_grad().
+    is half the bytes: in BF16, and in FP8 on GPUs from torch 2.15 on. zero_gradients() then takes
+    the place of the optimizer's zero_grad().
 
     Not the head, which may be called in pieces and shares its weight; not under FSDP2, which
     reduces what a pass returns."""

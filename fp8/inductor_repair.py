@@ -4,7 +4,8 @@ There Inductor writes a clamp as tl.maximum(.., PropagateNan.ALL), and the assem
 to 3.8 turns that, beside a transposed float8 store, into code that stores other bytes
 (triton#11111): a quarter of runs turned NaN. A clamp written as tl.where in the form below has the
 same values and is assembled correctly; by the comparisons the other way round (value > largest) it
-is not (tests/bench/test_machine_code.py). torchao repairs it where torchao converts a Linear; ours do not go that way."""
+is not (tests/bench/test_machine_code.py). torchao repairs it where torchao converts a Linear; ours
+do not go that way."""
 
 from typing import Any
 

@@ -34,8 +34,8 @@ class LinearTensors(NamedTuple):
     qt: torch.Tensor | None = None  # its transpose (K, N), in FP8
     scale: torch.Tensor | None = None  # () of both
     total: torch.Tensor | None = None  # the weight's lasting gradient, see keep_gradients()
-    # with fp8.scaling=delayed or bounded, all (): the scales of input and gradient, known before the
-    # pass, and the largest magnitudes that the pass has seen; None where the scale is a bound's
+    # with fp8.scaling=delayed or bounded, all (): the scales of input and gradient, known before
+    # the pass, and the largest magnitudes that the pass has seen; None where the scale is a bound's
     x_scale: torch.Tensor | None = None
     x_amax: torch.Tensor | None = None
     g_scale: torch.Tensor | None = None
@@ -305,7 +305,8 @@ class KernelLinear(ConvertedLinear):
 
     @property
     def can_add_weight_grad(self) -> bool:
-        """Whether the weight gradient's matmul can add to a gradient that lasts over micro-batches."""
+        """Whether the weight gradient's matmul can add to a gradient that lasts over
+        micro-batches."""
         return self.has_bf16_weight_grad or adds_scaled_products(self.weight.device)
 
     def check_copies(self) -> None:

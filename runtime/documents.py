@@ -67,8 +67,8 @@ def _compiled_block_mask() -> Any:
 
 
 class FlexAttention(Attention):
-    """Takes the place of an Attention, with its Linears and norms. Runs FlexAttention where the mask
-    is a BlockMask."""
+    """Takes the place of an Attention, with its Linears and norms. Runs FlexAttention where the
+    mask is a BlockMask."""
 
     def __init__(self, attention: Attention):
         nn.Module.__init__(self)  # Attention's would make new ones

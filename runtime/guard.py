@@ -188,7 +188,8 @@ class Guard:
     def _describe_spikes(
         self, loss: float, grad_norm: float, layer_norms: Mapping[str, float]
     ) -> str | None:
-        """Which numbers of a finite step are spikes, in words; None where none is, or none is judged."""
+        """Which numbers of a finite step are spikes, in words; None where none is, or none is
+        judged."""
         if self.settings.mode == "off":
             return None
         return self._describe_spike(loss, grad_norm) or self._describe_layers(layer_norms)

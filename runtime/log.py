@@ -1,6 +1,6 @@
 """Record a run: a row per step in metrics.jsonl (format: runtime/metrics_file.py), mirrored on the
-console, W&B, trackio and TensorBoard; env.json, samples of the GPU, traces of some steps, speed and MFU, the
-id that a BF16 and an FP8 run share."""
+console, W&B, trackio and TensorBoard; env.json, samples of the GPU, traces of some steps, speed
+and MFU, the id that a BF16 and an FP8 run share."""
 
 import json
 import os

@@ -73,7 +73,8 @@ class Ramp:
         return Place(start + step, 0, 1)
 
     def full_steps_between(self, first: int, last: int) -> int:
-        """How many full steps hold the tokens of steps `first` to `last` (exclusive), rounded up."""
+        """How many full steps hold the tokens of steps `first` to `last` (exclusive), rounded
+        up."""
         return math.ceil(self.place(last).position - self.place(first).position)
 
     def describe(self, tokens_per_step: int) -> list[str]:
@@ -105,8 +106,8 @@ def ramp_of(text: str | None, full_steps: int) -> Ramp:
 
 
 def _read_pair(text: str) -> tuple[float, int]:
-    """The share of the run's tokens at which a stage ends, and into how many parts it cuts each full
-    step."""
+    """The share of the run's tokens at which a stage ends, and into how many parts it cuts each
+    full step."""
     match = PAIR.fullmatch(text)
     if match is None:
         raise ValueError(text)

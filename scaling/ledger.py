@@ -49,8 +49,8 @@ from scaling.study import Row, Study, expand, load_study
 SCHEMA_VERSION = 1
 BLOCK_KEYS = ("n_tokens", "as_trained", "bf16")  # of Entry.val_blocks, and of val_losses.npz
 BLOCKS = 8  # of each source's validation sequences: sequence i belongs to block i mod 8
-# Relative difference of a validation loss that is allowed on another kind of machine. Of 52 runs the
-# median was .0011 and the largest .0087, in four bits (studies/cpu/elsewhere.py).
+# Relative difference of a validation loss that is allowed on another kind of machine. Of 52 runs
+# the median was .0011 and the largest .0087, in four bits (studies/cpu/elsewhere.py).
 ELSEWHERE = 1e-2
 # Assumed where no run of its kind is done: CPU seconds to start and end, a forward pass's share of
 # a step's time.

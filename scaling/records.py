@@ -68,8 +68,8 @@ class Record:
     t_start: str | None = None  # UTC time of the first start, ISO; None in older summaries
     lr_peak: float | None = None  # peak learning rate; None in older summaries
     repeat: int = 0  # above 0: the same run once more, only rounded otherwise; a null, in no fit
-    # precision.weights_cast_from: "fp32" or "bf16"; None for runs in BF16, and for older summaries of
-    # several ranks, which do not say
+    # precision.weights_cast_from: "fp32" or "bf16"; None for runs in BF16, and for older summaries
+    # of several ranks, which do not say
     weights_cast_from: str | None = None
     convention: str = "total"  # or "nonembed": what the study beside the run counts its budgets by
 

@@ -37,12 +37,12 @@ class Change:
 
 @command(__doc__, Options)
 def main(options: Options) -> str:
-    there = read_entries(FOLDER / "elsewhere.jsonl")
-    here = read_entries(FOLDER / "runs.jsonl")
+    old_entries = read_entries(FOLDER / "elsewhere.jsonl")
+    new_entries = read_entries(FOLDER / "runs.jsonl")
     table = [["what", "arm", "number", "median of the sizes [%]", "largest [%]", "SD [%]"]]
     for what, changes in (
-        ("loss of a run", changes_of_losses(there, here)),
-        ("gap of a pair", changes_of_gaps(there, here)),
+        ("loss of a run", changes_of_losses(old_entries, new_entries)),
+        ("gap of a pair", changes_of_gaps(old_entries, new_entries)),
     ):
         for arm, is_shown in (
             ("all but the control", lambda change: change.arm != CONTROL),
@@ -63,23 +63,23 @@ def main(options: Options) -> str:
     return grid(table)
 
 
-def changes_of_losses(there: dict[str, Entry], here: dict[str, Entry]) -> list[Change]:
+def changes_of_losses(old_entries: dict[str, Entry], new_entries: dict[str, Entry]) -> list[Change]:
     """Of the validation losses in BF16 of the runs that both have."""
     changes = []
-    for run, entry in there.items():
-        percent = 100 * (loss_of(here[run]) / loss_of(entry) - 1)
+    for run, entry in old_entries.items():
+        percent = 100 * (loss_of(new_entries[run]) / loss_of(entry) - 1)
         changes.append(Change(arm_of(run), percent))
     return changes
 
 
-def changes_of_gaps(there: dict[str, Entry], here: dict[str, Entry]) -> list[Change]:
+def changes_of_gaps(old_entries: dict[str, Entry], new_entries: dict[str, Entry]) -> list[Change]:
     """Of each arm's gap to BF16, of the same seed and budget, where both runs were repeated."""
     changes = []
-    for run in there:
+    for run in old_entries:
         baseline = baseline_of(run)
-        if arm_of(run).startswith("bf16") or baseline not in there:
+        if arm_of(run).startswith("bf16") or baseline not in old_entries:
             continue
-        percent = gap(here, run, baseline) - gap(there, run, baseline)
+        percent = gap(new_entries, run, baseline) - gap(old_entries, run, baseline)
         changes.append(Change(arm_of(run), percent))
     return changes
 
