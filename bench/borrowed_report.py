@@ -71,8 +71,8 @@ def measured(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, 
 
 
 def modelled(gpu: str) -> dict[tuple[str, FP8Config], float]:
-    """(size, precision) -> the roofline's ratio over BF16 on the GPU of this name; {} where it knows
-    none such."""
+    """(size, precision) -> the roofline's ratio over BF16 on the GPU of this name; {} where it
+    knows none such."""
     names = [name for name in GPUS if name in gpu.lower()]
     if not names:
         return {}
