@@ -561,7 +561,11 @@ class Run:
         """Raises MachineError before other weights than all replicas' are saved or validated."""
         names = [name for name in self._tensors if name.startswith("model.")]
         weights = {name.removeprefix("model."): self._tensors[name] for name in names}
-        check_replicas(weights, self.world, self.progress.step)
+        try:
+            check_replicas(weights, self.world, self.progress.step)
+        except MachineError:
+            self.saver.wait()  # for the save before this one, which the next start goes on from
+            raise
 
     # --------------------------------------------------------------------------------------- scores
 
