@@ -12,6 +12,9 @@ operators are plain torch, the reference for fp8/producer_kernels.py.
 
     M rows (B * T)  C width  F hidden width of the SwiGLU  D head size  qt columns: the transpose"""
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +35,7 @@ from fp8.kernels import (
 )
 from fp8.recipes import E4M3, E5M2, Recipe
 from fp8.rounding import cast
+from lib.errors import UserError
 from model import GPT, Block, KVCache, rotate
 
 Layouts = tuple[Tensor, Tensor]  # FP8 rows q (M, K) and columns qt (K, M)
@@ -365,12 +369,11 @@ class Residual(NamedTuple):
 
 class ProducerBlock(Block):
     """A Block whose kernels write FP8 themselves. It stands in the place of another one, whose
-    modules it takes over: every name in the state dict stays."""
+    modules and attributes it takes over: every name in the state dict stays."""
 
     def __init__(self, block: Block):
         nn.Module.__init__(self)  # Block's would make new ones
-        self.norm1, self.attn = block.norm1, block.attn
-        self.norm2, self.mlp = block.norm2, block.mlp
+        vars(self).update(vars(block))
         # whether the next block takes a Residual
         self.leaves_residual = False
 
@@ -441,7 +444,10 @@ class ProducerBlock(Block):
 
 
 def fuse_producers(model: GPT) -> None:
-    """Put a ProducerBlock in the place of every Block that can be one."""
+    """Put a ProducerBlock in the place of every Block that can be one. Raises UserError where the
+    model has blocks that this file does not know."""
+    if any(map(can_fuse, model.blocks())):
+        check_are_known_blocks(model)
     blocks = [ProducerBlock(block) if can_fuse(block) else block for block in model.blocks()]
     for block, following in zip(blocks, blocks[1:], strict=False):
         if isinstance(block, ProducerBlock):
@@ -467,3 +473,56 @@ def can_fuse(block: Block) -> bool:
     linears = (attn.qkv, attn.out, mlp.gate_up, mlp.down)
     are_ours = all(isinstance(linear, FP8KernelLinear) for linear in linears)
     return are_ours and attn.q_norm is None
+
+
+# ------------------------------------------------------------------------------------ known blocks
+
+
+@torch.no_grad()
+def check_are_known_blocks(model: GPT) -> None:
+    """Raise UserError unless model.py's blocks, in the model's configuration, compute what
+    ProducerBlock does: by value, in a small model. Else a variant of model.py would be trained as
+    if it were none."""
+    sizes: dict[str, Any] = {"n_head": 2, "n_kv_head": 1, "head_size": 8, "n_embd": 32, "n_ffn": 48}
+    small = replace(model.config, **sizes, n_ctx=16, vocab_size=257, vocab_multiple=1)
+    small_model = GPT.on_meta(small, torch.float32).to_empty(device="cpu")
+    for p in small_model.parameters():  # none zero, that every module shows
+        p.copy_(_waves(p.shape))
+    angles = _waves((small.n_ctx, small.head_dim // 2))
+    x, cos, sin = _waves((2, small.n_ctx, small.n_embd)), angles.cos(), angles.sin()
+    for number, block in enumerate(small_model.blocks()):
+        expected = _known_block(block, x, cos, sin)
+        if not torch.allclose(block(x, cos, sin), expected, rtol=1e-3, atol=1e-3):
+            raise UserError(
+                "fp8.scaling=bounded computes model.py's Block in kernels that write FP8, and block"
+                f" {number} of this model computes something else: set fp8.scaling=delayed, or teach"
+                " fp8/producers.py that block"
+            )
+
+
+def _waves(shape: Sequence[int]) -> Tensor:
+    """Values between -1 and 1 without a random number: a run's own must not move."""
+    n = math.prod(shape)
+    return torch.arange(1.0, n + 1.0, device="cpu").sin().view(shape)
+
+
+def _known_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What ProducerBlock computes, but for FP8 and attention itself, which it leaves to the Block:
+    x (B, T, C) -> (B, T, C)."""
+    attn, mlp = block.attn, block.mlp
+    H, K = attn.H, attn.K
+    h = F.rms_norm(x, x.shape[2:], block.norm1.weight, block.norm1.eps)
+    heads = F.linear(h, attn.qkv.weight).unflatten(2, (H + 2 * K, -1)).transpose(1, 2)
+    q, k, v = heads.split((H, K, K), dim=1)  # (B, H or K, T, D)
+    q, k = _known_rotation(q, cos, sin), _known_rotation(k, cos, sin)
+    y = attn.attend(q, k, v, attn_mask=None, is_causal=True, enable_gqa=H != K)
+    x = x + F.linear(y.transpose(1, 2).flatten(2), attn.out.weight)
+    h = F.rms_norm(x, x.shape[2:], block.norm2.weight, block.norm2.eps)
+    gate, up = F.linear(h, mlp.gate_up.weight).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * up, mlp.down.weight)
+
+
+def _known_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of x (B, heads, T, D) by cos and sin (T, D/2), as rope_grad() inverts it."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

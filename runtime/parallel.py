@@ -561,12 +561,12 @@ ATTENTION = [
 class RecomputedBlock(Block):
     """A Block that keeps only its input and attention's output for the backward pass, and runs the
     rest of its forward pass again there, to the same values. It stands in the place of another one,
-    whose modules it takes over: every name in the state dict stays."""
+    whose modules and attributes it takes over, a variant's own too: every name in the state dict
+    stays."""
 
     def __init__(self, block: Block):
         nn.Module.__init__(self)  # Block's would make new ones
-        self.norm1, self.attn = block.norm1, block.attn
-        self.norm2, self.mlp = block.norm2, block.mlp
+        vars(self).update(vars(block))
 
     def forward(self, x, cos, sin, cache=None, mask=None):
         if cache is not None or not torch.is_grad_enabled():

@@ -565,7 +565,7 @@ class Run:
         try:
             check_replicas(weights, self.world, self.progress.step)
         except MachineError:
-            self.saver.finish()  # the checkpoint that the next start goes on from
+            self.saver.wait()  # for the save before this one, which the next start goes on from
             raise
 
     # --------------------------------------------------------------------------------------- scores

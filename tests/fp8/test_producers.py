@@ -17,7 +17,8 @@ from fp8.kernels import FP8KernelLinear
 from fp8.precision import in_bf16
 from fp8.producers import ProducerBlock, Residual
 from fp8.recipes import E4M3, from_label
-from model import GPT, GPTConfig, RMSNorm
+from lib.errors import UserError
+from model import GPT, MLP, Attention, Block, GPTConfig, RMSNorm
 from runtime import parallel
 from runtime.config import FP8Config
 from tests.conftest import ALONE
@@ -307,3 +308,97 @@ def test_a_run_resumes_bit_exactly(tiny, run):
 @pytest.mark.parametrize("label", [LABEL, f"{LABEL}+head"])
 def test_a_label_is_read_back(label):
     assert from_label(label).label == label
+
+
+# ------------------------------------------------------------------------------- variants of model.py
+
+
+def parallel_block(self: Block, x, cos, sin, cache=None, mask=None) -> torch.Tensor:
+    """Attention and MLP side by side, as docs/extending.md has it."""
+    after_attention = x + self.attn(self.norm1(x), cos, sin, cache, mask)
+    mlp_input = x if self.is_parallel else after_attention
+    return after_attention + self.mlp(self.norm2(mlp_input))
+
+
+def gated_attention(self: Attention, x, cos, sin, cache=None, mask=None) -> torch.Tensor:
+    return ATTENTION(self, x, cos, sin, cache, mask) * x.sigmoid()
+
+
+def gelu(self: MLP, x: torch.Tensor) -> torch.Tensor:
+    gate, up = self.gate_up(x).chunk(2, dim=-1)
+    return self.down(torch.nn.functional.gelu(gate) * up)
+
+
+def uncentred(self: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    """Of weights around zero, as Gemma's."""
+    return RMS_NORM(self, x) + torch.nn.functional.rms_norm(x, x.shape[-1:])
+
+
+ATTENTION, RMS_NORM = Attention.forward, RMSNorm.forward
+
+
+@pytest.mark.parametrize(
+    "module, forward",
+    [
+        (Block, parallel_block),
+        (Attention, gated_attention),
+        (MLP, gelu),
+        (RMSNorm, uncentred),
+    ],
+)
+def test_a_changed_block_is_refused_in_a_sentence(module, forward, monkeypatch):
+    """It would be trained as if it were model.py's."""
+    monkeypatch.setattr(Block, "is_parallel", True, raising=False)
+    monkeypatch.setattr(module, "forward", forward)
+    with pytest.raises(UserError, match="fp8.scaling=bounded computes .* block 0 of this model"):
+        build(LABEL)
+
+
+def test_a_changed_block_is_taken_where_blocks_run_their_own_modules(monkeypatch):
+    monkeypatch.setattr(Block, "is_parallel", True, raising=False)
+    monkeypatch.setattr(Block, "forward", parallel_block)
+    build("tensorwise+kernels+delayed")
+    build(LABEL, qk_norm=True)
+
+
+def test_a_later_block_of_another_kind_is_refused_too(monkeypatch):
+    def initialise(self: GPT, *arguments: object) -> None:
+        init(self, *arguments)
+        self.layers[1].is_parallel = True
+
+    init = GPT.__init__
+    monkeypatch.setattr(Block, "is_parallel", False, raising=False)
+    monkeypatch.setattr(Block, "forward", parallel_block)
+    monkeypatch.setattr(GPT, "__init__", initialise)
+    with pytest.raises(UserError, match="block 1 of this model"):
+        build(LABEL, n_layer=2)
+
+
+def test_a_variant_that_is_off_keeps_its_attributes(monkeypatch):
+    """Training and evaluation; is_parallel is each block's own."""
+
+    def initialise(self: Block, config: GPTConfig) -> None:
+        init(self, config)
+        self.is_parallel = False
+
+    expected = take(*model_and_scales())
+    init = Block.__init__
+    monkeypatch.setattr(Block, "__init__", initialise)
+    monkeypatch.setattr(Block, "forward", parallel_block)
+    model, scales = model_and_scales()
+    assert all(fused(model))
+    assert_equal(take(model, scales), expected)
+    with torch.no_grad():
+        assert model(*tokens(0)).isfinite().all()
+
+
+def model_and_scales() -> tuple[GPT, DelayedScales]:
+    model = build(LABEL)[0]
+    return model, DelayedScales(model)
+
+
+def test_the_check_moves_no_random_number():
+    model = GPT.on_meta(GPTConfig(**SIZE))
+    before = torch.get_rng_state()
+    producers.check_are_known_blocks(model)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -22,7 +22,7 @@ from fp8.copies import refresh_weight_copies, zero_gradients
 from fp8.probe import Probe
 from fp8.recipes import RECIPES
 from lib.errors import MachineError, UserError
-from model import NO_TARGET
+from model import GPT, NO_TARGET, Block, GPTConfig, RMSNorm
 from runtime import parallel
 from runtime.config import Config
 from runtime.parallel import World
@@ -272,6 +272,33 @@ def test_recomputation_changes_no_name_and_nothing_that_a_probe_sees(watched):
     off, on = watched
     assert on.names == off.names
     assert on.probe == off.probe and '"gradient"' in on.probe
+
+
+def test_recomputation_takes_over_what_a_variant_adds_to_a_block(tiny, monkeypatch):
+    """As docs/extending.md's: an attribute and a module that the forward pass reads."""
+
+    def initialise(self: Block, config: GPTConfig) -> None:
+        init(self, config)
+        self.is_parallel = True
+        self.norm3 = RMSNorm(config.n_embd, config.norm_eps)
+
+    def forward(self: Block, x, cos, sin, cache=None, mask=None) -> torch.Tensor:
+        after_attention = x + self.attn(self.norm1(x), cos, sin, cache, mask)
+        mlp_input = x if self.is_parallel else after_attention
+        return after_attention + self.norm3(self.mlp(self.norm2(mlp_input)))
+
+    init = Block.__init__
+    monkeypatch.setattr(Block, "__init__", initialise)
+    monkeypatch.setattr(Block, "forward", forward)
+    monkeypatch.setattr(GPT, "counts", lambda _: {})
+    gradients = []
+    for recompute in (0, 1):
+        built = build(tiny, f"parallel.recompute={recompute}")
+        step(built)
+        gradients.append({name: p.grad for name, p in built.model.named_parameters()})
+    assert "layers.1.norm3.weight" in gradients[0]
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient), name
 
 
 def switches() -> tuple[bool, bool, bool]:
