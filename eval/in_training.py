@@ -111,8 +111,8 @@ class _Scorer:
             scores, _ = evaluate(lm, loaded, options.tasks_limit)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"out of memory with eval.tasks_micro_batch={micro_batch}: give a smaller one, which"
-                " changes no training"
+                f"out of memory with eval.tasks_micro_batch={micro_batch}: give a smaller"
+                " one, which changes no training"
             ) from error
         return scores
 

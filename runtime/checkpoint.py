@@ -755,8 +755,8 @@ def _origin_of_a_run(config: Config, path: Path, parent: Config, manifest: dict)
     run_dir = path.parent.parent
     if step_of(path) != parent.total_steps:
         raise UserError(
-            f"start_from={config.start_from} has {path.name} as the last of its checkpoints, not that of"
-            f" its last step, {parent.total_steps}: finish that run, or put that checkpoint"
+            f"start_from={config.start_from} has {path.name} as the last of its checkpoints, not"
+            f" that of its last step, {parent.total_steps}: finish that run, or put that checkpoint"
             " back"
         )
     return {
