@@ -27,8 +27,6 @@ from runtime.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-MICRO_BATCH = 16  # sequences of a full context per forward pass, as eval.harness's default
-
 
 def task_scorer(config: Config) -> TaskScorer | None:
     """What scores a run of `config` on its eval.tasks; None where it has none."""
@@ -83,7 +81,9 @@ class _Scorer:
         run_dir, offline = str(self._config.run_dir), options.tasks_offline
         names = tasks.expand(options.tasks)
         try:
-            self._loaded = _within(limit_s, lambda: tasks.load(names, None, run_dir, offline))
+            self._loaded = _within(
+                limit_s, lambda: tasks.load(names, options.tasks_include, run_dir, offline)
+            )
         except TimeoutError:
             self._has_hung = True
             raise UserError(
@@ -104,8 +104,16 @@ class _Scorer:
         from eval.lm import CheckpointLM
         from eval.scores import evaluate
 
-        lm = CheckpointLM(model, tokenizer, MICRO_BATCH, world.device, world, exchange)
-        scores, _ = evaluate(lm, loaded, self._config.eval.tasks_limit)
+        options = self._config.eval
+        micro_batch = options.tasks_micro_batch
+        lm = CheckpointLM(model, tokenizer, micro_batch, world.device, world, exchange)
+        try:
+            scores, _ = evaluate(lm, loaded, options.tasks_limit)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of memory with eval.tasks_micro_batch={micro_batch}: give a smaller"
+                " one, which changes no training"
+            ) from error
         return scores
 
 
@@ -168,4 +176,5 @@ def _flat(scores_of_tasks: dict[str, ScoresOfTask]) -> TaskScores:
             values[f"{task}/{name}"] = metric.value
             if metric.se is not None:
                 errors[f"{task}/{name}"] = metric.se
-    return TaskScores(values, errors)
+    missing = [name for scores in scores_of_tasks.values() for name in scores.missing]
+    return TaskScores(values, errors, missing)

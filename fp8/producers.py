@@ -495,8 +495,8 @@ def check_are_known_blocks(model: GPT) -> None:
         if not torch.allclose(block(x, cos, sin), expected, rtol=1e-3, atol=1e-3):
             raise UserError(
                 "fp8.scaling=bounded computes model.py's Block in kernels that write FP8, and block"
-                f" {number} of this model computes something else: set fp8.scaling=delayed, or teach"
-                " fp8/producers.py that block"
+                f" {number} of this model computes something else: set fp8.scaling=delayed, or"
+                " teach fp8/producers.py that block"
             )
 
 

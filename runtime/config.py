@@ -143,6 +143,9 @@ class EvalConfig:
     # documents per task at most; none = all
     tasks_limit: int | None = above_zero(None)
     tasks_offline: FilePath | None = None  # folder that eval.harness --fetch filled
+    tasks_include: FilePath | None = None  # folder with task YAMLs of your own
+    # sequences of a full context per forward pass of a scoring; of shorter ones more
+    tasks_micro_batch: int = above_zero(16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,10 +477,12 @@ def check_start_from(config: Config) -> Iterator[str]:
 
 def check_tasks(config: Config) -> Iterator[str]:
     e = config.eval
-    if not e.tasks and (e.tasks_every or e.tasks_limit or e.tasks_offline):
+    are_given = e.tasks_every or e.tasks_limit or e.tasks_offline or e.tasks_include
+    if not e.tasks and are_given:
         yield (
-            f"eval.tasks_every={e.tasks_every}, eval.tasks_limit={e.tasks_limit} and"
-            f" eval.tasks_offline={e.tasks_offline} need eval.tasks, such as eval.tasks=piqa,sciq"
+            f"eval.tasks_every={e.tasks_every}, eval.tasks_limit={e.tasks_limit},"
+            f" eval.tasks_offline={e.tasks_offline} and eval.tasks_include={e.tasks_include} need"
+            " eval.tasks, such as eval.tasks=piqa,sciq"
         )
 
 

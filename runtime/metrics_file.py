@@ -60,6 +60,7 @@ class TasksRow:
     scores: dict[str, float]  # metric -> its value
     se: dict[str, float]  # metric -> one standard error over documents, where it is known
     limit: int | None  # documents per task at most; null = all
+    missing: list[str]  # of core22, the tasks that the group's score is without
     wall_s: float  # seconds of the scoring
 
 

@@ -85,6 +85,7 @@ class TaskScores:
 
     scores: dict[str, float]  # as TasksRow has them
     se: dict[str, float]
+    missing: Sequence[str] = ()
     failure: str | None = None  # why there are no scores
     is_stopped: bool = False  # left undone: a rank was asked to stop
 
@@ -592,6 +593,7 @@ class Run:
             scores=outcome.scores,
             se=outcome.se,
             limit=self.config.eval.tasks_limit,
+            missing=[*outcome.missing],
             wall_s=round(time.perf_counter() - started_s, 1),
         )
         self.log.tasks(asdict(row))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train
-from eval import demo_questions, harness, in_training, tasks
+from eval import demo_questions, harness, in_training, results, tasks
 from eval.exchange import RankFailed, RankStopped, work_together
 from lib.errors import UserError
 from model import GPT
@@ -284,6 +284,44 @@ def checkpoint_gather() -> object:
     from eval import exchange
 
     return exchange
+
+
+def test_the_key_sets_the_batch_and_is_named_where_memory_does_not_hold_it(
+    base: Config, tmp_path: Path
+) -> None:
+    config = changed(base, f"run=full out={tmp_path} eval.tasks_micro_batch=3")
+    batches = []
+
+    def evaluate(lm, *_: object) -> None:
+        batches.append(lm.micro_batch)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with mock.patch("eval.scores.evaluate", evaluate):
+        train.train(config, ALONE)
+    assert batches == [3, 3]
+    (reason, _) = [row["reason"] for row in rows(config, "event") if row["event"] == "tasks_failed"]
+    assert "out of memory with eval.tasks_micro_batch=3: give a smaller one" in reason
+
+
+def test_tasks_of_ones_own_are_scored(base: Config, tmp_path: Path) -> None:
+    included = []
+
+    def load(names: list[str], include: str | None, *_: object) -> dict:
+        included.append(include)
+        raise UserError("seen")
+
+    words = f"run=own out={tmp_path} eval.tasks_include={tmp_path} eval.tasks_every=none"
+    with mock.patch.object(tasks, "load", load):
+        train.train(changed(base, words), ALONE)
+    assert included == [str(tmp_path)]
+
+
+def test_a_row_names_the_tasks_that_a_group_is_without(base: Config, tmp_path: Path) -> None:
+    group = results.TaskScores(metrics={}, missing=["jeopardy", "squad"])
+    config = changed(base, f"run=lacking out={tmp_path} eval.tasks_every=none")
+    with mock.patch("eval.scores.evaluate", lambda *_: ({"core22": group}, None)):
+        train.train(config, ALONE)
+    assert rows(config, "tasks")[0]["missing"] == ["jeopardy", "squad"]
 
 
 def test_settings_of_tasks_without_tasks_are_refused(base: Config) -> None:

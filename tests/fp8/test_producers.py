@@ -310,7 +310,7 @@ def test_a_label_is_read_back(label):
     assert from_label(label).label == label
 
 
-# ------------------------------------------------------------------------------- variants of model.py
+# ----------------------------------------------------------------------------- variants of model.py
 
 
 def parallel_block(self: Block, x, cos, sin, cache=None, mask=None) -> torch.Tensor:

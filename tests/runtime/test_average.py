@@ -11,7 +11,12 @@ from eval import harness
 from eval.export import main as export
 from lib.errors import UserError
 from model import GPT
-from runtime.checkpoint import load_model, steps_to_average
+from runtime.checkpoint import (
+    DamagedError,
+    load_model,
+    steps_to_average,
+    whole_points_to_average,
+)
 from runtime.config import Config
 from runtime.data import Data
 from runtime.tokenizer import load_tokenizer
@@ -96,6 +101,14 @@ def test_a_damaged_checkpoint_is_left_out_of_the_mean(trained, run):
     assert of_run["averaged_steps"] == [6, 7]
     assert of_run["loss_bf16_average"] == loss_of(mean_in_fp64(trained, [6, 7]), trained)
     assert [row["event"] for row in rows(trained, "event")].count("bad_checkpoint") == 1
+
+
+def test_a_damaged_newest_checkpoint_is_left_to_the_next_start(trained):
+    """Which trains its steps again: without it the run would have no last weights."""
+    flip_bit(next(checkpoint_folder(trained, 7).glob("*.distcp")), 5000)
+    with pytest.raises(DamagedError, match="step_00000007"):
+        whole_points_to_average(trained.run_dir, 2, 3, print)
+    assert checkpoint_folder(trained, 7).exists()
 
 
 @pytest.mark.parametrize("words", ["parallel.shard=2", "parallel.shard=1 fp8.recipe=tensorwise"])
