@@ -192,7 +192,8 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
         for row in rows[:8]:  # nothing of gradients
             assert (
                 row.keys()
-                == {"kind", "step", "layer", "recipe", "weight", "activation", "output_sqnr"}
+                == {"schema_version", "kind", "step", "layer", "recipe"}
+                | {"weight", "activation", "output_sqnr"}
                 and row["recipe"] == recipe
             )
             assert (
