@@ -41,7 +41,8 @@ class Exchange:
 
     def fail(self, failure: str) -> None:
         """Tell the others; raises RankFailed."""
-        self._send(_Message(None, failure, False))
+        # asked here too: it tells the watchdog that this rank is as far as the others
+        self._send(_Message(None, failure, self._is_stopping()))
 
     def _send(self, message: _Message) -> list:
         messages: list[_Message] = gather(message, self._world)

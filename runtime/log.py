@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
-from statistics import median_high
+from statistics import median_high, median_low
 
 import torch
 from torch.profiler import ProfilerAction, profile
@@ -411,10 +411,13 @@ def throughput(
     steady = [row for row in full if row["since_start"] > WARM_UP_STEPS]
     # a run of three steps has nothing else to show
     median = median_high(row["step_s"] for row in steady or full or train)
-    flops = flops_per_token * tokens_per_step / median
+    tok_per_s = tokens_per_step / median
+    if not full:  # all steps were small ones
+        tok_per_s = median_low(row["tok_per_s"] for row in train)
+    flops = flops_per_token * tok_per_s
     first = [row["step_s"] for row in train if row["since_start"] == 1]
     return {
-        "tok_per_s_median": tokens_per_step / median,
+        "tok_per_s_median": tok_per_s,
         "step_s_median": median,
         "compile_s": max(0.0, sum(first) - median * len(first)),
         "tflops_median": flops / 1e12,

@@ -181,8 +181,10 @@ def check_machine(config: Config, device: torch.device, local_size: int = 1) -> 
         )
     if device.type == "cuda":
         count = torch.cuda.device_count()
-        # The same on all ranks of the machine: the first one speaks for them.
-        processes = max(device.index + 1, local_size)
+        # The same on all ranks of the machine: the first one speaks for them. A launcher that shows
+        # each process a GPU of its own leaves LOCAL_WORLD_SIZE as it was.
+        has_own_gpu = len(os.environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1
+        processes = device.index + 1 if has_own_gpu else max(device.index + 1, local_size)
         if processes > count:
             raise UserError(
                 f"torchrun started {processes} processes on this machine, which has {count} GPUs:"

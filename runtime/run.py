@@ -682,6 +682,7 @@ class Run:
         stop was requested meanwhile. It stays in the model: the run's own weights lie in their
         checkpoint, and a run that is stopped here goes on from it."""
         config = self.config
+        self.at("checking the checkpoints to average", is_slow=True)
         tell_damaged = partial(self._log_event, "bad_checkpoint")
         points = run_on_rank0(
             self.world,
@@ -691,6 +692,7 @@ class Run:
         )
         weights = {name: t for name, t in self._tensors.items() if name.startswith("model.")}
         self.precision.reshard()
+        self.at("averaging checkpoints", is_slow=True)
         load_mean(points, weights, self.world)
         self.precision.after_update()
         with self.precision.in_bf16():

@@ -170,7 +170,7 @@ def expand(study: Study) -> list[Row]:
         for seed, lr, recipe in itertools.product(
             size.seeds, size.lr or (None,), size.recipes or study.recipes
         ):
-            fp8 = _precision_of(recipe, family.file_config)
+            fp8 = _precision_of(recipe, family.base)
             has_null = not fp8.is_on and seed in size.null_seeds
             for repeat in range(2 if has_null else 1):
                 rows += replace(family, fp8=fp8, seed=seed, lr=lr, repeat=repeat).rows()
@@ -234,7 +234,7 @@ class Family:
             return []
         pairs = [pair.split(ARROW) for pair in switch]
         decays = [decay for trunk, decay in pairs if trunk == self.fp8.label]
-        return [_precision_of(decay, self.file_config) for decay in decays]
+        return [_precision_of(decay, self.base) for decay in decays]
 
     def run_name(self, budget: float, decay: FP8Config | None = None) -> str:
         """decay: the precision of the decay, where it is another."""

@@ -271,6 +271,19 @@ def test_what_one_rank_raises_between_exchanges_is_met_by_both(
         assert isinstance(error, RankFailed) and str(error) == "KeyError: 'gone'"
 
 
+def test_a_rank_that_fails_tells_the_watchdog_as_often_as_the_others() -> None:
+    """Or it would be one behind for good, and blamed for a hang of another."""
+    asked: list[bool] = []
+
+    def fails(exchange: in_training.Exchange) -> None:
+        exchange(1)
+        raise KeyError("gone")
+
+    with pytest.raises(RankFailed):
+        work_together(fails, ALONE, lambda: bool(asked.append(True)))
+    assert len(asked) == 2
+
+
 def test_a_stop_of_one_rank_is_met_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(world: parallel.World) -> object:
         return work_together(lambda exchange: exchange(1), world, lambda: world.rank == 1)

@@ -181,6 +181,12 @@ def test_more_ranks_than_gpus_are_the_mistake_of_every_rank(monkeypatch, tiny, l
         parallel.start(tiny)
 
 
+def test_a_launcher_may_show_each_process_a_gpu_of_its_own(monkeypatch, tiny):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    parallel.check_machine(tiny, torch.device("cuda", 0), local_size=8)
+
+
 @pytest.mark.parametrize(
     "variables, sentence",
     [

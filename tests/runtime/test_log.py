@@ -425,6 +425,17 @@ def test_the_speed_of_a_short_run_is_of_its_full_steps():
     assert log.throughput(rows[:6] + late, 1000, 1, None, small_steps=6)["step_s_median"] == 7
 
 
+def test_where_all_steps_are_small_ones_the_rows_own_speed_counts():
+    """A ramp that ends with the run: a step has fewer tokens than tokens_per_step."""
+    rows = [
+        {"kind": "train", "step": i, "since_start": i, "step_s": 0.5, "tok_per_s": 1000.0}
+        for i in range(1, 9)
+    ]
+    speed = log.throughput(rows, 1000, 10**9, None, small_steps=8)
+    assert speed["tok_per_s_median"] == 1000.0
+    assert speed["tflops_median"] == pytest.approx(1.0)
+
+
 def test_throughput_by_hand():
     rows = [
         {"kind": "train", "step": i, "since_start": i, "step_s": s}

@@ -327,6 +327,12 @@ def test_an_impossible_study_gets_a_sentence(study: Study, changes: dict, told: 
     assert told in str(error.value)
 
 
+def test_a_size_in_fp8_is_in_bf16_where_the_study_says_so(study: Study) -> None:
+    changes = demo(config="configs/demo_s_fp8.py") | {"overrides": ("fp8.recipe=off",)}
+    rows = expand(replace(study, recipes=("bf16", "rowwise"), switch=(), null=(), **changes))
+    assert {config_of(row).fp8.recipe for row in rows} == {"off", "rowwise"}
+
+
 DAY = "2026-01-01T00:00:00Z"
 
 
