@@ -45,10 +45,7 @@ class AttentionInFp32(Attention):
 
     def __init__(self, attention: Attention):
         nn.Module.__init__(self)  # Attention's would make new ones
-        self.H, self.K, self.D = attention.H, attention.K, attention.D
-        self.qkv, self.out = attention.qkv, attention.out
-        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self.train(attention.training)
+        vars(self).update(vars(attention))  # a variant's own too
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
         y = super().attend(q.float(), k.float(), v.float(), **how)

@@ -72,10 +72,7 @@ class FlexAttention(Attention):
 
     def __init__(self, attention: Attention):
         nn.Module.__init__(self)  # Attention's would make new ones
-        self.H, self.K, self.D = attention.H, attention.K, attention.D
-        self.qkv, self.out = attention.qkv, attention.out
-        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self.train(attention.training)
+        vars(self).update(vars(attention))  # a variant's own too
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any

@@ -87,3 +87,9 @@ def test_several_processes_are_refused(tiny, monkeypatch):
         UserError, match="parallel.cpu_fp32=true is for one process on a CPU, not for 2"
     ):
         parallel.start(changed(tiny, "parallel.cpu_fp32=true parallel.shard=2"))
+
+
+def test_an_attention_keeps_what_a_variant_of_model_py_has_added():
+    attention = Attention(SIZE)
+    attention.is_parallel = True
+    assert bf16_in_fp32.AttentionInFp32(attention).is_parallel
