@@ -18,7 +18,7 @@ KERNELS = [["nvjet_sm90_tst_256x128", 40.0], ["triton_poi_fused_add", 2.0], ["Me
         ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<", "other kernels"),
     ],
 )
-def test_a_kernel_is_known_by_its_name(kernel, kind):
+def test_a_kernel_is_known_by_its_name(kernel: str, kind: str):
     assert kind_of(kernel) == kind
 
 

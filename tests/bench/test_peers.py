@@ -4,6 +4,7 @@ whose code is never here."""
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -52,7 +53,7 @@ class Titan(nn.Module):
             h = h + layer(h)
         return self.output(h)
 
-    def configure_optimizers(self, *positional, **named):
+    def configure_optimizers(self, *positional: object, **named: object):
         self.asked = positional or tuple(named.values())
         return torch.optim.SGD(self.parameters(), lr=positional[1] if positional else 0.1)
 
@@ -120,7 +121,7 @@ def make(peer, folder):
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch):
+def compiled(monkeypatch: pytest.MonkeyPatch):
     """What a peer changes in its process is put back; what it would compile runs as it is, and is
     noted."""
     precision, noted = torch.get_float32_matmul_precision(), []
@@ -136,7 +137,7 @@ def compiled(monkeypatch):
         del sys.modules[name]
 
 
-def cell(folder, label, vocab=160):
+def cell(folder, label, vocab: int = 160):
     """A cell of two blocks 128 wide, and its checkout."""
     peer = label.partition("_")[0]
     small = {"n_layers": 2, "dim": 128} if peer == "torchtitan" else {"n_layer": 2, "n_embd": 128}
@@ -157,7 +158,16 @@ def cell(folder, label, vocab=160):
         ("torchtitan_bf16", [{"fullgraph": True}] * 2 + [{}], None, 8e-4),
     ],
 )
-def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked, moves):
+def test_a_peer_trains_as_its_script_does(
+    tmp_path: Path,
+    compiled,
+    label: str,
+    how: list,
+    asked: tuple[float, float, float, float, float]
+    | tuple[float, float, tuple[float, float], str]
+    | None,
+    moves: float,
+):
     subject = load(cell(tmp_path / "peer", label), CPU)
     assert compiled == how and subject.vocab == 160
     x, y = torch.randint(0, 160, (2, 2, 16), generator=torch.Generator().manual_seed(1))
@@ -183,7 +193,7 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked,
     ) == ("high", "1")
 
 
-def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path):
+def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path: Path):
     def converted(model):
         return {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
 
@@ -223,7 +233,7 @@ def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp
     )
 
 
-def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
+def test_a_peers_cell_is_measured_as_ours_are(tmp_path: Path):
     row = measure(cell(tmp_path / "peer", "nanogpt"))
     assert (
         len(row["losses"]) == 8
@@ -234,7 +244,7 @@ def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
     assert sys.modules["model"] is our_model
 
 
-def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path):
+def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path: Path):
     for peer in FILES:
         with pytest.raises(UserError, match="give a checkout of https://github.com/"):
             peer_models.check(peer, str(tmp_path))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +78,7 @@ def test_the_suite_of_documents_holds_the_mask_against_bf16_without_it():
 
 
 @pytest.mark.parametrize("label, is_masked", [("bf16", False), ("bf16+documents", True)])
-def test_a_cell_of_documents_trains_with_the_mask(label, is_masked, eager):
+def test_a_cell_of_documents_trains_with_the_mask(label: str, is_masked: bool, eager):
     cell = replace(TOY, label=label)
     x, y = measuring.tokens_like_text(4, 32, 257, CPU)
     model = GPT(config_of(cell).model, torch.bfloat16)
@@ -119,7 +121,7 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_every_recipe_passes_the_verdict(eager, monkeypatch):
+def test_every_recipe_passes_the_verdict(eager, monkeypatch: pytest.MonkeyPatch):
     """And one that loses a gradient does not: test_what_makes_a_row_invalid(), as every kind of
     parameter's is measured."""
     monkeypatch.setitem(measuring.TIMED_S, "cpu", 0.01)
@@ -141,7 +143,7 @@ def test_every_recipe_passes_the_verdict(eager, monkeypatch):
         build_ours(replace(TOY, label="auto"), CPU)
 
 
-def answer(speed=1000.0, **changes):
+def answer(speed: float = 1000.0, **changes: object):
     """What a cell's process answers, invented."""
     return {
         "flops_per_token": 10,
@@ -179,7 +181,7 @@ def answer(speed=1000.0, **changes):
         ({"clocks": {"slowed_by": 0x40}}, "slowed down"),
     ],
 )
-def test_what_makes_a_row_invalid(changes, why):
+def test_what_makes_a_row_invalid(changes: dict[str, Any], why: str | None):
     base = cell_row(TOY, answer(), None)
     row = cell_row(TENSORWISE, answer(**changes), base)
     assert row["valid"] is (why is None) and (why is None or why in row["invalid_because"])
@@ -190,7 +192,9 @@ def test_what_makes_a_row_invalid(changes, why):
     )
 
 
-def test_a_slow_attention_or_a_drift_on_a_gpu_is_no_evidence_and_speed_is_per_flop(monkeypatch):
+def test_a_slow_attention_or_a_drift_on_a_gpu_is_no_evidence_and_speed_is_per_flop(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     for kernel, is_fit in {
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": True,
@@ -222,7 +226,9 @@ def test_a_slow_attention_or_a_drift_on_a_gpu_is_no_evidence_and_speed_is_per_fl
     assert not gpu["valid"] and "drifted by +4.0%" in gpu["invalid_because"]
 
 
-def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp_path, monkeypatch):
+def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     for code, told in ((0, [1980.0, None, 61.0, 68.0]), (9, [None] * 4)):
         (tmp_path / "nvidia-smi").write_text(
@@ -237,7 +243,7 @@ def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp
 
 
 @pytest.fixture
-def turns(tmp_path, monkeypatch):
+def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """run(script, ..) times a group with invented cells, 20 s each but for `slow`; script: label ->
     answers in turn, the last one again and again. Returns the cells that were run, what is left,
     and the rows."""
@@ -245,12 +251,12 @@ def turns(tmp_path, monkeypatch):
     monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
 
     def run(
-        budget=1e4,
+        budget: float = 1e4,
         again=(),
         out=tmp_path / "rows.jsonl",
         group=(TOY, TENSORWISE, ROWWISE),
         slow=None,
-        **script,
+        **script: object,
     ):
         asked = []
 
@@ -276,7 +282,7 @@ def turns(tmp_path, monkeypatch):
 
 
 def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
-    turns, tmp_path, monkeypatch
+    turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def looks(cell):
         rows = read_rows(tmp_path / "rows.jsonl")
@@ -328,7 +334,9 @@ def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert len(turns()[0]) == 4, "rows of another torch do not count"
 
 
-def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_batch(turns, tmp_path):
+def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_batch(
+    turns, tmp_path: Path
+):
     asked, left, rows = turns(tensorwise=[{"failure": "exit code -11", "oom": False}])
     assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16"] and left == 0
     assert [row["failure"] for row in rows if "failure" in row] == ["exit code -11"] and rows[-1][
@@ -344,7 +352,7 @@ def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_bat
     assert turns(bf16=[{"failure": "broken"}], out=tmp_path / "c.jsonl")[:2] == ([("bf16", 4)], 2)
 
 
-def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path):
+def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path: Path):
     assert turns(budget=190)[:2] == ([], 2), "three cells of 60 s and a tenth"
     asked, left, rows = turns(budget=200)
     assert [label for label, _ in asked] == [
@@ -365,7 +373,7 @@ def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(tur
 
 
 def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor_the_next_calls(
-    turns, monkeypatch
+    turns, monkeypatch: pytest.MonkeyPatch
 ):
     for limit, left, due in (
         (420, 1, ["bf16", "tensorwise", "rowwise", "bf16"]),
@@ -383,7 +391,7 @@ def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor
         )
 
 
-def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
+def test_a_cell_as_a_process_and_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     found, wrong = (
         run_cell(replace(TOY, label=label), tmp_path / "log", 200)
@@ -406,7 +414,7 @@ def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
-    code, said, tmp_path, monkeypatch
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real, started = subprocess.Popen, []
     monkeypatch.setattr(
@@ -420,7 +428,7 @@ def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
     assert started[0].poll() is not None
 
 
-def test_a_cell_dies_with_who_asked_for_it(tmp_path):
+def test_a_cell_dies_with_who_asked_for_it(tmp_path: Path):
     """Else it would share the GPU with the next call's cells."""
     command = [
         sys.executable,
@@ -441,7 +449,7 @@ def test_a_cell_dies_with_who_asked_for_it(tmp_path):
     wait_for(lambda: not read_bytes(f"/proc/{cell}/cmdline"), 10)
 
 
-def board(gpu="NVIDIA H100 80GB HBM3", tensorwise=1.2, rowwise=0.9):
+def board(gpu: str = "NVIDIA H100 80GB HBM3", tensorwise: float = 1.2, rowwise: float = 0.9):
     """Rows of two sizes, FP8 that many times as fast as BF16."""
     rows, head = (
         [],
@@ -464,7 +472,7 @@ def board(gpu="NVIDIA H100 80GB HBM3", tensorwise=1.2, rowwise=0.9):
     return rows
 
 
-def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
+def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path: Path):
     rows = [*board(tensorwise=1.1), *board(), *board(gpu=None)]
     rows[-1] |= {"valid": False, "invalid_because": "too hot"}
     first, second = table(rows).split("## No GPU")
@@ -503,7 +511,7 @@ def test_a_figure_calls_sizes_by_their_parameters() -> None:
     assert [report.size_name(size) for size in sizes] == ["125M", "1.5B", "nanochat_d12"]
 
 
-def test_a_figure_has_the_sizes_that_were_timed_beside_other_code_bases(tmp_path) -> None:
+def test_a_figure_has_the_sizes_that_were_timed_beside_other_code_bases(tmp_path: Path) -> None:
     """But neither the other code bases nor our model at their dimensions."""
     *ours, peer, at_dimensions_of_peer = board()
     for row in ours:
@@ -516,7 +524,9 @@ def test_a_figure_has_the_sizes_that_were_timed_beside_other_code_bases(tmp_path
     assert report.rows_beside_peers(tmp_path / "h100_peers.jsonl") == []
 
 
-def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
+def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     old, check = board(), judging.check
     assert check(old, old) == check(old, board(tensorwise=1.17, rowwise=1.2)) == []
     for now, told in (

@@ -6,6 +6,7 @@ import http.server
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class FaultyStore(MemoryFileSystem):
     def _strip_protocol(cls, path):
         return MemoryFileSystem._strip_protocol(path.replace("faulty://", "memory://"))
 
-    def _open(self, path, mode="rb", **options):
+    def _open(self, path, mode: str = "rb", **options: object):
         file = super()._open(path, mode, **options)
         for ending, faults in self.faults.items():
             if path.endswith(ending) and faults:
@@ -52,7 +53,7 @@ class Faulty:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object):
         self.file.close()
 
     def _spoilt(self, piece: bytes) -> bytes:
@@ -72,7 +73,7 @@ class Faulty:
 
 
 @pytest.fixture
-def store(monkeypatch) -> FaultyStore:
+def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
@@ -111,13 +112,15 @@ def events(config: Config) -> list[str]:
 
 
 @pytest.fixture
-def trained(store, tiny, run) -> Config:
+def trained(store: FaultyStore, tiny: Config, run: Callable[..., str]) -> Config:
     config = changed(tiny, COPIES)
     run(config)
     return config
 
 
-def test_checkpoints_of_a_run_are_in_the_store_and_the_run_is_the_same(trained, store, tiny, run):
+def test_checkpoints_of_a_run_are_in_the_store_and_the_run_is_the_same(
+    trained: Config, store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     assert copied_steps(store)[-1] == 6
     assert events(trained).count("copied") == len(copied_steps(store))
     without = changed(tiny, "run=without")
@@ -133,7 +136,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_copy_is_tried_again_until_it_is_what_was_written(store, tiny, run, name):
+def test_a_copy_is_tried_again_until_it_is_what_was_written(
+    store: FaultyStore, tiny: Config, run: Callable[..., str], name: str
+):
     faults = {ending: list(faults) for ending, faults in FAULTS[name].items()}
     store.faults.update(faults)
     config = changed(tiny, f"{COPIES} checkpoint.every=none")
@@ -142,7 +147,9 @@ def test_a_copy_is_tried_again_until_it_is_what_was_written(store, tiny, run, na
     assert not any(store.faults.values()), "each fault was met"
 
 
-def test_a_store_that_stays_away_is_reported_and_costs_no_step(store, tiny, run):
+def test_a_store_that_stays_away_is_reported_and_costs_no_step(
+    store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     store.faults[".distcp"] = ["drop"] * 99
     config = changed(tiny, COPIES)
     out = run(config)
@@ -165,7 +172,7 @@ def make_checkpoint(folder: Path, step: int, weights: str = "weights") -> Path:
     return checkpoint
 
 
-def test_where_the_store_is_slow_the_newest_checkpoint_waits(store, tmp_path):
+def test_where_the_store_is_slow_the_newest_checkpoint_waits(store: FaultyStore, tmp_path: Path):
     """And what is under way stays on disk."""
     gate = threading.Event()
     store.faults["step_00000001/__0_0.distcp"] = [gate]
@@ -183,7 +190,7 @@ def test_where_the_store_is_slow_the_newest_checkpoint_waits(store, tmp_path):
     assert names == ["copy_skipped", "copied", "copied"] and copies.under_way() == []
 
 
-def test_a_copy_that_is_not_finished_in_time_is_reported(store, tmp_path):
+def test_a_copy_that_is_not_finished_in_time_is_reported(store: FaultyStore, tmp_path: Path):
     gate = threading.Event()
     store.faults[".distcp"] = [gate]
     copies = CheckpointCopies(URL, "tiny")
@@ -195,7 +202,7 @@ def test_a_copy_that_is_not_finished_in_time_is_reported(store, tmp_path):
     gate.set()
 
 
-def test_a_removal_that_is_not_finished_in_time_is_reported(store, tmp_path):
+def test_a_removal_that_is_not_finished_in_time_is_reported(store: FaultyStore, tmp_path: Path):
     copies = CheckpointCopies(URL, "tiny")
     copies.copy(make_checkpoint(tmp_path, 2))
     copies.finish(60)
@@ -209,7 +216,9 @@ def test_a_removal_that_is_not_finished_in_time_is_reported(store, tmp_path):
     gate.set()
 
 
-def test_a_finished_run_is_copied_by_the_same_command(tiny, store, run):
+def test_a_finished_run_is_copied_by_the_same_command(
+    tiny: Config, store: FaultyStore, run: Callable[..., str]
+):
     """Where its end did not wait long enough for the store."""
     store.faults[".distcp"] = ["drop"] * 99
     config = changed(tiny, COPIES)
@@ -222,14 +231,14 @@ def test_a_finished_run_is_copied_by_the_same_command(tiny, store, run):
     assert "copied to" not in run(config)
 
 
-def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny, tmp_path):
+def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny: Config, tmp_path: Path):
     config = changed(tiny, f"checkpoint.copy_to=file://{tmp_path}/store guard.window=8 steps=12")
     assert Run(config, faults=["nan_gradient:12"]).wait() == [0]
     assert rows(config)[-1]["verdict"] == "SKIP"
     assert (tmp_path / "store/tiny/checkpoints/step_00000012/DONE").exists()
 
 
-def test_after_a_rollback_no_later_step_is_in_the_store(store, tmp_path):
+def test_after_a_rollback_no_later_step_is_in_the_store(store: FaultyStore, tmp_path: Path):
     copies = CheckpointCopies(URL, "tiny")
     for step in (1, 2, 3):
         copies.copy(make_checkpoint(tmp_path, step))
@@ -243,7 +252,7 @@ def test_after_a_rollback_no_later_step_is_in_the_store(store, tmp_path):
     assert copied_steps(store) == [1, 3]
 
 
-def test_what_is_there_already_is_not_copied_again(store, tmp_path):
+def test_what_is_there_already_is_not_copied_again(store: FaultyStore, tmp_path: Path):
     checkpoint = make_checkpoint(tmp_path, 1)
     for _ in range(2):
         copies = CheckpointCopies(URL, "tiny")
@@ -254,7 +263,7 @@ def test_what_is_there_already_is_not_copied_again(store, tmp_path):
     assert store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE") == written
 
 
-def test_a_copy_is_none_while_it_is_written_anew(store, tmp_path):
+def test_a_copy_is_none_while_it_is_written_anew(store: FaultyStore, tmp_path: Path):
     """As after a rollback whose removal the store has refused."""
     copies = CheckpointCopies(URL, "tiny")
     copies.copy(make_checkpoint(tmp_path / "undone", 1))
@@ -265,7 +274,9 @@ def test_a_copy_is_none_while_it_is_written_anew(store, tmp_path):
     assert copied_steps(store) == []
 
 
-def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, run):
+def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     whole = record(trained)
     back_to(trained, 3)
     store.rm("/bucket", recursive=True)
@@ -274,7 +285,9 @@ def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, r
     assert record(trained) == whole
 
 
-def test_copies_of_another_run_are_not_replaced(trained, store, run):
+def test_copies_of_another_run_are_not_replaced(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     """Its own folder is gone: they are all that is left of it."""
     before = contents(store)
     shutil.rmtree(trained.run_dir)
@@ -284,7 +297,9 @@ def test_copies_of_another_run_are_not_replaced(trained, store, run):
     assert not trained.run_dir.exists(), "nothing half-written"
 
 
-def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(trained, store, run):
+def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     before = contents(store)
     shutil.rmtree(trained.run_dir)
     error = run(trained, code=2)
@@ -292,7 +307,9 @@ def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(trained, store,
     assert contents(store) == before
 
 
-def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(store, tiny, run):
+def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(
+    store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     wsd = "optim.schedule=wsd optim.warmup_share=0 optim.decay_share=0.5"
     trunk = changed(tiny, f"run=trunk {wsd}")
     run(trunk)
@@ -303,7 +320,9 @@ def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(store, tiny,
     assert "holds checkpoints of this run up to step 6" in run(branch, code=2)
 
 
-def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(trained, store, run):
+def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     """Also after a stop, which finds copies from before and after the loss."""
     whole = record(trained)
     shutil.rmtree(trained.run_dir)
@@ -317,7 +336,9 @@ def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(trained, store, run
     assert copied_steps(store) == [3, 6] and "copy_failed" not in events(trained)
 
 
-def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(trained, store, run, tmp_path):
+def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(
+    trained: Config, store: FaultyStore, run: Callable[..., str], tmp_path: Path
+):
     """Before anything is written there: it holds another run's."""
     before = contents(store)
     other = changed(trained, f"seed=7 out={tmp_path}/other")
@@ -328,7 +349,7 @@ def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(trained, store,
     assert contents(store) == before
 
 
-def test_two_ranks_copy_what_both_have_written(tiny, tmp_path):
+def test_two_ranks_copy_what_both_have_written(tiny: Config, tmp_path: Path):
     """To a folder, since ranks are processes."""
     config = changed(tiny, f"checkpoint.copy_to=file://{tmp_path}/store")
     assert Run(config, ranks=2).wait() == [0, 0]
@@ -340,7 +361,7 @@ def test_two_ranks_copy_what_both_have_written(tiny, tmp_path):
 # -------------------------------------------------------------------------------------------- back
 
 
-def test_a_branch_starts_from_a_url(store, tiny, run):
+def test_a_branch_starts_from_a_url(store: FaultyStore, tiny: Config, run: Callable[..., str]):
     """To the bits of a branch off the same checkpoint on disk."""
     wsd = "optim.schedule=wsd optim.warmup_share=0 optim.decay_share=0.5"
     trunk = changed(tiny, f"run=trunk {wsd} {COPIES}")
@@ -356,7 +377,9 @@ def test_a_branch_starts_from_a_url(store, tiny, run):
     assert near == far
 
 
-def test_the_weights_of_a_run_are_taken_from_a_url(trained, tiny, run):
+def test_the_weights_of_a_run_are_taken_from_a_url(
+    trained: Config, tiny: Config, run: Callable[..., str]
+):
     """Those of its newest checkpoint; a second start fetches nothing."""
     for name in ("first", "second"):
         out = run(changed(tiny, f"run={name} start_from={URL}/tiny"))
@@ -375,7 +398,9 @@ def put(store: FaultyStore, checkpoint: Path) -> None:
     store.put(str(checkpoint), target, recursive=True)
 
 
-def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(store, tmp_path):
+def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(
+    store: FaultyStore, tmp_path: Path
+):
     """As after a rollback of the run that was copied."""
     step = f"{URL}/tiny/checkpoints/step_00000001"
     put(store, make_checkpoint(tmp_path / "undone", 1, "undone weights"))
@@ -386,7 +411,7 @@ def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(s
         assert (fetched / "__0_0.distcp").read_bytes() == b"other weights of step 1"
 
 
-def test_the_newest_checkpoint_is_that_of_the_store(store, tmp_path):
+def test_the_newest_checkpoint_is_that_of_the_store(store: FaultyStore, tmp_path: Path):
     """Not the newest one that was ever fetched."""
     for step in (1, 2):
         put(store, make_checkpoint(tmp_path / "run", step))
@@ -395,7 +420,9 @@ def test_the_newest_checkpoint_is_that_of_the_store(store, tmp_path):
     assert fetch(f"{URL}/tiny", tmp_path).name == "step_00000001"
 
 
-def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(trained, store, tiny, run):
+def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(
+    trained: Config, store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     """Fetched while they were there; the sentence names the URL."""
     fetch(f"{URL}/tiny", Path(tiny.out))
     store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
@@ -404,19 +431,23 @@ def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(trained, 
 
 
 @pytest.mark.parametrize("ending", ["", "/checkpoints/step_00000004"])
-def test_what_is_not_in_the_store_is_the_users_mistake(store, tiny, run, ending):
+def test_what_is_not_in_the_store_is_the_users_mistake(
+    store: FaultyStore, tiny: Config, run: Callable[..., str], ending: str
+):
     config = changed(tiny, f"start_from={URL}/nothing{ending}")
     assert f"start_from={URL}/nothing{ending} holds no finished checkpoint" in run(config, code=2)
 
 
-def test_a_store_that_gives_other_bytes_is_the_machines_fault(trained, store, tmp_path):
+def test_a_store_that_gives_other_bytes_is_the_machines_fault(
+    trained: Config, store: FaultyStore, tmp_path: Path
+):
     store.faults[".distcp"] = ["flip"] * 99
     with pytest.raises(MachineError, match="could not be read .*is not what was written"):
         fetch(f"{URL}/tiny", tmp_path / "far")
     assert not list((tmp_path / "far").rglob("*.distcp")), "nothing half-written"
 
 
-def test_a_manifest_that_names_files_elsewhere_is_refused(store, tmp_path):
+def test_a_manifest_that_names_files_elsewhere_is_refused(store: FaultyStore, tmp_path: Path):
     checkpoint = make_checkpoint(tmp_path / "bad", 1)
     manifest = json.dumps({"files": {"../evil": {"sha256": "0"}}}).encode()
     (checkpoint / "manifest.json").write_bytes(manifest)
@@ -434,7 +465,9 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(store, tmp_path):
         ("checkpoint.copy_to=/a/folder", "checkpoint.copy_to='/a/folder' is no URL: write it"),
     ],
 )
-def test_a_url_that_nothing_opens_is_refused_before_the_first_step(tiny, run, words, sentence):
+def test_a_url_that_nothing_opens_is_refused_before_the_first_step(
+    tiny: Config, run: Callable[..., str], words: str, sentence: str
+):
     assert sentence in run(tiny, *words.split(), code=2)
     assert not (tiny.run_dir / "checkpoints").exists()
 
@@ -460,12 +493,12 @@ class CuttingHandler(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(content[: len(content) // 2])
         self.close_connection = True
 
-    def log_message(self, *_):
+    def log_message(self, *_: object):
         pass
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The URL of an HTTP server of tmp_path / "store"."""
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     (tmp_path / "store").mkdir()
@@ -477,7 +510,7 @@ def server(tmp_path, monkeypatch):
 
 
 def test_a_run_starts_from_an_http_server_that_cuts_answers_short(
-    tiny, run, server, tmp_path, monkeypatch
+    tiny: Config, run: Callable[..., str], server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     trunk = changed(tiny, f"run=trunk checkpoint.copy_to=file://{tmp_path}/store")
     run(trunk)

@@ -46,7 +46,7 @@ def lines_of(panel: Axes):
     return [line.get_xydata() for line in panel.get_lines()]
 
 
-def row(step: int, kind: str = "train", **changes):
+def row(step: int, kind: str = "train", **changes: object):
     return {
         "kind": kind,
         "step": step,
@@ -62,7 +62,7 @@ def row(step: int, kind: str = "train", **changes):
     }
 
 
-def event(name: str, step: int, **more):
+def event(name: str, step: int, **more: object):
     return {"kind": "event", "event": name, "step": step, **more}
 
 
@@ -277,7 +277,7 @@ def operand(name: str, block: int, kind: str, step: int):
     }
 
 
-def linear_row(step: int, block: int, kind: str, **changes):
+def linear_row(step: int, block: int, kind: str, **changes: object):
     return {
         "kind": "linear",
         "step": step,
@@ -288,7 +288,7 @@ def linear_row(step: int, block: int, kind: str, **changes):
     }
 
 
-def block_row(step: int, block: int, **changes):
+def block_row(step: int, block: int, **changes: object):
     return {
         "kind": "block",
         "step": step,

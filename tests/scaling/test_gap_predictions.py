@@ -38,7 +38,7 @@ def write_pairs(
     truth: GapTruth = STEEP,
     noise: float = 0.05,
     recipe: str = "tensorwise",
-    **changes,
+    **changes: object,
 ):
     """A BF16 and an FP8 trunk of each size and seed, their shorter budgets as branches."""
     for N in sizes:
@@ -76,7 +76,7 @@ def plan_of(name: str, recipe: str = "tensorwise", N: int = HELD, ratio: int = 2
     return {"run": name, "recipe": recipe, "tokens": ratio * N, "flops_per_token": 6 * N, **counts}
 
 
-def write_study(folder: Path, **changes):
+def write_study(folder: Path, **changes: object):
     name = f"s{HELD}_tensorwise_t20_s1"
     edit(
         folder / "study.json",

@@ -84,7 +84,7 @@ def command(
     trained, file = [], write_study(tmp_path, tiny)
     train_row = in_process(trained)
 
-    def quietly(*arguments):
+    def quietly(*arguments: object):
         ended = train_row(*arguments)
         capsys.readouterr()
         return ended
@@ -92,7 +92,7 @@ def command(
     monkeypatch.setattr(ledger, "train", quietly)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def call(*words, study: Path = file, code: int = 0):
+    def call(*words: object, study: Path = file, code: int = 0):
         return asked(
             capsys,
             ledger.main,
@@ -264,7 +264,7 @@ def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(
 ) -> None:
     train_run = ledger.train
 
-    def failing(row: Row, *more):
+    def failing(row: Row, *more: object):
         return (1, 0.0) if row.run == RUNS[0] else train_run(row, *more)
 
     monkeypatch.setattr(ledger, "train", failing)

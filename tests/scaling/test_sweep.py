@@ -120,7 +120,7 @@ def tiny_study(
     return file
 
 
-def finish(row: Row, folder: Path, **changes):
+def finish(row: Row, folder: Path, **changes: object):
     edit(
         folder / row.run / "summary.json",
         **{
@@ -163,7 +163,9 @@ def fake(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def call(body: str, *arguments, code: int = 0, began: float | None = None, **study):
+    def call(
+        body: str, *arguments: object, code: int = 0, began: float | None = None, **study: object
+    ):
         (tmp_path / "train.py").write_text(TRAIN + body)
         ended = sweep.main(
             [str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments],
@@ -299,7 +301,7 @@ def test_sizes_may_have_arms_null_runs_and_rates_of_their_own(
         ]
 
 
-def demo(**more):
+def demo(**more: object):
     return {
         "sizes": (Size(**{"config": "configs/demo_s_bf16.py", "tokens_per_param": (20,), **more}),)
     }
