@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench.noise import SETTINGS, write_noise
 from lib.command import command, run_command
@@ -32,13 +33,15 @@ from runtime.log import peak_flops, throughput
 from runtime.plan import plan
 
 ROWS = "trainings.jsonl"
+SCHEMA_VERSION = 1  # rows without one are older and have the same keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRow:
     """A line of trainings.jsonl."""
 
-    name: str
+    schema_version: int = SCHEMA_VERSION  # of this list of keys
+    name: str  # of the run
     config: str  # its file, as it was named
     overrides: list[str]  # section.key=value, beside the data's and the number of steps
     label: str  # bf16, or the recipe with what is set of it
@@ -58,6 +61,33 @@ class TrainingRow:
     wall_s: float = 0.0  # of the whole process
     device: str | None = None
     failure: str | None = None  # why there are no numbers, or fewer steps
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of all steps."""
+        return sum(self.seconds)
+
+    @property
+    def compiled_s(self) -> float:
+        """Seconds of all steps without compilation."""
+        return self.trained_s - (self.compile_s or 0.0)
+
+
+def read_trainings(folder: Path) -> list[TrainingRow]:
+    """The rows of a folder, [] where there are none. Raises UserError for one of another
+    version."""
+    return [training_from(values) for values in read_rows(folder / ROWS)]
+
+
+def training_from(values: Mapping[str, Any]) -> TrainingRow:
+    """A line of trainings.jsonl. Raises UserError for one of another version."""
+    version = values.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"a training of schema_version={version!r}, and this code reads {SCHEMA_VERSION}: read"
+            " it with the code that wrote it, or give another out="
+        )
+    return TrainingRow(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +116,7 @@ def main(options: Options) -> None:
             limit_s=options.seconds,
             gpu=options.gpu,
         )
-        print(describe(row), flush=True)
+        print(training_text(row), flush=True)
 
 
 def train_on_noise(
@@ -108,10 +138,9 @@ def train_on_noise(
     words += ["checkpoint.every=none", "eval.every=none"]
     words += [] if name is None else [f"run={name}"]
     config = load_config(file, words)
-    rows_there = read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
-    for row in rows_there:
-        if row["name"] == config.run and row["steps"] > 0:
-            return TrainingRow(**row)
+    for row in read_trainings(folder):
+        if row.name == config.run and row.steps > 0:
+            return row
     write_noise(folder / "data", (steps + 2) * config.data.tokens_per_step)
     start = time.monotonic()
     output, is_cut = _train(file, words, limit_s)
@@ -199,7 +228,7 @@ def _with_results(row: TrainingRow, run_dir: Path, output: str, is_cut: bool) ->
     return TrainingRow(**values)
 
 
-def describe(row: TrainingRow) -> str:
+def training_text(row: TrainingRow) -> str:
     """A line for people."""
     if not row.losses:
         return f"{row.name}: {row.failure}"

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from bench import borrowed, borrowed_report, fourway, noise, trainings
-from bench.borrowed import PARTS, Part
+from bench.borrowed import PARTS, BorrowedPart
+from bench.cells import our_cell
+from bench.rows import FailedRow, Failure, TimedRow
 from lib.errors import UserError
 from lib.files import to_line
 from runtime.config import load_config
@@ -18,6 +20,7 @@ from runtime.data import Data
 from runtime.environment import Environment
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, asked, process
+from tests.helpers.bench_rows import answer, judged
 
 WRITES_TWO = (
     "import sys; from pathlib import Path;"
@@ -25,9 +28,9 @@ WRITES_TWO = (
 )
 
 
-def part(name: str, code: str, guess_s: float = 1.0, results: str = "") -> Part:
+def part(name: str, code: str, guess_s: float = 1.0, results: str = "") -> BorrowedPart:
     words = ("-c", code, "{out}")
-    return Part(
+    return BorrowedPart(
         name=name, shows="-", guess_s=guess_s, words=words, rehearsal=words, results=results
     )
 
@@ -38,7 +41,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     was printed."""
 
     def run(
-        parts: list[Part], *words: str, code: int = 0, rehearse: bool = True
+        parts: list[BorrowedPart], *words: str, code: int = 0, rehearse: bool = True
     ) -> tuple[list[dict], str]:
         monkeypatch.setattr(borrowed, "PARTS", tuple(parts))
         words += (f"out={tmp_path / 'borrowed'}", f"rehearse={str(rehearse).lower()}")
@@ -121,15 +124,11 @@ def test_one_part_cannot_take_the_time_of_all(call: Callable[..., Any], gpu: Non
     "ratio, failure, outcome",
     [(1.2, None, "done"), (None, "out of memory", "done"), (None, None, "cut")],
 )
-def test_a_cell_that_got_no_row_is_named(
-    call: Callable[..., Any],
-    gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    ratio: float | None,
-    failure: str | None,
-    outcome: str,
-):
-    row = {"cell": "350m/tensorwise", "run": "y", "ratio": ratio, "failure": failure}
+def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, ratio, failure, outcome):
+    row = row_of("350m", "tensorwise", ratio)
+    if failure:
+        head = {"cell": row.cell, "provenance": row.provenance, "wall_s": 1.0}
+        row = FailedRow(**head, failure=Failure(failure=failure))
     monkeypatch.setattr(borrowed, "rows_on_gpu", lambda path: [row])
     timing = replace(part("timing", ""), cells=("350m/tensorwise",))
     code = 0 if outcome == "done" else 1
@@ -187,7 +186,7 @@ def test_an_unknown_part_is_refused_with_the_nearest_name(
 def test_lines_of_another_version_are_refused(tmp_path: Path):
     (tmp_path / borrowed.LINES).write_bytes(to_line({"schema_version": 0}))
     with pytest.raises(UserError, match="schema_version=0"):
-        borrowed.read_lines(tmp_path)
+        borrowed.read_borrowed_rows(tmp_path)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "tiktoken", "datasets"])
@@ -225,17 +224,9 @@ def test_the_page_on_speed_is_what_the_rows_say():
     assert borrowed_report.with_readme_row(readme, row) == readme
 
 
-def row_of(size: str, label: str, ratio: float | None) -> dict:
-    return {
-        "size": size,
-        "label": label,
-        "ratio": ratio,
-        "valid": True,
-        "gpu": "NVIDIA H200",
-        "peer": None,
-        "tok_per_s": 123_456.0,
-        "mfu_bf16": 0.5,
-    }
+def row_of(size: str, label: str, ratio: float | None) -> TimedRow:
+    row = judged(our_cell(size, label, 1), answer(), gpu="NVIDIA H200")
+    return replace(row, ratio=ratio, valid=True, tok_per_s=123_456.0, mfu_bf16=0.5)
 
 
 def test_a_later_row_of_a_cell_takes_the_place_of_an_earlier_one():

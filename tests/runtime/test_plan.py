@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 import torch.nn as nn
 
-from bench.cells import Cell, config_of
+from bench.cells import config_of
+from bench.rows import timed_rows_of
 from fp8.casts import Casts, Moved
 from lib.errors import MachineError, UserError
-from lib.files import read_bytes, read_rows, write_json
+from lib.files import read_bytes, write_json
 from model import GPT, GPTConfig
 from runtime import plan, roofline
 from runtime.config import Config, load_config
@@ -106,18 +107,14 @@ def test_the_memory_is_what_a_gpu_took():
     rows = [
         row
         for file in ("h100", "h100_peers")
-        for row in read_rows(ROOT / f"bench/results/{file}.jsonl")
-        if row["valid"] and row["peer"] is None
+        for row in timed_rows_of(ROOT / f"bench/results/{file}.jsonl")
+        if row.valid and row.cell.peer is None
     ]
-    assert len({row["cell"] for row in rows}) >= 13
+    assert len({row.cell.name for row in rows}) >= 13
     for row in rows:
-        config = config_of(Cell(*(row[name] for name in ("size", "label", "micro_batch"))))
-        planned_gib = gib_of("\n".join(plan.plan(config, "h200")))["sum"]
-        assert planned_gib == pytest.approx(row["peak_gib"], rel=0.04), (
-            row["cell"],
-            planned_gib,
-            row["peak_gib"],
-        )
+        lines = plan.plan(config_of(row.cell), "h200")
+        planned_gib, gib = gib_of("\n".join(lines))["sum"], row.measured.peak_gib
+        assert planned_gib == pytest.approx(gib, rel=0.04), (row.cell.name, planned_gib, gib)
 
 
 def test_heads_wider_than_their_share_take_what_attention_keeps_of_them():

@@ -4,9 +4,11 @@ read back by start_from=; over HTTP from a server that cuts its answers short.""
 import hashlib
 import http.server
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,17 +21,20 @@ from runtime import remote
 from runtime.checkpoint import latest, read_manifest
 from runtime.config import Config
 from runtime.remote import CheckpointCopies, fetch
+from runtime.validation import evaluate
 from tests.conftest import changed
 from tests.helpers.faults import Run, back_to, record, rows, saved_steps, wait_for
 
 
 class FaultyStore(MemoryFileSystem):
     """In memory, under faulty://. `faults`: for each open of a file whose name ends so, in turn,
-    what happens: "drop" after half of it, "flip" of a bit, or a threading.Event to wait for."""
+    what happens: "drop" after half of it, "flip" of a bit, or a threading.Event to wait for.
+    `removal_faults`: "drop" or a threading.Event for each removal of a file, in turn."""
 
     protocol = "faulty"
     cachable = False
     faults: dict[str, list] = {}
+    removal_faults: list = []
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -41,6 +46,14 @@ class FaultyStore(MemoryFileSystem):
             if path.endswith(ending) and faults:
                 return Faulty(file, faults.pop(0))
         return file
+
+    def rm_file(self, path):
+        fault = self.removal_faults.pop(0) if self.removal_faults else None
+        if isinstance(fault, threading.Event):
+            assert fault.wait(60)
+        if fault == "drop":
+            raise ConnectionResetError("the store has closed the connection")
+        super().rm_file(path)
 
 
 class Faulty:
@@ -78,6 +91,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setattr(FaultyStore, "faults", {})
+    monkeypatch.setattr(FaultyStore, "removal_faults", [])
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     return FaultyStore()
 
@@ -176,7 +190,7 @@ def test_where_the_store_is_slow_the_newest_checkpoint_waits(store: FaultyStore,
     """And what is under way stays on disk."""
     gate = threading.Event()
     store.faults["step_00000001/__0_0.distcp"] = [gate]
-    copies = CheckpointCopies(URL, "tiny")
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     paths = [make_checkpoint(tmp_path, step) for step in (1, 2, 3)]
     copies.copy(paths[0])
     wait_for(lambda: not any(store.faults.values()))
@@ -193,7 +207,7 @@ def test_where_the_store_is_slow_the_newest_checkpoint_waits(store: FaultyStore,
 def test_a_copy_that_is_not_finished_in_time_is_reported(store: FaultyStore, tmp_path: Path):
     gate = threading.Event()
     store.faults[".distcp"] = [gate]
-    copies = CheckpointCopies(URL, "tiny")
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     copies.copy(make_checkpoint(tmp_path, 1))
     copies.finish(0.05)
     ((event, sentence),) = copies.reports()
@@ -202,13 +216,16 @@ def test_a_copy_that_is_not_finished_in_time_is_reported(store: FaultyStore, tmp
     gate.set()
 
 
-def test_a_removal_that_is_not_finished_in_time_is_reported(store: FaultyStore, tmp_path: Path):
-    copies = CheckpointCopies(URL, "tiny")
+def test_a_removal_that_is_not_finished_in_time_is_reported(
+    store: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     copies.copy(make_checkpoint(tmp_path, 2))
     copies.finish(60)
     gate = threading.Event()
     store.faults["DONE"] = [gate]
-    later = CheckpointCopies(URL, "tiny")  # which looks first whose copies there are
+    later = CheckpointCopies(URL, "tiny", tmp_path)  # which looks first whose copies there are
+    monkeypatch.setattr(remote, "REMOVAL_PATIENCE_S", 0.05)
     later.roll_back(1)
     later.finish(0.05)
     ((_, sentence),) = later.reports()
@@ -239,7 +256,7 @@ def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny: Config, tmp_path:
 
 
 def test_after_a_rollback_no_later_step_is_in_the_store(store: FaultyStore, tmp_path: Path):
-    copies = CheckpointCopies(URL, "tiny")
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     for step in (1, 2, 3):
         copies.copy(make_checkpoint(tmp_path, step))
         copies.finish(60)
@@ -252,10 +269,112 @@ def test_after_a_rollback_no_later_step_is_in_the_store(store: FaultyStore, tmp_
     assert copied_steps(store) == [1, 3]
 
 
+def copy_steps(copies: CheckpointCopies, folder: Path, *steps: int) -> None:
+    for step in steps:
+        copies.copy(make_checkpoint(folder, step))
+        copies.finish(60)
+
+
+def test_a_rollback_returns_when_the_store_holds_no_later_step(store: FaultyStore, tmp_path: Path):
+    """The run's own checkpoints are deleted after it: a kill leaves none in the store alone."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path, 1, 2, 3)
+    gate = threading.Event()
+    store.removal_faults += [gate]
+    threading.Timer(0.3, gate.set).start()
+    copies.roll_back(1)
+    assert copied_steps(store) == [1]
+
+
+class Killed(BaseException):
+    """In the place of kill -9: nothing of the run catches it."""
+
+
+def test_a_rollback_empties_the_store_before_the_folder(store, tiny, run, monkeypatch):
+    """Step 6 is saved and copied, then its validation is not finite. The store is slow."""
+
+    def fail(*arguments):
+        val = evaluate(*arguments)
+        wait_for(lambda: 6 in copied_steps(store))
+        threading.Timer(0.3, gate.set).start()
+        return replace(val, sequences={s: losses * math.nan for s, losses in val.sequences.items()})
+
+    def kill(path):
+        raise Killed
+
+    gate = threading.Event()
+    store.removal_faults += [gate]
+    monkeypatch.setattr("runtime.run.evaluate", fail)
+    monkeypatch.setattr("runtime.checkpoint._remove", kill)
+    config = changed(tiny, f"{COPIES} steps=9 eval.every=6")
+    with pytest.raises(Killed):
+        run(config)
+    assert saved_steps(config) == [3, 6]
+    assert copied_steps(store) == [3]
+
+
+def test_a_removal_that_the_store_refused_is_made_at_the_next_start(
+    store: FaultyStore, tmp_path: Path
+):
+    """Before its copies of the steps that were trained anew, which stay."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path / "undone", 1, 2, 3)
+    store.removal_faults += ["drop"] * remote.ATTEMPTS
+    copies.roll_back(1)
+    assert copied_steps(store) == [1, 2, 3]
+    ((_, sentence),) = [r for r in copies.reports() if r[0] == "copy_failed"]
+    assert "removing copies of undone steps, after 1, failed" in sentence
+    resumed = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(resumed, tmp_path / "anew", 2)
+    assert copied_steps(store) == [1, 2]
+    copy_steps(CheckpointCopies(URL, "tiny", tmp_path), tmp_path / "anew", 3)
+    assert copied_steps(store) == [1, 2, 3]
+
+
+def test_nothing_is_copied_while_undone_steps_cannot_be_removed(store: FaultyStore, tmp_path: Path):
+    """A later removal would take it for one of them."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path / "undone", 1, 2)
+    store.removal_faults += ["drop"] * 2 * remote.ATTEMPTS
+    copies.roll_back(1)
+    copy_steps(copies, tmp_path / "anew", 3)
+    assert copied_steps(store) == [1, 2]
+    assert copies.reports()[-1] == (
+        "copy_failed",
+        f"step_00000003 was not copied: {URL}/tiny still holds steps that a rollback has undone",
+    )
+    copy_steps(copies, tmp_path / "anew", 4)
+    assert copied_steps(store) == [1, 4]
+
+
+def test_a_removal_is_noted_for_the_store_that_it_is_of(store: FaultyStore, tmp_path: Path):
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path / "undone", 1, 2)
+    store.removal_faults += ["drop"] * remote.ATTEMPTS
+    copies.roll_back(1)
+    elsewhere = CheckpointCopies("faulty://bucket/elsewhere", "tiny", tmp_path)
+    copy_steps(elsewhere, tmp_path / "anew", 2)
+    assert store.exists("/bucket/elsewhere/tiny/checkpoints/step_00000002/DONE")
+    CheckpointCopies(URL, "tiny", tmp_path).finish(60)
+    assert copied_steps(store) == [1]
+
+
+def test_a_copy_of_an_undone_step_is_given_up(store: FaultyStore, tmp_path: Path):
+    gate = threading.Event()
+    store.faults["step_00000002/__0_0.distcp"] = [gate]
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copies.copy(make_checkpoint(tmp_path, 2))
+    wait_for(lambda: not store.faults["step_00000002/__0_0.distcp"])
+    threading.Timer(0.3, gate.set).start()
+    copies.roll_back(1)
+    assert not store.exists("/bucket/runs/tiny/checkpoints/step_00000002/manifest.json")
+    assert copies.reports() == []
+
+
 def test_what_is_there_already_is_not_copied_again(store: FaultyStore, tmp_path: Path):
     checkpoint = make_checkpoint(tmp_path, 1)
     for _ in range(2):
-        copies = CheckpointCopies(URL, "tiny")
+        copies = CheckpointCopies(URL, "tiny", tmp_path)
         copies.copy(checkpoint)
         copies.finish(60)
         written = store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE")
@@ -265,7 +384,7 @@ def test_what_is_there_already_is_not_copied_again(store: FaultyStore, tmp_path:
 
 def test_a_copy_is_none_while_it_is_written_anew(store: FaultyStore, tmp_path: Path):
     """As after a rollback whose removal the store has refused."""
-    copies = CheckpointCopies(URL, "tiny")
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     copies.copy(make_checkpoint(tmp_path / "undone", 1))
     copies.finish(60)
     store.faults[".distcp"] = ["drop"] * 99
