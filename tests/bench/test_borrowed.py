@@ -2,17 +2,19 @@
 here are processes of a line of Python."""
 
 import json
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from bench import borrowed, borrowed_report, fourway, noise, trainings
+from bench import borrowed, borrowed_report, fourway, noise, peak_memory, trainings
 from bench.borrowed import PARTS, BorrowedPart
 from bench.cells import our_cell
 from bench.rows import FailedRow, Failure, TimedRow
 from lib.errors import UserError
 from lib.files import to_line
+from lib.machine import GIB
 from runtime.config import load_config
 from runtime.data import Data
 from runtime.environment import Environment
@@ -298,6 +300,50 @@ def test_a_training_that_is_there_is_not_repeated(toy_arms, monkeypatch):
         name="50m_bf16_eager",
     )
     assert row.steps == 3
+
+
+def test_the_checkpoints_of_a_training_are_removed(toy_arms):
+    """Those of five trainings at 1.5B would take 90 GB."""
+    folder, _ = toy_arms
+    assert len(list(folder.glob("runs/*/summary.json"))) == 2
+    assert not list(folder.glob("runs/*/checkpoints"))
+
+
+def test_a_training_that_was_stopped_keeps_its_speed_and_memory(toy_arms, tmp_path, monkeypatch):
+    """On a GPU every arm of the comparison may be stopped by its share of the time."""
+    folder, _ = toy_arms
+    ended, *_ = trainings.read_trainings(folder)
+
+    def stopped(file: Path, words: list[str], memory_file: Path, limit_s: float):
+        run = tmp_path / "runs" / ended.name
+        run.mkdir(parents=True)
+        for name in ("metrics.jsonl", "env.json"):
+            shutil.copy(folder / "runs" / ended.name / name, run)
+        memory_file.write_text('{"mem_gib": 1.5}\n{"mem_gib": 2.5}\n{"mem_')
+        return "", True
+
+    monkeypatch.setattr(trainings, "_train", stopped)
+    row = trainings.train_on_noise(
+        Path(ended.config),
+        ended.overrides,
+        steps=3,
+        folder=tmp_path,
+        limit_s=1,
+        name=ended.name,
+    )
+    assert row.failure == "stopped: its time was up"
+    measured = ("losses", "seconds", "tok_per_s", "compile_s", "tflops", "device")
+    assert [getattr(row, name) for name in measured] == [getattr(ended, name) for name in measured]
+    assert row.mem_gib == 2.5
+
+
+def test_memory_is_written_when_it_has_grown(tmp_path, monkeypatch):
+    allocated = iter([0, 3 * GIB, 3 * GIB, 2 * GIB, 4 * GIB])
+    monkeypatch.setattr(peak_memory, "_most_allocated", lambda: next(allocated))
+    monkeypatch.setattr(peak_memory, "INTERVAL_S", 0.0)
+    with pytest.raises(StopIteration):
+        peak_memory._watch(tmp_path / "memory.jsonl")
+    assert rows(tmp_path / "memory.jsonl") == [{"mem_gib": 3.0}, {"mem_gib": 4.0}]
 
 
 def test_a_training_whose_time_is_up_says_so(tmp_path):
