@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import borrowed, borrowed_report, fourway, noise, peak_memory, trainings
-from bench.borrowed import PARTS, BorrowedPart
-from bench.cells import our_cell
+from bench.borrowed import PARTS, BorrowedPart, parts_table
+from bench.cells import groups_of, our_cell
 from bench.rows import FailedRow, Failure, TimedRow
 from lib.errors import UserError
 from lib.files import to_line
@@ -31,7 +31,14 @@ WRITES_TWO = (
 def part(name: str, code: str, guess_s: float = 1.0, results: str = "") -> BorrowedPart:
     words = ("-c", code, "{out}")
     return BorrowedPart(
-        name=name, shows="-", guess_s=guess_s, words=words, rehearsal=words, results=results
+        name=name,
+        shows="-",
+        measures="-",
+        answers="-",
+        guess_s=guess_s,
+        words=words,
+        rehearsal=words,
+        results=results,
     )
 
 
@@ -151,6 +158,18 @@ def test_a_part_whose_folder_is_not_there_is_left_out_and_costs_nothing(call):
     assert "there is no data/nowhere (another code base)" in printed
 
 
+def test_a_rehearsal_of_a_part_whose_folder_is_not_there_is_another_one(call):
+    needy = replace(
+        part("needy", "1 / 0"),
+        needs=("data/nowhere", "-"),
+        rehearsal_without=("-c", WRITES_TWO, "{out}"),
+        results="r.jsonl",
+    )
+    lines, _ = call([needy])
+    assert outcomes(lines) == {"needy": "done"}
+    assert [line["result"] for line in lines] == [{"n": 1}, {"n": 2}, {}]
+
+
 def test_a_part_that_is_not_at_its_end_goes_on_the_next_time(call):
     study = replace(part("study", "raise SystemExit(3)"), exit_code_when_unfinished=3)
     lines, _ = call([study], code=1)
@@ -193,6 +212,14 @@ def test_a_rehearsal_has_what_a_bare_machine_has():
     assert process("-c", words, PYTHONPATH=f"{borrowed.BARE}:{ROOT}").returncode == 0
 
 
+@pytest.mark.parametrize("name", ["study", "peers"])
+def test_a_part_starts_without_its_folder(name, call, tmp_path):
+    (tmp_path / "borrowed").mkdir()
+    (tmp_path / "borrowed/toy.jsonl").write_bytes(b"")  # what a part before it leaves
+    lines, printed = call([part for part in PARTS if part.name == name], f"parts={name}")
+    assert outcomes(lines) == {name: "done"}, printed
+
+
 @pytest.mark.parametrize("name", ["tests", "flagship"])
 def test_a_part_runs_in_the_rehearsal(name, call, monkeypatch):
     lines, printed = call([part for part in PARTS if part.name == name], f"parts={name}")
@@ -213,6 +240,34 @@ def test_the_page_on_speed_is_what_the_rows_say():
     readme = borrowed_report.README.read_text()
     row = borrowed_report.readme_row(rows_of_gpu)
     assert borrowed_report.with_readme_row(readme, row) == readme
+
+
+def test_the_page_on_speed_lists_every_part_and_what_it_aims_at():
+    page = borrowed_report.PAGE.read_text()
+    assert borrowed_report.with_table(page, parts_table(), borrowed_report.PARTS_BEGIN) == page
+    lines = page.split("\n")
+    for part in PARTS:
+        (line,) = [line for line in lines if line.startswith(f"| {part.name} ")]
+        assert all(words in line for words in (part.shows, part.measures, part.answers))
+        assert all(f"{aim.least_ratio:.2f} in {aim.cell}" in line for aim in part.targets)
+
+
+def test_a_part_times_the_cells_that_it_aims_at():
+    suite_cells = {cell.name for group in groups_of("h100") for cell in group}
+    for part in PARTS:
+        assert set(part.cells) <= suite_cells
+        assert {target.cell for target in part.targets} <= set(part.cells)
+
+
+@pytest.mark.parametrize(
+    "ratio, verdict", [(1.12, "met"), (1.119, "missed"), (None, "not measured")]
+)
+def test_a_report_says_which_targets_were_met(ratio, verdict):
+    rows_of_gpu = [row_of("125m", "tensorwise+kernels+head", ratio)]
+    lines = borrowed_report.targets_table(rows_of_gpu).split("\n")
+    (line,) = [line for line in lines if "| 125m/" in line]
+    assert line.rstrip(" |").endswith(f"| {verdict}")
+    assert sum("not measured" in line for line in lines) == (2 if ratio else 3)
 
 
 def row_of(size: str, label: str, ratio: float | None) -> TimedRow:
