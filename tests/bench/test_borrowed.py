@@ -70,6 +70,18 @@ def test_a_second_call_goes_on_with_what_is_missing(call):
     assert [line["part"] for line in lines if line["outcome"]] == ["sound", "broken", "broken"]
 
 
+@pytest.mark.parametrize("key", ["torch", "device"])
+def test_a_part_done_on_another_torch_or_gpu_runs_again(call, gpu, monkeypatch, key):
+    sound = [part("sound", "")]
+    for _ in range(2):
+        lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert len(lines) == 1, "it is done"
+    there = replace(environment_of_a_gpu(), **{key: "another"})
+    monkeypatch.setattr(borrowed, "environment", lambda *_: there)
+    lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert [line["outcome"] for line in lines] == ["done", "done"]
+
+
 def test_a_part_that_fails_costs_itself_alone_and_its_last_line_is_told(call):
     lines, printed = call([part("broken", "1 / 0"), part("sound", "")], code=1)
     assert outcomes(lines) == {"broken": "failed", "sound": "done"}
@@ -114,11 +126,18 @@ def test_one_part_cannot_take_the_time_of_all(call, gpu):
 
 
 @pytest.mark.parametrize(
-    "ratio, failure, outcome",
-    [(1.2, None, "done"), (None, "out of memory", "done"), (None, None, "cut")],
+    "run, ratio, failure, outcome",
+    [
+        ("y", 1.2, None, "done"),
+        ("y", None, "out of memory", "done"),
+        ("y", None, None, "cut"),
+        ("w", 1.2, None, "cut"),
+    ],
+    ids=["timed", "failed", "neither", "timed by an earlier call"],
 )
-def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, ratio, failure, outcome):
-    row = {"cell": "350m/tensorwise", "run": "y", "ratio": ratio, "failure": failure}
+def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, run, ratio, failure, outcome):
+    """The call itself began at "x"."""
+    row = {"cell": "350m/tensorwise", "run": run, "ratio": ratio, "failure": failure}
     monkeypatch.setattr(borrowed, "rows_on_gpu", lambda path: [row])
     timing = replace(part("timing", ""), cells=("350m/tensorwise",))
     code = 0 if outcome == "done" else 1
