@@ -3,6 +3,7 @@ here are processes of a line of Python."""
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,18 @@ def test_a_second_call_goes_on_with_what_is_missing(call: Callable[..., Any]):
     assert [line["part"] for line in lines if line["outcome"]] == ["sound", "broken", "broken"]
 
 
+@pytest.mark.parametrize("key", ["torch", "device"])
+def test_a_part_done_on_another_torch_or_gpu_runs_again(call, gpu, monkeypatch, key):
+    sound = [part("sound", "")]
+    for _ in range(2):
+        lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert len(lines) == 1, "it is done"
+    there = replace(environment_of_a_gpu(), **{key: "another"})
+    monkeypatch.setattr(borrowed, "environment", lambda *_: there)
+    lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert [line["outcome"] for line in lines] == ["done", "done"]
+
+
 def test_a_part_that_fails_costs_itself_alone_and_its_last_line_is_told(call: Callable[..., Any]):
     lines, printed = call([part("broken", "1 / 0"), part("sound", "")], code=1)
     assert outcomes(lines) == {"broken": "failed", "sound": "done"}
@@ -129,12 +142,19 @@ def test_one_part_cannot_take_the_time_of_all(call: Callable[..., Any], gpu: Non
 
 
 @pytest.mark.parametrize(
-    "ratio, failure, outcome",
-    [(1.2, None, "done"), (None, "out of memory", "done"), (None, None, "cut")],
+    "run, ratio, failure, outcome",
+    [
+        ("y", 1.2, None, "done"),
+        ("y", None, "out of memory", "done"),
+        ("y", None, None, "cut"),
+        ("w", 1.2, None, "cut"),
+    ],
+    ids=["timed", "failed", "neither", "timed by an earlier call"],
 )
-def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, ratio, failure, outcome):
+def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, run, ratio, failure, outcome):
+    """The call itself began at "x"."""
     row = row_of("350m", "tensorwise", ratio)
-    row = replace(row, provenance=replace(row.provenance, run="y"))  # later than the call's "x"
+    row = replace(row, provenance=replace(row.provenance, run=run))
     if failure:
         head = {"cell": row.cell, "provenance": row.provenance, "wall_s": 1.0}
         row = FailedRow(**head, failure=Failure(failure=failure))
