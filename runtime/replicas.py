@@ -29,7 +29,8 @@ def check_replicas(weights: Mapping[str, torch.Tensor], world: World, step: int)
     raise MachineError(
         f"after step {step} {_describe_unequal(sums, layout)}, to begin with {name}, though all are"
         " updated alike: one of their GPUs computes wrongly, or they are of different kinds; test"
-        " them, or leave that machine out, and run the same command again: it goes on from the"
+        " them, leave that machine out, or let different kinds drift apart"
+        " (parallel.check_replicas=false), and run the same command again: it goes on from the"
         " checkpoint before"
     )
 

@@ -3,10 +3,12 @@ decides between replicas and shards, and that a run goes on between the two."""
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -119,23 +121,29 @@ def test_a_cpus_memory_is_not_asked(tiny: Config) -> None:
 
 def on_two_ranks(work: Callable[..., None], *arguments: object) -> None:
     """Call work(rank, *arguments) in two processes that can meet."""
+    on_ranks(2, work, *arguments)
+
+
+def on_ranks(size: int, work: Callable[..., None], *arguments: object) -> None:
+    """Call work(rank, *arguments) in `size` processes that can meet."""
     port = str(get_free_port())
     ranks = [
-        FORKS.Process(target=_as_rank, args=(work, rank, port, *arguments)) for rank in range(2)
+        FORKS.Process(target=_as_rank, args=(work, rank, size, port, *arguments))
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(300)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert [process.exitcode for process in ranks] == [0] * size
 
 
-def _as_rank(work: Callable[..., None], rank: int, port: str, *arguments: object) -> None:
-    import os
-
+def _as_rank(
+    work: Callable[..., None], rank: int, size: int, port: str, *arguments: object
+) -> None:
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
@@ -296,6 +304,38 @@ def test_replicas_with_unequal_weights_are_neither_saved_nor_validated(
     assert f"to begin with {FLIP}," in sentence
     saved = latest(config.run_dir)
     assert saved is None if "eval" in every else read_manifest(saved)["step"] == 3
+
+
+def test_a_run_whose_key_says_so_goes_on_with_unequal_weights(base: Config, tmp_path: Path) -> None:
+    config = changed(base, f"run=fault out={tmp_path} parallel.check_replicas=false")
+    on_two_ranks(train_with_a_fault, config, 1, tmp_path)
+    assert not list(tmp_path.glob("rank*"))
+    assert (config.run_dir / "summary.json").exists()
+
+
+def train_with_another_norm(rank: int, config: Config) -> None:
+    """Train with clipping in every step, on ranks of which the last sums its norm otherwise."""
+    genuine = torch.nn.utils.get_total_norm
+    last_rank = int(os.environ["WORLD_SIZE"]) - 1
+
+    def norm_of_another_gpu(*arguments: Any, **options: Any) -> torch.Tensor:
+        norm = genuine(*arguments, **options)
+        return norm * (1 + 2**-20) if rank == last_rank else norm
+
+    torch.nn.utils.get_total_norm = norm_of_another_gpu
+    go_on(rank, config)
+
+
+@pytest.mark.parametrize("ranks, words", [(2, "shard=1"), (4, "replicate=2")])
+def test_replicas_clip_by_one_norm_also_where_theirs_differ(
+    ranks: int, words: str, base: Config, tmp_path: Path
+) -> None:
+    """As on GPUs of two kinds, whose sums differ in the last bits: a save compares all weights."""
+    config = changed(
+        base, f"run=clip out={tmp_path} parallel.{words} optim.clip=0.05 data.micro_batch=1"
+    )
+    on_ranks(ranks, train_with_another_norm, config)
+    assert (config.run_dir / "summary.json").exists()
 
 
 def unequal_replicas(
