@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.profiler import ProfilerActivity, profile
 
 import train
 from lib.errors import MachineError, UserError
@@ -403,6 +405,13 @@ def test_a_checksum_sees_one_bit_and_not_the_order_of_sums() -> None:
     flipped = weights.clone()
     flipped.view(torch.int32)[999, 76] ^= 1
     whole, with_flip = replicas.checksums([weights, flipped]).tolist()
-    parts = replicas.checksums(weights.split(13)).sum().item()
-    assert parts == whole == sum(weights.view(torch.int32).flatten().tolist())
+    parts = replicas.checksums(weights.split(13)).sum(dtype=torch.int32).item()
+    assert parts == whole == weights.numpy().view(np.int32).sum(dtype=np.int32)
     assert with_flip != whole
+
+
+def test_a_checksum_copies_no_tensor() -> None:
+    weights = torch.ones(1000, 1000)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        replicas.checksums([weights])
+    assert max(event.self_cpu_memory_usage for event in seen.events()) < 1000
