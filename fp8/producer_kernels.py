@@ -127,6 +127,47 @@ def launch_norm(
     )
 
 
+def launch_norm_grad(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    grad_total: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    grad_x: torch.Tensor,
+    sums: torch.Tensor,
+    q: torch.Tensor,
+    qt: torch.Tensor,
+) -> None:
+    """What fp8.producers.norm_grad() returns, to grad_x (M, C), sums (programs, C), q and qt."""
+    _check(q, qt, (grad, x, rstd, weight, grad_total, grad_x, sums))
+    M, C = q.shape
+    programs = sums.shape[0]
+    n_tiles = triton.cdiv(triton.cdiv(M, NORM_ROWS), programs)
+    norm_grad[(programs,)](
+        grad,
+        x,
+        rstd,
+        weight,
+        grad_total,
+        scale,
+        amax.view(torch.int32),
+        grad_x,
+        sums,
+        q.view(torch.uint8),
+        qt.view(torch.int16),
+        M,
+        C,
+        n_tiles,
+        FORMAT=FORMATS[q.dtype],
+        LARGEST=torch.finfo(q.dtype).max,
+        ROWS=NORM_ROWS,
+        COLUMNS=min(NORM_COLUMNS, triton.next_power_of_2(C)),
+        num_warps=NORM_WARPS,
+    )
+
+
 def _check(q: torch.Tensor, qt: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
     """Check shapes: a kernel that is given wrong ones overwrites other tensors."""
     M, K = q.shape
@@ -420,6 +461,90 @@ def norm(
         even = _normalised(tl.load(source + offsets, mask=inside, other=0.0), rstd_even, w)
         odd = _normalised(tl.load(source + offsets + C, mask=inside, other=0.0), rstd_odd, w)
         store_both(even * s, odd * s, q, qt, m0, k0, M, C, C - k0, FORMAT, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit
+def norm_grad(
+    grad: tl.tensor,
+    x: tl.tensor,
+    rstd: tl.tensor,
+    weight: tl.tensor,
+    grad_total: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
+    grad_x: tl.tensor,
+    sums: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    C: tl.tensor,
+    n_tiles: tl.tensor,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gradient of norm's x (M, C), grad_total added. A program takes n_tiles tiles of rows one
+    after the other, each twice: for the share of the gradient that lies along x, then to write.
+    It adds the gradient of the weight up in its row of sums."""
+    s = tl.load(scale)
+    program = tl.program_id(0)
+    sums += program * C
+    for tile in range(n_tiles):
+        m0 = (program * n_tiles + tile) * ROWS
+        start = m0.to(tl.int64) * C
+        rows = m0 + 2 * tl.arange(0, ROWS // 2)
+        rstd_even = tl.load(rstd + rows, mask=rows < M, other=0.0)
+        rstd_odd = tl.load(rstd + rows + 1, mask=rows < M, other=0.0)
+        along_even = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
+        along_odd = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
+        for k0 in range(0, C, COLUMNS):
+            m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
+            at = start + (m * C + k0 + k)
+            w = tl.load(weight + k0 + k, mask=k < C - k0, other=0.0)
+            x_even, grad_even, of_w_even = _norm_inputs(grad + at, x + at, rstd_even, w, inside)
+            x_odd, grad_odd, of_w_odd = _norm_inputs(grad + at + C, x + at + C, rstd_odd, w, inside)
+            along_even += grad_even * x_even
+            along_odd += grad_odd * x_odd
+            columns = k0 + tl.arange(0, COLUMNS)
+            # what the tiles before have left there: written behind the barrier below
+            has_sum = (columns < C) & (tile > 0)
+            before = tl.load(sums + columns, mask=has_sum, other=0.0)
+            of_w = tl.reduce(of_w_even + of_w_odd, 0, _plus)
+            tl.store(sums + columns, before + of_w, mask=columns < C)
+        cubed_even, cubed_odd = rstd_even * rstd_even * rstd_even, rstd_odd * rstd_odd * rstd_odd
+        along_x_even = cubed_even * (tl.reduce(along_even, 1, _plus) / C)
+        along_x_odd = cubed_odd * (tl.reduce(along_odd, 1, _plus) / C)
+        tl.debug_barrier()  # the next tile reads sums that other threads have written
+        for k0 in range(0, C, COLUMNS):
+            m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
+            at = start + (m * C + k0 + k)
+            w = tl.load(weight + k0 + k, mask=k < C - k0, other=0.0)
+            x_even, grad_even, _ = _norm_inputs(grad + at, x + at, rstd_even, w, inside)
+            x_odd, grad_odd, _ = _norm_inputs(grad + at + C, x + at + C, rstd_odd, w, inside)
+            even = grad_even * rstd_even[:, None] - x_even * along_x_even[:, None]
+            odd = grad_odd * rstd_odd[:, None] - x_odd * along_x_odd[:, None]
+            even = _sum(_rounded_to(even, x.dtype.element_ty), grad_total + at, inside)
+            odd = _sum(_rounded_to(odd, x.dtype.element_ty), grad_total + at + C, inside)
+            tl.store(grad_x + at, even.to(grad_x.dtype.element_ty), mask=inside)
+            tl.store(grad_x + at + C, odd.to(grad_x.dtype.element_ty), mask=inside)
+            _raise_amax(amax, even, odd)
+            store_both(
+                even * s, odd * s, q, qt, m0, k0, M, C, C - k0, FORMAT, LARGEST, ROWS, COLUMNS
+            )
+
+
+@triton.jit
+def _norm_inputs(
+    grad_at: tl.tensor, x_at: tl.tensor, rstd: tl.tensor, weight: tl.tensor, inside: tl.tensor
+):
+    """x, the gradient of its normalised value, that of the weight at each element; in fp32."""
+    x = tl.load(x_at, mask=inside, other=0.0, eviction_policy="evict_last")
+    grad = tl.load(grad_at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    x32 = x.to(tl.float32)
+    unit = _rounded_to(x32 * rstd[:, None], x.dtype)
+    of_weight = _rounded_to(grad * unit, x.dtype)
+    return x32, _rounded_to(grad * _rounded_to(weight, x.dtype), x.dtype), of_weight
 
 
 @triton.jit

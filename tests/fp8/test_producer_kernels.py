@@ -177,6 +177,30 @@ def test_a_norm_is_model_pys(kernels, tile, has_branch, M, C):
     torch.testing.assert_close(rstd.double(), exact, rtol=1e-6, atol=0.0)
 
 
+@TILES
+@pytest.mark.parametrize("programs", [1, 2, 8])
+@pytest.mark.parametrize("M, C", [(176, 112), (48, 80)])
+def test_a_norms_gradient_is_autograds(kernels, tile, programs, M, C):
+    """That of the residual stream is added; of a program's tiles some are empty."""
+    vars(kernels).update(tile)
+    x, grad, grad_total = (moderate(M, C, seed) for seed in range(3))
+    module = RMSNorm(C, 1e-5)
+    module.weight.data = 1 + torch.rand(C)
+    module(x.requires_grad_()).backward(grad)
+    x.requires_grad_(False)
+    rstd = x.float().square().mean(1).add(1e-5).rsqrt()
+    written = Written(M, C, E5M2)
+    grad_x, sums = torch.full_like(x, 7.0), torch.full((programs, C), 7.0)
+    inputs = grad, x, rstd, module.weight.data, grad_total, SCALE, written.amax
+    kernels.launch_norm_grad(*inputs, grad_x, sums, written.q, written.qt)
+    expected = grad_total + x.grad
+    assert torch.equal(grad_x, expected)
+    written.holds(expected)
+    products = grad * (x.float() * rstd[:, None]).bfloat16()
+    torch.testing.assert_close(sums.sum(0), products.double().sum(0).float())
+    torch.testing.assert_close(sums.sum(0).bfloat16().float(), module.weight.grad)
+
+
 def test_a_kernel_refuses_layouts_of_other_shapes(kernels):
     x, amax = moderate(64, 48), torch.tensor(0.0)
     q, qt = outputs(64, 48, E4M3)
