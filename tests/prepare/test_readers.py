@@ -420,6 +420,21 @@ def test_a_budget_ends_within_a_document_that_was_cut(tmp_path, short_pieces):
     assert found(tmp_path / "one/mine") == due(paragraphs_of(0, 40), budget=3000)
 
 
+def test_a_file_that_is_read_again_has_the_cuts_of_its_last_reading(tmp_path, short_pieces):
+    """A kill before the piece's end left those of an earlier content."""
+    (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 30)))
+    (tmp_path / "b.jsonl").write_text("no json")
+    files = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    assert local(*files, out=tmp_path) == 1
+    piece = tmp_path / "mine/parts/00000.json"
+    assert piece.with_suffix(".cuts").exists()
+    piece.unlink()
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
+    write(tmp_path / "b.jsonl", DOCUMENTS)
+    assert local(*files, out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
+
+
 def test_text_files_of_a_half_made_folder_of_before_are_read_again(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
     (tmp_path / "b.jsonl").write_text("no json")
@@ -794,6 +809,20 @@ def test_evaluation_texts_of_every_type_of_parquet_are_looked_for(tmp_path, colu
     file = write_parquet(tmp_path / "eval.parquet", when=FAR, where=NOWHERE, question=column)
     _, grams = read_grams([str(file)])
     assert len(grams) == 1 and found_in(grams, f"so: {LONG}!")
+
+
+@pytest.mark.parametrize("column", ["prompt", "response"])
+def test_evaluation_texts_are_looked_for_in_both_columns_of_an_instruction(tmp_path, column):
+    """The question of a benchmark most often stands in the prompt."""
+    rows = [{"prompt": f"What is {n}?", "response": text} for n, text in enumerate(DOCUMENTS)]
+    rows[7][column] = f"so: {LONG}?"
+    (tmp_path / "eval.txt").write_text(LONG)
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    options = {"instruct": "true", "decontaminate": tmp_path / "eval.txt"}
+    assert local(file, out=tmp_path, **options) == 0
+    index = json.loads((tmp_path / "mine/index.json").read_text())
+    kept = sum(split["documents"] for split in index["splits"].values())
+    assert (index["contaminated"], kept) == (1, len(DOCUMENTS) - 1)
 
 
 @pytest.mark.parametrize(
