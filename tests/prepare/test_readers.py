@@ -20,6 +20,8 @@ from prepare import hub, json_reader, pieces, text_reader
 from prepare import local as local_files
 from prepare import packed as packed_files
 from prepare.decontaminate import found_in, read_grams
+from prepare.readers import read_file
+from prepare.sources import Reading
 from prepare_data import main
 from runtime import shards
 from runtime.tokenizer import load_tokenizer
@@ -573,6 +575,19 @@ def test_replaced_characters_of_an_array_are_counted(tmp_path):
     assert found(tmp_path / "mine") == due(
         [*DOCUMENTS, "caf\ufffd\ufffd " * 3 + "\ufffd" + "x" * 1000]
     )
+
+
+def test_a_row_that_is_kept_meets_every_condition(tmp_path):
+    """A value that is wanted in one column does not make up for another column's."""
+    pairs = [(language, kind) for language in ("py", "c") for kind in ("test", "code", "data")]
+    rows = [
+        {"text": f"{language} {kind}", "language": language, "kind": kind}
+        for language, kind in pairs
+    ]
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    keep = {"language": ("py",), "kind": ("test", "code")}
+    read = read_file(lambda: file.open("rb"), "a.jsonl", ("text",), keep, True, Reading())
+    assert [row.texts for row in read] == [("py test",), ("py code",)]
 
 
 def test_instructions_may_be_an_array(tmp_path):
