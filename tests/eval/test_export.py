@@ -52,7 +52,7 @@ from tests.test_model import TINY, build, build_rough, tokens
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 
 
-def exported(run, folder, *arguments: object):
+def exported(run: Path, folder: Path, *arguments: object):
     call(export, run, folder, *arguments)
     return folder
 
@@ -84,7 +84,7 @@ def documents():
     ]
 
 
-def auto_model(folder):
+def auto_model(folder: Path):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -388,7 +388,7 @@ def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp
         assert second.is_alive() and (part / "config.json").exists()
 
 
-def card_of(run, *arguments: object):
+def card_of(run: Path, *arguments: object):
     """The model card of an export: its text, and what the Hub reads of it."""
     folder = exported(run, run.with_name(f"hf{len(list(run.parent.iterdir()))}"), *arguments)
     return (text := (folder / "README.md").read_text(encoding="utf-8")), ModelCard(text).data
@@ -827,7 +827,7 @@ SMALL = {
 }
 
 
-def cases_of(key):
+def cases_of(key: str):
     """Configurations with each value of the key, and one without it."""
     base = dict(SMALL)
     if key == "several keys":
@@ -838,7 +838,7 @@ def cases_of(key):
     return [*(base | {key: value} for value in VALUES[key]), without]
 
 
-def their_model(architecture, raw):
+def their_model(architecture: str, raw):
     """The model that transformers builds of a config.json, with rough weights; None where it
     refuses the file."""
     try:
@@ -1089,7 +1089,7 @@ def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(
     assert not list(tmp_path.glob("out/*"))
 
 
-def weights_of(run):
+def weights_of(run: Path):
     return dict(load_model(run)[0].named_parameters())
 
 

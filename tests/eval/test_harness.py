@@ -65,11 +65,11 @@ public = pytest.fixture(
 )
 
 
-def record_of(run, name):
+def record_of(run: Path, name: str):
     return json.loads((run / "eval" / f"{name}.json").read_text())
 
 
-def make_task(folder, rows, name: str = "sums", **changes: object):
+def make_task(folder: Path, rows: list[dict], name: str = "sums", **changes: object):
     """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other
     keys of its YAML."""
     folder.mkdir(exist_ok=True)
@@ -233,7 +233,7 @@ LAYOUTS = {
 }
 
 
-def load_questions(path, **_: object):
+def load_questions(path: str, **_: object):
     """datasets.load_dataset() of made-up questions, each once with each answer as the right one:
     whoever looks at the texts alone, however he decides, is right exactly once per question."""
     task, sizes, row = LAYOUTS[path]
@@ -703,7 +703,7 @@ def test_a_task_that_lm_eval_stops_at_is_refused_before_the_model_is_read(
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(
     public, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def cannot_load(name, words):
+    def cannot_load(name: str, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
             public_models.public_lm(str(name), "cpu", "float32", 1)
 

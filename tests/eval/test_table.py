@@ -25,7 +25,7 @@ def digest(*hashes: object):
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def answers(task, seed, n=N):
+def answers(task: str, seed: int, n=N):
     """Logged samples of a multiple-choice task: a third of the questions is answered alike by
     everybody."""
     shared, own = random.Random(task), random.Random(f"{task}{seed}")
@@ -40,7 +40,7 @@ def answers(task, seed, n=N):
     ]
 
 
-def mean_row(rows, **more: object):
+def mean_row(rows: list[dict], **more: object):
     x = np.array([row["acc"] for row in rows])
     return {
         "acc": x.mean(),
@@ -52,7 +52,7 @@ def mean_row(rows, **more: object):
     }
 
 
-def write_log(path, rows):
+def write_log(path: Path, rows: list[dict]):
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
@@ -78,7 +78,7 @@ def write(folder, name: str = "core", summary=(), tasks=(), samples=(), **more: 
     edit(folder / "summary.json", **dict(summary))
 
 
-def summary(recipe, pair: str = "p", size=10**8, **more: object):
+def summary(recipe: str, pair: str = "p", size=10**8, **more: object):
     return {
         "pair_id": pair,
         "precision": {"recipe": recipe},
@@ -100,7 +100,7 @@ def page(*paths: object):
     return table.build(table_rows.read_models(paths))
 
 
-def cells(text, first):
+def cells(text: str, first):
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {first} "))
     return [cell.strip() for cell in line.strip("|").split("|")]
 

@@ -47,7 +47,7 @@ def split_of(data: bytes, val_per_10k: int = 2000):
     )
 
 
-def due(documents, tokenizer: str = "byte", val_per_10k: int = 2000, budget=math.inf):
+def due(documents: list[str], tokenizer: str = "byte", val_per_10k: int = 2000, budget=math.inf):
     """The ids that must lie in each split: of each text the first copy, in order, up to the one
     that fills the budget."""
     tok, ids = load_tokenizer(tokenizer), {"train": [], "val": []}
@@ -57,7 +57,7 @@ def due(documents, tokenizer: str = "byte", val_per_10k: int = 2000, budget=math
     return ids
 
 
-def found(folder):
+def found(folder: Path):
     return {
         split: (
             np.concatenate(
@@ -68,7 +68,7 @@ def found(folder):
     }
 
 
-def content(folder):
+def content(folder: Path):
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -310,7 +310,7 @@ def test_a_budget_counts_training_tokens(
     write(files[0], [DOCUMENTS[0]] * 200 + DOCUMENTS)
     write_json, ends = pieces.write_json, []
 
-    def stop_before_the_second_end(path, value):
+    def stop_before_the_second_end(path: Path, value):
         ends.extend(["an end"] * bool(value.get("end")))
         if len(ends) == 2:
             raise KeyboardInterrupt
@@ -427,7 +427,7 @@ def start(command, **more: object):
     )
 
 
-def storm(big, out, kills, seed):
+def storm(big, out, kills, seed: int):
     """kill -9 at random moments until `kills` have struck; then to the end."""
     rng, killed = random.Random(seed), 0
     while killed < kills:
@@ -727,7 +727,7 @@ def grams_of(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + 13]) for i in range(len(words) - 12)}
 
 
-def compare(evaluation: list[str], documents: list[str], folder) -> int:
+def compare(evaluation: list[str], documents: list[str], folder: Path) -> int:
     """How many of the documents are found, by us and by sets of words alike."""
     (_, grams), wanted = (
         read_grams([write(folder / "eval.jsonl", evaluation)]),

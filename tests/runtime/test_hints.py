@@ -359,7 +359,7 @@ def test_a_runs_name_in_the_place_of_its_folder_is_told(
         read_config("mine")
 
 
-def write_masked(folder, targets_from: int) -> None:
+def write_masked(folder: Path, targets_from: int) -> None:
     """A masked source whose validation windows hold targets from the `targets_from`-th on, of 16
     windows of 32 tokens."""
     train_ids, val_ids = (np.full(n, 7, np.uint32) for n in (8_000, 513))
