@@ -242,7 +242,7 @@ def test_a_sample_in_fp8_is_the_converted_models(runs, capsys: pytest.CaptureFix
     assert "8 of 9 Linears" in err and "slower than BF16" in err and len(err.splitlines()) == 2
 
 
-def test_a_loss_that_is_no_number_and_all_arms_of_one_checkpoint_though_the_run_writes_another(
+def test_all_arms_are_of_one_checkpoint_though_the_run_writes_another(
     runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """It is null in JSON and nan in the table."""

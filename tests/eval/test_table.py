@@ -284,7 +284,7 @@ def test_limited_scores_and_other_documents_never_share_a_column(out):
     )
 
 
-def test_scores_of_a_step_before_the_end_are_not_the_runs_and_of_two_scorings_the_newest_counts(
+def test_scores_of_an_earlier_step_or_an_older_scoring_do_not_count(
     out,
 ):
     """Scored at step 500 of 1,000, later once more; the partner at 1,000 only. Steps are compared
@@ -332,7 +332,7 @@ def test_scores_of_a_step_before_the_end_are_not_the_runs_and_of_two_scorings_th
     )
 
 
-def test_the_command_writes_the_page_and_figures_of_scores_errors_and_chance(
+def test_the_command_writes_the_page_and_figures_of_scores(
     tmp_path: Path, out, pair, capsys: pytest.CaptureFixture[str]
 ):
     (out / "run_bf16/eval/precision.json").write_text("{}")  # eval.precision's, no record

@@ -263,7 +263,7 @@ def test_a_data_set_that_is_gone_is_a_sentence(
     assert ARXIV in said and SOURCES["fineweb_edu"].dataset in out and "c: " in out
 
 
-def test_check_sources_shows_a_record_and_tells_of_a_hub_that_does_not_answer(
+def test_check_sources_shows_a_record_or_says_that_the_hub_is_silent(
     hub, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["--check-sources"]) == 0
@@ -333,7 +333,7 @@ def test_any_data_set_of_the_hub(
     shutil.rmtree(hub.folder / "own")
 
 
-def test_the_train_split_is_found_and_a_resume_stays_at_the_commit_that_was_begun(
+def test_the_train_split_is_found_and_a_resume_stays_at_its_commit(
     hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Someone pushes meanwhile: what `main` means now is not asked for, unless revision= says

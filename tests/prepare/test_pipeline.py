@@ -496,7 +496,7 @@ def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_pa
     assert content(out) == big.calm
 
 
-def test_two_commands_on_one_source_do_not_mix_and_after_sigterm_more_processes_make_the_same(
+def test_two_commands_on_one_source_do_not_mix_and_sigterm_is_a_pause(
     big, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = start(big.command(tmp_path), SLOW="1")
@@ -541,7 +541,7 @@ def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(
     assert found(tmp_path / "out/mine") == due([*others[0], *others[1]])
 
 
-def test_a_skipped_file_does_not_end_a_source_whose_copies_left_the_budget_unfilled(
+def test_a_skipped_file_does_not_end_a_source_below_its_budget(
     tmp_path: Path,
 ) -> None:
     """The first pieces hold tokens enough, but half of them are copies: more files are read."""

@@ -379,7 +379,7 @@ def test_a_layer_over_its_own_past_is_a_spike_that_the_global_norm_hides():
 
 @pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.9])
 @pytest.mark.parametrize("scatter", [0.0, 0.2, 2.0])
-def test_a_layers_spike_begins_ten_robust_standard_deviations_above_its_median(
+def test_a_layers_spike_begins_ten_robust_deviations_above_its_median(
     scatter: float, loss_scatter: float
 ):
     """Of 0.1 to 0.3, the more the loss scatters the larger."""

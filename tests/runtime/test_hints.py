@@ -162,7 +162,7 @@ def test_two_ranks_of_torchrun_tell_a_mistake_once():
         ({}, False),
     ],
 )
-def test_a_rank_whose_first_one_does_not_end_the_job_tells_the_mistake_itself(
+def test_a_rank_tells_a_mistake_itself_where_the_first_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     variables: dict[str, str],
