@@ -41,7 +41,9 @@ from tests.prepare.test_pipeline import due, found, local, split_of
 RUSSIAN = [f"Не было гвоздя, подкова пропала, номер {n}. " * 5 for n in range(20)]
 
 
-def said(capsys: pytest.CaptureFixture[str], code, *files: object, out, **options: object) -> str:
+def said(
+    capsys: pytest.CaptureFixture[str], code: int, *files: object, out, **options: object
+) -> str:
     """What the command prints on stderr where it ends with `code`."""
     capsys.readouterr()
     assert local(*files, out=out, **options) == code
@@ -50,13 +52,13 @@ def said(capsys: pytest.CaptureFixture[str], code, *files: object, out, **option
     return errors
 
 
-def shown(capsys: pytest.CaptureFixture[str], folder) -> str:
+def shown(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     capsys.readouterr()
     assert main(["--show", str(folder)]) == 0
     return capsys.readouterr().out
 
 
-def write_parquet(path, **columns: object):
+def write_parquet(path: Path, **columns: object):
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
     return path
 
@@ -64,7 +66,7 @@ def write_parquet(path, **columns: object):
 # --------------------------------------------------------------------------------------- encodings
 
 
-def write_raw(path, texts: list[bytes]):
+def write_raw(path: Path, texts: list[bytes]):
     """The texts, which may be of any encoding, as .txt, .jsonl or strings of parquet."""
     if path.suffix == ".parquet":
         return write_parquet(path, text=pyarrow.array(texts).view(pyarrow.string()))
@@ -762,7 +764,7 @@ def test_braces_are_expanded_as_a_shell_does(pattern: str, expanded: list[str]):
 # -------------------------------------------------------------------- what was made of these files
 
 
-def touch(file, content=None):
+def touch(file: Path, content=None):
     """Give a file, with another content or its own, a time of its own."""
     file.write_bytes(content or file.read_bytes())
     os.utime(file, (1, len(file.read_bytes())))

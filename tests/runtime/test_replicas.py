@@ -54,7 +54,7 @@ Arms = dict[str, tuple[Config, Config]]  # arm -> its run on two replicas, and o
         ("", 1, True, (1, 1)),
     ],
 )
-def test_ranks_are_replicas_where_the_model_fits_each_and_the_config_decides(
+def test_ranks_are_replicas_where_the_model_fits_each(
     words: str, size: int, fits: bool, shape: tuple[int, int], tiny: Config
 ) -> None:
     assert parallel.mesh_shape(changed(tiny, words), size, fits_whole=fits) == shape
@@ -66,9 +66,7 @@ def test_shards_that_do_not_divide_the_ranks_are_refused(words: str, tiny: Confi
         parallel.check_world(changed(tiny, words), 4, torch.device("cpu"))
 
 
-def test_a_model_is_sharded_where_a_gpu_does_not_hold_it_and_refused_where_shards_do_not_help() -> (
-    None
-):
+def test_a_model_is_sharded_where_a_gpu_does_not_hold_it_or_refused() -> None:
     """1.5B parameters and what a micro-batch keeps: about 60 GiB whole, 21 of them the model's."""
     config = load_config(ROOT / "configs/gpt1p5b_fp8.py")
     assert plan.fits_memory(config, 8, 80 * GIB)

@@ -425,7 +425,7 @@ def test_logits_of_attention_are_those_of_the_rows(probe_with_gaps: ProbeRecord)
     assert np.allclose([line[:, 1] for line in lines_of(panel)], expected)
 
 
-def test_a_value_that_is_null_is_a_gap_and_the_last_of_a_repeated_row_counts(
+def test_a_value_that_is_null_is_a_gap_and_the_last_row_counts(
     probe_with_gaps: ProbeRecord,
 ) -> None:
     panel = draw_outliers(probe_with_gaps, "run").axes[1]
