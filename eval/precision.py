@@ -136,11 +136,13 @@ def _arm(
     print(f"{name}: validation loss {val.loss:.4f}, {seconds:.0f} s", flush=True)
     if recipe != "off":
         path = Path(options.run) / "eval" / f"probe_{recipe}.jsonl"
-        write_atomically(path, _probe(inference, config, data, micro_batch))
+        write_atomically(path, _probe(inference, recipe, config, data, micro_batch))
     return arm, val
 
 
-def _probe(inference: Inference, config: Config, data: Data, micro_batch: int) -> bytes:
+def _probe(
+    inference: Inference, recipe: str, config: Config, data: Data, micro_batch: int
+) -> bytes:
     """Rows of fp8/probe.py, as JSON lines, of one validation batch."""
     # the loss's scale concerns gradients alone
     recipes = selection.recipes(inference.layers, loss_scale=1.0)
@@ -149,7 +151,7 @@ def _probe(inference: Inference, config: Config, data: Data, micro_batch: int) -
     statistics: dict = {}
     with torch.no_grad(), probe.watching(inference.model, recipes, statistics):
         inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
-    rows = probe.rows(inference.step, statistics, recipes)
+    rows = probe.rows(inference.step, statistics, recipes, evaluated_in=recipe)
     return b"".join(map(to_line, rows))
 
 

@@ -174,7 +174,7 @@ def target_of_run(name: str, records: Sequence[Record]) -> GapTarget:
     name = name.removesuffix(".py")
     declared = [run for runs in _declared_runs(records).values() for run in runs]
     goal = target_of(name, {run["run"]: run for run in declared})
-    if goal["recipe"] == "bf16":
+    if goal["recipe"] in {record.recipe for record in records if record.is_baseline}:
         raise UserError(f"{name} is a BF16 run, which has no gap: name its FP8 partner")
     N = goal[f"params_{records[0].convention}"]
     return GapTarget(name, goal["recipe"], N, goal["tokens"], 0.0)

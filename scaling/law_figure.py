@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from lib.plots import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles
+from lib.plots import RC, STYLES, counts_axis, settle, sheet, styles
 from lib.text import si
 from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
 from scaling.gap_words import EVALUATION_WORDS, KIND
@@ -600,5 +600,5 @@ def _words_of_lines(groups: Sequence[Group]) -> str | None:
 def name_of(group: Group) -> str:
     """The recipe as the reader knows it, or the table's name."""
     if group.records:
-        return name_recipe(group.recipe)
+        return group.records[0].precision.display_name
     return textwrap.shorten(group.recipe, 40, placeholder="…")

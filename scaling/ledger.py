@@ -33,6 +33,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from fp8.trained_precision import read_precision
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import write_json
@@ -473,7 +474,7 @@ def mixed_pairs(entries: dict[str, Entry]) -> int:
     kind_of_bf16 = {}
     fp8_entries = []
     for entry in entries.values():
-        if entry.summary["precision"]["recipe"] != "bf16":
+        if not read_precision(entry.summary).is_bf16:
             fp8_entries.append(entry)
         elif not entry.summary["repeat"]:
             kind_of_bf16[entry.summary["pair_id"]] = kind_of(entry)

@@ -208,17 +208,23 @@ def _speed_notes(speeds: Speeds, is_modelled: bool, options: Options) -> list[st
 
 def measured_speeds(options: Options, smallest: float, largest: float) -> Speeds:
     """Of the finished runs in runs= on that GPU whose size lies between these."""
-    mfu: dict[tuple[str, int], list[float]] = {}
+    records = []
     for record in _finished_runs(options.runs):
-        N = record.params_total
-        if _is_on(record, options.gpu) and smallest <= N <= largest:
-            flops = record.tok_per_s_median * record.flops_per_token
-            peak = record.n_gpu * options.bf16_peak
-            mfu.setdefault((record.recipe, N), []).append(flops / peak)
-    medians = {key: float(np.median(values)) for key, values in mfu.items()}
-    bf16 = {N: value for (recipe, N), value in medians.items() if recipe == "bf16"}
-    fp8 = {N: value for (recipe, N), value in medians.items() if recipe == options.recipe}
+        if _is_on(record, options.gpu) and smallest <= record.params_total <= largest:
+            records.append(record)
+    bf16 = _median_mfu([record for record in records if record.is_baseline], options)
+    fp8 = _median_mfu([record for record in records if record.recipe == options.recipe], options)
     return Speeds(bf16, {N: value / bf16[N] for N, value in fp8.items() if N in bf16})
+
+
+def _median_mfu(records: Sequence[Record], options: Options) -> dict[int, float]:
+    """Parameters -> median over the runs of that size, of the BF16 peak."""
+    mfu: dict[int, list[float]] = {}
+    for record in records:
+        flops = record.tok_per_s_median * record.flops_per_token
+        peak = record.n_gpu * options.bf16_peak
+        mfu.setdefault(record.params_total, []).append(flops / peak)
+    return {N: float(np.median(values)) for N, values in mfu.items()}
 
 
 def _finished_runs(folder: str | None) -> list[Record]:
@@ -413,7 +419,7 @@ def candidates_of(study: str | None, done: Mapping[str, Point]) -> list[Candidat
     """The trajectories of a study that are not done yet."""
     families: dict[str, list] = {}
     for row in expand(load_study(study or ROOT / "configs/study_chinchilla.py")):
-        is_new_point = row.recipe == "bf16" and not row.repeat
+        is_new_point = row.is_baseline and not row.repeat
         if is_new_point and not row.held_out and row.run not in done:
             # a branch needs its trunk
             families.setdefault(row.parent or row.run, []).append(row)

@@ -171,7 +171,7 @@ def _seconds_outside_steps(row: Row, summary: dict) -> float:
 
 def _assumed_cost(row: Row, options: CostOptions) -> Cost:
     ratio = None
-    if row.recipe != "bf16":
+    if not row.is_baseline:
         config = load_config(ROOT / row.config, row.overrides)
         ratio = modelled_ratio(config, options.gpu, options.gpus)
     peak = _bf16_peak(options.gpu)
