@@ -26,7 +26,7 @@ from scaling.paired.cost import Surface
 from scaling.paired.estimates import ALPHA
 from scaling.paired.gap_cells import CannotFitGap
 from scaling.paired.gap_law import GapFit, GapForecast, GapLaw
-from scaling.paired.gaps import Pair, Run, mean_gap
+from scaling.paired.gaps import FinishedRun, Pair, mean_gap
 from scaling.predict import begun, target_of
 from scaling.predictions import prediction_hash, read_frozen
 from scaling.reason_words import sentence_of, worded
@@ -136,7 +136,7 @@ def _held_out_names(pairs: Sequence[Pair]) -> set[str]:
     return names
 
 
-def _folders(runs: Sequence[Run]) -> list[Path]:
+def _folders(runs: Sequence[FinishedRun]) -> list[Path]:
     """Folders of runs; rows of a table have none."""
     return sorted({run.folder.parent for run in runs if isinstance(run, Record)})
 
@@ -184,7 +184,7 @@ def freeze(
     targets: Sequence[GapTarget],
     fits: Mapping[str, GapFit],
     pairs: Sequence[Pair],
-    records: Sequence[Run],
+    records: Sequence[FinishedRun],
     folder: Path,
     evaluation: str,
     bf16_law: Surface | None,
@@ -272,7 +272,7 @@ def _input(pair: Pair, evaluation: str) -> PairInput:
     )
 
 
-def _check_new(target: GapTarget, records: Sequence[Run], folder: Path) -> None:
+def _check_new(target: GapTarget, records: Sequence[FinishedRun], folder: Path) -> None:
     """Raise UserError where the target is predicted already, or one of its runs has begun."""
     path = path_of(target, folder)
     not_anew = "and a frozen prediction is not made anew: score it, or move it away"
@@ -291,13 +291,13 @@ def _check_new(target: GapTarget, records: Sequence[Run], folder: Path) -> None:
         )
 
 
-def _finished(target: GapTarget, records: Sequence[Run]) -> list[str]:
+def _finished(target: GapTarget, records: Sequence[FinishedRun]) -> list[str]:
     return [
         record.run_id for record in records if target.is_of(record.recipe, record.N, record.tokens)
     ]
 
 
-def _begun(target: GapTarget, records: Sequence[Run]) -> list[str]:
+def _begun(target: GapTarget, records: Sequence[FinishedRun]) -> list[str]:
     """Runs of the target's kind, of the study or by its own name, that have left something."""
     key = f"params_{records[0].convention}"
     run = {"run": target.name, "recipe": target.recipe, key: target.N, "tokens": target.tokens}
@@ -305,7 +305,7 @@ def _begun(target: GapTarget, records: Sequence[Run]) -> list[str]:
     return begun(studies, lambda run: target.is_of(run["recipe"], run[key], run["tokens"]))
 
 
-def _declared_runs(records: Sequence[Run]) -> dict[Path, list[dict[str, Any]]]:
+def _declared_runs(records: Sequence[FinishedRun]) -> dict[Path, list[dict[str, Any]]]:
     """Folder of runs -> the runs that its study.json plans."""
     runs = {}
     for folder in _folders(records):
@@ -409,7 +409,7 @@ def score_of(prediction: GapPrediction, arrived: Sequence[Pair]) -> GapScore:
     )
 
 
-def _check_scorable(prediction: GapPrediction, run: Run, path: Path) -> None:
+def _check_scorable(prediction: GapPrediction, run: FinishedRun, path: Path) -> None:
     """Raise UserError where a run is not what was predicted, or began before it was."""
     differing = []
     if prediction.tokenizer_sha256 != run.tokenizer_sha256:

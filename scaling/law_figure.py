@@ -22,7 +22,7 @@ from lib.text import si
 from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
 from scaling.gap_words import EVALUATION_WORDS, KIND
 from scaling.groups import Group
-from scaling.law_lines import MANY, Line, lines_of, shown_groups
+from scaling.law_lines import MANY, LawLine, lines_of, shown_groups
 from scaling.laws import minima_of
 from scaling.paired.estimates import grouped
 from scaling.paired.gaps import Pair, mean_gaps
@@ -281,7 +281,7 @@ def _draw_band(panel: Axes, group: Group, axis: str, grid: np.ndarray) -> None:
         panel.fill_between(grid, losses.min(axis=0), losses.max(axis=0), **HATCH, zorder=1.2)
 
 
-def _draw_line(panel: Axes, line: Line, appearance: Appearance, shading: Shading) -> Artist:
+def _draw_line(panel: Axes, line: LawLine, appearance: Appearance, shading: Shading) -> Artist:
     """A line of the law with its interval."""
     colour = appearance.style["color"]
     if line.low is not None and line.high is not None:

@@ -13,7 +13,7 @@ from lib.schema import schema_section
 from lib.text import si
 from scaling.groups import FormDoubt, Group, Headline, NamedOutlier
 from scaling.law_words import refusal_words
-from scaling.laws import DELTA, Fit, LackOfFit, Refit, SharedFault, Window
+from scaling.laws import DELTA, Fit, LackOfFit, Refit, SharedFault, WindowExponent
 from scaling.records import Record, read_json
 from scaling.table_points import Columns, LinesLeftOut, TableFile, TableSource
 
@@ -59,7 +59,7 @@ class LawEntry:
     resamples: int | None  # drawn by the bootstrap
     failed: int | None  # resamples that did not converge
     budgets: list[BudgetEntry] | None  # of isoflop
-    windows: list[Window] | None  # of isoflop; the first one is used
+    windows: list[WindowExponent] | None  # of isoflop; the first one is used
     parameters: dict[str, float | None]  # not a key: its items stand beside the others
     formula: str  # the law in plain text; "" where not fitted
 
@@ -126,7 +126,7 @@ class GroupEntry:
 
 
 @dataclass(frozen=True)
-class Conventions:
+class LawConventions:
     """What the columns of the inputs are."""
 
     N: str  # "params_total" or "params_nonembed"
@@ -170,7 +170,7 @@ class LawsOfRuns:
 
     schema_version: int  # of this list of keys
     delta: float  # Huber's threshold on ln loss
-    conventions: Conventions  # what is counted how
+    conventions: LawConventions  # what is counted how
     seed_noise: SeedNoise  # of all groups
     notes: list[str]  # what was skipped or left out, and why
     inputs: list[InputRun]  # of all groups
@@ -203,7 +203,7 @@ def laws_of_runs(
     content = LawsOfRuns(
         schema_version=SCHEMA_VERSION,
         delta=DELTA,
-        conventions=Conventions(
+        conventions=LawConventions(
             N=f"params_{convention}",
             D="tokens",
             C="flops_per_token * tokens",
@@ -411,7 +411,7 @@ def schema_page() -> str:
     for cls, title in (
         (LawsOfRuns, "law.json of runs"),
         (TableHead, "law.json of a table"),
-        (Conventions, "`conventions`"),
+        (LawConventions, "`conventions`"),
         (SeedNoise, "`seed_noise`"),
         (InputRun, "`inputs`, each"),
         (TableSource, "`source`"),
@@ -426,7 +426,7 @@ def schema_page() -> str:
         (FormDoubt, "`form_doubt`"),
         (LawEntry, "`laws`, each"),
         (BudgetEntry, "`budgets`, each"),
-        (Window, "`windows`, each"),
+        (WindowExponent, "`windows`, each"),
         (RefitEntry, "`robustness`, each"),
     ):
         parts.append(schema_section(cls, title))

@@ -19,7 +19,7 @@ HIGHEST = 1e9  # times the loss: where an interval is cut off
 
 
 @dataclass(frozen=True)
-class Line:
+class LawLine:
     """A line of a law, arrays of one shape."""
 
     x: np.ndarray
@@ -42,7 +42,7 @@ def shown_groups(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
     return drawn, [group for group in groups if group.recipe not in names]
 
 
-def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
+def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[LawLine]:
     """The lines of the group over `grid`. Where an identified L(N, D) heads it: its frontier over
     compute, a line per size over tokens, per ratio over parameters. Else its law over one axis;
     where its points lie at several ratios, over D or N lines that join the few points of one size
@@ -58,7 +58,7 @@ def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
     return _joined(group, axis)
 
 
-def _sections(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
+def _sections(group: Group, axis: str, grid: np.ndarray) -> list[LawLine]:
     """L(N, D) along its frontier, at each size, or at each ratio of tokens to parameters."""
     law, points = group.laws[CHINCHILLA], group.points
     if axis == "C":
@@ -72,7 +72,7 @@ def _sections(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
     return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sorted(sizes)]
 
 
-def _joined(group: Group, axis: str) -> list[Line]:
+def _joined(group: Group, axis: str) -> list[LawLine]:
     """Points of one size over tokens, of one ratio over parameters."""
     points = group.points
     values = points.N if axis == "D" else points.D / points.N
@@ -84,11 +84,11 @@ def _joined(group: Group, axis: str) -> list[Line]:
         x = np.unique(places)
         means = [losses[places == place].mean() for place in x]
         if len(x) > 1:
-            lines.append(Line(x, np.array(means), label=value))
+            lines.append(LawLine(x, np.array(means), label=value))
     return lines
 
 
-def _valleys(group: Group, axis: str) -> list[Line]:
+def _valleys(group: Group, axis: str) -> list[LawLine]:
     """The fitted valley of each budget that has a minimum, over parameters or tokens; labelled by
     its compute."""
     fit, points = group.laws["isoflop"], group.points
@@ -104,7 +104,7 @@ def _valleys(group: Group, axis: str) -> list[Line]:
         loss = fit.valleys.loss_at(valley, log_x)
         if axis == "D":
             log_x = np.interp(log_x, log_sizes, log_tokens)
-        lines.append(Line(np.exp(log_x), loss, label=budget.C))
+        lines.append(LawLine(np.exp(log_x), loss, label=budget.C))
     return lines
 
 
@@ -118,16 +118,16 @@ def _sizes_at(points: Points, compute: float) -> tuple[np.ndarray, np.ndarray]:
 
 def _line(
     law: Fit, x: np.ndarray, place: tuple[np.ndarray, ...], label: float | None = None
-) -> Line:
+) -> LawLine:
     """The law at `place`, the abscissae of its form, over x."""
     interval = None
     with np.errstate(over="ignore"):
         if law.identified:
             interval = law.interval_at(*place)
     if interval is None:
-        return Line(x, law.predict(*place), label=label)
+        return LawLine(x, law.predict(*place), label=label)
     high = np.minimum(interval.high, HIGHEST * interval.loss)
-    return Line(x, interval.loss, interval.low, high, label)
+    return LawLine(x, interval.loss, interval.low, high, label)
 
 
 def _cheapest(group: Group, compute: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ from runtime.config import Config, load_config, positive
 from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
-from scaling.budgets import Size, optimum, tokens
+from scaling.budgets import SizeOnGPU, optimum, tokens
 from scaling.designs import RHO, SIGMA, Point, bound
 from scaling.law_file import read_law_file
 from scaling.laws.forms import CHINCHILLA
@@ -112,7 +112,7 @@ def main(options: Options) -> str:
     return "\n".join(parts)
 
 
-def _format_optima(law: Surface, sizes: Sequence[Size], flops: float, gap: float) -> list[str]:
+def _format_optima(law: Surface, sizes: Sequence[SizeOnGPU], flops: float, gap: float) -> list[str]:
     """The table of the best sizes, and the gap at which both precisions are equal."""
     lines = [["", "N*", "D*", "D/N", "predicted loss"]]
     best = {}
@@ -127,7 +127,7 @@ def _format_optima(law: Surface, sizes: Sequence[Size], flops: float, gap: float
     ]
 
 
-def _format_sizes(law: Surface, sizes: Sequence[Size], flops: float, gap: float) -> str:
+def _format_sizes(law: Surface, sizes: Sequence[SizeOnGPU], flops: float, gap: float) -> str:
     heads = ["", "N", "D", "D/N", "BF16 loss", "D/N in FP8", "FP8 loss", "speed-up"]
     lines = [[*heads, "break-even gap [%]"]]
     for size in sizes:
@@ -162,7 +162,7 @@ class Speeds:
     speedup: dict[int, float]  # FP8's MFU over it
 
 
-def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
+def read_sizes(options: Options) -> tuple[list[SizeOnGPU], list[str]]:
     """The repository's sizes with exact counts, smallest first; MFU and FP8's speed-up as measured
     on that GPU, else assumed and bounded. Plus a line on each."""
     overrides = from_label(options.recipe).overrides
@@ -177,19 +177,19 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     return sorted(sizes, key=lambda size: size.N), _speed_notes(speeds, is_modelled, options)
 
 
-def _size(name: str, config: Config, speeds: Speeds, options: Options) -> Size:
+def _size(name: str, config: Config, speeds: Speeds, options: Options) -> SizeOnGPU:
     N = config.model.params_total
     model = GPT.on_meta(config.model)
     flops_per_token = model.counts()["flops_per_token"]
     mfu = _near(speeds.mfu, N) if speeds.mfu else ASSUMED_MFU
     if speeds.speedup:
-        return Size(name, N, flops_per_token, mfu, _near(speeds.speedup, N))
+        return SizeOnGPU(name, N, flops_per_token, mfu, _near(speeds.speedup, N))
     speedup = modelled_ratio(config, options.gpu)
     if not speedup:
         layers = selection.select(model, config.fp8, options.gpu.upper())
         in_fp8 = sum(layer.params for layer in layers if layer.recipe)
         speedup = highest_ratio(config, in_fp8, flops_per_token, _peaks(options.gpu))
-    return Size(name, N, flops_per_token, mfu, speedup)
+    return SizeOnGPU(name, N, flops_per_token, mfu, speedup)
 
 
 def _speed_notes(speeds: Speeds, is_modelled: bool, options: Options) -> list[str]:
@@ -298,7 +298,7 @@ def _points_of(content: dict[str, Any]) -> dict[str, Point]:
     }
 
 
-def read_gap(options: Options, sizes: Sequence[Size]) -> GapSource:
+def read_gap(options: Options, sizes: Sequence[SizeOnGPU]) -> GapSource:
     """FP8's relative loss gap: gap=, else precision.json beside law=, else 0."""
     if options.gap is not None:
         return GapSource(options.gap / 100, f"FP8's loss gap: {options.gap:g} %, as given")
@@ -343,7 +343,7 @@ class Gain:
 
 
 def advice(
-    law: Surface, runs: Mapping[str, Point], sizes: Sequence[Size], options: Options
+    law: Surface, runs: Mapping[str, Point], sizes: Sequence[SizeOnGPU], options: Options
 ) -> list[str]:
     """Which candidate narrows the prediction of TARGET most, in all and per GPU-hour."""
     name, ratio = TARGET
@@ -390,7 +390,7 @@ def _gains(
     candidates: Sequence[Candidate],
     error_now: float,
     error_after: Callable[[Sequence[Point]], float],
-    sizes: Sequence[Size],
+    sizes: Sequence[SizeOnGPU],
     options: Options,
 ) -> list[Gain]:
     """Best first; of candidates that differ in their seed alone the first stays."""
