@@ -261,14 +261,15 @@ def _prediction(
 
 
 def _input(pair: Pair, evaluation: str) -> PairInput:
+    bf16, fp8 = pair.bf16, pair.fp8
     return PairInput(
-        pair.bf16.run_id,
-        pair.fp8.run_id,
-        pair.fp8.N,
-        pair.fp8.tokens,
+        bf16.run_id,
+        fp8.run_id,
+        fp8.N,
+        fp8.tokens,
         pair.gap[evaluation].log_percent,
-        pair.bf16.summary_sha256,
-        pair.fp8.summary_sha256,
+        bf16.summary_sha256,
+        fp8.summary_sha256,
     )
 
 
@@ -392,6 +393,7 @@ def score_of(prediction: GapPrediction, arrived: Sequence[Pair]) -> GapScore:
     high = forecast.gap + math.hypot(forecast.high - forecast.gap, scatter)
     distance = measured.mean - forecast.gap
     half = high - forecast.gap if distance > 0 else forecast.gap - low
+    z = distance / half * float(stats.norm.ppf(0.975))
     return GapScore(
         schema_version=SCHEMA_VERSION,
         target=prediction.target.name,
@@ -405,7 +407,7 @@ def score_of(prediction: GapPrediction, arrived: Sequence[Pair]) -> GapScore:
         predicted_low=low,
         predicted_high=high,
         is_inside=low <= measured.mean <= high,
-        z=distance / half * float(stats.norm.ppf(0.975)),
+        z=z,
     )
 
 

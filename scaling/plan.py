@@ -9,6 +9,7 @@ was not measured on that GPU is assumed or bounded, and printed as such. The ext
 trajectories of a study, a trunk with its branches; what they buy is counted in percentage points of
 the standard error of the predicted loss ("points")."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -347,18 +348,18 @@ def advice(
 ) -> list[str]:
     """Which candidate narrows the prediction of TARGET most, in all and per GPU-hour."""
     name, ratio = TARGET
-    goal = next(size for size in sizes if size.name == name)
-    # Runs far smaller than our sizes, such as the demo's, are no evidence for the target; nor is a
-    # law of such runs alone.
-    lowest, highest = sizes[0].N / REACH, 1.05 * goal.N
-    candidates = [
-        candidate
-        for candidate in candidates_of(options.study, runs)
-        if lowest <= candidate.points[0].N <= highest
-    ]
+    goal = {size.name: size for size in sizes}[name]
+
+    def is_evidence(point: Point) -> bool:
+        """Runs far smaller than our sizes, such as the demo's, are none for the target; nor is a
+        law of such runs alone."""
+        return sizes[0].N / REACH <= point.N <= 1.05 * goal.N
+
+    candidates = candidates_of(options.study, runs)
+    candidates = [candidate for candidate in candidates if is_evidence(candidate.points[0])]
     if not candidates:
         return [f"no candidate would narrow {name}: each is done, too small or too large to count"]
-    done = [point for point in runs.values() if lowest <= point.N <= highest]
+    done = [point for point in runs.values() if is_evidence(point)]
     if runs and not done:
         law = EPOCH
     target = (goal.N, ratio * goal.N)
@@ -371,7 +372,8 @@ def advice(
 
     error_now = error_after([])
     gains = _gains(candidates, error_now, error_after, sizes, options)
-    all_points = [point for candidate in candidates for point in candidate.points]
+    all_points = itertools.chain.from_iterable(candidate.points for candidate in candidates)
+    error_after_all = error_after(list(all_points))
     prior_note = " (too few for a law: a wide prior stands in)" if needs_prior else ""
     fastest = min(gains, key=lambda gain: gain.change_per_hour)
     return [
@@ -379,7 +381,7 @@ def advice(
         " most",
         f"Least standard error of its loss (Cramer-Rao) at {100 * SIGMA:.1f} % noise a run,"
         f" correlated by {RHO:g} within a trunk (both assumed): {error_now:.2f} % after {len(done)}"
-        f" runs done{prior_note}; {error_after(all_points):.2f} % after all {len(candidates)}"
+        f" runs done{prior_note}; {error_after_all:.2f} % after all {len(candidates)}"
         " candidates too.",
         _format_gains(gains),
         f"most in all: {gains[0].name}; most per GPU-hour: {fastest.name}",
@@ -423,14 +425,12 @@ def candidates_of(study: str | None, done: Mapping[str, Point]) -> list[Candidat
         if is_new_point and not row.held_out and row.run not in done:
             # a branch needs its trunk
             families.setdefault(row.parent or row.run, []).append(row)
-    return [
-        Candidate(
-            f"{trunk}, {len(rows)} of its runs",
-            [Point(row.params_total, row.tokens, trunk) for row in rows],
-            sum(row.flops_per_token * row.own_tokens for row in rows),
-        )
-        for trunk, rows in families.items()
-    ]
+    candidates = []
+    for trunk, rows in families.items():
+        points = [Point(row.params_total, row.tokens, trunk) for row in rows]
+        flops = sum(row.flops_per_token * row.own_tokens for row in rows)
+        candidates.append(Candidate(f"{trunk}, {len(rows)} of its runs", points, flops))
+    return candidates
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ def analyse(
     held_out: Collection[str] = (),
 ) -> PrecisionResult:
     """The result but for notes and inputs, gaps in per cent of the BF16 loss; `evaluation`: which
-    is judged; columns: of a table, None for runs; held_out: run_ids of FP8 runs that enter no law of
-    the gap."""
+    is judged; columns: of a table, None for runs; held_out: run_ids of FP8 runs that enter no law
+    of the gap."""
     repeats = [pair for pair in pairs if pair.fp8.is_baseline]
     fp8_pairs = [pair for pair in pairs if not pair.fp8.is_baseline]
     laws = baseline_laws(records, evaluation, "BF16" if columns is None else columns.baseline)

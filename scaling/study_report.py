@@ -257,7 +257,7 @@ def _study_run(records: Sequence[Record], baselines: dict[tuple, list[Record]]) 
         speed = tok_per_s / median(record.tok_per_s_median for record in baseline)
     return StudyRun(
         N=first.N,
-        recipe=f"{first.recipe} null" if first.repeat else first.recipe,
+        recipe=_arm_of(first),
         tokens=first.tokens,
         tokens_per_param=first.tokens / first.N,
         lr_peak=first.lr_peak,
@@ -270,6 +270,11 @@ def _study_run(records: Sequence[Record], baselines: dict[tuple, list[Record]]) 
         loss_as_trained=mean(record.loss_as_trained for record in records),
         speed_against_bf16=speed,
     )
+
+
+def _arm_of(record: Record) -> str:
+    """A run's precision, for people; null runs apart."""
+    return f"{record.recipe} null" if record.repeat else record.recipe
 
 
 def _format_runs(runs: Sequence[StudyRun], is_sweep: bool) -> str:

@@ -233,9 +233,10 @@ def _lines(rows: list[BudgetMinimum]) -> Lines | None:
     y = np.log([[known(row.N), known(row.D)] for row in rows])
     line, covariance = np.polyfit(x, y, 1, cov=True)  # (slope and height, of N and D)
     distance = y[:, 0] - np.polyval(line[:, 0], x)
+    variances = np.einsum("iik->ki", covariance)
     return Lines(
         values=line.T.ravel(),
-        widths=np.sqrt(np.einsum("iik->ki", covariance)).ravel(),
+        widths=np.sqrt(variances).ravel(),
         dof=len(x) - 2,
         squares=float(np.sum(distance**2)),
     )
