@@ -460,10 +460,15 @@ class FP8Config:
         rowwise+first_bf16=2+skip=attn.out,layers.0.*
 
         Nothing is read back from it; from_label() is for what a person writes."""
+        return "+".join(self.label_words)
+
+    @property
+    def label_words(self) -> list[str]:
+        """What the label joins: the recipe, then a word a setting."""
         if self.recipe == "off":
-            return "bf16"
+            return ["bf16"]
         settings = [name for name in self._named() if name != "recipe"]
-        return "+".join([self.recipe, *(self._word(name) for name in settings)])
+        return [self.recipe, *(self._word(name) for name in settings)]
 
     @property
     def is_on(self) -> bool:

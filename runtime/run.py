@@ -851,7 +851,7 @@ def _open_copies(config: Config, start: Start) -> CheckpointCopies:
     """Raises UserError where copies would replace another run's."""
     assert config.checkpoint.copy_to is not None
     refuse_owner = partial(refuse_to_replace_copies, config, start)
-    copies = CheckpointCopies(config.checkpoint.copy_to, config.run, refuse_owner)
+    copies = CheckpointCopies(config.checkpoint.copy_to, config.run, config.run_dir, refuse_owner)
     copies.check_owner()
     return copies
 

@@ -3,6 +3,7 @@ autograd; and compiled for an H100, without a GPU."""
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def load_kernels(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(monkeypatch: pytest.MonkeyPatch):
     """fp8/producer_kernels.py, interpreted."""
     with interpreter_repaired(monkeypatch):
         yield load_kernels(monkeypatch)
@@ -75,7 +76,9 @@ def moderate(M: int, K: int, seed: int = 0) -> torch.Tensor:
 
 @TILES
 @pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_a_copy_has_torchs_values_in_both_layouts(kernels, tile, format):
+def test_a_copy_has_torchs_values_in_both_layouts(
+    kernels, tile: dict[str, int], format: torch.dtype
+):
     vars(kernels).update(tile)
     x = values_of_every_size(176, 112).nan_to_num(nan=5.0).bfloat16()
     written = Written(176, 112, format)
@@ -85,7 +88,7 @@ def test_a_copy_has_torchs_values_in_both_layouts(kernels, tile, format):
 
 @pytest.mark.parametrize("row", [36, 37])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -100.0])
-def test_a_single_value_reaches_the_amax(kernels, value, row):
+def test_a_single_value_reaches_the_amax(kernels, value: float, row: int):
     """Negative, or not finite, in an even or an odd row."""
     x = moderate(64, 64)
     x[row, 5] = value
@@ -103,7 +106,7 @@ def test_an_amax_is_only_raised(kernels):
 
 
 @TILES
-def test_swiglu_is_model_pys(kernels, tile):
+def test_swiglu_is_model_pys(kernels, tile: dict[str, int]):
     vars(kernels).update(tile)
     gate_up = moderate(176, 2 * 112)
     written = Written(176, 112, E4M3)
@@ -123,7 +126,7 @@ def test_swiglu_of_values_of_every_size(kernels):
 
 
 @TILES
-def test_swiglus_gradient_is_autograds(kernels, tile):
+def test_swiglus_gradient_is_autograds(kernels, tile: dict[str, int]):
     vars(kernels).update(tile)
     gate_up, grad = moderate(176, 2 * 112).requires_grad_(), moderate(176, 112, seed=1)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -139,7 +142,7 @@ def test_swiglus_gradient_is_autograds(kernels, tile):
 
 @TILES
 @pytest.mark.parametrize("H, K, D", [(2, 2, 16), (4, 2, 8), (2, 1, 48)])
-def test_ropes_gradient_is_autograds(kernels, tile, H, K, D):
+def test_ropes_gradient_is_autograds(kernels, tile: dict[str, int], H: int, K: int, D: int):
     """q's, k's and v's side by side, with fewer heads of k and v, and half a head no power of
     two."""
     vars(kernels).update(tile)
@@ -159,7 +162,7 @@ def test_ropes_gradient_is_autograds(kernels, tile, H, K, D):
 @TILES
 @pytest.mark.parametrize("has_branch", [True, False])
 @pytest.mark.parametrize("M, C", [(176, 112), (48, 80)])
-def test_a_norm_is_model_pys(kernels, tile, has_branch, M, C):
+def test_a_norm_is_model_pys(kernels, tile: dict[str, int], has_branch: bool, M: int, C: int):
     vars(kernels).update(tile)
     x, branch = moderate(M, C), moderate(M, C, seed=1)
     module = RMSNorm(C, 1e-5)
@@ -190,7 +193,7 @@ def test_a_kernel_refuses_layouts_of_other_shapes(kernels):
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """(module, binaries), see compiled_for_an_h100()."""
     with compiled_for_an_h100(monkeypatch, tmp_path) as binaries:
         yield load_kernels(monkeypatch), binaries
@@ -200,7 +203,7 @@ WIDE = GPTConfig(n_layer=1, n_head=16, n_embd=2048, n_ffn=5632)  # as 1.5B is
 
 
 @pytest.mark.parametrize("name", producer_launches(WIDE))
-def test_kernels_compile_for_an_h100_without_spills(name, launched, tmp_path):
+def test_kernels_compile_for_an_h100_without_spills(name: str, launched, tmp_path: Path):
     """At most 128 registers; every value is rounded once, by the hardware's saturating
     instruction."""
     from triton import knobs

@@ -20,7 +20,7 @@ PACK = {
 }
 
 
-def some_documents(n=40, seed=0):
+def some_documents(n: int = 40, seed: int = 0):
     rng = random.Random(seed)
     words = [
         "the",
@@ -74,7 +74,7 @@ BEGINS = {
 }
 
 
-def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):
+def write_tokenizer(folder, roles=None, vocab: int = 400, spare: int = 0, **more: object):
     """A folder as Hugging Face keeps a tokenizer: byte-level BPE, <|begin|> is 0, <|end|> is 1,
     merges learned from DOCUMENTS; with `spare` tokens that no text becomes. `roles`: of
     tokenizer_config.json. `more`: keys of tokenizer.json."""
@@ -102,7 +102,7 @@ DIGITS_APART = {
 }
 
 
-def write_sentencepiece(folder, vocab=600, **roles):
+def write_sentencepiece(folder, vocab: int = 600, **roles: object):
     """A folder with a tokenizer of SentencePiece's kind: BPE over the text with "▁" for each blank
     and one more before the first word, bytes for unknown letters; <s> is 1, </s> is 2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

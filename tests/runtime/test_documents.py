@@ -19,8 +19,7 @@ from runtime.shards import LOSS_MASK_BIT, read_index
 from runtime.tokenizer import load_tokenizer
 from runtime.training_step import forward_backward
 from tests.conftest import ALONE, changed, tiny_config, write_index, write_shards
-from tests.helpers.faults import Run, back_to, record, rows
-from tests.runtime.test_replicas import on_two_ranks
+from tests.helpers.faults import Run, back_to, record, rows, train_on_ranks
 
 EOT = 256  # of the tokenizer `byte`
 SIZES = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ffn=64, n_ctx=24, vocab_size=257)
@@ -264,16 +263,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(masked: Config) -> None:
     assert record(killed) == record(masked)
 
 
-def go_on(rank: int, config: Config) -> None:
-    world = parallel.start(config)
-    train.train(config, world)
-    parallel.finish(world, 0)
-
-
 @pytest.mark.parametrize("words", ["parallel.shard=1", "parallel.shard=2 parallel.recompute=true"])
 def test_two_ranks_train_what_one_does(words: str, masked: Config) -> None:
     two = changed(masked, f"run=two_{words[15]} {words}")
-    on_two_ranks(go_on, two)
+    train_on_ranks(2, two)
     expected = [row["loss"] for row in rows(masked)]
     assert [row["loss"] for row in rows(two)] == pytest.approx(expected, rel=2e-3)
     assert rows(two)[0]["loss"] == pytest.approx(expected[0], rel=1e-5)
