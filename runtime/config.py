@@ -731,13 +731,13 @@ def config_from_dict(data: dict[str, Any]) -> Config:
     """The Config that config.json holds. Raises UserError where its keys are not ours (another
     version's file)."""
     try:
-        values = {key: _section_from_json(key, value) for key, value in data.items()}
+        values = {key: section_from_json(key, value) for key, value in data.items()}
         return Config(**values)
     except (TypeError, AttributeError) as error:
         raise UserError(f"the stored configuration does not fit this version: {error}") from error
 
 
-def _section_from_json(key: str, value: Any) -> Any:
+def section_from_json(key: str, value: Any) -> Any:
     """A value of config.json as Config takes it: JSON has lists for tuples, objects for
     sections."""
     if key not in SECTIONS:

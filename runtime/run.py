@@ -521,6 +521,7 @@ class Run:
             "tokenizer_sha256": self.data.tokenizer_sha256,
             "origin": self.start.origin,
             "switched_from": self.start.switched_from,
+            "switched_from_fp8": [asdict(fp8) for fp8 in self.start.trunk_precisions],
         }
         if scales := self.precision.state():
             state["fp8_scales"] = scales

@@ -50,10 +50,8 @@ def draw_fp8(run: Path, folder: Path) -> str:
     text = f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"
     if probe.layers:
         text = format_worst(probe)
-        inference = {
-            path.stem.removeprefix("probe_"): read_probe(path)
-            for path in sorted(run.glob("eval/probe_*.jsonl"))
-        }
+        evaluations = [read_probe(path) for path in sorted(run.glob("eval/probe_*.jsonl"))]
+        inference = {evaluation.evaluated_in: evaluation for evaluation in evaluations}
         figures["fp8_scales"] = draw_scales(probe, inference, name)
         figures["fp8_underflow"] = draw_underflow(probe, name)
         if has_matmuls(probe):  # older ones have none

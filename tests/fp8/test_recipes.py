@@ -18,7 +18,6 @@ from fp8.linears import EmulatedLinear, emulation_dtype
 from fp8.recipes import E4M3, E5M2, RECIPES, FP8Config, Operand, Recipe, for_loss_scale, from_label
 from fp8.rounding import fake_quantise
 from lib.errors import UserError
-from lib.plots import name_recipe
 from model import GPT, GPTConfig
 from runtime import parallel, plan, run
 from runtime.config import Config
@@ -252,11 +251,6 @@ def test_the_tables_of_the_documentation_are_those_of_the_recipes(page: str):
 def test_a_page_without_a_place_for_its_table_is_told_of():
     with pytest.raises(UserError, match="lacks the lines"):
         recipes.with_table("# FP8\n", "| a |")
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_figures_name_it_with_its_format(name: str):
-    assert name_recipe(name) == RECIPES[name].display_name
 
 
 CASTS = [(r, settings) for r in RECIPES.values() for settings in r.casts]

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from fp8.trained_precision import read_precision
 from lib import machine
 from lib.errors import MachineError
 from runtime import memory, run_folder, shards
@@ -83,6 +84,14 @@ def test_a_summary_says_which_linears_are_in_fp8(pair: dict[str, Config]):
     assert (fp8["layers_kernels"], kernels["layers_kernels"]) == ([], fp8["layers_converted"])
     assert summary(pair["bf16"])["params_fp8"] == 0
     assert "fp8: 8 of 9 Linears" in log_of(pair["fp8"])
+
+
+def test_a_summary_holds_the_settings_of_its_precision(pair: dict[str, Config]):
+    """As JSON has them; no settings in BF16."""
+    for config in pair.values():
+        stored = json.loads(json.dumps(asdict(config.fp8))) if config.fp8.is_on else None
+        precision = read_precision(summary(config))
+        assert (precision.settings, precision.bits) == ((stored,), config.fp8.bits)
 
 
 def test_losses_of_a_pair_are_near_and_not_equal(pair: dict[str, Config]):
@@ -393,6 +402,8 @@ def test_a_branch_may_switch_its_precision_and_says_so(
         None,
         label,
     ]
+    settings = read_precision(summary(switched)).settings
+    assert [part is not None for part in settings] == [trunk.fp8.is_on, switched.fp8.is_on]
     assert summary(switched)["pair_id"] == pair_id(branch), "a pair: all but the precision is equal"
     assert [row["loss"] for row in faults.rows(switched)] == losses
 

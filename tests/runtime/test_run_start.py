@@ -1,5 +1,6 @@
 """runtime/run_start.py: the five ways in which a run begins, and what each carries over."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from lib.errors import UserError
 from runtime import run_start
 from runtime.checkpoint import BranchPoint, Restored
-from runtime.config import Config
+from runtime.config import Config, FP8Config
 from runtime.run_start import Progress, Start, StartKind, find_start, refuse_other_data
 from tests.conftest import ALONE, changed
 
@@ -68,6 +69,15 @@ def test_a_branch_in_another_precision_names_those_of_its_trunk(
     start = start_of(point=point, words=f"start_from={FOLDER} fp8.recipe=tensorwise")
     assert (start.kind, start.switched_from) == (StartKind.SWITCHED_BRANCH, label)
     assert start.describe().endswith(f"; trained in {label} before its branch point")
+
+
+def test_a_resumed_branch_knows_the_settings_of_its_trunk(tiny: Config, start_of):
+    """Also those that its label leaves out."""
+    trunk = FP8Config(recipe="tensorwise", skip=("attn.out",), all_gather=True)
+    state = STATE | {"switched_from_fp8": json.loads(json.dumps([asdict(trunk)]))}
+    start = start_of(newest=Restored(FOLDER, manifest_of(tiny, state)))
+    assert start.trunk_precisions == (trunk,)
+    assert start.switched_from == "tensorwise+skip=attn.out"
 
 
 def test_weights_alone_bring_no_state(tiny: Config, start_of):

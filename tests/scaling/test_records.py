@@ -279,6 +279,17 @@ def test_a_record_says_what_weights_were_cast_from(
     assert read_record(tmp_path / "run").weights_cast_from == source
 
 
+@pytest.mark.parametrize(
+    "device, source", [("NVIDIA B200", None), ("NVIDIA H100", None), ("cpu test", "fp32")]
+)
+def test_an_older_summary_does_not_tell_what_a_prototype_cast_from(
+    tmp_path: Path, device: str, source: str | None
+):
+    """torchao's mxfp8 on Blackwell rounds weights to BF16 first, an emulation does not."""
+    write_run(tmp_path / "run", precision=cast_from(..., "mxfp8"), device=device)
+    assert read_record(tmp_path / "run").weights_cast_from == source
+
+
 def test_a_recipe_whose_runs_mix_operands_is_named(tmp_path: Path):
     for name, source in (("a", "fp32"), ("b", "fp32"), ("c", "bf16")):
         write_run(tmp_path / name, precision=cast_from(source))

@@ -32,10 +32,10 @@ from scaling import scheduler, sweep
 from scaling.declaration import content_of
 from scaling.run_states import (
     ENDED,
-    Cost,
-    cost_of,
+    RunTime,
     format_grid,
     placed,
+    run_time_of,
     state_of,
     tokens_left,
 )
@@ -612,17 +612,17 @@ def test_a_cost_is_of_a_size_and_a_recipe_and_fp8_is_modelled(tiny: Config, tmp_
             )
         )
     )
-    bf16, _, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS).tok_per_s for row in rows)
+    bf16, _, *fp8 = (run_time_of(row, rows, tmp_path, OPTIONS).tok_per_s for row in rows)
     assert (
         fp8 == pytest.approx([modelled_ratio(config_of(rows[2]), "h100") * bf16, bf16])
         and fp8[0] != bf16
     )
     finish(rows[0], tmp_path)
     finish(rows[1], tmp_path, tok_per_s_median=100.0, wall_s=1e4)
-    bf16, null, tensorwise, _ = (cost_of(row, rows, tmp_path, OPTIONS) for row in rows)
+    bf16, null, tensorwise, _ = (run_time_of(row, rows, tmp_path, OPTIONS) for row in rows)
     assert (bf16, null) == (
-        Cost(1000.0, 5.0, "X"),
-        Cost(100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
+        RunTime(1000.0, 5.0, "X"),
+        RunTime(100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
     ) and tensorwise.device is None
 
 
