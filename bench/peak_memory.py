@@ -1,9 +1,8 @@
 """Run train.py as it is, and write down the most GPU memory that its tensors have taken so far: a
 training that is killed leaves no summary that would tell.
 
-    python bench/peak_memory.py FILE configs/gpt350m_fp8.py steps=60
-
-A JSON line goes to FILE whenever the most has grown; of a CPU there are none."""
+bench/trainings.py starts a process in which main() reads FILE and then train.py's own words. A JSON
+line goes to FILE whenever the most has grown; of a CPU there are none."""
 
 import json
 import runpy
@@ -45,7 +44,3 @@ def _most_allocated() -> int:
     if cuda is None or not cuda.is_initialized():
         return 0
     return cuda.max_memory_allocated()
-
-
-if __name__ == "__main__":
-    main()

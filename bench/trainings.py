@@ -36,7 +36,7 @@ from runtime.plan import plan
 
 ROWS = "trainings.jsonl"
 SUMMARY = "summary.json"  # of a run that has ended
-PEAK_MEMORY = ROOT / "bench" / "peak_memory.py"
+TRAIN = "from bench.peak_memory import main; main()"  # a file for memory, then train.py's words
 SCHEMA_VERSION = 1  # rows without one are older and have the same keys
 
 
@@ -177,8 +177,10 @@ def train_on_noise(
 
 def _train(file: Path, words: list[str], memory_file: Path, limit_s: float) -> tuple[str, bool]:
     """What train.py prints, and whether it was stopped because its time was up."""
+    folders = [os.environ.get("PYTHONPATH"), str(ROOT)]
     process = subprocess.Popen(
-        [sys.executable, PEAK_MEMORY, memory_file, file, *words],
+        [sys.executable, "-c", TRAIN, memory_file, file, *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -18,7 +18,12 @@ from scaling.histories import NOTHING, to_number
 
 OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
-PROBED = (*SCALES, *SHARES, "error")
+PROBED = (*SCALES, *SHARES, "error", "kurtosis")
+MATMULS = {
+    "output_sqnr": "output",
+    "input_grad_sqnr": "input gradient",
+    "weight_grad_sqnr": "weight gradient",
+}
 OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
 KINDS = ("qkv", "out", "gate_up", "down", "head")
 
@@ -32,6 +37,7 @@ class ProbeRecord:
     steps: np.ndarray
     layers: list[str]  # in order of depth, the head last
     linear: dict[tuple[str, str], np.ndarray]  # (operand, field of PROBED) -> (layers, steps)
+    matmul: dict[str, np.ndarray]  # field of MATMULS -> (layers, steps)
     last: int  # index of the last step that has every layer; of a cut-off file, too
     blocks: list[int]
     block: dict[str, np.ndarray]  # field of OUTLIERS -> (blocks, steps)
@@ -42,11 +48,10 @@ def read_probe(path: Path) -> ProbeRecord:
     is empty or damaged."""
     rows = read_probe_rows(path)
     linear_rows = [row for row in rows if isinstance(row, LinearRow)]
+    block_rows = [row for row in rows if isinstance(row, BlockRow)]
     linear = {(row.layer, row.step): _probed_numbers(row) for row in linear_rows}
-    block = {}
-    for row in rows:
-        if isinstance(row, BlockRow):
-            block[row.block, row.step] = [to_number(getattr(row, key)) for key in OUTLIERS]
+    matmul = {(row.layer, row.step): _numbers(row, MATMULS) for row in linear_rows}
+    block = {(row.block, row.step): _numbers(row, OUTLIERS) for row in block_rows}
     if not rows:
         raise UserError(NOTHING.format(path))
     layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
@@ -58,6 +63,7 @@ def read_probe(path: Path) -> ProbeRecord:
         steps=np.array(steps),
         layers=layers,
         linear=_by_step(linear, layers, steps, list(itertools.product(OPERANDS, PROBED))),
+        matmul=_by_step(matmul, layers, steps, list(MATMULS)),
         last=_last_with_most_layers(linear, steps),
         blocks=blocks,
         block=_by_step(block, blocks, steps, OUTLIERS),
@@ -75,6 +81,10 @@ def _last_with_most_layers(linear: Mapping[tuple[str, int], Any], steps: Sequenc
     counts = Counter(step for _, step in linear)
     most = max(counts.values(), default=0)
     return max(index for index, step in enumerate(steps) if counts[step] == most)
+
+
+def _numbers(row: LinearRow | BlockRow, keys: Iterable[str]) -> list[float]:
+    return [to_number(getattr(row, key)) for key in keys]
 
 
 def _probed_numbers(row: LinearRow) -> list[float]:

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.gpu
 KNOWN_BEFORE = ("delayed", "bounded")  # values of fp8.scaling
 
 
-def model_on_gpu(recipe, is_compiled: bool = True):
+def model_on_gpu(recipe: str, is_compiled: bool = True):
     """A model of two blocks, converted, with a batch for it."""
     model = build(recipe, "cuda", n_embd=256, n_ffn=512, n_ctx=128, vocab_size=50257)[0].cuda()
     if is_compiled:
@@ -61,13 +61,13 @@ def model_on_gpu(recipe, is_compiled: bool = True):
     return model, ids[:, :-1], ids[:, 1:]
 
 
-def passes_on_gpu(label, x, w, g):
+def passes_on_gpu(label: str, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor):
     holder = linear(w, label, "cuda").cuda()
     refresh_weight_copies(holder)
     return passes(holder, x.cuda(), g.cuda())
 
 
-def trained(config, folder, *arguments: object):
+def trained(config: Config, folder: Path, *arguments: object):
     """What train.py prints, as a process of its own."""
     done = process("train.py", write_config(config, folder / f"{config.run}.py"), *arguments)
     assert done.returncode == 0, done.stderr
@@ -182,15 +182,17 @@ def producers_case():
     x, gate_up = moderate(512, 768), moderate(512, 1024, seed=1)
     grad, angles = moderate(512, 512, seed=2), torch.rand(128, 64)
     heads = [moderate(512, n * 128, seed=n).view(4, 128, n, 128) for n in (4, 2, 2)]
+    weight, rstd = 1 + torch.rand(768), x.float().square().mean(1).rsqrt()
     return {
-        "norm": (x, x.flip(0), 1 + torch.rand(768), 1e-5, scale),
+        "norm": (x, x.flip(0), weight, 1e-5, scale),
+        "norm_grad": (x.flip(1), x, rstd, weight, x.flip(0), scale, amax),
         "swiglu": (gate_up, scale, amax),
         "swiglu_grad": (grad, gate_up, scale, amax),
         "rope_grad": (*heads, angles.cos(), angles.sin(), scale, amax),
     }
 
 
-@pytest.mark.parametrize("name", ["norm", "swiglu", "swiglu_grad", "rope_grad"])
+@pytest.mark.parametrize("name", ["norm", "norm_grad", "swiglu", "swiglu_grad", "rope_grad"])
 def test_producers_on_hardware_are_near_their_reference(name: str):
     """Exponentials and sums have other last bits: a value may fall to the other side of a step."""
     operator, inputs = getattr(producers, name), producers_case()[name]
@@ -290,7 +292,7 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_bits(
     )
 
 
-def gpt125m(folder, arm, steps, words: str = "", sequences: int = 32):
+def gpt125m(folder: Path, arm, steps, words: str = "", sequences: int = 32):
     """configs/gpt125m_<arm>.py with `steps` of two micro-batches of random bytes, beside rows for
     GPT-2's whole vocabulary."""
     config = load_config(ROOT / f"configs/gpt125m_{arm}.py")
@@ -318,7 +320,7 @@ def sixty_steps(tmp_path_factory: pytest.TempPathFactory):
     return runs
 
 
-def losses_of(config):
+def losses_of(config: Config):
     return torch.tensor([row["loss"] for row in rows(config)])
 
 

@@ -31,13 +31,13 @@ VARIANTS = {
 }
 
 
-def build(config, seed: int = 1, compute_dtype=torch.float32):
+def build(config: GPTConfig, seed: int = 1, compute_dtype=torch.float32):
     model = GPT(config, compute_dtype=compute_dtype)
     model.init_weights(seed)
     return model
 
 
-def build_rough(config, seed: int = 1, compute_dtype=torch.float32):
+def build_rough(config: GPTConfig, seed: int = 1, compute_dtype=torch.float32):
     """With weights large enough for every path to matter, and norm weights that are not ones."""
     model = build(config, seed, compute_dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -51,12 +51,12 @@ def build_rough(config, seed: int = 1, compute_dtype=torch.float32):
     return model
 
 
-def tokens(config, B: int = 2, T=None, seed: int = 0):
+def tokens(config: GPTConfig, B: int = 2, T: int | None = None, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (B, T or config.n_ctx), generator=generator)
 
 
-def reference_logits(model, x, seen=None):
+def reference_logits(model: GPT, x: torch.Tensor, seen=None):
     """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py. To
     a list `seen` each block adds its attention logits (B, H, T, T), without the mask, and the
     inputs of its last Linear (B, T, F)."""
@@ -164,7 +164,7 @@ def test_gradients_equal_finite_differences_of_the_float64_reference():
         )
 
 
-def kept_by_backward(model, *tokens: object, weights: float = 1.0):
+def kept_by_backward(model: GPT, *tokens: object, weights: float = 1.0):
     """The losses, their backward pass done, and shape and dtype of each tensor that was kept for
     it."""
     kept_tensors = []
@@ -231,7 +231,7 @@ def test_a_compiled_step_keeps_no_fp32_copy_larger_than_a_blocks_input():
 # ---------------------------------------------------------------------------------- initial weights
 
 
-def named(config, seed: int = 1):
+def named(config: GPTConfig, seed: int = 1):
     return dict(build(config, seed).named_parameters())
 
 

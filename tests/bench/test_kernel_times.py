@@ -41,7 +41,7 @@ def timed(monkeypatch: pytest.MonkeyPatch):
     return done, acts
 
 
-def test_by_default_autos_candidates_are_timed_at_the_shapes_of_the_six_sizes():
+def test_by_default_autos_candidates_are_timed_at_the_shapes_of_six_sizes():
     sizes = (512, 1536), (768, 2048), (1024, 2816), (1536, 4096), (2048, 5632)  # the README's table
     want = {
         shape for C, F in sizes for shape in ((C, 3 * C), (C, C), (C, 2 * F), (F, C), (C, 50304))
@@ -58,7 +58,7 @@ def test_by_default_autos_candidates_are_timed_at_the_shapes_of_the_six_sizes():
     )
 
 
-def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_down(
+def test_turns_give_the_ratio_of_the_work_though_the_machine_slows_down(
     monkeypatch: pytest.MonkeyPatch,
 ):
     now, order = [0.0], []
@@ -77,7 +77,7 @@ def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_
     assert np.allclose(ratios, 1.5, rtol=2e-3) and not np.allclose(a[:-1] / b, 1.5, rtol=2e-3)
 
 
-def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_casts_it_in_every_micro_batch(
+def test_a_timed_linear_casts_its_weight_where_training_does(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose
@@ -100,7 +100,7 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
             assert 0 < ((a - b).float().norm() / a.float().norm()).item() < 0.2
 
 
-def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(
+def test_a_rehearsal_is_marked_and_what_is_not_finite_is_no_row(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "absent" / "cpu.json"
@@ -131,7 +131,7 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finit
     )
 
 
-def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_setups_do_not_mix(
+def test_a_cut_or_failing_row_costs_no_other_and_the_command_goes_on(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     timed: tuple,
@@ -289,7 +289,7 @@ def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch: pyt
     )
 
 
-def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h100(tmp_path: Path):
+def test_the_shipped_table_says_what_is_published_of_our_sizes(tmp_path: Path):
     text, published = speed.SHIPPED.read_text(), load_table() | {"measured": {}}
     assert text == speed.to_text(json.loads(text)), "a row a line"
     for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):

@@ -191,7 +191,7 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, peer, precision, h
     ) == ("high", "1")
 
 
-def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path: Path):
+def test_a_peers_fp8_converts_what_its_script_does_from_equal_weights(tmp_path: Path):
     def converted(model):
         return {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
 

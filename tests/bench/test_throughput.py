@@ -230,9 +230,7 @@ def test_speed_is_compared_per_flop(flops_per_token, ratio):
     assert (row.baseline, row.baseline_size) == ("toy bf16", "toy")
 
 
-def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_clocks_are_those_of_a_gpu_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     for code, told in ((0, [1980.0, None, 61.0, 68.0]), (9, [None] * 4)):
         (tmp_path / "nvidia-smi").write_text(
@@ -285,7 +283,7 @@ def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
+def test_fp8_runs_between_turns_of_bf16_and_is_not_timed_twice(
     turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def looks(cell):
@@ -330,7 +328,7 @@ def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert len(turns()[0]) == 4, "rows of another torch do not count"
 
 
-def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_batch(turns, tmp_path):
+def test_a_failure_costs_its_row_and_bf16_halves_a_batch_without_memory(turns, tmp_path):
     asked, left, rows = turns(tensorwise=[Failure(failure="exit code -11", oom=False)])
     assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16"] and left == 0
     failures = [row.failure.failure for row in rows if isinstance(row, FailedRow)]
@@ -348,7 +346,7 @@ def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_bat
     )
 
 
-def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path: Path):
+def test_nothing_begins_that_does_not_fit_and_a_cut_cell_is_no_row(turns, tmp_path: Path):
     assert turns(budget=190)[:2] == ([], 2), "three cells of 60 s and a tenth"
     asked, left, rows = turns(budget=200)
     assert [label for label, _ in asked] == [
@@ -368,9 +366,7 @@ def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(tur
         assert left == (1 if len(due) > 1 else 2) and len(rows) == {80: 6, 45: 3, 18: 2}[budget]
 
 
-def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor_the_next_calls(
-    turns, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cell_that_overruns_costs_its_own_row_alone(turns, monkeypatch: pytest.MonkeyPatch):
     for limit, left, due in (
         (420, 1, ["bf16", "tensorwise", "rowwise", "bf16"]),
         (100, 0, ["bf16", "rowwise"]),

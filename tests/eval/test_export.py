@@ -52,7 +52,7 @@ from tests.test_model import TINY, build, build_rough, tokens
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 
 
-def exported(run, folder, *arguments: object):
+def exported(run: Path, folder: Path, *arguments: object):
     call(export, run, folder, *arguments)
     return folder
 
@@ -84,7 +84,7 @@ def documents():
     ]
 
 
-def auto_model(folder):
+def auto_model(folder: Path):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -189,7 +189,7 @@ BYTE_LEVEL_ROLES = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 @pytest.mark.parametrize(
     "name", ["LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None]
 )
-def test_transformers_makes_the_ids_of_a_folders_tokenizer_json_whatever_class_the_folder_names(
+def test_transformers_makes_the_ids_of_tokenizer_json_by_any_class(
     tmp_path: Path, kind: str, name: str | None
 ):
     """Documents that begin with blanks, runs of digits: where the rules of transformers' classes
@@ -219,7 +219,7 @@ def test_transformers_makes_the_ids_of_a_folders_tokenizer_json_whatever_class_t
     "adds", [{"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}]
 )
 @pytest.mark.parametrize("frame", [{}, {"post_processor": BEGINS}])
-def test_what_tokenizer_json_puts_around_a_text_goes_before_the_settings_beside_it(
+def test_tokenizer_json_decides_what_is_put_around_a_text(
     tmp_path: Path, adds: dict[str, bool], frame: dict[str, Any]
 ):
     write_tokenizer(tmp_path / "tokenizer", BYTE_LEVEL_ROLES | adds, **frame)
@@ -229,7 +229,7 @@ def test_what_tokenizer_json_puts_around_a_text_goes_before_the_settings_beside_
     assert AutoTokenizer.from_pretrained(folder).encode("a word") == reference.encode("a word").ids
 
 
-def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_several_files(
+def test_an_export_is_of_the_newest_weights_in_bf16_in_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     _, earlier = write_run(run := tmp_path / "run", step=3, tied=False, seed=2)
@@ -359,7 +359,7 @@ def test_mistakes_get_a_sentence(
     )
 
 
-def test_what_cannot_be_written_and_a_kill_leave_no_half_folder_and_nothing_needs_transformers(
+def test_an_export_that_fails_leaves_no_half_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     write_run(tmp_path / "run")
@@ -377,7 +377,7 @@ def test_what_cannot_be_written_and_a_kill_leave_no_half_folder_and_nothing_need
     exported(tmp_path / "run", tmp_path / "hf")  # what was left is in nobody's way
 
 
-def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp_path: Path):
+def test_a_second_process_does_not_clear_the_folder_of_the_first(tmp_path: Path):
     with hf_files.new_folder(tmp_path / "hf") as part:
         (part / "config.json").touch()
         second = threading.Thread(
@@ -388,7 +388,7 @@ def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp
         assert second.is_alive() and (part / "config.json").exists()
 
 
-def card_of(run, *arguments: object):
+def card_of(run: Path, *arguments: object):
     """The model card of an export: its text, and what the Hub reads of it."""
     folder = exported(run, run.with_name(f"hf{len(list(run.parent.iterdir()))}"), *arguments)
     return (text := (folder / "README.md").read_text(encoding="utf-8")), ModelCard(text).data
@@ -594,7 +594,7 @@ MISTRAL = SIZES | {
         (MISTRAL | sizes_of(5120, 14336, 40, 32, vocab_size=131072), 12_247_782_400),
     ],
 )
-def test_published_models_with_heads_of_their_own_width_have_the_published_parameters(
+def test_models_with_heads_of_their_own_width_have_the_published_sizes(
     raw: dict[str, Any], params_total: int
 ):
     config = gpt_config(raw)
@@ -711,7 +711,7 @@ READ_FIRST = {"architectures"}  # and model_type, which is the class's own
 
 
 @pytest.mark.parametrize("name", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
-def test_every_attribute_of_transformers_configurations_is_read_or_known_to_have_no_effect(
+def test_every_attribute_of_transformers_configs_is_read_or_without_effect(
     name: str,
 ):
     attributes = {f.name for f in fields(getattr(transformers, name))}
@@ -827,7 +827,7 @@ SMALL = {
 }
 
 
-def cases_of(key):
+def cases_of(key: str):
     """Configurations with each value of the key, and one without it."""
     base = dict(SMALL)
     if key == "several keys":
@@ -838,7 +838,7 @@ def cases_of(key):
     return [*(base | {key: value} for value in VALUES[key]), without]
 
 
-def their_model(architecture, raw):
+def their_model(architecture: str, raw):
     """The model that transformers builds of a config.json, with rough weights; None where it
     refuses the file."""
     try:
@@ -910,7 +910,7 @@ def test_no_value_of_a_config_json_changes_the_computation_without_a_word(
         ({}, None),
     ],
 )
-def test_half_precision_becomes_fp32_exactly_what_says_nothing_new_is_left_out_and_foreign_tensors_are_named(
+def test_an_import_is_exact_in_fp32_and_names_foreign_tensors(
     changes: dict[str, Any], words: str | None
 ):
     for dtype in (torch.bfloat16, torch.float16):
@@ -1089,7 +1089,7 @@ def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(
     assert not list(tmp_path.glob("out/*"))
 
 
-def weights_of(run):
+def weights_of(run: Path):
     return dict(load_model(run)[0].named_parameters())
 
 

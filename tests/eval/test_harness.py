@@ -65,11 +65,11 @@ public = pytest.fixture(
 )
 
 
-def record_of(run, name):
+def record_of(run: Path, name: str):
     return json.loads((run / "eval" / f"{name}.json").read_text())
 
 
-def make_task(folder, rows, name: str = "sums", **changes: object):
+def make_task(folder: Path, rows: list[dict], name: str = "sums", **changes: object):
     """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other
     keys of its YAML."""
     folder.mkdir(exist_ok=True)
@@ -171,7 +171,7 @@ def scores_and_logs(run: Path) -> tuple[dict, dict[str, bytes]]:
     return scores, logs
 
 
-def test_two_processes_write_what_one_writes_and_need_neither_network_nor_transformers(
+def test_two_processes_write_what_one_writes_without_network(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished
@@ -233,7 +233,7 @@ LAYOUTS = {
 }
 
 
-def load_questions(path, **_: object):
+def load_questions(path: str, **_: object):
     """datasets.load_dataset() of made-up questions, each once with each answer as the right one:
     whoever looks at the texts alone, however he decides, is right exactly once per question."""
     task, sizes, row = LAYOUTS[path]
@@ -326,7 +326,7 @@ def test_mistakes_on_the_command_line_get_a_sentence(
     )
 
 
-def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index(
+def test_an_unknown_task_names_the_nearest_and_local_names_do_not_wait(
     run: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Names that are not ours are not looked for in a folder called like them: a group may name
@@ -346,7 +346,7 @@ def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index
     assert asked == [False, True, False, True, False]
 
 
-def test_a_public_models_log_likelihoods_in_bf16_are_its_own_their_softmax_in_fp32(public):
+def test_a_public_models_log_likelihoods_in_bf16_are_its_own(public):
     tokenizer, model = (
         AutoTokenizer.from_pretrained(public),
         AutoModelForCausalLM.from_pretrained(public, dtype=torch.bfloat16),
@@ -363,7 +363,7 @@ def test_a_public_models_log_likelihoods_in_bf16_are_its_own_their_softmax_in_fp
         )
 
 
-def test_lm_evals_own_model_scores_an_import_of_it_alike_and_stands_beside_it(
+def test_lm_evals_own_model_scores_an_import_of_it_alike(
     public, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Where documents end alike too: their last windows are the same tokens, of which more are
@@ -411,7 +411,7 @@ def test_lm_evals_own_model_scores_an_import_of_it_alike_and_stands_beside_it(
     assert "| tiny-llama, float32" in capsys.readouterr().out
 
 
-def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json_not_of_transformers_class(
+def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json(
     public, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = shutil.copytree(public, tmp_path / "split")
@@ -474,7 +474,7 @@ def test_forty_answers_are_those_of_lm_evals_own_model(exported_pair):
     )
 
 
-def test_log_likelihoods_of_texts_that_spell_special_tokens_are_those_of_lm_evals_own_model(
+def test_texts_that_spell_special_tokens_score_as_in_lm_evals_own_model(
     exported_pair,
 ):
     rng, pairs = random.Random(1), []
@@ -587,7 +587,7 @@ def test_answers_that_the_context_cuts_are_counted_and_said(
     assert "2 answers were cut by the end of the context" in capsys.readouterr().out
 
 
-def test_a_metric_that_is_not_computed_is_named_and_numpys_numbers_are_numbers(
+def test_a_metric_that_is_not_computed_is_named(
     run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (folder := tmp_path / "mine").mkdir()
@@ -703,7 +703,7 @@ def test_a_task_that_lm_eval_stops_at_is_refused_before_the_model_is_read(
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(
     public, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def cannot_load(name, words):
+    def cannot_load(name: str, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
             public_models.public_lm(str(name), "cpu", "float32", 1)
 
@@ -724,7 +724,7 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(
     cannot_load(public, "pip install transformers accelerate")
 
 
-def test_a_group_shows_its_tasks_where_it_has_no_score_of_its_own_and_its_chance_weighs_their_questions(
+def test_a_group_without_a_score_shows_its_tasks_and_their_chance(
     run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = make_task(tmp_path / "mine", [SUM, SUM])
@@ -774,7 +774,7 @@ def test_what_cannot_be_scored_or_kept_is_told_before_the_scoring(
     assert "was made with another tokenizer" in refused(capsys, harness, run, "--tasks", "demo")
 
 
-def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(finished):
+def test_questions_and_documents_are_true_and_the_same_each_time(finished):
     rows, documents = (
         list(f(str(finished))["validation"])
         for f in (demo_questions.questions, demo_questions.documents)

@@ -234,7 +234,7 @@ def test_a_download_that_hangs_is_left_behind_once(base: Config, tmp_path: Path)
     assert "did not load within 1 s" in reasons[0] and "not tried again" in reasons[1]
 
 
-def test_a_stop_while_scoring_is_heard_and_the_scores_follow_after_the_resume(
+def test_a_stop_while_scoring_is_heard_and_the_resume_scores(
     scored: Config,
 ) -> None:
     stopped = changed(scored, "run=stopped")

@@ -61,13 +61,13 @@ def runs(trained, tmp_path: Path):
         yield shutil.copytree(trained, tmp_path / "out")
 
 
-def by_hand(run, recipe, names):
+def by_hand(run: Path, recipe: str, names):
     """The run's plain model, the named Linears replaced by a matmul in fp64, both operands
     quantised without any code of ours."""
     model, _ = load_model(run)
     for name in names:
 
-        def forward(self, x):
+        def forward(self, x: torch.Tensor):
             (of_x, of_weight, *_), rows = OPERANDS[recipe], x.reshape(-1, x.size(-1))
             y = quantised(rows, of_x, 1)[0] @ quantised(self.weight, of_weight, 1)[0].T
             return y.view(*x.shape[:-1], -1).to(x.dtype)
@@ -77,7 +77,7 @@ def by_hand(run, recipe, names):
     return model
 
 
-def load(run, recipe: str = "off"):
+def load(run: Path, recipe: str = "off"):
     return inference.load_for_inference(str(run), "cpu", "bfloat16", recipe)
 
 
@@ -242,12 +242,12 @@ def test_a_sample_in_fp8_is_the_converted_models(runs, capsys: pytest.CaptureFix
     assert "8 of 9 Linears" in err and "slower than BF16" in err and len(err.splitlines()) == 2
 
 
-def test_a_loss_that_is_no_number_and_all_arms_of_one_checkpoint_though_the_run_writes_another(
+def test_all_arms_are_of_one_checkpoint_though_the_run_writes_another(
     runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """It is null in JSON and nan in the table."""
 
-    def broken(run, *arguments: object):
+    def broken(run: Path, *arguments: object):
         loaded = inference.load_for_inference(run, *arguments)
         if arguments[2] != "off":
             loaded.model.layers[0].mlp.down.weight.data.fill_(math.nan)

@@ -118,7 +118,7 @@ def test_continuations_stand_below_each_other_the_first_as_it_grows():
     ]
 
 
-def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_the_decoder():
+def test_streamed_pieces_are_whole_characters_that_add_up_to_the_text():
     """GPT-2's tokens cut characters; SentencePiece's decoder eats the very first blank and spells
     unknown bytes one by one."""
     # ends within a character
@@ -210,7 +210,7 @@ def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
         assert [inference.prompt_ids(tokenizer, prompt) for prompt in ("ab", "")] == want
 
 
-def test_a_prompt_that_spells_a_special_token_holds_it_and_plain_text_does_not():
+def test_a_prompt_may_spell_a_special_token_and_plain_text_may_not():
     """As transformers and nanoGPT's sample.py read it; data that spells it stays text."""
     gpt2 = load_tokenizer("gpt2")
     assert inference.prompt_ids(gpt2, "<|endoftext|>Once<|endoftext|>") == [
@@ -224,7 +224,7 @@ def test_a_prompt_that_spells_a_special_token_holds_it_and_plain_text_does_not()
     )
 
 
-def test_a_folders_special_tokens_are_read_from_a_prompt_as_transformers_reads_them(tmp_path: Path):
+def test_special_tokens_of_a_prompt_are_read_as_transformers_reads_them(tmp_path: Path):
     theirs = AutoTokenizer.from_pretrained(
         write_tokenizer(tmp_path / "tok", spare=3, post_processor=BEGINS)
     )

@@ -25,7 +25,7 @@ def digest(*hashes: object):
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def answers(task, seed, n=N):
+def answers(task: str, seed: int, n=N):
     """Logged samples of a multiple-choice task: a third of the questions is answered alike by
     everybody."""
     shared, own = random.Random(task), random.Random(f"{task}{seed}")
@@ -40,7 +40,7 @@ def answers(task, seed, n=N):
     ]
 
 
-def mean_row(rows, **more: object):
+def mean_row(rows: list[dict], **more: object):
     x = np.array([row["acc"] for row in rows])
     return {
         "acc": x.mean(),
@@ -52,7 +52,7 @@ def mean_row(rows, **more: object):
     }
 
 
-def write_log(path, rows):
+def write_log(path: Path, rows: list[dict]):
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
@@ -78,7 +78,7 @@ def write(folder, name: str = "core", summary=(), tasks=(), samples=(), **more: 
     edit(folder / "summary.json", **dict(summary))
 
 
-def summary(recipe, pair: str = "p", size=10**8, **more: object):
+def summary(recipe: str, pair: str = "p", size=10**8, **more: object):
     return {
         "pair_id": pair,
         "precision": {"recipe": recipe},
@@ -100,7 +100,7 @@ def page(*paths: object):
     return table.build(table_rows.read_models(paths))
 
 
-def cells(text, first):
+def cells(text: str, first):
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {first} "))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -284,7 +284,7 @@ def test_limited_scores_and_other_documents_never_share_a_column(out):
     )
 
 
-def test_scores_of_a_step_before_the_end_are_not_the_runs_and_of_two_scorings_the_newest_counts(
+def test_scores_of_an_earlier_step_or_an_older_scoring_do_not_count(
     out,
 ):
     """Scored at step 500 of 1,000, later once more; the partner at 1,000 only. Steps are compared
@@ -332,7 +332,7 @@ def test_scores_of_a_step_before_the_end_are_not_the_runs_and_of_two_scorings_th
     )
 
 
-def test_the_command_writes_the_page_and_figures_of_scores_errors_and_chance(
+def test_the_command_writes_the_page_and_figures_of_scores(
     tmp_path: Path, out, pair, capsys: pytest.CaptureFixture[str]
 ):
     (out / "run_bf16/eval/precision.json").write_text("{}")  # eval.precision's, no record

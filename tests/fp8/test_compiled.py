@@ -44,7 +44,7 @@ class Piece(torch.nn.Module):
         self.head = FP8Head(plain, RECIPES["tensorwise"], is_delayed=True)
         self.scales = DelayedScales(self)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         x = self.norm(x)
         losses = self.token_losses(self.kernels(x), torch.arange(len(x)))
         return *(holder(x) for holder in self.linears), losses

@@ -54,18 +54,18 @@ def build(
     return model, selection.recipes(layers, SCALE), *tokens(seed)
 
 
-def probed(tmp_path: Path, model, recipes, x, y, n_tokens: int = 4096):
+def probed(tmp_path: Path, model, recipes, x: torch.Tensor, y: torch.Tensor, n_tokens: int = 4096):
     """All rows of the file after one more probe, read as strict JSON."""
     path = tmp_path / "probe.jsonl"
     Probe(path, model, recipes, n_tokens)(7, x, y, SCALE)
     return read(path)
 
 
-def read(path):
+def read(path: Path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def reference(x, operand, noise=None):
+def reference(x: torch.Tensor, operand, noise=None):
     """By the independent rounding of fp8/test_linears.py; scales sorted, the lower median of them."""
     x = x.detach().double().flatten(0, -2)
     q, scale = quantised(x, operand, 1, noise)
@@ -94,7 +94,7 @@ class Operands:
         for name in names:
             model.get_submodule(name).register_forward_hook(partial(self._note, name))
 
-    def _note(self, name, module, inputs, output):
+    def _note(self, name: str, module: torch.nn.Module, inputs, output):
         first = {"weight": module.weight, "activation": inputs[0]}
         first = self.tensors.setdefault(name, first)
         output.register_hook(lambda g: first.update({"gradient": g.clone()} | first))
@@ -193,7 +193,7 @@ HEADS = pytest.mark.parametrize(
 )
 
 
-def build_with_head(label):
+def build_with_head(label: str):
     return build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
 
 
@@ -324,11 +324,11 @@ def hooks_of(model) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def fail_in_forward(model, x):
+def fail_in_forward(model, x: torch.Tensor):
     return IndexError, x + 10_000
 
 
-def fail_in_backward(model, x):
+def fail_in_backward(model, x: torch.Tensor):
     model.layers[0].mlp.register_forward_hook(
         lambda module, inputs, output: output.register_hook(lambda g: 1 / 0) and None
     )
@@ -414,7 +414,7 @@ def test_a_summary_has_the_time_of_probes(probed_run):
     assert about["probe_share"] == pytest.approx(share) and 0 < share < 1
 
 
-def reseal(config, **changes: object) -> None:
+def reseal(config: Config, **changes: object) -> None:
     """Change the state in the last checkpoint of a run that is to go on from there."""
     (config.run_dir / "summary.json").unlink()
     checkpoint = checkpoints(config.run_dir)[-1]

@@ -317,14 +317,18 @@ def test_a_label_is_read_back(label: str):
 # ----------------------------------------------------------------------------- variants of model.py
 
 
-def parallel_block(self: Block, x, cos, sin, cache=None, mask=None) -> torch.Tensor:
+def parallel_block(
+    self: Block, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache=None, mask=None
+) -> torch.Tensor:
     """Attention and MLP side by side, as docs/extending.md has it."""
     after_attention = x + self.attn(self.norm1(x), cos, sin, cache, mask)
     mlp_input = x if self.is_parallel else after_attention
     return after_attention + self.mlp(self.norm2(mlp_input))
 
 
-def gated_attention(self: Attention, x, cos, sin, cache=None, mask=None) -> torch.Tensor:
+def gated_attention(
+    self: Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache=None, mask=None
+) -> torch.Tensor:
     return ATTENTION(self, x, cos, sin, cache, mask) * x.sigmoid()
 
 

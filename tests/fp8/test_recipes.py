@@ -179,7 +179,7 @@ def test_tf32_rounds_no_emulated_matmul(name: str, tiny: Config, monkeypatch: py
 
 class WithZLoss(GPT):
     @staticmethod
-    def loss_of_logits(logits, targets):
+    def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor):
         plain = GPT.loss_of_logits(logits, targets)
         return plain + 1e-4 * logits.logsumexp(-1) ** 2
 
@@ -191,7 +191,7 @@ def test_a_head_that_computes_its_loss_refuses_another_loss():
         convert(gpt, from_label("tensorwise+kernels+head"))
 
 
-def added_to_the_gradient_alone(logits, targets):
+def added_to_the_gradient_alone(logits: torch.Tensor, targets: torch.Tensor):
     """How a z-loss is kept out of the loss that is shown."""
     z = 1e-2 * logits.logsumexp(1) ** 2
     return GPT.loss_of_logits(logits, targets) + z - z.detach()

@@ -55,7 +55,7 @@ def rigged(logits_of):
 
 
 def generate(
-    model, ids, n_new, temperature: float = 0.0, top_k=None, generator=None, **more: object
+    model, ids, n_new: int, temperature: float = 0.0, top_k=None, generator=None, **more: object
 ):
     """The new tokens of eval/sample.py's stream(), (B, at most n_new)."""
     return torch.stack(
@@ -63,7 +63,7 @@ def generate(
     )
 
 
-def greedy_text(model, prompt, n_new):
+def greedy_text(model, prompt, n_new: int):
     """What a model says after the bytes of `prompt` until it ends the text, replacement characters
     for what is none."""
     ids = generate(model, torch.tensor([list(prompt)]), n_new, ends=(256,))[0].tolist()
@@ -108,7 +108,7 @@ def directly(model, context, continuation):
     return total, greedy
 
 
-def expected_pair(model, context, continuation):
+def expected_pair(model, context: str, continuation: str):
     # lm-eval's rule: blanks at the end of a context belong to the continuation
     stripped = context.rstrip()
     return directly(
@@ -128,7 +128,7 @@ def rolled(model, prefix, ids):
     )
 
 
-def words(rng, n):
+def words(rng: random.Random, n: int):
     return " ".join("".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(n))
 
 
@@ -151,7 +151,7 @@ def build_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def write_run(
-    folder,
+    folder: Path,
     tokenizer: str = "byte",
     fp8=None,
     step: int = 6,
@@ -201,7 +201,7 @@ def write_run(
 
 
 def make_llama(
-    folder,
+    folder: Path,
     *,
     architecture: str = "Llama",
     dtype=torch.bfloat16,

@@ -42,7 +42,7 @@ WORDS = [
 OPTIONS = {"tokens": "10e6", "tokenizer": "byte", "val_share": 0.2, "processes": 1}
 
 
-def make_hub(folder, documents: int = 60):
+def make_hub(folder: Path, documents: int = 60):
     """Writes the repositories of configs/sources.py as they lie on the Hub, `documents` rows a
     file, and returns what lies in them: repository -> file -> rows. There are copies within and
     across the sources, empty documents, odd Unicode."""
@@ -166,7 +166,7 @@ def calm(hub, tmp_path_factory: pytest.TempPathFactory):
     return base / "out"
 
 
-def documents(folder):
+def documents(folder: Path):
     """The texts that byte-tokenised shards hold."""
     texts = "".join(chr(number) for ids in found(folder).values() for number in ids).split(
         chr(256)
@@ -263,7 +263,7 @@ def test_a_data_set_that_is_gone_is_a_sentence(
     assert ARXIV in said and SOURCES["fineweb_edu"].dataset in out and "c: " in out
 
 
-def test_check_sources_shows_a_record_and_tells_of_a_hub_that_does_not_answer(
+def test_check_sources_shows_a_record_or_says_that_the_hub_is_silent(
     hub, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["--check-sources"]) == 0
@@ -333,7 +333,7 @@ def test_any_data_set_of_the_hub(
     shutil.rmtree(hub.folder / "own")
 
 
-def test_the_train_split_is_found_and_a_resume_stays_at_the_commit_that_was_begun(
+def test_the_train_split_is_found_and_a_resume_stays_at_its_commit(
     hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Someone pushes meanwhile: what `main` means now is not asked for, unless revision= says
@@ -368,7 +368,7 @@ def test_a_budget_is_shared_by_weight(tmp_path: Path):
         assert 150_000 * share <= index["splits"]["train"]["tokens"] < 150_000 * share + 4_000
 
 
-def write_file(folder, repo, name, content: bytes):
+def write_file(folder: Path, repo, name: str, content: bytes):
     path = folder / repo / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)

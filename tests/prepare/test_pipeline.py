@@ -47,7 +47,7 @@ def split_of(data: bytes, val_per_10k: int = 2000):
     )
 
 
-def due(documents, tokenizer: str = "byte", val_per_10k: int = 2000, budget=math.inf):
+def due(documents: list[str], tokenizer: str = "byte", val_per_10k: int = 2000, budget=math.inf):
     """The ids that must lie in each split: of each text the first copy, in order, up to the one
     that fills the budget."""
     tok, ids = load_tokenizer(tokenizer), {"train": [], "val": []}
@@ -57,7 +57,7 @@ def due(documents, tokenizer: str = "byte", val_per_10k: int = 2000, budget=math
     return ids
 
 
-def found(folder):
+def found(folder: Path):
     return {
         split: (
             np.concatenate(
@@ -68,7 +68,7 @@ def found(folder):
     }
 
 
-def content(folder):
+def content(folder: Path):
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -310,7 +310,7 @@ def test_a_budget_counts_training_tokens(
     write(files[0], [DOCUMENTS[0]] * 200 + DOCUMENTS)
     write_json, ends = pieces.write_json, []
 
-    def stop_before_the_second_end(path, value):
+    def stop_before_the_second_end(path: Path, value):
         ends.extend(["an end"] * bool(value.get("end")))
         if len(ends) == 2:
             raise KeyboardInterrupt
@@ -427,7 +427,7 @@ def start(command, **more: object):
     )
 
 
-def storm(big, out, kills, seed):
+def storm(big, out, kills, seed: int):
     """kill -9 at random moments until `kills` have struck; then to the end."""
     rng, killed = random.Random(seed), 0
     while killed < kills:
@@ -496,7 +496,7 @@ def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_pa
     assert content(out) == big.calm
 
 
-def test_two_commands_on_one_source_do_not_mix_and_after_sigterm_more_processes_make_the_same(
+def test_two_commands_on_one_source_do_not_mix_and_sigterm_is_a_pause(
     big, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = start(big.command(tmp_path), SLOW="1")
@@ -541,7 +541,7 @@ def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(
     assert found(tmp_path / "out/mine") == due([*others[0], *others[1]])
 
 
-def test_a_skipped_file_does_not_end_a_source_whose_copies_left_the_budget_unfilled(
+def test_a_skipped_file_does_not_end_a_source_below_its_budget(
     tmp_path: Path,
 ) -> None:
     """The first pieces hold tokens enough, but half of them are copies: more files are read."""
@@ -727,7 +727,7 @@ def grams_of(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + 13]) for i in range(len(words) - 12)}
 
 
-def compare(evaluation: list[str], documents: list[str], folder) -> int:
+def compare(evaluation: list[str], documents: list[str], folder: Path) -> int:
     """How many of the documents are found, by us and by sets of words alike."""
     (_, grams), wanted = (
         read_grams([write(folder / "eval.jsonl", evaluation)]),

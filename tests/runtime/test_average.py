@@ -55,7 +55,7 @@ def loss_of(weights: dict[str, torch.Tensor], config: Config) -> float:
     return evaluate(model, data.val, data.weights, config.micro_batch, cpu).loss
 
 
-def test_a_summary_has_the_loss_of_the_mean_beside_that_of_the_last_weights(trained: Config):
+def test_a_summary_has_the_loss_of_the_mean_and_of_the_last_weights(trained: Config):
     of_run = summary(trained)
     assert of_run["averaged_steps"] == [4, 6, 7]
     assert of_run["loss_bf16_average"] == loss_of(mean_in_fp64(trained, [4, 6, 7]), trained)

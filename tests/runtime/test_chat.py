@@ -54,7 +54,7 @@ TURNS = [
 CONVERSATIONS = [[{"role": role, "content": content} for role, content in turns] for turns in TURNS]
 
 
-def make_folder(folder, template, kind: str = "byte level", **roles: object):
+def make_folder(folder: Path, template: str, kind: str = "byte level", **roles: object):
     roles = {"chat_template": template} | roles
     if kind == "sentencepiece":
         return write_sentencepiece(folder, **roles)
@@ -70,11 +70,11 @@ def make_folder(folder, template, kind: str = "byte level", **roles: object):
     return folder
 
 
-def id_of(folder, content):
+def id_of(folder: Path, content):
     return Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(content)
 
 
-def prepare(tmp_path: Path, rows, folder, *words: object, code: int = 0):
+def prepare(tmp_path: Path, rows: list[dict], folder: Path, *words: object, code: int = 0):
     path = tmp_path / "chat.jsonl"
     if rows:  # else those that are there
         write_rows(path, rows)
@@ -92,7 +92,7 @@ def prepare(tmp_path: Path, rows, folder, *words: object, code: int = 0):
     assert main(words) == code
 
 
-def read_documents(folder, eot=LOSS_MASK_BIT | 1):
+def read_documents(folder: Path, eot=LOSS_MASK_BIT | 1):
     """(ids, whether each is learned) of every document of both splits, without its end-of-text
     token `eot`."""
     documents = []
@@ -105,7 +105,7 @@ def read_documents(folder, eot=LOSS_MASK_BIT | 1):
     return documents
 
 
-def spread(rows):
+def spread(rows: list[list[dict]]):
     """Rows enough for both splits, all different."""
     other_rows = [
         [{"role": "user", "content": str(n)}, {"role": "assistant", "content": f"say {n}"}]
@@ -114,7 +114,7 @@ def spread(rows):
     return [*rows, *other_rows]
 
 
-def marked_ids(transformers_own, messages):
+def marked_ids(transformers_own, messages: list[dict]):
     """Ids, and whether each is learned, by transformers' own mask."""
     made = transformers_own.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
@@ -122,7 +122,7 @@ def marked_ids(transformers_own, messages):
     return made["input_ids"], [bool(i) for i in made["assistant_masks"]]
 
 
-def ids_by_prefixes(transformers_own, messages):
+def ids_by_prefixes(transformers_own, messages: list[dict]):
     """Ids, and whether each is learned: what an answer adds to the messages before it."""
     ids = transformers_own.apply_chat_template(messages)["input_ids"]
     is_learned = [False] * len(ids)
@@ -407,7 +407,7 @@ ADDS_PARTS = PLAIN.replace("{{ message.content | trim }}", "{{ 'x' + message.con
 AS_JSON = PLAIN.replace("message.content | trim", "message.content | tojson")
 
 
-def in_parts(messages):
+def in_parts(messages: list[dict]):
     """The messages with each content in parts as OpenAI's format has it."""
     return [
         message | {"content": [{"type": "text", "text": message["content"]}]}

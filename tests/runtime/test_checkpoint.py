@@ -48,7 +48,7 @@ def tensors(step: int = 0):
     }
 
 
-def saver_of(config, losses=None, **policy: object):
+def saver_of(config: Config, losses=None, **policy: object):
     return Saver(
         config.run_dir,
         CheckpointConfig(**{"every": 1, "keep": 9, **policy}),
@@ -57,14 +57,14 @@ def saver_of(config, losses=None, **policy: object):
     )
 
 
-def save(config, *steps: object):
+def save(config: Config, *steps: object):
     saver = saver_of(config)
     for step in steps:
         saver.save(step, tensors(step), {"updates": step}, config)
     saver.finish()
 
 
-def fill(config, say=pytest.fail, tensors_to_fill=None):
+def fill(config: Config, say=pytest.fail, tensors_to_fill=None):
     """The step of the checkpoint that restore() takes, whose tensors it must hold where all are
     wanted."""
     filled = tensors_to_fill or tensors()
@@ -73,11 +73,11 @@ def fill(config, say=pytest.fail, tensors_to_fill=None):
     return restored.step
 
 
-def same(filled, step):
+def same(filled, step: int):
     return all(torch.equal(filled[name], t) for name, t in tensors(step).items())
 
 
-def holds(path, step):
+def holds(path: Path, step: int):
     filled = tensors()
     load(path, read_manifest(path), filled)
     return same(filled, step)
@@ -213,7 +213,7 @@ def test_what_has_no_done_never_was_a_checkpoint_and_is_saved_over(tiny: Config)
     assert holds(newest, 3)
 
 
-def forge(path, name, content):
+def forge(path: Path, name: str, content):
     """As an attacker would: the file, the manifest's hash of it, and DONE."""
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())

@@ -578,7 +578,7 @@ def test_no_command_line_is_a_traceback(
     assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "__pycache__"}
 
 
-def accepts(config, key, value) -> bool:
+def accepts(config: Config, key: str, value) -> bool:
     """Whether a key may have this value, which every run then writes as JSON."""
     try:
         changed = apply_overrides(config, [f"{key}={value}"])

@@ -34,7 +34,7 @@ OURS = {"tokenizer": "folder", "tokenizer_sha256": SHA, "vocab_size": VOCAB}
 WINDOWS = {"a": (20, 11), "b": (7,), "c": (40,)}  # train windows of each source's shards
 
 
-def write_numbered(folder, windows, offset, val_windows: int = 5, **changes: object):
+def write_numbered(folder: Path, windows, offset, val_windows: int = 5, **changes: object):
     """Shards of consecutive token ids: a window's first id names it. The second lacks its last
     window's target alone."""
     splits, value = {"train": [], "val": []}, offset
@@ -54,7 +54,7 @@ def folder(tmp_path: Path):
     return tmp_path / "data"
 
 
-def config_of(folder, words: str = ""):
+def config_of(folder: Path, words: str = ""):
     return conftest.changed(
         conftest.tiny_config(folder, folder.parent / "out"),
         "data.mixture=a:0.5,b:0.2,c:0.3 seed=1 data.tokenizer=./some/folder"
@@ -63,7 +63,7 @@ def config_of(folder, words: str = ""):
     )
 
 
-def load(folder, words: str = "", sha256=SHA):
+def load(folder: Path, words: str = "", sha256=SHA):
     return Data(config_of(folder, words), sha256)
 
 
@@ -77,7 +77,7 @@ def firsts(batches):
     return [token for x, _ in batches for token in x[:, 0].tolist()]
 
 
-def read(data, steps, start: int = 0):
+def read(data, steps: int, start: int = 0):
     """First tokens of all sequences of these steps, in order; of one rank."""
     return firsts(data.stream(start, steps, 0, 1, "cpu"))
 
@@ -274,7 +274,7 @@ FILES = SHARDS + [f"{source}/hashes.npy" for source in "abc"]
 PLACES = [0.0, 0.5, 1.0]  # of a flipped bit in a file
 
 
-def flip(path, place: float) -> None:
+def flip(path: Path, place: float) -> None:
     flip_bit(path, int(place * (path.stat().st_size - 1)))
 
 
@@ -313,7 +313,7 @@ def test_a_flipped_bit_ends_the_stream_of_the_rank_that_verifies_it(
     assert len(notes) == 1
 
 
-def resize(path, change: str) -> None:
+def resize(path: Path, change: str) -> None:
     """Cut a byte off, add two, or delete the file."""
     content = path.read_bytes()
     path.unlink()
@@ -492,7 +492,7 @@ def wide_shards(tmp_path_factory: pytest.TempPathFactory, wide):
     return folder / "data"
 
 
-def wide_config(folder, tokenizer, vocab_size):
+def wide_config(folder: Path, tokenizer, vocab_size):
     words = f"data.mixture=mine:1 data.tokenizer={tokenizer} model.vocab_size={vocab_size}"
     return config_of(folder, words)
 

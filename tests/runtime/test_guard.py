@@ -24,7 +24,7 @@ SMALL = GuardConfig(window=16, skips=4, rollbacks=2)
 OK, SPIKE, SKIP, ROLLBACK, STOP, NO_TARGET = Verdict
 
 
-def quiet(rng, loss: float = 3.0, norm: float = 1.0):
+def quiet(rng: random.Random, loss: float = 3.0, norm: float = 1.0):
     return loss * math.exp(rng.gauss(0, 0.01)), norm * math.exp(rng.gauss(0, 0.05))
 
 
@@ -35,7 +35,7 @@ def filled(settings=SMALL, steps: int = 64):
     return guard
 
 
-def run(settings, steps, values, sickening=(), save_every: int = 8, is_resumed: bool = False):
+def run(settings, steps: int, values, sickening=(), save_every: int = 8, is_resumed: bool = False):
     """A run as train.py has it: `values(sick, data_step)` gives the factors of loss and norm; the
     updates on the data steps `sickening` damage the weights. is_resumed: before each step anew.
     Returns its verdicts and the guard."""
@@ -116,7 +116,7 @@ def test_a_validation_that_is_not_finite_is_rolled_back_without_a_skip(
     assert (guard.skipped, guard.consecutive, guard.suspect_since) == (0, 0, 80)
 
 
-def no_level(sick, step):
+def no_level(sick, step: int):
     return random.Random(step).choice((4, 40, 400)) if step >= 60 else 1, 1
 
 
@@ -177,7 +177,7 @@ def test_mode_log_follows_a_shift_and_ends_a_row_at_what_is_not_finite():
     [("off", {OK, SKIP}), ("log", {OK, SKIP, SPIKE}), ("act", set(Verdict) - {NO_TARGET})],
 )
 def test_a_resume_at_any_step_changes_no_verdict_and_no_count(mode: str, seen: set):
-    def values(sick, step):
+    def values(sick, step: int):
         loss = math.nan if step % 53 == 0 else 4 if step % 90 > 80 or step % 41 == 0 else 1
         return loss, 9.0 if step % 37 < 3 else 1.0
 
@@ -355,7 +355,7 @@ def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path: Path, ex
 # -------------------------------------------------------------------------------------- guard.layers
 
 
-def layers_of(rng, factor: float = 1.0):
+def layers_of(rng: random.Random, factor: float = 1.0):
     """Norms of three layers, of which the second is small: `factor` of it hardly shows in all."""
     norms = {"wte": 1.0, "layers.0": 0.01 * factor, "norm": 0.3}
     return {name: norm * math.exp(rng.gauss(0, 0.05)) for name, norm in norms.items()}
@@ -379,7 +379,7 @@ def test_a_layer_over_its_own_past_is_a_spike_that_the_global_norm_hides():
 
 @pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.9])
 @pytest.mark.parametrize("scatter", [0.0, 0.2, 2.0])
-def test_a_layers_spike_begins_ten_robust_standard_deviations_above_its_median(
+def test_a_layers_spike_begins_ten_robust_deviations_above_its_median(
     scatter: float, loss_scatter: float
 ):
     """Of 0.1 to 0.3, the more the loss scatters the larger."""

@@ -162,7 +162,7 @@ def test_two_ranks_of_torchrun_tell_a_mistake_once():
         ({}, False),
     ],
 )
-def test_a_rank_whose_first_one_does_not_end_the_job_tells_the_mistake_itself(
+def test_a_rank_tells_a_mistake_itself_where_the_first_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     variables: dict[str, str],
@@ -359,7 +359,7 @@ def test_a_runs_name_in_the_place_of_its_folder_is_told(
         read_config("mine")
 
 
-def write_masked(folder, targets_from: int) -> None:
+def write_masked(folder: Path, targets_from: int) -> None:
     """A masked source whose validation windows hold targets from the `targets_from`-th on, of 16
     windows of 32 tokens."""
     train_ids, val_ids = (np.full(n, 7, np.uint32) for n in (8_000, 513))

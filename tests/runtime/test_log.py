@@ -32,7 +32,7 @@ from tests.helpers.faults import wait_for
 refuse = MagicMock(side_effect=OSError(28, "No space left on device"))
 
 
-def row(step, **changes: object):
+def row(step: int, **changes: object):
     return {
         "step": step,
         "tokens": step * 512,
@@ -46,11 +46,11 @@ def row(step, **changes: object):
     }
 
 
-def val(step, loss: float = 1.5):
+def val(step: int, loss: float = 1.5):
     return {"step": step, "tokens": step * 512, "loss": loss, "sources": {"web": loss}}
 
 
-def open_log(config, resume: int = 0):
+def open_log(config: Config, resume: int = 0):
     config.run_dir.mkdir(parents=True, exist_ok=True)
     return log.Log(config, resume)
 
@@ -59,7 +59,7 @@ def go_back(run_log, to):
     run_log.roll_back(to, {"event": "rollback", "step": 6, "to": to})
 
 
-def rolled_back(config):
+def rolled_back(config: Config):
     """Steps 1 to 6, validated after 2, 4 and 6; back from 6 to 4; 5 and 6 again."""
     run_log = open_log(config)
     for step in range(1, 7):
@@ -83,7 +83,7 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def steps_of(run_log, kind):
+def steps_of(run_log, kind: str):
     return [row["step"] for row in read_rows(run_log.path) if row["kind"] == kind]
 
 
@@ -297,7 +297,7 @@ def wandb(tiny: Config, monkeypatch: pytest.MonkeyPatch):
     return package
 
 
-def mirrored(config):
+def mirrored(config: Config):
     """rolled_back(), mirrored to W&B, with a skipped step; closed."""
     run_log = rolled_back(replace(config, log=LogConfig(to=("wandb",))))
     run_log.step(row(7, verdict="SKIP"))
@@ -365,7 +365,7 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(
 ):
     points = []
 
-    def writer(folder, purge_step):
+    def writer(folder: Path, purge_step):
         # as TensorBoard does when it reads
         points[:] = [event for event in points if event[0] < purge_step]
         return SimpleNamespace(
@@ -509,7 +509,7 @@ def test_the_meter_waits_for_no_driver_and_reads_what_the_gpu_supports(
     meter.close()
 
 
-def traced_steps(run_dir):
+def traced_steps(run_dir: Path):
     path = run_dir / "profile/trace_rank0.pt.trace.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if path.exists() else []
     return sorted(

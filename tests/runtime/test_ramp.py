@@ -109,7 +109,7 @@ def test_targets_are_those_of_the_step(tiny: Config):
     assert [data.targets(step) for step in range(13)] == TOKENS
 
 
-def test_after_a_rollback_no_token_is_read_twice_and_less_than_a_full_step_left_out():
+def test_a_rollback_reads_no_token_twice_and_skips_less_than_a_full_step():
     """From any step back to any earlier one, also between stages of different sizes."""
     ramp = ramp_of("0.3:0.25,0.5:0.5", 6)
     position = {step: ramp.place(step).position for step in range(ramp.steps + 1)}

@@ -517,7 +517,7 @@ def put(store: FaultyStore, checkpoint: Path) -> None:
     store.put(str(checkpoint), target, recursive=True)
 
 
-def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(
+def test_what_was_fetched_is_fetched_anew_where_the_store_has_another(
     store: FaultyStore, tmp_path: Path
 ):
     """As after a rollback of the run that was copied."""

@@ -38,7 +38,7 @@ def start_of(tiny: Config, monkeypatch: pytest.MonkeyPatch):
     return start
 
 
-def manifest_of(config, state) -> dict:
+def manifest_of(config: Config, state) -> dict:
     return {"step": 4, "state": state, "config": asdict(config)}
 
 

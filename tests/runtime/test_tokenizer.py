@@ -396,7 +396,7 @@ ENDS = [
 ]
 
 
-def write_files(folder, files):
+def write_files(folder: Path, files):
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
 
@@ -439,7 +439,7 @@ def test_ends_that_cannot_be_read_are_a_sentence(tmp_path: Path, name: str, cont
 # ------------------------------------------------------------------------------------ identity
 
 
-def respell(folder, target, change):
+def respell(folder: Path, target, change):
     shutil.copytree(folder, target)
     path = target / "tokenizer.json"
     rules = json.loads(path.read_text())

@@ -245,7 +245,7 @@ def test_a_word_overrides_what_the_study_counts(counted: Path):
     assert read_runs([counted / "y"], "nonembed")[0][0].N == record.N
 
 
-def test_runs_that_count_differently_are_refused_with_the_word_that_mends_it(counted: Path):
+def test_runs_that_count_differently_are_refused_with_the_remedy(counted: Path):
     x, y = (read_record(counted / name / name) for name in "xy")
     with pytest.raises(UserError, match="x and y differ in convention .*n=total"):
         check_comparable([x, y])
