@@ -54,7 +54,7 @@ def read_probe(path: Path) -> ProbeRecord:
     block = {(row.block, row.step): _numbers(row, OUTLIERS) for row in block_rows}
     if not rows:
         raise UserError(NOTHING.format(path))
-    layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
+    layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*depth_of(layer), layer))
     blocks = sorted({number for number, _ in block})
     steps = sorted({row.step for row in rows})
     return ProbeRecord(
@@ -101,7 +101,7 @@ def _by_step(rows: Mapping, keys: Sequence, steps: Sequence[int], names: Sequenc
     return dict(zip(names, values, strict=True))
 
 
-def place(layer: str) -> tuple[float, int, str]:
+def depth_of(layer: str) -> tuple[float, int, str]:
     """Block index of "layers.0.attn.qkv" (infinite outside the blocks), rank of the kind within the
     block, kind."""
     parts = layer.split(".")
@@ -113,7 +113,7 @@ def place(layer: str) -> tuple[float, int, str]:
 
 def kinds_of(layers: Iterable[str]) -> dict[str, np.ndarray]:
     """Kind -> indices of its layers, in order of the kinds' ranks."""
-    kinds = [place(layer)[1:] for layer in layers]
+    kinds = [depth_of(layer)[1:] for layer in layers]
     return {
         kind[1]: np.array(
             [index for index, kind_of_layer in enumerate(kinds) if kind_of_layer == kind]
