@@ -8,7 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.borrowed import PARTS, BorrowedPart, BorrowedRow, read_borrowed_rows, rows_on_gpu
+from bench.borrowed import (
+    PARTS,
+    BorrowedPart,
+    BorrowedRow,
+    parts_table,
+    read_borrowed_rows,
+    rows_on_gpu,
+)
 from bench.fourway import arms_table
 from bench.kernel_kinds import table_of_kernels, table_of_kinds
 from bench.outcomes import FILE as OUTCOMES
@@ -45,6 +52,7 @@ PAGE = ROOT / "docs" / "speed.md"
 README = ROOT / "README.md"
 README_ROW = "| **FP8's speed** / BF16's |"
 BEGIN = "<!-- made by python -m bench.borrowed write=true -->"
+PARTS_BEGIN = "<!-- parts, made by python -m bench.borrowed write=true -->"
 KERNELS_BEGIN = "<!-- kernels, made by python -m bench.borrowed write=true -->"
 END = "<!-- end -->"
 PROFILED = "1p5b"  # the size whose micro-step is taken apart
@@ -59,12 +67,14 @@ def report(folder: Path, cells: Path, is_to_write: bool) -> str:
     table = speed_table(rows)
     if is_to_write:
         page = with_table(PAGE.read_text(), table)
-        write_atomically(PAGE, with_table(page, kernels_table(rows), KERNELS_BEGIN))
+        page = with_table(page, kernels_table(rows), KERNELS_BEGIN)
+        write_atomically(PAGE, with_table(page, parts_table(), PARTS_BEGIN))
         write_atomically(README, with_readme_row(README.read_text(), readme_row(rows)))
         figure_rows = [*rows_beside_peers(cells), *rows_on_gpu(cells)]
         draw_ratios(figure_rows, cells.with_suffix(".png"))
     gpu = gpu_of(rows)
-    sections = [f"## FP8 over BF16 on {gpu}", table, *_sections_of_kernels(rows)]
+    sections = [f"## FP8 over BF16 on {gpu}", table, "## Targets", targets_table(rows)]
+    sections += _sections_of_kernels(rows)
     borrowed_rows = [row for row in read_borrowed_rows(folder) if row.gpu is not None]
     return "\n\n".join([*sections, *_sections_of_parts(borrowed_rows)])
 
@@ -155,6 +165,21 @@ def _ratio_text(row: TimedRow | None, modelled_ratio: float | None) -> str:
     if modelled_ratio is not None:
         texts.append(f"({modelled_ratio:.3f})")
     return " ".join(texts)
+
+
+def targets_table(rows: Sequence[CellRow]) -> str:
+    """Markdown: each number that a part aims at, and what its cell has reached."""
+    ratios = {row.cell.name: row.ratio for row in valid_rows_by_cell(rows).values()}
+    lines = [["part", "cell", "target", "measured", ""]]
+    for part in PARTS:
+        for target in part.targets:
+            ratio = ratios.get(target.cell)
+            verdict = "not measured"
+            if ratio is not None:
+                verdict = "met" if ratio >= target.least_ratio else "missed"
+            aim = f"{target.least_ratio:.2f}"
+            lines.append([part.name, target.cell, aim, number_text(ratio, ".3f"), verdict])
+    return grid(lines)
 
 
 def profiled(rows: Sequence[CellRow]) -> dict[str, list[Kernel]]:

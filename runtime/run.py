@@ -561,6 +561,8 @@ class Run:
     def _check_replicas(self) -> None:
         """Raises MachineError before weights that replicas do not share are saved, or their
         validation loss is logged."""
+        if not self.config.parallel.check_replicas:
+            return
         names = [name for name in self._tensors if name.startswith("model.")]
         weights = {name.removeprefix("model."): self._tensors[name] for name in names}
         try:

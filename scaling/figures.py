@@ -14,7 +14,13 @@ from lib.command import command, run_command
 from lib.plots import write_with
 from lib.values import FilePath
 from scaling.histories import read_history
-from scaling.probe_figures import draw_outliers, draw_scales, draw_underflow
+from scaling.probe_figures import (
+    draw_matmuls,
+    draw_outliers,
+    draw_scales,
+    draw_underflow,
+    has_matmuls,
+)
 from scaling.probes import format_worst, read_probe
 from scaling.run_figure import draw
 
@@ -50,6 +56,8 @@ def draw_fp8(run: Path, folder: Path) -> str:
         }
         figures["fp8_scales"] = draw_scales(probe, inference, name)
         figures["fp8_underflow"] = draw_underflow(probe, name)
+        if has_matmuls(probe):  # older ones have none
+            figures["fp8_matmuls"] = draw_matmuls(probe, name)
     if probe.blocks:
         figures["fp8_outliers"] = draw_outliers(probe, name)
     wrote = [write_with(folder, file, figure, {}) for file, figure in figures.items()]

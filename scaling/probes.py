@@ -16,7 +16,12 @@ from scaling.histories import NOTHING, to_number
 
 OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
-PROBED = (*SCALES, *SHARES, "error")
+PROBED = (*SCALES, *SHARES, "error", "kurtosis")
+MATMULS = {
+    "output_sqnr": "output",
+    "input_grad_sqnr": "input gradient",
+    "weight_grad_sqnr": "weight gradient",
+}
 OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
 KINDS = ("qkv", "out", "gate_up", "down", "head")
 
@@ -29,6 +34,7 @@ class ProbeRecord:
     steps: np.ndarray
     layers: list[str]  # in order of depth, the head last
     linear: dict[tuple[str, str], np.ndarray]  # (operand, field of PROBED) -> (layers, steps)
+    matmul: dict[str, np.ndarray]  # field of MATMULS -> (layers, steps)
     last: int  # index of the last step that has every layer; of a cut-off file, too
     blocks: list[int]
     block: dict[str, np.ndarray]  # field of OUTLIERS -> (blocks, steps)
@@ -38,6 +44,7 @@ def read_probe(path: Path) -> ProbeRecord:
     """One probe file; of a step that is there twice the last one counts. Raises UserError where it
     is empty or damaged."""
     linear: dict[tuple[str, int], list[float]] = {}
+    matmul: dict[tuple[str, int], list[float]] = {}
     block: dict[tuple[int, int], list[float]] = {}
     recipes = set()
     for row in read_probe_rows(path):
@@ -45,6 +52,7 @@ def read_probe(path: Path) -> ProbeRecord:
             block[row.block, row.step] = [to_number(getattr(row, key)) for key in OUTLIERS]
         else:
             linear[row.layer, row.step] = _probed_numbers(row)
+            matmul[row.layer, row.step] = [to_number(getattr(row, key)) for key in MATMULS]
             recipes.add(row.recipe)
     if not linear and not block:
         raise UserError(NOTHING.format(path))
@@ -58,6 +66,7 @@ def read_probe(path: Path) -> ProbeRecord:
         np.array(steps),
         layers,
         _by_step(linear, layers, steps, list(itertools.product(OPERANDS, PROBED))),
+        _by_step(matmul, layers, steps, list(MATMULS)),
         last,
         blocks,
         _by_step(block, blocks, steps, OUTLIERS),

@@ -182,15 +182,17 @@ def producers_case():
     x, gate_up = moderate(512, 768), moderate(512, 1024, seed=1)
     grad, angles = moderate(512, 512, seed=2), torch.rand(128, 64)
     heads = [moderate(512, n * 128, seed=n).view(4, 128, n, 128) for n in (4, 2, 2)]
+    weight, rstd = 1 + torch.rand(768), x.float().square().mean(1).rsqrt()
     return {
-        "norm": (x, x.flip(0), 1 + torch.rand(768), 1e-5, scale),
+        "norm": (x, x.flip(0), weight, 1e-5, scale),
+        "norm_grad": (x.flip(1), x, rstd, weight, x.flip(0), scale, amax),
         "swiglu": (gate_up, scale, amax),
         "swiglu_grad": (grad, gate_up, scale, amax),
         "rope_grad": (*heads, angles.cos(), angles.sin(), scale, amax),
     }
 
 
-@pytest.mark.parametrize("name", ["norm", "swiglu", "swiglu_grad", "rope_grad"])
+@pytest.mark.parametrize("name", ["norm", "norm_grad", "swiglu", "swiglu_grad", "rope_grad"])
 def test_producers_on_hardware_are_near_their_reference(name: str):
     """Exponentials and sums have other last bits: a value may fall to the other side of a step."""
     operator, inputs = getattr(producers, name), producers_case()[name]

@@ -2,6 +2,7 @@
 here are processes of a line of Python."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from bench import borrowed, borrowed_report, fourway, noise, trainings
-from bench.borrowed import PARTS, BorrowedPart
-from bench.cells import our_cell
+from bench import borrowed, borrowed_report, fourway, noise, peak_memory, trainings
+from bench.borrowed import PARTS, BorrowedPart, parts_table
+from bench.cells import groups_of, our_cell
 from bench.rows import FailedRow, Failure, TimedRow
 from lib.errors import UserError
 from lib.files import to_line
+from lib.machine import GIB
 from runtime.config import load_config
 from runtime.data import Data
 from runtime.environment import Environment
@@ -31,7 +33,14 @@ WRITES_TWO = (
 def part(name: str, code: str, guess_s: float = 1.0, results: str = "") -> BorrowedPart:
     words = ("-c", code, "{out}")
     return BorrowedPart(
-        name=name, shows="-", guess_s=guess_s, words=words, rehearsal=words, results=results
+        name=name,
+        shows="-",
+        measures="-",
+        answers="-",
+        guess_s=guess_s,
+        words=words,
+        rehearsal=words,
+        results=results,
     )
 
 
@@ -73,6 +82,18 @@ def test_a_second_call_goes_on_with_what_is_missing(call: Callable[..., Any]):
     call(parts, code=1)
     lines, _ = call(parts, code=1)
     assert [line["part"] for line in lines if line["outcome"]] == ["sound", "broken", "broken"]
+
+
+@pytest.mark.parametrize("key", ["torch", "device"])
+def test_a_part_done_on_another_torch_or_gpu_runs_again(call, gpu, monkeypatch, key):
+    sound = [part("sound", "")]
+    for _ in range(2):
+        lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert len(lines) == 1, "it is done"
+    there = replace(environment_of_a_gpu(), **{key: "another"})
+    monkeypatch.setattr(borrowed, "environment", lambda *_: there)
+    lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert [line["outcome"] for line in lines] == ["done", "done"]
 
 
 def test_a_part_that_fails_costs_itself_alone_and_its_last_line_is_told(call: Callable[..., Any]):
@@ -121,11 +142,19 @@ def test_one_part_cannot_take_the_time_of_all(call: Callable[..., Any], gpu: Non
 
 
 @pytest.mark.parametrize(
-    "ratio, failure, outcome",
-    [(1.2, None, "done"), (None, "out of memory", "done"), (None, None, "cut")],
+    "run, ratio, failure, outcome",
+    [
+        ("y", 1.2, None, "done"),
+        ("y", None, "out of memory", "done"),
+        ("y", None, None, "cut"),
+        ("w", 1.2, None, "cut"),
+    ],
+    ids=["timed", "failed", "neither", "timed by an earlier call"],
 )
-def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, ratio, failure, outcome):
+def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, run, ratio, failure, outcome):
+    """The call itself began at "x"."""
     row = row_of("350m", "tensorwise", ratio)
+    row = replace(row, provenance=replace(row.provenance, run=run))
     if failure:
         head = {"cell": row.cell, "provenance": row.provenance, "wall_s": 1.0}
         row = FailedRow(**head, failure=Failure(failure=failure))
@@ -152,7 +181,19 @@ def test_a_part_whose_folder_is_not_there_is_left_out_and_costs_nothing(call: Ca
     assert "there is no data/nowhere (another code base)" in printed
 
 
-def test_a_part_that_is_not_at_its_end_goes_on_the_next_time(call: Callable[..., Any]):
+def test_a_rehearsal_of_a_part_whose_folder_is_not_there_is_another_one(call):
+    needy = replace(
+        part("needy", "1 / 0"),
+        needs=("data/nowhere", "-"),
+        rehearsal_without=("-c", WRITES_TWO, "{out}"),
+        results="r.jsonl",
+    )
+    lines, _ = call([needy])
+    assert outcomes(lines) == {"needy": "done"}
+    assert [line["result"] for line in lines] == [{"n": 1}, {"n": 2}, {}]
+
+
+def test_a_part_that_is_not_at_its_end_goes_on_the_next_time(call):
     study = replace(part("study", "raise SystemExit(3)"), exit_code_when_unfinished=3)
     lines, _ = call([study], code=1)
     assert outcomes(lines) == {"study": "cut"}
@@ -206,6 +247,14 @@ def test_a_rehearsal_has_what_a_bare_machine_has():
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("name", ["study", "peers"])
+def test_a_part_starts_without_its_folder(name, call, tmp_path):
+    (tmp_path / "borrowed").mkdir()
+    (tmp_path / "borrowed/toy.jsonl").write_bytes(b"")  # what a part before it leaves
+    lines, printed = call([part for part in PARTS if part.name == name], f"parts={name}")
+    assert outcomes(lines) == {name: "done"}, printed
+
+
 @pytest.mark.parametrize("name", ["tests", "flagship"])
 def test_a_part_runs_in_the_rehearsal(
     name: str, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -228,6 +277,34 @@ def test_the_page_on_speed_is_what_the_rows_say():
     readme = borrowed_report.README.read_text()
     row = borrowed_report.readme_row(rows_of_gpu)
     assert borrowed_report.with_readme_row(readme, row) == readme
+
+
+def test_the_page_on_speed_lists_every_part_and_what_it_aims_at():
+    page = borrowed_report.PAGE.read_text()
+    assert borrowed_report.with_table(page, parts_table(), borrowed_report.PARTS_BEGIN) == page
+    lines = page.split("\n")
+    for part in PARTS:
+        (line,) = [line for line in lines if line.startswith(f"| {part.name} ")]
+        assert all(words in line for words in (part.shows, part.measures, part.answers))
+        assert all(f"{aim.least_ratio:.2f} in {aim.cell}" in line for aim in part.targets)
+
+
+def test_a_part_times_the_cells_that_it_aims_at():
+    suite_cells = {cell.name for group in groups_of("h100") for cell in group}
+    for part in PARTS:
+        assert set(part.cells) <= suite_cells
+        assert {target.cell for target in part.targets} <= set(part.cells)
+
+
+@pytest.mark.parametrize(
+    "ratio, verdict", [(1.12, "met"), (1.119, "missed"), (None, "not measured")]
+)
+def test_a_report_says_which_targets_were_met(ratio, verdict):
+    rows_of_gpu = [row_of("125m", "tensorwise+kernels+head", ratio)]
+    lines = borrowed_report.targets_table(rows_of_gpu).split("\n")
+    (line,) = [line for line in lines if "| 125m/" in line]
+    assert line.rstrip(" |").endswith(f"| {verdict}")
+    assert sum("not measured" in line for line in lines) == (2 if ratio else 3)
 
 
 def row_of(size: str, label: str, ratio: float | None) -> TimedRow:
@@ -282,7 +359,7 @@ def toy_arms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     patch.setattr(fourway, "ARMS", {"BF16 eager": ("bf16", eager), "FP8 eager": ("fp8", eager)})
     patch.setitem(fourway.SUITES, "toy", fourway.Suite(("50m",), 32, 3, tuple(TOY)))
     try:
-        page = fourway.run("toy", 300, folder)
+        page = fourway.train_arms("toy", 300, folder)
         yield folder, page
     finally:
         patch.undo()
@@ -319,7 +396,51 @@ def test_a_training_that_is_there_is_not_repeated(
     assert row.steps == 3
 
 
-def test_a_training_whose_time_is_up_says_so(tmp_path: Path):
+def test_the_checkpoints_of_a_training_are_removed(toy_arms):
+    """Those of five trainings at 1.5B would take 90 GB."""
+    folder, _ = toy_arms
+    assert len(list(folder.glob("runs/*/summary.json"))) == 2
+    assert not list(folder.glob("runs/*/checkpoints"))
+
+
+def test_a_training_that_was_stopped_keeps_its_speed_and_memory(toy_arms, tmp_path, monkeypatch):
+    """On a GPU every arm of the comparison may be stopped by its share of the time."""
+    folder, _ = toy_arms
+    ended, *_ = trainings.read_trainings(folder)
+
+    def stopped(file: Path, words: list[str], memory_file: Path, limit_s: float):
+        run = tmp_path / "runs" / ended.name
+        run.mkdir(parents=True)
+        for name in ("metrics.jsonl", "env.json"):
+            shutil.copy(folder / "runs" / ended.name / name, run)
+        memory_file.write_text('{"mem_gib": 1.5}\n{"mem_gib": 2.5}\n{"mem_')
+        return "", True
+
+    monkeypatch.setattr(trainings, "_train", stopped)
+    row = trainings.train_on_noise(
+        Path(ended.config),
+        ended.overrides,
+        steps=3,
+        folder=tmp_path,
+        limit_s=1,
+        name=ended.name,
+    )
+    assert row.failure == "stopped: its time was up"
+    measured = ("losses", "seconds", "tok_per_s", "compile_s", "tflops", "device")
+    assert [getattr(row, name) for name in measured] == [getattr(ended, name) for name in measured]
+    assert row.mem_gib == 2.5
+
+
+def test_memory_is_written_when_it_has_grown(tmp_path, monkeypatch):
+    allocated = iter([0, 3 * GIB, 3 * GIB, 2 * GIB, 4 * GIB])
+    monkeypatch.setattr(peak_memory, "_most_allocated", lambda: next(allocated))
+    monkeypatch.setattr(peak_memory, "INTERVAL_S", 0.0)
+    with pytest.raises(StopIteration):
+        peak_memory._watch(tmp_path / "memory.jsonl")
+    assert rows(tmp_path / "memory.jsonl") == [{"mem_gib": 3.0}, {"mem_gib": 4.0}]
+
+
+def test_a_training_whose_time_is_up_says_so(tmp_path):
     row = trainings.train_on_noise(
         ROOT / "configs/gpt50m_bf16.py", [*TOY, *STEP], steps=3, folder=tmp_path, limit_s=0.1
     )

@@ -143,6 +143,15 @@ def test_a_byte_from_elsewhere_is_named(origin: str) -> None:
     assert all(", to q, comes from" in problem and origin in problem for problem in problems)
 
 
+@pytest.mark.parametrize("before", ["FMUL R8, R3, R2", "MOV R8, 0x7f"])
+def test_float8_that_is_read_excuses_no_other_byte_than_zero(before: str) -> None:
+    """Where the load is masked, the word from before it is stored."""
+    load = f"LDC.64 R2, c[0x0][0x210]; {before}; @P0 LDG.E R8, desc[UR4][R2.64]"
+    problems = checked(load, STORE).problems
+    assert problems
+    assert "byte 0 of STG.E at 0x0040, to q, comes from" in problems[0]
+
+
 def test_each_byte_is_named_by_itself() -> None:
     problems = checked(WORD, "LOP3.LUT R8, R8, 0xffff00ff, RZ, 0xc0, !PT", STORE).problems
     assert problems == ["byte 1 of STG.E at 0x0040, to q, comes from 0"]

@@ -2,6 +2,7 @@
 harness's own, on one rank and two; a failed or stopped scoring does not end the run."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -275,6 +276,12 @@ def test_what_one_rank_raises_between_exchanges_is_met_by_both(
 
     for error in eval_runs.on_two_ranks(monkeypatch, checkpoint_gather(), work):
         assert isinstance(error, RankFailed) and str(error) == "KeyError: 'gone'"
+
+
+def test_a_task_that_ends_its_process_fails_as_any_other() -> None:
+    """Its rank alone would be gone, and the others would wait for it."""
+    with pytest.raises(RankFailed, match="SystemExit: no data"):
+        work_together(lambda exchange: sys.exit("no data"), ALONE, lambda: False)
 
 
 def test_a_rank_that_fails_tells_the_watchdog_as_often_as_the_others() -> None:

@@ -25,7 +25,7 @@ from tests.helpers.triton_kernels import (
 
 
 def load_kernels(monkeypatch: pytest.MonkeyPatch):
-    load("triton_kernels", monkeypatch)
+    load("triton_kernels", monkeypatch).GROUP = 2
     return load("producer_kernels", monkeypatch)
 
 
@@ -37,7 +37,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch):
 
 
 # Tiles so small that even small tensors have many; or those in use.
-SMALL = {"ROWS": 32, "COLUMNS": 16, "NORM_ROWS": 16, "NORM_COLUMNS": 32, "GROUP": 2}
+SMALL = {"ROWS": 32, "COLUMNS": 16, "NORM_ROWS": 16, "NORM_COLUMNS": 32}
 TILES = pytest.mark.parametrize("tile", [SMALL, {}], ids=["small tiles", "those in use"])
 SCALE = torch.tensor(0.37)
 
@@ -178,6 +178,29 @@ def test_a_norm_is_model_pys(kernels, tile: dict[str, int], has_branch: bool, M:
     assert torch.equal(total, whole if has_branch else torch.full_like(x, 7.0))
     exact = whole.double().square().mean(1).add(1e-5).rsqrt()
     torch.testing.assert_close(rstd.double(), exact, rtol=1e-6, atol=0.0)
+
+
+@TILES
+@pytest.mark.parametrize("programs", [1, 2, 8])
+@pytest.mark.parametrize("M, C", [(176, 112), (48, 80)])
+def test_a_norms_gradient_is_autograds(kernels, tile, programs, M, C):
+    """That of the residual stream is added; of a program's tiles some are empty. Sums of values of
+    few bits are exact in any order."""
+    vars(kernels).update(tile)
+    x, grad, grad_total = (moderate(M, C, seed).mul(4).round() / 4 for seed in range(3))
+    module = RMSNorm(C, 1e-5)
+    module.weight.data = 2.0 ** (torch.arange(C) % 3 - 1)
+    module(x.requires_grad_()).backward(grad)
+    x.requires_grad_(False)
+    rstd = x.float().square().mean(1).add(1e-5).rsqrt()
+    written = Written(M, C, E5M2)
+    grad_x, sums = torch.full_like(x, 7.0), torch.full((programs, C), 7.0)
+    inputs = grad, x, rstd, module.weight.data, grad_total, SCALE, written.amax
+    kernels.launch_norm_grad(*inputs, grad_x, sums, written.q, written.qt)
+    expected = grad_total + x.grad
+    assert torch.equal(grad_x, expected)
+    written.holds(expected)
+    torch.testing.assert_close(sums.sum(0), module.weight.grad, rtol=2**-8, atol=1e-3)
 
 
 def test_a_kernel_refuses_layouts_of_other_shapes(kernels):

@@ -23,6 +23,8 @@ from prepare import hub, json_reader, pieces, text_reader
 from prepare import local as local_files
 from prepare import packed as packed_files
 from prepare.decontaminate import found_in, read_grams
+from prepare.readers import read_file
+from prepare.sources import Reading
 from prepare_data import main
 from runtime import shards
 from runtime.tokenizer import load_tokenizer
@@ -447,6 +449,23 @@ def test_a_budget_ends_within_a_document_that_was_cut(tmp_path: Path, short_piec
     assert found(tmp_path / "one/mine") == due(paragraphs_of(0, 40), budget=3000)
 
 
+def test_a_file_that_is_read_again_has_the_cuts_of_its_last_reading(
+    tmp_path: Path, short_pieces: None
+):
+    """A kill before the piece's end left those of an earlier content."""
+    (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 30)))
+    (tmp_path / "b.jsonl").write_text("no json")
+    files = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    assert local(*files, out=tmp_path) == 1
+    piece = tmp_path / "mine/parts/00000.json"
+    assert piece.with_suffix(".cuts").exists()
+    piece.unlink()
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
+    write(tmp_path / "b.jsonl", DOCUMENTS)
+    assert local(*files, out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
+
+
 def test_text_files_of_a_half_made_folder_of_before_are_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -605,6 +624,19 @@ def test_replaced_characters_of_an_array_are_counted(tmp_path: Path):
     assert found(tmp_path / "mine") == due(
         [*DOCUMENTS, "caf\ufffd\ufffd " * 3 + "\ufffd" + "x" * 1000]
     )
+
+
+def test_a_row_that_is_kept_meets_every_condition(tmp_path: Path):
+    """A value that is wanted in one column does not make up for another column's."""
+    pairs = [(language, kind) for language in ("py", "c") for kind in ("test", "code", "data")]
+    rows = [
+        {"text": f"{language} {kind}", "language": language, "kind": kind}
+        for language, kind in pairs
+    ]
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    keep = {"language": ("py",), "kind": ("test", "code")}
+    read = read_file(lambda: file.open("rb"), "a.jsonl", ("text",), keep, True, Reading())
+    assert [row.texts for row in read] == [("py test",), ("py code",)]
 
 
 def test_instructions_may_be_an_array(tmp_path: Path):
@@ -853,6 +885,20 @@ def test_evaluation_texts_of_every_type_of_parquet_are_looked_for(tmp_path: Path
     file = write_parquet(tmp_path / "eval.parquet", when=FAR, where=NOWHERE, question=column)
     _, grams = read_grams([str(file)])
     assert len(grams) == 1 and found_in(grams, f"so: {LONG}!")
+
+
+@pytest.mark.parametrize("column", ["prompt", "response"])
+def test_evaluation_texts_are_looked_for_in_both_columns_of_an_instruction(tmp_path, column):
+    """The question of a benchmark most often stands in the prompt."""
+    rows = [{"prompt": f"What is {n}?", "response": text} for n, text in enumerate(DOCUMENTS)]
+    rows[7][column] = f"so: {LONG}?"
+    (tmp_path / "eval.txt").write_text(LONG)
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    options = {"instruct": "true", "decontaminate": tmp_path / "eval.txt"}
+    assert local(file, out=tmp_path, **options) == 0
+    index = json.loads((tmp_path / "mine/index.json").read_text())
+    kept = sum(split["documents"] for split in index["splits"].values())
+    assert (index["contaminated"], kept) == (1, len(DOCUMENTS) - 1)
 
 
 @pytest.mark.parametrize(

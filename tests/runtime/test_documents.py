@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import train
 from lib.errors import UserError
-from model import GPT, GPTConfig
+from model import GPT, NO_TARGET, GPTConfig
 from runtime import documents, parallel
 from runtime.checkpoint import load_model
 from runtime.config import Config
@@ -224,6 +224,24 @@ def test_a_micro_batch_comes_with_the_documents_of_its_own_tokens(
         assert torch.equal(numbers, (x == EOT).cumsum(1))
         seen += int(numbers.max())
     assert seen > 0
+
+
+def test_an_answer_that_ends_with_an_end_of_text_ends_no_document(tmp_path: Path) -> None:
+    """Of conversations: the token that is not learned begins one, the answer's own is a target."""
+    masked_eot, masked_text = LOSS_MASK_BIT | np.uint32(EOT), LOSS_MASK_BIT | np.uint32(7)
+    turn = [masked_text, masked_text, 8, EOT]
+    conversations = np.array([masked_eot, *turn, *turn] * 400, "<u4")
+    for name in ("web", "code"):
+        splits = {split: [conversations] for split in ("train", "val")}
+        write_shards(tmp_path / "data" / name, splits, is_masked=True)
+        write_index(tmp_path / "data" / name, selection={"instruct": ["messages"]})
+    config = changed(tiny_config(tmp_path / "data", tmp_path), "data.document_mask=true")
+    data = data_of(config)
+    x, y = data.batch(0, 0, 0, 1)
+    begins = (x[:, 1:] == EOT) & (y[:, :-1] == NO_TARGET)
+    numbers = data.documents(0, 0, 0, 1)
+    assert torch.equal(numbers[:, 1:] - numbers[:, :1], begins.cumsum(1))
+    assert ((x[:, 1:] == EOT) & ~begins).any(), "answers end with the same token"
 
 
 def test_validation_reads_whole_windows(masked: Config) -> None:

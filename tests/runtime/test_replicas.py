@@ -8,10 +8,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import train
 from lib.errors import MachineError, UserError
@@ -20,7 +23,7 @@ from runtime import parallel, plan, replicas
 from runtime.checkpoint import latest, read_manifest
 from runtime.config import Config, load_config
 from tests.conftest import ALONE, ROOT, changed, tiny_config
-from tests.helpers.faults import back_to, digest, on_ranks, rows, train_on_ranks
+from tests.helpers.faults import back_to, digest, on_ranks, rows, train_as_rank, train_on_ranks
 
 ARMS = {
     "bf16": "fp8.recipe=off",
@@ -284,6 +287,38 @@ def test_replicas_with_unequal_weights_are_neither_saved_nor_validated(
     assert saved is None if "eval" in every else read_manifest(saved)["step"] == 3
 
 
+def test_a_run_whose_key_says_so_goes_on_with_unequal_weights(base: Config, tmp_path: Path) -> None:
+    config = changed(base, f"run=fault out={tmp_path} parallel.check_replicas=false")
+    on_ranks(2, train_with_a_fault, config, tmp_path / "log")
+    assert not list(tmp_path.glob("rank*"))
+    assert (config.run_dir / "summary.json").exists()
+
+
+def train_with_another_norm(config: Config) -> None:
+    """Train with clipping in every step, on ranks of which the last sums its norm otherwise."""
+    genuine = torch.nn.utils.get_total_norm
+    rank, last_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+
+    def norm_of_another_gpu(*arguments: Any, **options: Any) -> torch.Tensor:
+        norm = genuine(*arguments, **options)
+        return norm * (1 + 2**-20) if rank == last_rank else norm
+
+    torch.nn.utils.get_total_norm = norm_of_another_gpu
+    train_as_rank([config])
+
+
+@pytest.mark.parametrize("ranks, words", [(2, "shard=1"), (4, "replicate=2")])
+def test_replicas_clip_by_one_norm_also_where_theirs_differ(
+    ranks: int, words: str, base: Config, tmp_path: Path
+) -> None:
+    """As on GPUs of two kinds, whose sums differ in the last bits: a save compares all weights."""
+    config = changed(
+        base, f"run=clip out={tmp_path} parallel.{words} optim.clip=0.05 data.micro_batch=1"
+    )
+    on_ranks(ranks, train_with_another_norm, config, tmp_path / "log")
+    assert (config.run_dir / "summary.json").exists()
+
+
 def unequal_replicas(
     monkeypatch: pytest.MonkeyPatch, sums: list[list[int]], layout: list[list[int]]
 ) -> str:
@@ -349,6 +384,13 @@ def test_a_checksum_sees_one_bit_and_not_the_order_of_sums() -> None:
     flipped = weights.clone()
     flipped.view(torch.int32)[999, 76] ^= 1
     whole, with_flip = replicas.checksums([weights, flipped]).tolist()
-    parts = replicas.checksums(weights.split(13)).sum().item()
-    assert parts == whole == sum(weights.view(torch.int32).flatten().tolist())
+    parts = replicas.checksums(weights.split(13)).sum(dtype=torch.int32).item()
+    assert parts == whole == weights.numpy().view(np.int32).sum(dtype=np.int32)
     assert with_flip != whole
+
+
+def test_a_checksum_copies_no_tensor() -> None:
+    weights = torch.ones(1000, 1000)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        replicas.checksums([weights])
+    assert max(event.self_cpu_memory_usage for event in seen.events()) < 1000

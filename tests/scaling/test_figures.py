@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from lib.plots import BLUE, GREY
 from scaling import figures
 from scaling.histories import read_history
-from scaling.probe_figures import draw_outliers, draw_scales, draw_underflow
-from scaling.probes import OPERANDS, SHARES, ProbeRecord, format_worst, read_probe
+from scaling.probe_figures import draw_matmuls, draw_outliers, draw_scales, draw_underflow
+from scaling.probes import MATMULS, OPERANDS, SHARES, ProbeRecord, format_worst, read_probe
 from scaling.run_figure import MARKS, draw
 from tests.conftest import asked
 from tests.helpers.scaling_runs import cells, legend
@@ -375,6 +375,19 @@ def rows_of(blocks: int = 3):
     ]
 
 
+def with_matmuls(row: dict) -> dict:
+    """A row of a Linear as newer versions write it: kurtosis 3 and more in deeper blocks, SQNRs of
+    30, 20 and 10 dB, less in deeper blocks."""
+    block = int(row["layer"].split(".")[1])
+    operands = {name: row[name] | {"kurtosis": 3.0 + block} for name in OPERANDS}
+    sqnrs = {key: 30.0 - 10 * i - block for i, key in enumerate(MATMULS)}
+    return row | operands | sqnrs
+
+
+def newer_rows(blocks: int = 3) -> list[dict]:
+    return [with_matmuls(row) if row["kind"] == "linear" else row for row in rows_of(blocks)]
+
+
 def probe_of(folder: Path, rows: Iterable[dict]):
     return read_probe(write(folder, rows, "probe.jsonl") / "probe.jsonl")
 
@@ -516,6 +529,15 @@ def test_heat_maps_name_the_blocks_and_the_head(heat_maps: Figure) -> None:
     assert labels == [*map(str, range(12)), "head"]
 
 
+def test_kurtosis_and_sqnr_are_medians_over_the_linears_of_a_kind(tmp_path: Path) -> None:
+    figure = draw_matmuls(probe_of(tmp_path, newer_rows()), "run")
+    for panel in figure.axes[:3]:
+        kinds = [line for line in lines_of(panel) if len(line) == len(STEPS)]
+        assert np.allclose([line[:, 1] for line in kinds], [[4.0] * len(STEPS)] * 4)
+    for panel, median in zip(figure.axes[3:], (29, 19, 9), strict=True):
+        assert np.allclose([line[:, 1] for line in lines_of(panel)], [[median] * len(STEPS)] * 4)
+
+
 @pytest.mark.parametrize(
     "rows, figures_of, told",
     [
@@ -525,6 +547,7 @@ def test_heat_maps_name_the_blocks_and_the_head(heat_maps: Figure) -> None:
             "outliers scales underflow",
             r"\| down +\| gradient +\| 3 +\| 9e-06 +\| 2.3 +\|",
         ),
+        (newer_rows(), "matmuls outliers scales underflow", ""),
         ([block_row(step, 0) for step in STEPS], "outliers", "has probed no FP8 Linear"),
         (
             [linear_row(1, 0, 0, layer="head", weight=ZERO, activation=ZERO, gradient=None)],

@@ -169,6 +169,17 @@ def test_two_sizes_of_one_pair_each_cannot_show_equivalence() -> None:
     assert test.p is test.could_show is None
 
 
+def test_a_size_whose_gaps_are_copies_cannot_be_passed_over() -> None:
+    """They carry no spread: the other size alone shows nothing of this one."""
+    scattered = [pair(gap, SIZES[0], 20, seed) for seed, gap in enumerate((0.01, 0.02, 0.03))]
+    copies = [pair(0.02, SIZES[1], 20, seed) for seed in range(2)]
+    test = judge_equivalence([*scattered, *copies], "bf16", MARGIN)
+    of_scattered, of_copies = test.parts
+    assert of_scattered.p is not None and of_scattered.p < 0.001
+    assert of_copies.p is None
+    assert test.p is None and test.could_show is None
+
+
 def test_the_command_names_the_size_that_fails_and_the_designs_power(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:
