@@ -3,16 +3,26 @@ number is typed by hand."""
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.borrowed import PARTS, Line, Part, read_lines, rows_on_gpu
-from bench.fourway import format_table
+from bench.borrowed import (
+    PARTS,
+    BorrowedPart,
+    BorrowedRow,
+    parts_table,
+    read_borrowed_rows,
+    rows_on_gpu,
+)
+from bench.fourway import arms_table
 from bench.kernel_kinds import table_of_kernels, table_of_kinds
-from bench.report import draw, rows_beside_peers, size_name
-from bench.trainings import TrainingRow
+from bench.outcomes import FILE as OUTCOMES
+from bench.outcomes import TestOutcome
+from bench.report import draw_ratios, number_text, rows_beside_peers, size_name, valid_rows
+from bench.rows import CellRow, Kernel, TimedRow
+from bench.trainings import TrainingRow, training_from
 from fp8.recipes import FP8Config
 from lib.errors import UserError
 from lib.files import write_atomically
@@ -42,6 +52,7 @@ PAGE = ROOT / "docs" / "speed.md"
 README = ROOT / "README.md"
 README_ROW = "| **FP8's speed** / BF16's |"
 BEGIN = "<!-- made by python -m bench.borrowed write=true -->"
+PARTS_BEGIN = "<!-- parts, made by python -m bench.borrowed write=true -->"
 KERNELS_BEGIN = "<!-- kernels, made by python -m bench.borrowed write=true -->"
 END = "<!-- end -->"
 PROFILED = "1p5b"  # the size whose micro-step is taken apart
@@ -56,25 +67,35 @@ def report(folder: Path, cells: Path, is_to_write: bool) -> str:
     table = speed_table(rows)
     if is_to_write:
         page = with_table(PAGE.read_text(), table)
-        write_atomically(PAGE, with_table(page, kernels_table(rows), KERNELS_BEGIN))
+        page = with_table(page, kernels_table(rows), KERNELS_BEGIN)
+        write_atomically(PAGE, with_table(page, parts_table(), PARTS_BEGIN))
         write_atomically(README, with_readme_row(README.read_text(), readme_row(rows)))
         figure_rows = [*rows_beside_peers(cells), *rows_on_gpu(cells)]
-        draw(figure_rows, cells.with_suffix(".png"))
-    sections = [f"## FP8 over BF16 on {rows[-1]['gpu']}", table, *_sections_of_kernels(rows)]
-    lines = [line for line in read_lines(folder) if line.gpu is not None]
-    return "\n\n".join([*sections, *_sections_of_parts(lines)])
+        draw_ratios(figure_rows, cells.with_suffix(".png"))
+    gpu = gpu_of(rows)
+    sections = [f"## FP8 over BF16 on {gpu}", table, "## Targets", targets_table(rows)]
+    sections += _sections_of_kernels(rows)
+    borrowed_rows = [row for row in read_borrowed_rows(folder) if row.gpu is not None]
+    return "\n\n".join([*sections, *_sections_of_parts(borrowed_rows)])
 
 
 # ------------------------------------------------------------------------------------------- speed
 
 
-def measured(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """(size, label) -> the newest valid row of the GPU that the last row is of."""
-    gpu = rows[-1]["gpu"]
+def gpu_of(rows: Sequence[CellRow]) -> str:
+    """The name of the GPU that the last row is of, all rows being of GPUs."""
+    gpu = rows[-1].provenance.gpu
+    assert gpu is not None
+    return gpu
+
+
+def valid_rows_by_cell(rows: Sequence[CellRow]) -> dict[tuple[str, str], TimedRow]:
+    """(size, label) -> our model's newest valid row on the GPU that the last row is of."""
+    gpu = gpu_of(rows)
     return {
-        (row["size"], row["label"]): row
-        for row in rows
-        if row["valid"] and row["gpu"] == gpu and row["peer"] is None
+        (row.cell.size, row.cell.label): row
+        for row in valid_rows(rows)
+        if row.provenance.gpu == gpu and row.cell.peer is None
     }
 
 
@@ -110,10 +131,10 @@ def _label_of_blocks(fp8: FP8Config) -> str:
     return replace(fp8, head=False).label
 
 
-def speed_table(rows: Sequence[dict[str, Any]]) -> str:
+def speed_table(rows: Sequence[CellRow]) -> str:
     """Markdown: a column a size, BF16's tokens/s, then a row a label with the measured ratio and,
     in brackets, the modelled one."""
-    rows_by_cell, model = measured(rows), modelled(rows[-1]["gpu"])
+    rows_by_cell, modelled_ratios = valid_rows_by_cell(rows), modelled(gpu_of(rows))
     lines = [["FP8 over BF16, per FLOP (modelled before)", *map(size_name, SIZES)]]
     baseline = ["BF16, tokens/s (mfu_bf16)"]
     for size in SIZES:
@@ -122,40 +143,57 @@ def speed_table(rows: Sequence[dict[str, Any]]) -> str:
     lines.append(baseline)
     for fp8, name in SHOWN.items():
         cells = [
-            _ratio(rows_by_cell.get((size, fp8.label)), model.get((size, fp8))) for size in SIZES
+            _ratio_text(rows_by_cell.get((size, fp8.label)), modelled_ratios.get((size, fp8)))
+            for size in SIZES
         ]
         if any(cells):
             lines.append([name, *cells])
     return grid(lines)
 
 
-def _tokens_per_s(row: dict[str, Any]) -> str:
-    thousands = row["tok_per_s"] / 1e3
+def _tokens_per_s(row: TimedRow) -> str:
+    thousands = row.tok_per_s / 1e3
     digits = 0 if thousands >= 150 else 1
-    return f"{thousands:.{digits}f}k ({row['mfu_bf16']:.0%})".replace("%", " %")
+    mfu = number_text(row.mfu_bf16, ".0%").replace("%", " %")
+    return f"{thousands:.{digits}f}k ({mfu})"
 
 
-def _ratio(row: dict[str, Any] | None, modelled_ratio: float | None) -> str:
-    parts = []
-    if row is not None and row["ratio"]:
-        parts.append(f"**{row['ratio']:.3f}**")
+def _ratio_text(row: TimedRow | None, modelled_ratio: float | None) -> str:
+    texts = []
+    if row is not None and row.ratio:
+        texts.append(f"**{row.ratio:.3f}**")
     if modelled_ratio is not None:
-        parts.append(f"({modelled_ratio:.3f})")
-    return " ".join(parts)
+        texts.append(f"({modelled_ratio:.3f})")
+    return " ".join(texts)
 
 
-def profiled(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Title -> the newest row of PROFILED in each precision whose kernels are known."""
-    rows_by_cell = measured(rows)
+def targets_table(rows: Sequence[CellRow]) -> str:
+    """Markdown: each number that a part aims at, and what its cell has reached."""
+    ratios = {row.cell.name: row.ratio for row in valid_rows_by_cell(rows).values()}
+    lines = [["part", "cell", "target", "measured", ""]]
+    for part in PARTS:
+        for target in part.targets:
+            ratio = ratios.get(target.cell)
+            verdict = "not measured"
+            if ratio is not None:
+                verdict = "met" if ratio >= target.least_ratio else "missed"
+            aim = f"{target.least_ratio:.2f}"
+            lines.append([part.name, target.cell, aim, number_text(ratio, ".3f"), verdict])
+    return grid(lines)
+
+
+def profiled(rows: Sequence[CellRow]) -> dict[str, list[Kernel]]:
+    """Title -> the longest kernels of PROFILED in each precision whose kernels are known."""
+    rows_by_cell = valid_rows_by_cell(rows)
     columns = {}
     for fp8, title in {BF16: "BF16", **SHOWN}.items():
         row = rows_by_cell.get((PROFILED, fp8.label))
-        if row is not None and row.get("kernels"):
-            columns[title] = row
+        if row is not None and row.measured.kernels:
+            columns[title] = row.measured.kernels
     return columns
 
 
-def kernels_table(rows: Sequence[dict[str, Any]]) -> str:
+def kernels_table(rows: Sequence[CellRow]) -> str:
     """Markdown: where a micro-step of PROFILED goes. Raises UserError where no row tells."""
     columns = profiled(rows)
     if not columns:
@@ -163,14 +201,14 @@ def kernels_table(rows: Sequence[dict[str, Any]]) -> str:
     return table_of_kinds(columns)
 
 
-def _sections_of_kernels(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _sections_of_kernels(rows: Sequence[CellRow]) -> list[str]:
     """The kernels of a micro-step by kind, then by name in each precision."""
     columns = profiled(rows)
     if not columns:
         return []
     sections = [f"## A micro-step of {size_name(PROFILED)}", table_of_kinds(columns)]
-    for title, row in columns.items():
-        sections += [f"### {title}", table_of_kernels(row)]
+    for title, kernels in columns.items():
+        sections += [f"### {title}", table_of_kernels(kernels)]
     return sections
 
 
@@ -182,15 +220,15 @@ def with_table(page: str, table: str, begin: str = BEGIN) -> str:
     return pattern.sub(lambda _: f"{begin}\n{table}\n{END}", page)
 
 
-def readme_row(rows: Sequence[dict[str, Any]]) -> str:
+def readme_row(rows: Sequence[CellRow]) -> str:
     """README's line on speed: our kernels at each size that was measured."""
-    rows_by_cell = measured(rows)
+    rows_by_cell = valid_rows_by_cell(rows)
     ratios = []
     for size in SIZES:
         row = rows_by_cell.get((size, OURS.label))
-        if row is not None and row["ratio"]:
-            ratios.append(f"{row['ratio']:.2f} at {size_name(size)}")
-    gpu = rows[-1]["gpu"].removeprefix("NVIDIA ")
+        if row is not None and row.ratio:
+            ratios.append(f"{row.ratio:.2f} at {size_name(size)}")
+    gpu = gpu_of(rows).removeprefix("NVIDIA ")
     return f"{README_ROW} {gpu}: {', '.join(ratios)}: docs/speed.md |"
 
 
@@ -207,50 +245,43 @@ def with_readme_row(page: str, row: str) -> str:
 # ----------------------------------------------------------------------------------- other results
 
 
-def _sections_of_parts(lines: Sequence[Line]) -> list[str]:
+def _sections_of_parts(rows: Sequence[BorrowedRow]) -> list[str]:
     sections = []
     for part in PARTS:
-        of_part = [line for line in lines if line.part == part.name]
-        outcomes = [line for line in of_part if line.outcome]
+        of_part = [row for row in rows if row.part == part.name]
+        outcomes = [row.outcome for row in of_part if row.outcome]
         if outcomes:
-            sections.append(f"## {part.name}: {outcomes[-1].outcome}")
-        results = [line.result for line in of_part if line.result]
+            sections.append(f"## {part.name}: {outcomes[-1]}")
+        results = [row.result for row in of_part if row.result]
         if results:
             sections.append(_results_of_part(part, results))
     return sections
 
 
-def _results_of_part(part: Part, results: Sequence[dict[str, Any]]) -> str:
-    if part.results == "outcomes.jsonl":
-        return _outcomes_of_tests(results)
-    trainings = [TrainingRow(**result) for result in results]
-    return format_table(trainings) if part.name == "fourway" else _trainings(trainings)
+def _results_of_part(part: BorrowedPart, results: Sequence[Mapping[str, Any]]) -> str:
+    if part.results == OUTCOMES:
+        return _outcomes_of_tests([TestOutcome(**result) for result in results])
+    trainings = [training_from(result) for result in results]
+    return arms_table(trainings) if part.name == "fourway" else _trainings_table(trainings)
 
 
-def _outcomes_of_tests(results: Sequence[dict[str, Any]]) -> str:
-    newest = {result["test"]: result for result in results}
-    counts = Counter(result["outcome"] for result in newest.values())
-    lines = [", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))]
-    for test, result in newest.items():
-        if result["outcome"] == "failed":
-            message = result.get("message", "").strip().split("\n")[-1]
-            lines.append(f"- {test}: {message}")
+def _outcomes_of_tests(outcomes: Sequence[TestOutcome]) -> str:
+    newest = {outcome.test: outcome for outcome in outcomes}
+    counts = Counter(outcome.outcome for outcome in newest.values())
+    lines = [", ".join(f"{number} {word}" for word, number in sorted(counts.items()))]
+    for outcome in newest.values():
+        if outcome.outcome == "failed":
+            last_line = (outcome.message or "").strip().split("\n")[-1]
+            lines.append(f"- {outcome.test}: {last_line}")
     return "\n".join(lines)
 
 
-def _trainings(rows: Sequence[TrainingRow]) -> str:
-    table = [["run", "label", "steps", "loss", "tokens/s", "GiB", "GiB by --plan", "remark"]]
+def _trainings_table(rows: Sequence[TrainingRow]) -> str:
+    lines = [["run", "label", "steps", "loss", "tokens/s", "GiB", "GiB by --plan", "remark"]]
     for row in rows:
-        table.append(
-            [
-                row.name,
-                row.label,
-                str(row.steps),
-                f"{row.losses[0]:.3f} -> {row.losses[-1]:.3f}" if row.losses else "",
-                "" if row.tok_per_s is None else f"{row.tok_per_s:,.0f}",
-                "" if row.mem_gib is None else f"{row.mem_gib:.1f}",
-                "" if row.planned_gib is None else f"{row.planned_gib:.1f}",
-                row.failure or "",
-            ]
-        )
-    return grid(table)
+        losses = f"{row.losses[0]:.3f} -> {row.losses[-1]:.3f}" if row.losses else ""
+        speed = number_text(row.tok_per_s, ",.0f")
+        memory = [number_text(gib, ".1f") for gib in (row.mem_gib, row.planned_gib)]
+        remark = row.failure or ""
+        lines.append([row.name, row.label, str(row.steps), losses, speed, *memory, remark])
+    return grid(lines)

@@ -1,13 +1,14 @@
 """What is timed: the cells of each suite, and our model as a cell has it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fp8 import selection
-from fp8.recipes import from_label
+from fp8.recipes import FP8Config, from_label
 from lib.errors import UserError
 from lib.machine import ROOT
 from runtime import documents
@@ -17,40 +18,67 @@ from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 from runtime.training_step import end_unjudged_step, forward_backward
 
-BASELINE = "bf16"
-# end of a label: with data.document_mask, on documents of half a context on average
-DOCUMENTS = "+documents"
+BF16 = FP8Config()  # the precision that others are compared with
+DOCUMENTS = "+documents"  # end of a label: with data.document_mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One row to be. `size` names configs/gpt<size>_bf16.py, a peer's model, or what `model` spells
-    out."""
+    """What is timed: a model, ours or a peer's, in one precision at one batch."""
 
+    # 125m .. 1p5b of configs/gpt<size>_bf16.py, a peer's model, or what `model` spells out
     size: str
-    # bf16, or a recipe with +kernels, +delayed or +bounded, +head, +fast_backward;
-    # either with +documents; a peer's name
-    label: str
     micro_batch: int  # sequences
-    T: int = 1024
-    tokens_per_step: int = TOKENS_PER_STEP
-    device: str = "cuda"
+    fp8: FP8Config = BF16  # section fp8 of our config; of a peer nothing is said by it
+    # data.document_mask, on documents of half a context on average
+    document_mask: bool = False
+    T: int = 1024  # context length, tokens
+    tokens_per_step: int = TOKENS_PER_STEP  # training tokens of an optimizer step
+    device: str = "cuda"  # "cuda" or "cpu"
     # keys of GPTConfig that differ from the size's; a peer's own
     model: dict = field(default_factory=dict)
-    peer: str | None = None  # folder of its checkout: peer_models.py builds it
+    peer: str | None = None  # folder of the checkout that peer_models.py builds; null: our model
+    peer_name: str | None = None  # nanogpt, nanochat, torchtitan
+    peer_precision: str | None = None  # bf16 or fp8 of a peer that has both
+
+    @property
+    def label(self) -> str:
+        """How people and files call the precision: FP8Config.label, with +documents where there is
+        a mask; a peer's name and precision. Nothing is read back from it."""
+        if self.peer_name is not None:
+            return "_".join(filter(None, (self.peer_name, self.peer_precision)))
+        return self.fp8.label + DOCUMENTS if self.document_mask else self.fp8.label
 
     @property
     def name(self) -> str:
         return f"{self.size}/{self.label}"
 
     @property
-    def precision(self) -> str:
-        """The label as FP8Config has it."""
-        return self.label.removesuffix(DOCUMENTS)
+    def is_baseline(self) -> bool:
+        """Whether it is our model in BF16 and nothing else is set."""
+        return self.peer is None and self.fp8 == BF16 and not self.document_mask
 
-    @property
-    def has_document_mask(self) -> bool:
-        return self.label.endswith(DOCUMENTS)
+
+def our_cell(size: str, label: str, micro_batch: int, **values: Any) -> Cell:
+    """A cell of our model in the precision that a person names as FP8Config.label does. Without
+    +kernels the casts are torchao's. Raises UserError for an unknown label."""
+    return Cell(size=size, micro_batch=micro_batch, fp8=precision_named(label), **values)
+
+
+def precision_named(label: str) -> FP8Config:
+    fp8 = from_label(label)
+    if fp8.is_on and fp8.kernels == "auto":
+        return replace(fp8, kernels=False)
+    return fp8
+
+
+def cell_from(values: dict[str, Any]) -> Cell:
+    """The cell that asdict() and JSON have made `values` of."""
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values["fp8"].items()
+    }
+    return Cell(**(values | {"fp8": FP8Config(**settings)}))
 
 
 @dataclass
@@ -92,22 +120,22 @@ H100 = (  # sizes, and labels to time each of them in; the most valuable first
 
 def groups_of(suite: str) -> list[list[Cell]]:
     """Each a BF16 cell, then those that take turns with it."""
-    if suite in ("toy", "documents-toy"):
-        other_label = "tensorwise" if suite == "toy" else BASELINE + DOCUMENTS
+    if suite == "h100":
         return [
-            [Cell(size, label, 4, 64, 1024, "cpu", TOY[size]) for label in (BASELINE, other_label)]
-            for size in TOY
+            [our_cell(size, label, MICRO_BATCH[size]) for label in ("bf16", *labels.split())]
+            for sizes, labels in H100
+            for size in sizes.split()
         ]
     if suite == "documents":
-        return [
-            [Cell(size, label, MICRO_BATCH[size]) for label in (BASELINE, BASELINE + DOCUMENTS)]
-            for size in ("1p5b", "350m", "125m")
-        ]
-    return [
-        [Cell(size, label, MICRO_BATCH[size]) for label in (BASELINE, *labels.split())]
-        for sizes, labels in H100
-        for size in sizes.split()
-    ]
+        sizes = ("1p5b", "350m", "125m")
+        baselines = [our_cell(size, "bf16", MICRO_BATCH[size]) for size in sizes]
+    else:
+        small = {"T": 64, "tokens_per_step": 1024, "device": "cpu"}
+        baselines = [our_cell(size, "bf16", 4, model=TOY[size], **small) for size in TOY]
+    if suite == "toy":
+        fp8 = precision_named("tensorwise")
+        return [[baseline, replace(baseline, fp8=fp8)] for baseline in baselines]
+    return [[baseline, replace(baseline, document_mask=True)] for baseline in baselines]
 
 
 def config_of(cell: Cell) -> Config:
@@ -123,14 +151,13 @@ def config_of(cell: Cell) -> Config:
         "data.tokenizer": "./none",
         "run": "cell",  # no text is read
         "parallel.compile": "block",  # as studies, as runs on several GPUs
-        "data.document_mask": str(cell.has_document_mask).lower(),
+        "data.document_mask": str(cell.document_mask).lower(),
     }
-    fp8 = from_label(cell.precision)
-    if fp8.is_on and fp8.kernels == "auto":
-        changes["fp8.kernels"] = "false"  # a cell without them measures torchao's casts
+    if cell.fp8.kernels is False:
+        changes["fp8.kernels"] = "false"  # which FP8Config.overrides leaves out
     base = "50m" if cell.model else cell.size
     overrides = [f"{key}={value}" for key, value in changes.items()]
-    return load_config(ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *fp8.overrides])
+    return load_config(ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *cell.fp8.overrides])
 
 
 def build_ours(cell: Cell, device: torch.device) -> Subject:
@@ -140,7 +167,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     cast_by = selection.casting(config.fp8, device.type, has_whole_weights=True)
     selection.check_hardware(config.fp8, device, cast_by.is_ours)
     built = build(config, World(0, 0, 1, device))
-    if cell.precision != BASELINE and not any(layer.recipe for layer in built.layers):
+    if cell.fp8.is_on and not any(layer.recipe for layer in built.layers):
         raise UserError(f"{cell.label} converts nothing here: it would be BF16 once more")
     model, optimizer, precision = built.model, built.optimizer, built.precision
     tokens = cell.micro_batch * cell.T
@@ -154,7 +181,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
 
     def micro_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         mask = None
-        if cell.has_document_mask:  # made anew for each micro-batch, as in a run
+        if cell.document_mask:  # made anew for each micro-batch, as in a run
             mask = documents.attention_mask(numbers, is_flex)
         losses = forward_backward(model, x, y, built.loss_scale, mask=mask)
         return losses.squeeze(0) / tokens

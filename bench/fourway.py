@@ -11,13 +11,14 @@ place of text: the losses say whether the arms learn alike, not how well."""
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.trainings import ROWS, TrainingRow, describe, train_on_noise
+from bench.report import number_text
+from bench.trainings import TrainingRow, read_trainings, train_on_noise, training_text
 from lib.errors import UserError
-from lib.files import read_rows, write_atomically
+from lib.files import write_atomically
 from lib.machine import ROOT
 from lib.text import duration, grid
 
@@ -56,7 +57,7 @@ SUITES = {
 }
 
 
-def run(name: str, budget_s: float, folder: Path) -> str:
+def train_arms(name: str, budget_s: float, folder: Path) -> str:
     """Train what is missing in `folder` within `budget_s` seconds; the table, and the figure's
     path. Raises UserError where nothing was trained."""
     suite = SUITES[name]
@@ -68,11 +69,12 @@ def run(name: str, budget_s: float, folder: Path) -> str:
         if share_s <= 0:
             break
         row = _train(suite, size, arm, folder, share_s)
-        print(f"[{max(0.0, end - time.monotonic()):5.0f} s left] {describe(row)}", flush=True)
+        left_s = max(0.0, end - time.monotonic())
+        print(f"[{left_s:5.0f} s left] {training_text(row)}", flush=True)
         rows.append(row)
     if not rows:
         raise UserError(f"budget={budget_s:g} leaves no time for a training: give more seconds")
-    return page(folder)
+    return fourway_page(folder)
 
 
 def _train(suite: Suite, size: str, arm: str, folder: Path, limit_s: float) -> TrainingRow:
@@ -104,15 +106,15 @@ def _cells() -> dict[str, tuple[str, str]]:
     return {_run_name(size, arm): (size, arm) for size, arm in itertools.product(sizes, ARMS)}
 
 
-def page(folder: Path) -> str:
+def fourway_page(folder: Path) -> str:
     """The table of what `folder` holds, and the figure's path where it could be drawn."""
-    rows = [TrainingRow(**row) for row in read_rows(folder / ROWS)]
-    lines = [format_table(rows)]
+    rows = read_trainings(folder)
+    lines = [arms_table(rows)]
     if not any(row.losses for row in rows):
         return lines[0]
     try:
         path = folder / "fourway.png"
-        draw(rows, path)
+        draw_arms(rows, path)
         lines.append(str(path))
     except ImportError:  # a machine for an hour may lack matplotlib
         pass
@@ -124,37 +126,29 @@ def arm_of(row: TrainingRow) -> tuple[str, str]:
     return _cells()[row.name]
 
 
-def format_table(rows: Sequence[TrainingRow]) -> str:
+# Title of a column -> its text of a row.
+COLUMNS: dict[str, Callable[[TrainingRow], str]] = {
+    "size": lambda row: arm_of(row)[0],
+    "arm": lambda row: arm_of(row)[1],
+    "steps": lambda row: f"{row.steps:,}",
+    "loss": lambda row: f"{row.losses[-1]:.3f}" if row.losses else "",
+    "tokens/s": lambda row: number_text(row.tok_per_s, ",.0f"),
+    "TFLOP/s": lambda row: number_text(row.tflops, ".1f"),
+    "MFU": lambda row: number_text(row.mfu_bf16, ".1%"),
+    "training": lambda row: duration(row.trained_s) if row.seconds else "",
+    "without compilation": lambda row: duration(row.compiled_s) if row.seconds else "",
+    "GiB": lambda row: number_text(row.mem_gib, ".1f"),
+    "remark": lambda row: row.failure or "",
+}
+
+
+def arms_table(rows: Sequence[TrainingRow]) -> str:
     """Markdown."""
-    head = ["size", "arm", "steps", "loss", "tokens/s", "TFLOP/s", "MFU"]
-    head += ["training", "without compilation", "GiB", "remark"]
-    lines = [head]
-    for row in rows:
-        size, arm = arm_of(row)
-        trained_s, compile_s = sum(row.seconds), row.compile_s or 0.0
-        lines.append(
-            [
-                size,
-                arm,
-                f"{row.steps:,}",
-                f"{row.losses[-1]:.3f}" if row.losses else "",
-                _number(row.tok_per_s, ",.0f"),
-                _number(row.tflops, ".1f"),
-                _number(row.mfu_bf16, ".1%"),
-                duration(trained_s) if row.seconds else "",
-                duration(trained_s - compile_s) if row.seconds else "",
-                _number(row.mem_gib, ".1f"),
-                row.failure or "",
-            ]
-        )
-    return grid(lines)
+    lines = [[text(row) for text in COLUMNS.values()] for row in rows]
+    return grid([list(COLUMNS), *lines])
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def draw(rows: Sequence[TrainingRow], path: Path) -> None:
+def draw_arms(rows: Sequence[TrainingRow], path: Path) -> None:
     """Four panels: loss by step, tokens/s, time of training, memory."""
     import matplotlib
 
@@ -181,11 +175,9 @@ def draw(rows: Sequence[TrainingRow], path: Path) -> None:
         speed.barh(places, [row.tok_per_s or 0.0 for row in trained], color="#0072B2")
         speed.set(xlabel="tokens/s")
         compile_s = [row.compile_s or 0.0 for row in trained]
-        trained_s = [
-            sum(row.seconds) - extra for row, extra in zip(trained, compile_s, strict=True)
-        ]
-        seconds.barh(places, trained_s, color="#0072B2")
-        seconds.barh(places, compile_s, left=trained_s, color="white", edgecolor="k", hatch="///")
+        compiled_s = [row.compiled_s for row in trained]
+        seconds.barh(places, compiled_s, color="#0072B2")
+        seconds.barh(places, compile_s, left=compiled_s, color="white", edgecolor="k", hatch="///")
         seconds.set(xlabel="seconds of training")
         memory.barh(places, [row.mem_gib or 0.0 for row in trained], color="#0072B2")
         memory.set(xlabel="memory of tensors [GiB]")

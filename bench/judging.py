@@ -3,13 +3,13 @@
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from bench.cells import Cell
 from bench.report import newest
+from bench.rows import CellRow, Kernel, Measurement, Provenance, TimedRow
 from runtime.log import peak_flops
 
 # Of the losses from BF16's: beyond both of these something else is being trained. The second, a
@@ -27,43 +27,37 @@ ATTENTION = re.compile(r"^(?!triton).*(sdpa|flash|fmha|attention)", re.IGNORECAS
 FIT = re.compile(r"cudnn|flash.*sm90|sm90.*flash", re.IGNORECASE)  # for Hopper
 
 
-def cell_row(cell: Cell, measured: dict, baseline: dict | None) -> dict:
-    """The row of a cell but for what Timer knows. measured: what its process answered. baseline:
-    BF16's row, which the losses of ours must be close to."""
-    row = {
-        "cell": cell.name,
-        **asdict(cell),
-        "ratio": None,
-        "drift": None,
-        "baseline": None,
-        **measured,
-        "valid": False,
-        "invalid_because": None,
-    }
-    if "failure" in measured:
-        return row
-    row |= _speed(cell, measured)
-    row["attention_kernel"] = _attention_kernel(measured["kernels"] or ())
-    twin = baseline if cell.peer is None else None
-    row["loss_difference"] = _loss_difference(row, twin)
-    reasons = list(problems(row, twin))
-    return row | {"invalid_because": "; ".join(reasons) or None, "valid": not reasons}
-
-
-def _speed(cell: Cell, measured: dict) -> dict:
-    step_s = statistics.fmean(measured["steps_s"])
+def judge_cell(
+    cell: Cell,
+    measured: Measurement,
+    bf16: TimedRow | None,
+    provenance: Provenance,
+    wall_s: float = 0.0,
+) -> TimedRow:
+    """The row of a cell that is not yet compared in speed. bf16: the BF16 row that the losses of
+    ours must be close to; None for BF16 itself."""
+    twin = bf16 if cell.peer is None else None
+    step_s = statistics.fmean(measured.steps_s)
     tok_per_s = cell.tokens_per_step / step_s
-    flops = measured["flops_per_token"] * tok_per_s
-    peak = peak_flops(torch.cuda.get_device_name()) if cell.device == "cuda" else None
-    return {
-        "step_ms": 1e3 * step_s,
-        "tok_per_s": tok_per_s,
-        "tflops": flops / 1e12,
-        "mfu_bf16": flops / peak[0] if peak else None,
-    }
+    flops = measured.flops_per_token * tok_per_s
+    peak = None if provenance.gpu is None else peak_flops(provenance.gpu)
+    row = TimedRow(
+        cell=cell,
+        provenance=provenance,
+        wall_s=wall_s,
+        measured=measured,
+        step_ms=1e3 * step_s,
+        tok_per_s=tok_per_s,
+        tflops=flops / 1e12,
+        mfu_bf16=flops / peak[0] if peak else None,
+        attention_kernel=_attention_kernel(measured.kernels or ()),
+        loss_difference=_loss_difference(measured, twin),
+    )
+    reasons = list(problems(row, twin))
+    return replace(row, valid=not reasons, invalid_because="; ".join(reasons) or None)
 
 
-def _attention_kernel(kernels: Iterable[Sequence]) -> str | None:
+def _attention_kernel(kernels: Iterable[Kernel]) -> str | None:
     """The longest kernel whose name is that of an attention."""
     for name, _ in kernels:
         if ATTENTION.search(name):
@@ -71,54 +65,60 @@ def _attention_kernel(kernels: Iterable[Sequence]) -> str | None:
     return None
 
 
-def _loss_difference(row: dict, twin: dict | None) -> float | None:
+def _loss_difference(measured: Measurement, twin: TimedRow | None) -> float | None:
     """The largest distance of the losses from BF16's; None where there is none to be told."""
-    losses = _losses(row)
+    losses = _losses(measured)
     if twin is None or not np.isfinite(losses).all() or losses[-1] >= losses[0]:
         return None
-    return float(abs(losses - _losses(twin)).max())
+    return float(abs(losses - _losses(twin.measured)).max())
 
 
-def _losses(row: dict) -> np.ndarray:
-    return np.array(row["losses"], float)  # null, as JSON has it for infinite and NaN, is NaN
+def _losses(measured: Measurement) -> np.ndarray:
+    return np.array(measured.losses, float)  # null, as JSON has it for infinite and NaN, is NaN
 
 
-def problems(row: dict, twin: dict | None) -> Iterator[str]:
+def problems(row: TimedRow, twin: TimedRow | None) -> Iterator[str]:
     """Why a row is no evidence. twin: BF16's, where the losses must be close to them."""
     yield from _loss_problems(row, twin)
-    if row["peer"] is None and (row["graph_breaks"] or row["recompiles"]):
+    measured = row.measured
+    if row.cell.peer is None and (measured.graph_breaks or measured.recompiles):
         yield (
-            f"{row['graph_breaks']} graph breaks and {row['recompiles']} recompilations in a step"
-            " that must have none"
+            f"{measured.graph_breaks} graph breaks and {measured.recompiles} recompilations in a"
+            " step that must have none"
         )
-    attention = row["attention_kernel"]
-    is_baseline_on_gpu = twin is None and row["device"] == "cuda"
+    attention = row.attention_kernel
+    is_baseline_on_gpu = twin is None and row.cell.device == "cuda"
     if is_baseline_on_gpu and attention and not FIT.search(attention):
         yield (
             f"its attention is neither cuDNN's nor FlashAttention 3's but {attention[:80]}: a slow"
             " BF16 flatters FP8"
         )
-    slowed_by = (row["clocks"] or {}).get("slowed_by") or 0
+    slowed_by = (measured.clocks or {}).get("slowed_by") or 0
     if int(slowed_by) & SLOWED:
         yield "the GPU was slowed down by heat or power"
 
 
-def _loss_problems(row: dict, twin: dict | None) -> Iterator[str]:
+def _loss_problems(row: TimedRow, twin: TimedRow | None) -> Iterator[str]:
     """Losses that are not finite, do not fall, or are not BF16's; gradients that are not BF16's."""
-    losses = _losses(row)
+    losses = _losses(row.measured)
     if not np.isfinite(losses).all():
         yield "a loss is not finite"
-    elif losses[-1] >= losses[0]:
+        return
+    if losses[-1] >= losses[0]:
         yield f"its loss does not fall on a fixed batch ({losses[0]:.4f} to {losses[-1]:.4f})"
-    elif twin:
-        bf16 = _losses(twin)
-        most = max(MOST_DIFFERENCE, MOST_LAG * (bf16[0] - bf16.min()))
-        if not row["loss_difference"] <= most:
-            yield f"its loss is {row['loss_difference']:.3f} away from BF16's, more than {most:.3f}"
-        for kind, bf16_norm in twin["gradient_norms"].items():
-            norm = row["gradient_norms"].get(kind)
-            if not _is_close(norm, bf16_norm):
-                yield f"the gradient of {kind} has a norm of {norm}, BF16's has {bf16_norm}"
+        return
+    if twin is None:
+        return
+    bf16 = _losses(twin.measured)
+    most = max(MOST_DIFFERENCE, MOST_LAG * (bf16[0] - bf16.min()))
+    difference = row.loss_difference
+    assert difference is not None  # these losses are finite and fall
+    if not difference <= most:  # NaN where a loss of BF16's is
+        yield f"its loss is {difference:.3f} away from BF16's, more than {most:.3f}"
+    for kind, bf16_norm in twin.measured.gradient_norms.items():
+        norm = row.measured.gradient_norms.get(kind)
+        if not _is_close(norm, bf16_norm):
+            yield f"the gradient of {kind} has a norm of {norm}, BF16's has {bf16_norm}"
 
 
 def _is_close(norm: float | None, bf16_norm: float | None) -> bool:
@@ -129,45 +129,47 @@ def _is_close(norm: float | None, bf16_norm: float | None) -> bool:
     return abs(norm / bf16_norm - 1) <= MOST_NORM
 
 
-def compared(row: dict, earlier: dict, later: dict) -> dict:
-    """A cell's row with its speed per FLOP over the mean of the BF16 cells before and after it."""
-    drift = later["tok_per_s"] / earlier["tok_per_s"] - 1
+def compare(row: TimedRow, earlier: TimedRow, later: TimedRow) -> TimedRow:
+    """The row with its speed per FLOP over the mean of the BF16 cells before and after it."""
+    drift = later.tok_per_s / earlier.tok_per_s - 1
     reasons = []
-    if row["invalid_because"]:
-        reasons.append(row["invalid_because"])
-    if row["device"] == "cuda" and abs(drift) > MOST_DRIFT:
+    if row.invalid_because:
+        reasons.append(row.invalid_because)
+    if row.cell.device == "cuda" and abs(drift) > MOST_DRIFT:
         reasons.append(f"BF16 drifted by {drift:+.1%} meanwhile")
-    invalid = [bf16["invalid_because"] for bf16 in (earlier, later) if not bf16["valid"]]
+    invalid = [bf16.invalid_because for bf16 in (earlier, later) if not bf16.valid]
     if invalid:
         reasons.append(f"its BF16 is invalid: {invalid[0]}")
-    return row | {
-        "ratio": 2 * row["tflops"] / (earlier["tflops"] + later["tflops"]),
-        "drift": drift,
-        "baseline": f"{earlier['size']} {earlier['label']}",
-        "valid": not reasons,
-        "invalid_because": "; ".join(reasons) or None,
-    }
+    return replace(
+        row,
+        ratio=2 * row.tflops / (earlier.tflops + later.tflops),
+        drift=drift,
+        baseline=f"{earlier.cell.size} {earlier.cell.label}",
+        baseline_size=earlier.cell.size,
+        valid=not reasons,
+        invalid_because="; ".join(reasons) or None,
+    )
 
 
-def check(old: list[dict], new: list[dict]) -> list[str]:
+def regressions(old: Sequence[CellRow], new: Sequence[CellRow]) -> list[str]:
     """What the new rows lost against the old: valid cells, ratios by more than MOST_LOSS;
     everything, if none is in both."""
     new_rows = newest(new)
-    losses = []
+    lines = []
     n_compared = 0
     for key, row in newest(old).items():
         new_row = new_rows.get(key)
-        if new_row is None or not row["valid"]:
+        if new_row is None or not row.valid:
             continue
-        if not new_row["valid"]:
-            reason = new_row.get("failure") or new_row["invalid_because"]
-            losses.append(f"{key}: valid before, now {reason}")
-        if row["ratio"] and new_row["ratio"]:
+        if not new_row.valid:
+            lines.append(f"{key}: valid before, now {new_row.remark}")
+        ratios = [timed.ratio for timed in (row, new_row) if isinstance(timed, TimedRow)]
+        if len(ratios) == 2 and ratios[0] and ratios[1]:
             n_compared += 1
-            losses += _lost_ratio(key, row["ratio"], new_row["ratio"])
-    if not losses and not n_compared:
+            lines += _lost_ratio(key, ratios[0], ratios[1])
+    if not lines and not n_compared:
         return ["no ratio is in both files: nothing was compared"]
-    return losses
+    return lines
 
 
 def _lost_ratio(key: tuple, ratio: float, new_ratio: float) -> list[str]:

@@ -2,9 +2,9 @@
 name."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+from bench.rows import Kernel
 from lib.text import grid
 
 KINDS = {  # kind -> beginnings of the kernels' names
@@ -17,7 +17,7 @@ KINDS = {  # kind -> beginnings of the kernels' names
     ),
     "torch.compile's kernels": ("triton_",),
     # fp8/triton_kernels.py, fp8/producer_kernels.py
-    "our kernels": ("cast_", "cross_entropy_grad", "rms_norm_", "swiglu_", "rope_", "transpose_"),
+    "our kernels": ("cast_both", "cross_entropy_grad", "copy", "norm", "swiglu", "rope_grad"),
 }
 OTHER = "other kernels"
 NAME_WIDTH = 60  # characters of a kernel's name that tell it from others
@@ -30,19 +30,19 @@ def kind_of(kernel: str) -> str:
     return OTHER
 
 
-def milliseconds_by_kind(kernels: Sequence[tuple[str, float]]) -> Counter[str]:
-    """Sums over (name, milliseconds)."""
+def milliseconds_by_kind(kernels: Sequence[Kernel]) -> Counter[str]:
+    """Sums over the kernels of a kind."""
     sums: Counter[str] = Counter()
     for name, milliseconds in kernels:
         sums[kind_of(name)] += milliseconds  # type: ignore[assignment]  # a Counter of floats
     return sums
 
 
-def table_of_kinds(columns: dict[str, dict[str, Any]]) -> str:
-    """Markdown: a row a kind, a column a row of bench.throughput, `columns` by their titles. The
-    kernels are the longest of one micro-step."""
-    sums = {title: milliseconds_by_kind(row["kernels"]) for title, row in columns.items()}
-    number = max(len(row["kernels"]) for row in columns.values())
+def table_of_kinds(columns: Mapping[str, Sequence[Kernel]]) -> str:
+    """Markdown: a row a kind, a column a precision. columns: title -> the longest kernels of one
+    micro-step."""
+    sums = {title: milliseconds_by_kind(kernels) for title, kernels in columns.items()}
+    number = max(len(kernels) for kernels in columns.values())
     lines = [[f"ms of a micro-step, its {number} longest kernels", *columns]]
     for kind in (*KINDS, OTHER):
         lines.append([kind, *(f"{of_column[kind]:.1f}" for of_column in sums.values())])
@@ -50,10 +50,9 @@ def table_of_kinds(columns: dict[str, dict[str, Any]]) -> str:
     return grid(lines)
 
 
-def table_of_kernels(row: dict[str, Any]) -> str:
-    """Markdown: the kernels of one micro-step that a row of bench.throughput holds, the longest
-    first."""
+def table_of_kernels(kernels: Sequence[Kernel]) -> str:
+    """Markdown: the kernels of one micro-step in their order, the longest first."""
     lines = [["kernel", "kind", "ms"]]
-    for name, milliseconds in row["kernels"]:
+    for name, milliseconds in kernels:
         lines.append([name[:NAME_WIDTH], kind_of(name), f"{milliseconds:.2f}"])
     return grid(lines)

@@ -6,14 +6,15 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from bench.cells import Cell, Subject, build_ours
-from bench.peer_models import load
+from bench.peer_models import build_peer
+from bench.rows import Kernel, Measurement
 from lib.machine import GIB, nvidia_smi
 
 # Updates on one batch. Later ones fall too fast to be compared: torchao's own recipe was an update
@@ -31,6 +32,7 @@ CLOCKS = {
     "slowed_by": "clocks_event_reasons.active",
 }
 TIMED_S = {"cuda": 6.0, "cpu": 0.5}  # of whole steps, at least two
+MOST_STEPS = 20  # that are timed
 
 
 def tokens_like_text(
@@ -63,13 +65,13 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     return {kind: math.sqrt(square) for kind, square in squares.items()}
 
 
-def measure(cell: Cell) -> dict:
+def measure_cell(cell: Cell) -> Measurement:
     """Everything about a cell that needs no other. Run in a process of its own, which it leaves
     warm and full."""
     from torch._dynamo.utils import counters
 
     device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
-    subject = load(cell, device) if cell.peer else build_ours(cell, device)
+    subject = build_peer(cell, device) if cell.peer else build_ours(cell, device)
     print("\n".join(subject.describe))
     accumulation = cell.tokens_per_step // (cell.micro_batch * cell.T)
     x, y = tokens_like_text(4 * cell.micro_batch, cell.T, subject.vocab, device)
@@ -90,34 +92,33 @@ def measure(cell: Cell) -> dict:
     clocks = _read_clocks(step, device)
     graphs = counters["stats"]["unique_graphs"]
     n_steps = math.ceil(TIMED_S[device.type] / (accumulation * usual_s))
-    row = {
+    measured = Measurement(
         **subject.counts,
-        "compile_s": max(0.0, first.seconds[0] - usual_s),
-        "steps_s": [step() for _ in range(min(20, max(2, n_steps)))],
-        "losses": first.losses,
-        "gradient_norms": first.norms,
-        "graph_breaks": sum(counters["graph_break"].values()),
-        "recompiles": counters["stats"]["unique_graphs"] - graphs,
-        "peak_gib": None,
-        "clocks": clocks,
-        "kernels": None,
-    }
-    if device.type == "cuda":
-        row |= {
-            "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-            "kernels": _kernels(lambda: subject.micro_step(*batches[0])),
-        }
-    return row
+        compile_s=max(0.0, first.seconds[0] - usual_s),
+        steps_s=[step() for _ in range(min(MOST_STEPS, max(2, n_steps)))],
+        losses=first.losses,
+        gradient_norms=first.norms,
+        graph_breaks=sum(counters["graph_break"].values()),
+        recompiles=counters["stats"]["unique_graphs"] - graphs,
+        clocks=clocks,
+    )
+    if device.type != "cuda":
+        return measured
+    return replace(
+        measured,
+        peak_gib=torch.cuda.max_memory_allocated() / GIB,
+        reserved_gib=torch.cuda.max_memory_reserved() / GIB,
+        kernels=_kernels(lambda: subject.micro_step(*batches[0])),
+    )
 
 
 @dataclass(frozen=True)
 class FirstUpdates:
     """SANITY_STEPS updates on one batch."""
 
-    losses: list[float]  # before each
+    losses: list[float | None]  # before each; NaN where it is
     seconds: list[float]  # of each
-    norms: dict[str, float]  # of the first gradients, by kind of parameter
+    norms: dict[str, float | None]  # of the first gradients, by kind of parameter
 
 
 def _first_updates(
@@ -125,14 +126,15 @@ def _first_updates(
 ) -> FirstUpdates:
     """The batch stands for all of a step's."""
     rates = [(group, group["lr"]) for group in subject.optimizer.param_groups]
-    losses, seconds = [], []
-    norms: dict[str, float] = {}
+    losses: list[float | None] = []
+    seconds = []
+    norms: dict[str, float | None] = {}
     for i in range(SANITY_STEPS):
         start = time.perf_counter()
         for group, rate in rates:
             group["lr"] = rate * SANITY_RATE * (i + 1) / SANITY_STEPS
         losses.append(subject.micro_step(*batch).item())
-        norms = norms or gradient_norms(subject.model)
+        norms = norms or dict(gradient_norms(subject.model))
         gradients = [p.grad for p in subject.model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, float(accumulation))
         subject.update()
@@ -160,7 +162,7 @@ def to_number(text: str | None) -> float | None:
         return None
 
 
-def _kernels(work: Callable) -> list[tuple[str, float]]:
+def _kernels(work: Callable) -> list[Kernel]:
     """(name, milliseconds) of the kernels of one micro-step, the longest 30 first; none where the
     profiler does not work."""
     try:

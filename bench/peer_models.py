@@ -48,13 +48,11 @@ OURS = {
     "ours_d26": {"n_layer": 26, "n_head": 13, "n_embd": 1664, "n_ffn": 4480, **_CHAT},
     "ours_toy": {"n_layer": 2, "n_head": 2, "n_embd": 96, "n_ffn": 256, "vocab_size": 256},
 }
-LABELS = {
-    "nanogpt": ("nanogpt",),
-    "nanochat": ("nanochat_bf16", "nanochat_fp8"),
-    "torchtitan": ("torchtitan_bf16", "torchtitan_fp8"),
+PRECISIONS: dict[str, tuple[str | None, ...]] = {  # of each peer; None: it has no choice of them
+    "nanogpt": (None,),
+    "nanochat": ("bf16", "fp8"),
+    "torchtitan": ("bf16", "fp8"),
 }
-IN_FP8 = ("nanochat_fp8", "torchtitan_fp8")
-PEER_OF = {label: peer for peer, labels in LABELS.items() for label in labels}
 # The repository, the commit that this was written for, a file to know it by.
 USED = {
     "nanogpt": ("karpathy/nanoGPT", "3adf61e", "model.py"),
@@ -63,7 +61,7 @@ USED = {
 }
 
 
-def check(peer: str, folder: str) -> str:
+def check_checkout(peer: str, folder: str) -> str:
     """What the checkout in `folder` is, in words. Raises UserError where it is none."""
     repository, commit, file = USED[peer]
     if not (Path(folder) / file).is_file():
@@ -77,20 +75,17 @@ def check(peer: str, folder: str) -> str:
     return f"{peer} at {held_commit or 'an unknown commit'}; this was written for {commit}"
 
 
-def load(cell: Cell, device: torch.device) -> Subject:
+def build_peer(cell: Cell, device: torch.device) -> Subject:
     """The peer's model of a cell, initialised and set to compile at its first micro-step. Imports
     the checkout's code and sets the process's matmul precision as the peer does: meant for a
     process of its own."""
-    assert cell.peer is not None
-    peer = PEER_OF[cell.label]
+    assert cell.peer is not None and cell.peer_name is not None
     sys.path.insert(1, cell.peer)  # behind our own folder, before what is installed
     torch.manual_seed(0)
-    subject = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}[peer](
-        cell, device, cell.label in IN_FP8
-    )
-    subject.describe.insert(
-        0, f"{cell.size}: {check(peer, cell.peer)}, under torch {torch.__version__}"
-    )
+    builders = {"nanogpt": _nanogpt, "nanochat": _nanochat, "torchtitan": _torchtitan}
+    subject = builders[cell.peer_name](cell, device, cell.peer_precision == "fp8")
+    checkout = check_checkout(cell.peer_name, cell.peer)
+    subject.describe.insert(0, f"{cell.size}: {checkout}, under torch {torch.__version__}")
     return subject
 
 

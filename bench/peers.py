@@ -33,8 +33,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import throughput
-from bench.cells import BASELINE, Cell
-from bench.peer_models import BESIDE, IN_FP8, LABELS, OURS, USED, check
+from bench.cells import Cell, our_cell
+from bench.peer_models import BESIDE, OURS, PRECISIONS, USED, check_checkout
 from lib.command import run_command
 from lib.errors import UserError
 from lib.values import FilePath
@@ -49,7 +49,7 @@ class Options(throughput.Options):
 
 
 def main(arguments: list[str]) -> int:
-    return throughput.run(__doc__, "peers", Options, arguments, groups_for)
+    return throughput.run_suite(__doc__, "peers", Options, arguments, groups_for)
 
 
 def groups_for(options: Options) -> list[list[Cell]]:
@@ -64,23 +64,24 @@ def groups_for(options: Options) -> list[list[Cell]]:
             "name a checkout at least: --nanogpt DIR, --nanochat DIR or --torchtitan DIR"
         )
     for peer, folder in folders.items():
-        print(check(peer, folder))
-    return groups_of(options.suite, folders)
+        print(check_checkout(peer, folder))
+    return peer_groups(options.suite, folders)
 
 
-def groups_of(suite: str, folders: dict[str, str]) -> list[list[Cell]]:
+def peer_groups(suite: str, folders: dict[str, str]) -> list[list[Cell]]:
     """Each our BF16, then what takes turns with it; folders: checkout by peer."""
     if suite == "toy":
         return [_toy_group(folders)]
     groups = []
-    labels = (BASELINE, "tensorwise+kernels")
+    labels = ("bf16", "tensorwise+kernels")
     for size, depth in (("125m", "d12"), ("1p5b", "d26")):
-        ours = [Cell(size, label, MICRO_BATCH[size]) for label in labels]
+        ours = [our_cell(size, label, MICRO_BATCH[size]) for label in labels]
         groups.append([*ours, *_peer_cells(size, folders)])
         if "nanochat" in folders:
             name = f"ours_{depth}"
             micro_batch, _ = BESIDE[size][f"nanochat_{depth}"]
-            groups.append([Cell(name, label, micro_batch, model=OURS[name]) for label in labels])
+            model = OURS[name]
+            groups.append([our_cell(name, label, micro_batch, model=model) for label in labels])
     return groups
 
 
@@ -91,16 +92,23 @@ def _peer_cells(size: str, folders: dict[str, str]) -> list[Cell]:
         for name, (micro_batch, dimensions) in BESIDE[size].items():
             if name.startswith(peer):
                 cells += [
-                    Cell(name, label, micro_batch, model=dimensions, peer=folder)
-                    for label in LABELS[peer]
+                    Cell(
+                        size=name,
+                        micro_batch=micro_batch,
+                        model=dimensions,
+                        peer=folder,
+                        peer_name=peer,
+                        peer_precision=precision,
+                    )
+                    for precision in PRECISIONS[peer]
                 ]
     return cells
 
 
 def _toy_group(folders: dict[str, str]) -> list[Cell]:
     """Small models on a CPU, without the peers' FP8."""
-    ours = Cell("ours_toy", BASELINE, 4, model=OURS["ours_toy"])
-    peers = [cell for cell in _peer_cells("toy", folders) if cell.label not in IN_FP8]
+    ours = our_cell("ours_toy", "bf16", 4, model=OURS["ours_toy"])
+    peers = [cell for cell in _peer_cells("toy", folders) if cell.peer_precision != "fp8"]
     return [replace(cell, T=64, tokens_per_step=1024, device="cpu") for cell in (ours, *peers)]
 
 

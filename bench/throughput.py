@@ -20,16 +20,16 @@ import shlex
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from bench import fourway
-from bench.cells import Cell, groups_of
-from bench.judging import check
-from bench.measuring import measure
-from bench.report import draw, rows_beside_peers, table
-from bench.rows import rows_of
+from bench.cells import Cell, cell_from, groups_of
+from bench.judging import regressions
+from bench.measuring import measure_cell
+from bench.report import draw_ratios, rows_beside_peers, rows_page
+from bench.rows import Failure, Measurement, rows_of
 from bench.timing import Timer
 from lib.command import command, run_command
 from lib.errors import UserError, memory_error
@@ -57,22 +57,24 @@ class Options:
 def main(arguments: list[str]) -> int:
     # the process of a cell, given as JSON: writes its row, or a "failure", to a file
     if arguments[:1] == ["--cell"]:
-        Path(arguments[2]).write_bytes(to_line(_measure(arguments[1])))
+        Path(arguments[2]).write_bytes(to_line(asdict(_answer(arguments[1]))))
         return 0
-    return run(__doc__, "throughput", Options, arguments, lambda options: groups_of(options.suite))
+    return run_suite(
+        __doc__, "throughput", Options, arguments, lambda options: groups_of(options.suite)
+    )
 
 
-def _measure(cell: str) -> dict:
-    """The answer of a cell, given as JSON; {"failure", "oom"} where it fails."""
+def _answer(cell: str) -> Measurement | Failure:
+    """The answer of a cell, given as JSON."""
     try:
-        return measure(Cell(**json.loads(cell)))
+        return measure_cell(cell_from(json.loads(cell)))
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-        return {"failure": reason, "oom": memory_error(error) is not None}
+        return Failure(failure=reason, oom=memory_error(error) is not None)
 
 
-def run(
+def run_suite(
     doc: str,
     name: str,
     cls: type,
@@ -89,7 +91,7 @@ def run(
         if options.check:
             return _check(out, Path(options.check))
         if not options.table:
-            groups = choose(groups_for(options), options.cells)
+            groups = choose_cells(groups_for(options), options.cells)
             words = shlex.join(["python", "-m", f"bench.{name}", *arguments])
             device = groups[0][0].device
             timer = Timer(out, device, options.budget, words, options.commit, options.cells)
@@ -104,8 +106,8 @@ def _run_fourway(options: Options, name: str) -> int | str:
         raise UserError(f"suite={options.suite} is one of bench.throughput alone")
     folder = Path(options.out or ROOT / "bench" / "results" / options.suite)
     if options.table:
-        return fourway.page(folder)
-    return fourway.run(options.suite, options.budget, folder)
+        return fourway.fourway_page(folder)
+    return fourway.train_arms(options.suite, options.budget, folder)
 
 
 def _default_out(suite: str, name: str) -> Path:
@@ -114,12 +116,12 @@ def _default_out(suite: str, name: str) -> Path:
 
 
 def _check(out: Path, new: Path) -> int:
-    losses = check(rows_of(out), rows_of(new))
-    print("\n".join(losses) or f"{new} has lost nothing against {out}")
-    return 1 if losses else 0
+    lines = regressions(rows_of(out), rows_of(new))
+    print("\n".join(lines) or f"{new} has lost nothing against {out}")
+    return 1 if lines else 0
 
 
-def choose(groups: list[list[Cell]], names: Sequence[str]) -> list[list[Cell]]:
+def choose_cells(groups: list[list[Cell]], names: Sequence[str]) -> list[list[Cell]]:
     """Each group's BF16 cell and those of `names`, all where there are none. Raises UserError for a
     name that no cell has."""
     cell_names = [cell.name for _, *members in groups for cell in members]
@@ -140,8 +142,8 @@ def _report(out: Path) -> str:
     rows = rows_of(out)
     figure = out.with_suffix(".png")
     with suppress(ImportError):  # a machine for an hour may lack matplotlib
-        draw([*rows_beside_peers(out), *rows], figure)
-    page = f"\n{table(rows)}\n"
+        draw_ratios([*rows_beside_peers(out), *rows], figure)
+    page = f"\n{rows_page(rows)}\n"
     return f"{page}\n{figure}" if figure.exists() else page
 
 

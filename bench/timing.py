@@ -17,11 +17,20 @@ from pathlib import Path
 import torch
 
 from bench.cells import Cell
-from bench.judging import cell_row, compared
+from bench.judging import compare, judge_cell
 from bench.measuring import to_number
-from bench.rows import SCHEMA_VERSION, rows_of
+from bench.rows import (
+    CellRow,
+    FailedRow,
+    Failure,
+    Measurement,
+    Provenance,
+    TimedRow,
+    answer_from,
+    row_line,
+    rows_of,
+)
 from lib.errors import UserError
-from lib.files import to_line
 from lib.machine import ROOT, nvidia_smi
 from runtime.environment import environment
 
@@ -52,32 +61,19 @@ class Timer:
                 "this needs a CUDA GPU, and torch sees none here: --suite toy rehearses on the CPU"
             )
         self.out, self.budget, self.end = out, budget, time.monotonic() + budget
-        env = asdict(environment(torch.device(device), ROOT))
-        driver, power_limit = nvidia_smi("driver_version", "power.limit")
-        self.head = {
-            "schema_version": SCHEMA_VERSION,
-            "run": env["t_start"],
-            "command": command,
-            "commit": commit or env["git_commit"],
-            "dirty": None if commit else env["git_dirty"],
-            "gpu": env["device"] if device == "cuda" else None,
-            "driver": driver,
-            "power_limit_w": to_number(power_limit),
-            **{key: env[key] for key in ("torch", "torchao", "triton", "cuda", "cudnn", "python")},
-        }
+        self.provenance = _provenance(device, command, commit)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.touch()
         self.here = [
             row
             for row in rows_of(out)
-            if row["cell"] not in again
-            and (row["gpu"], row["torch"]) == (self.head["gpu"], self.head["torch"])
+            if row.cell.name not in again and _is_of_same_setup(row.provenance, self.provenance)
         ]
 
     def run(self, groups: list[list[Cell]]) -> None:
         """Time what is due, in this order, as long as there is time."""
         print(f"rows go to {self.out}", flush=True)
-        if self.head["gpu"]:
+        if self.provenance.gpu:
             _warm_gpu()
         for group in groups:
             self.time_group(group)
@@ -101,7 +97,7 @@ class Timer:
 
     def due(self, group: list[Cell]) -> list[Cell]:
         """The cells of a group, but for its BF16, that have no row here."""
-        done = {row["cell"] for row in self.here if "failure" in row or row["ratio"]}
+        done = {row.cell.name for row in self.here if row.is_final}
         return [cell for cell in group[1:] if cell.name not in done]
 
     def estimate(self, *cells: Cell) -> float:
@@ -109,7 +105,7 @@ class Timer:
         here, and a tenth."""
         total = 0.0
         for cell in cells:
-            seconds = [row["wall_s"] for row in self.here if row["size"] == cell.size]
+            seconds = [row.wall_s for row in self.here if row.cell.size == cell.size]
             total += 1.1 * max(seconds, default=GUESS_S)
         return total
 
@@ -119,25 +115,25 @@ class Timer:
     def time_group(self, group: list[Cell]) -> None:
         """Time what is due of a BF16 cell's group and fits into the budget, TURN of them at most
         between two of BF16."""
-        earlier: dict | None = None  # BF16's row
+        earlier: CellRow | None = None  # BF16's
         while due := self.due(group):
             baseline = group[0]
             if earlier is None:
                 if not self.has_time_for(baseline, due[0], baseline):
                     return
                 earlier = self.time(baseline)
-            if earlier.get("oom") and baseline.micro_batch > 1:
+            if isinstance(earlier, FailedRow):
+                if not earlier.failure.oom or baseline.micro_batch == 1:
+                    return
                 group = [replace(cell, micro_batch=cell.micro_batch // 2) for cell in group]
                 earlier = None
                 continue
-            if "failure" in earlier:
-                return
             later = self._turn(baseline, due[:TURN], earlier)
             if later is None:
                 return
             earlier = later
 
-    def _turn(self, baseline: Cell, cells: list[Cell], earlier: dict) -> dict | None:
+    def _turn(self, baseline: Cell, cells: list[Cell], earlier: TimedRow) -> TimedRow | None:
         """Time the cells that fit into the budget, then BF16 again, and add the ratios. Returns
         BF16's row that the next turn begins with; None where the group has to end."""
         rows = []
@@ -146,46 +142,76 @@ class Timer:
                 rows.append(self.time(cell, earlier, self.estimate(baseline)))
         if not rows:
             return None
-        rows = [row for row in rows if "failure" not in row]
-        if not rows:
+        timed_rows = [row for row in rows if isinstance(row, TimedRow)]
+        if not timed_rows:
             return earlier
         later = self.time(baseline)
-        if "failure" in later:
+        if isinstance(later, FailedRow):
             return None
-        for row in rows:
-            self._add(compared(row, earlier, later))
+        for row in timed_rows:
+            self._add(compare(row, earlier, later))
         return later
 
-    def time(self, cell: Cell, baseline: dict | None = None, reserve_s: float = 0.0) -> dict:
+    def time(self, cell: Cell, bf16: TimedRow | None = None, reserve_s: float = 0.0) -> CellRow:
         """The row of one cell, timed in a process of its own, with so many seconds left after it;
-        not kept where the budget cut it."""
+        not kept where the budget cut it. bf16: the row that it is judged by."""
         start = time.monotonic()
         print(f"[{self.end - start:5.0f} s left] {cell.name}", end=" ", flush=True)
         limit_s = min(CELL_LIMIT_S, self.end - start - reserve_s)
-        measured = run_cell(cell, self.out.with_suffix(".log"), limit_s)
+        answer = run_cell(cell, self.out.with_suffix(".log"), limit_s)
         wall_s = time.monotonic() - start
-        row = cell_row(cell, measured, baseline) | self.head | {"wall_s": wall_s}
-        was_cut = "failure" in row and wall_s >= limit_s and limit_s != CELL_LIMIT_S
+        if isinstance(answer, Measurement):
+            row: CellRow = judge_cell(cell, answer, bf16, self.provenance, wall_s)
+            self._add(row)
+            return row
+        row = FailedRow(cell=cell, provenance=self.provenance, wall_s=wall_s, failure=answer)
+        was_cut = wall_s >= limit_s and limit_s != CELL_LIMIT_S
         if not was_cut:
             self._add(row)
         return row
 
-    def _add(self, row: dict) -> None:
+    def _add(self, row: CellRow) -> None:
         with open(self.out, "ab") as file:
-            file.write(to_line(row))
+            file.write(row_line(row))
         self.here.append(row)
         print(_in_words(row), flush=True)
 
 
-def _in_words(row: dict) -> str:
-    if row["ratio"]:
-        text = f"{row['cell']}: {row['ratio']:.3f} x {row['baseline']}, drift {row['drift']:+.1%}"
-    elif row.get("failure"):
-        text = row["failure"]
+def _provenance(device: str, command: str, commit: str | None) -> Provenance:
+    """commit: of these files, where git does not tell it."""
+    env = environment(torch.device(device), ROOT)
+    driver, power_limit = nvidia_smi("driver_version", "power.limit")
+    return Provenance(
+        run=env.t_start,
+        command=command,
+        gpu=env.device if device == "cuda" else None,
+        driver=driver,
+        power_limit_w=to_number(power_limit),
+        torch=env.torch,
+        torchao=env.torchao,
+        triton=env.triton,
+        cuda=env.cuda,
+        cudnn=env.cudnn,
+        python=env.python,
+        commit=commit or env.git_commit,
+        dirty=None if commit else env.git_dirty,
+    )
+
+
+def _is_of_same_setup(a: Provenance, b: Provenance) -> bool:
+    """Whether times by the two may be compared: the same GPU and the same version of torch."""
+    return (a.gpu, a.torch) == (b.gpu, b.torch)
+
+
+def _in_words(row: CellRow) -> str:
+    if isinstance(row, FailedRow):
+        return row.failure.failure
+    if row.ratio is None:
+        text = f"{row.tok_per_s:,.0f} tokens/s, compiled in {row.measured.compile_s:.0f} s"
     else:
-        text = f"{row['tok_per_s']:,.0f} tokens/s, compiled in {row['compile_s']:.0f} s"
-    if row["invalid_because"]:
-        text += f"; INVALID: {row['invalid_because']}"
+        text = f"{row.cell.name}: {row.ratio:.3f} x {row.baseline}, drift {row.drift:+.1%}"
+    if row.invalid_because:
+        text += f"; INVALID: {row.invalid_because}"
     return text
 
 
@@ -197,9 +223,8 @@ def _warm_gpu() -> None:
         (a @ a)[0, 0].item()  # waits for it
 
 
-def run_cell(cell: Cell, log: Path, limit_s: float) -> dict:
-    """What the process of a cell answers, {"failure": in words} where it does not; nothing of it is
-    left running."""
+def run_cell(cell: Cell, log: Path, limit_s: float) -> Measurement | Failure:
+    """What the process of a cell answers, or why it does not; nothing of it is left running."""
     prctl = ctypes.CDLL(None).prctl
     with open(log, "a") as words, tempfile.TemporaryDirectory() as scratch:
         print(f"\n==== {cell}", file=words, flush=True)
@@ -222,15 +247,12 @@ def run_cell(cell: Cell, log: Path, limit_s: float) -> dict:
         )  # it ends with this process
         try:
             process.wait(limit_s)
-            return json.loads(answer.read_bytes())
+            return answer_from(json.loads(answer.read_bytes()))
         except subprocess.TimeoutExpired:
-            return {"failure": f"not done after {limit_s:.0f} s"}
+            return Failure(failure=f"not done after {limit_s:.0f} s")
         except OSError:
-            return {
-                "failure": (
-                    f"exit code {process.returncode} without an answer; its words are in {log}"
-                )
-            }
+            reason = f"exit code {process.returncode} without an answer; its words are in {log}"
+            return Failure(failure=reason)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too

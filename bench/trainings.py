@@ -6,39 +6,46 @@
 
 One training after the other, each a process, none of its settings but the data, the number of
 steps and what `set` says. A line a training goes to OUT/trainings.jsonl when it ends; one that
-has steps is not repeated."""
+has steps is not repeated. Checkpoints are removed at its end."""
 
 import json
 import os
 import re
+import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from bench.noise import SETTINGS, write_noise
+from bench.peak_memory import KEY
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import read_rows, to_line
 from lib.machine import ROOT
 from lib.values import FilePath
-from runtime.config import load_config, positive
+from model import GPT
+from runtime.config import Config, load_config, positive
 from runtime.log import peak_flops, throughput
 from runtime.plan import plan
 
 ROWS = "trainings.jsonl"
+SUMMARY = "summary.json"  # of a run that has ended
+TRAIN = "from bench.peak_memory import main; main()"  # a file for memory, then train.py's words
+SCHEMA_VERSION = 1  # rows without one are older and have the same keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRow:
     """A line of trainings.jsonl."""
 
-    name: str
+    schema_version: int = SCHEMA_VERSION  # of this list of keys
+    name: str  # of the run
     config: str  # its file, as it was named
     overrides: list[str]  # section.key=value, beside the data's and the number of steps
     label: str  # bf16, or the recipe with what is set of it
@@ -58,6 +65,33 @@ class TrainingRow:
     wall_s: float = 0.0  # of the whole process
     device: str | None = None
     failure: str | None = None  # why there are no numbers, or fewer steps
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of all steps."""
+        return sum(self.seconds)
+
+    @property
+    def compiled_s(self) -> float:
+        """Seconds of all steps without compilation."""
+        return self.trained_s - (self.compile_s or 0.0)
+
+
+def read_trainings(folder: Path) -> list[TrainingRow]:
+    """The rows of a folder, [] where there are none. Raises UserError for one of another
+    version."""
+    return [training_from(values) for values in read_rows(folder / ROWS)]
+
+
+def training_from(values: Mapping[str, Any]) -> TrainingRow:
+    """A line of trainings.jsonl. Raises UserError for one of another version."""
+    version = values.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"a training of schema_version={version!r}, and this code reads {SCHEMA_VERSION}: read"
+            " it with the code that wrote it, or give another out="
+        )
+    return TrainingRow(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +120,7 @@ def main(options: Options) -> None:
             limit_s=options.seconds,
             gpu=options.gpu,
         )
-        print(describe(row), flush=True)
+        print(training_text(row), flush=True)
 
 
 def train_on_noise(
@@ -108,13 +142,14 @@ def train_on_noise(
     words += ["checkpoint.every=none", "eval.every=none"]
     words += [] if name is None else [f"run={name}"]
     config = load_config(file, words)
-    rows_there = read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
-    for row in rows_there:
-        if row["name"] == config.run and row["steps"] > 0:
-            return TrainingRow(**row)
+    for row in read_trainings(folder):
+        if row.name == config.run and row.steps > 0:
+            return row
     write_noise(folder / "data", (steps + 2) * config.data.tokens_per_step)
     start = time.monotonic()
-    output, is_cut = _train(file, words, limit_s)
+    memory_file = folder / f"{config.run}.memory.jsonl"
+    memory_file.unlink(missing_ok=True)  # of an earlier try
+    output, is_cut = _train(file, words, memory_file, limit_s)
     row = TrainingRow(
         name=config.run,
         config=str(file),
@@ -128,16 +163,24 @@ def train_on_noise(
         planned_gib=_planned_gib(plan(config, gpu)),
         wall_s=time.monotonic() - start,
     )
-    row = _with_results(row, config.run_dir, output, is_cut)
+    row = _with_results(row, config, memory_file)
+    if not (config.run_dir / SUMMARY).is_file():
+        last_lines = " ".join(output.split("\n")[-3:]).strip()
+        failure = "stopped: its time was up" if is_cut else last_lines[-400:]
+        row = replace(row, failure=failure)
     with open(folder / ROWS, "ab") as rows_file:
         rows_file.write(to_line(asdict(row)))
+    # nothing goes on from it, and those of five trainings at 1.5B would take 90 GB
+    shutil.rmtree(config.run_dir / "checkpoints", ignore_errors=True)
     return row
 
 
-def _train(file: Path, words: list[str], limit_s: float) -> tuple[str, bool]:
+def _train(file: Path, words: list[str], memory_file: Path, limit_s: float) -> tuple[str, bool]:
     """What train.py prints, and whether it was stopped because its time was up."""
+    folders = [os.environ.get("PYTHONPATH"), str(ROOT)]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), str(file), *words],
+        [sys.executable, "-c", TRAIN, memory_file, file, *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -147,7 +190,7 @@ def _train(file: Path, words: list[str], limit_s: float) -> tuple[str, bool]:
         output, _ = process.communicate(timeout=limit_s)
         return output, False
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # a request to stop would save: minutes at 1.5B
         output, _ = process.communicate()
         return output, True
     except BaseException:
@@ -161,45 +204,40 @@ def _planned_gib(lines: list[str]) -> float | None:
     return None if sums is None else float(sums[1])
 
 
-def _with_results(row: TrainingRow, run_dir: Path, output: str, is_cut: bool) -> TrainingRow:
-    """The row with what the run's folder holds."""
-    values = asdict(row)
-    steps_file, summary_file = run_dir / "metrics.jsonl", run_dir / "summary.json"
-    rows = read_rows(steps_file) if steps_file.is_file() else []
-    train_rows = [step for step in rows if step["kind"] == "train"]
-    summary = json.loads(summary_file.read_bytes()) if summary_file.is_file() else {}
-    if not summary:
-        last_lines = " ".join(output.split("\n")[-3:]).strip()
-        values["failure"] = "stopped: its time was up" if is_cut else last_lines[-400:]
+def _with_results(row: TrainingRow, config: Config, memory_file: Path) -> TrainingRow:
+    """The row with what the run's folder holds, of a run that was stopped too."""
+    metrics = read_rows(config.run_dir / "metrics.jsonl")
+    train_rows = [step for step in metrics if step["kind"] == "train"]
     if not train_rows:
-        return TrainingRow(**values)
-    values |= {
-        "steps": len(train_rows),
-        "losses": [step["loss"] for step in train_rows],
-        "seconds": [step["step_s"] for step in train_rows],
-        "device": summary.get("device"),
-        "mem_gib": summary.get("mem_peak_gib"),
-    }
-    if summary:
-        peaks = peak_flops(summary["device"])
-        speed = throughput(
-            rows,
-            row.tokens_per_step,
-            summary["flops_per_token"],
-            peaks[0] if peaks else None,
-        )
-        values |= {
-            "tok_per_s": speed["tok_per_s_median"],
-            "compile_s": speed["compile_s"],
-            "tflops": speed["tflops_median"],
-            "mfu_bf16": speed.get("mfu_bf16"),
-        }
-    else:
-        values["tok_per_s"] = row.tokens_per_step / statistics.median(values["seconds"])
-    return TrainingRow(**values)
+        return row
+    device = json.loads((config.run_dir / "env.json").read_bytes())["device"]
+    peaks = peak_flops(device)
+    flops_per_token = GPT.on_meta(config.model).counts()["flops_per_token"]
+    peak_bf16 = peaks[0] if peaks else None
+    speed = throughput(metrics, row.tokens_per_step, flops_per_token, peak_bf16)
+    return replace(
+        row,
+        steps=len(train_rows),
+        losses=[step["loss"] for step in train_rows],
+        seconds=[step["step_s"] for step in train_rows],
+        device=device,
+        mem_gib=_most_memory_gib(config.run_dir / SUMMARY, memory_file),
+        tok_per_s=speed["tok_per_s_median"],
+        compile_s=speed["compile_s"],
+        tflops=speed["tflops_median"],
+        mfu_bf16=speed["mfu_bf16"],
+    )
 
 
-def describe(row: TrainingRow) -> str:
+def _most_memory_gib(summary: Path, memory_file: Path) -> float | None:
+    """Of a run that has ended as its summary says; else what was seen of it; None of a CPU."""
+    if summary.is_file():
+        return json.loads(summary.read_bytes())["mem_peak_gib"]
+    rows = read_rows(memory_file)
+    return rows[-1][KEY] if rows else None
+
+
+def training_text(row: TrainingRow) -> str:
     """A line for people."""
     if not row.losses:
         return f"{row.name}: {row.failure}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.borrowed import CELLS, rows_on_gpu
-from bench.borrowed_report import measured
+from bench.borrowed_report import valid_rows_by_cell
 from eval.harness import scores_page
 from eval.results import read_scores
 from lib.command import command, run_command
@@ -42,7 +42,7 @@ WIDEST = 130  # characters of a line that is shown
 def configs_table() -> str:
     """A row for each pair of shipped configurations: modelled by --plan, measured by the bench."""
     files = (ROOT / "bench/results/h100_peers.jsonl", ROOT / CELLS)
-    rows = measured([row for file in files for row in rows_on_gpu(file)])
+    rows = valid_rows_by_cell([row for file in files for row in rows_on_gpu(file)])
     lines = [
         "| config | tokens | memory, FP8, estimated | hours on one H100, BF16 / FP8, modelled"
         " | tokens/s on one H200, BF16 / FP8, measured | memory there, BF16 / FP8, measured"
@@ -57,8 +57,8 @@ def configs_table() -> str:
         cells = [rows.get((size, label)) for label in ("bf16", "tensorwise+kernels")]
         speeds = memories = "not measured"
         if all(cells):
-            speeds = " / ".join(f"{cell['tok_per_s'] / 1e3:,.1f}k" for cell in cells if cell)
-            memories = " / ".join(f"{cell['peak_gib']:.1f} GiB" for cell in cells if cell)
+            speeds = " / ".join(f"{cell.tok_per_s / 1e3:,.1f}k" for cell in cells if cell)
+            memories = " / ".join(f"{cell.measured.peak_gib:.1f} GiB" for cell in cells if cell)
         tokens = f"{config.total_tokens / 1e9:.2f}B"
         lines.append(
             f"| gpt{size} | {tokens} | {memory} GiB | {hours[0]} / {hours[1]}"

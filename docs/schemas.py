@@ -7,7 +7,7 @@ in the dataclasses that write those files.
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import rows
+from bench import schemas as bench_schemas
 from eval import results
 from fp8 import probe_rows
 from lib.command import command, run_command
@@ -23,7 +23,7 @@ def page() -> str:
     parts = [
         summary.schema_page(),
         results.schema_section(),
-        rows.schema_section(),
+        bench_schemas.schema_page(),
         probe_rows.schema_section(),
         law_file.schema_page(),
         predictions.schema_page(),

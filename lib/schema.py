@@ -2,6 +2,7 @@
 fields."""
 
 import inspect
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, get_origin, get_type_hints
@@ -27,12 +28,15 @@ def schema_section(cls: type, title: str) -> str:
     return f"## {title}\n\n{words}\n\n{schema_table(cls)}\n"
 
 
-def schema_table(cls: type) -> str:
-    """The fields of a dataclass with type and meaning, a row each, in their order."""
+def schema_table(cls: type, without: Collection[str] = ()) -> str:
+    """The fields of a dataclass but for `without`, with type and meaning, a row each, in their
+    order."""
     meanings = field_meanings(cls)
     hints = get_type_hints(cls)
     lines = ["| key | type | meaning |", "|---|---|---|"]
     for f in fields(cls):  # type: ignore[arg-type]
+        if f.name in without:
+            continue
         lines.append(f"| `{f.name}` | {json_type(hints[f.name])} | {meanings[f.name]} |")
     return "\n".join(lines)
 

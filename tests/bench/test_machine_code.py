@@ -100,7 +100,7 @@ def test_as_many_bytes_as_a_store_writes_are_looked_at(size: int, code: str) -> 
     assert checked(word, "LDC.64 R4, c[0x0][0x220]", code) == Proof(size)
 
 
-def test_float8_that_is_read_may_be_stored_again_with_zeros_where_nothing_was_read() -> None:
+def test_float8_is_stored_again_with_zeros_where_nothing_was_read() -> None:
     load = "LDC.64 R2, c[0x0][0x210]; MOV R8, RZ; @P0 LDG.E R8, desc[UR4][R2.64]"
     assert checked(load, STORE) == Proof(4)
 

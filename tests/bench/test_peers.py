@@ -4,6 +4,7 @@ whose code is never here."""
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,9 +15,9 @@ import torch.nn.functional as F
 import model as our_model
 from bench import peer_models, peers
 from bench.cells import Cell, config_of
-from bench.measuring import measure
-from bench.peer_models import BESIDE, LABELS, OURS, load
-from bench.peers import groups_of
+from bench.measuring import measure_cell
+from bench.peer_models import BESIDE, OURS, PRECISIONS, build_peer
+from bench.peers import peer_groups
 from lib.errors import UserError
 from model import GPT, GPTConfig
 
@@ -52,7 +53,7 @@ class Titan(nn.Module):
             h = h + layer(h)
         return self.output(h)
 
-    def configure_optimizers(self, *positional, **named):
+    def configure_optimizers(self, *positional: object, **named: object):
         self.asked = positional or tuple(named.values())
         return torch.optim.SGD(self.parameters(), lr=positional[1] if positional else 0.1)
 
@@ -120,7 +121,7 @@ def make(peer, folder):
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch):
+def compiled(monkeypatch: pytest.MonkeyPatch):
     """What a peer changes in its process is put back; what it would compile runs as it is, and is
     noted."""
     precision, noted = torch.get_float32_matmul_precision(), []
@@ -136,12 +137,19 @@ def compiled(monkeypatch):
         del sys.modules[name]
 
 
-def cell(folder, label, vocab=160):
+def cell(folder, peer, precision=None, vocab=160):
     """A cell of two blocks 128 wide, and its checkout."""
-    peer = label.partition("_")[0]
     small = {"n_layers": 2, "dim": 128} if peer == "torchtitan" else {"n_layer": 2, "n_embd": 128}
     return Cell(
-        f"{peer}_toy", label, 2, 16, 96, "cpu", small | {"vocab_size": vocab}, make(peer, folder)
+        size=f"{peer}_toy",
+        micro_batch=2,
+        T=16,
+        tokens_per_step=96,
+        device="cpu",
+        model=small | {"vocab_size": vocab},
+        peer=make(peer, folder),
+        peer_name=peer,
+        peer_precision=precision,
     )
 
 
@@ -149,20 +157,20 @@ def cell(folder, label, vocab=160):
 # is 3: nanoGPT's stand-in by the rate times a norm clipped to 1, nanochat's by 0.1 x 3, not
 # clipped, AdamW by the rate.
 @pytest.mark.parametrize(
-    "label, how, asked, moves",
+    "peer, precision, how, asked, moves",
     [
-        ("nanogpt", [{}], (0.1, 6e-4, (0.9, 0.95), "cpu"), 6e-4 / (MATMUL + 1) ** 0.5),
+        ("nanogpt", None, [{}], (0.1, 6e-4, (0.9, 0.95), "cpu"), 6e-4 / (MATMUL + 1) ** 0.5),
         # its four rates, weight decay
-        ("nanochat_bf16", [{"dynamic": False}], (0.008, 0.3, 0.5, 0.02, 0.28), 0.3),
-        ("torchtitan_bf16", [{"fullgraph": True}] * 2 + [{}], None, 8e-4),
+        ("nanochat", "bf16", [{"dynamic": False}], (0.008, 0.3, 0.5, 0.02, 0.28), 0.3),
+        ("torchtitan", "bf16", [{"fullgraph": True}] * 2 + [{}], None, 8e-4),
     ],
 )
-def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked, moves):
-    subject = load(cell(tmp_path / "peer", label), CPU)
+def test_a_peer_trains_as_its_script_does(tmp_path, compiled, peer, precision, how, asked, moves):
+    subject = build_peer(cell(tmp_path / "peer", peer, precision), CPU)
     assert compiled == how and subject.vocab == 160
     x, y = torch.randint(0, 160, (2, 2, 16), generator=torch.Generator().manual_seed(1))
     loss, parameters = subject.micro_step(x, y), list(subject.model.parameters())
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=label != "nanogpt"):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=peer != "nanogpt"):
         mean = cross_entropy(Titan.forward(subject.model, x), y)
     assert loss.shape == () and not loss.requires_grad and loss == mean
     want = torch.autograd.grad(mean / 3, parameters)  # a step is three micro-batches
@@ -176,18 +184,19 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how, asked,
     torch.testing.assert_close(moved.abs(), torch.full_like(moved, moves), rtol=0.02, atol=0)
     assert all(p.grad is None for p in parameters)
     assert subject.model.asked == asked and (asked or type(subject.optimizer) is torch.optim.AdamW)
-    assert label != "nanogpt" or torch.backends.cuda.matmul.allow_tf32
-    assert label != "nanochat_bf16" or (
+    assert peer != "nanogpt" or torch.backends.cuda.matmul.allow_tf32
+    assert peer != "nanochat" or (
         torch.get_float32_matmul_precision(),
         os.environ["HF_HUB_OFFLINE"],
     ) == ("high", "1")
 
 
-def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path):
+def test_a_peers_fp8_converts_what_its_script_does_from_equal_weights(tmp_path: Path):
     def converted(model):
         return {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
 
-    bf16, fp8 = (load(cell(tmp_path / "chat", f"nanochat_{kind}"), CPU) for kind in ("bf16", "fp8"))
+    chat, titan = tmp_path / "chat", tmp_path / "titan"
+    bf16, fp8 = (build_peer(cell(chat, "nanochat", kind), CPU) for kind in ("bf16", "fp8"))
     assert all(map(torch.equal, bf16.model.parameters(), fp8.model.parameters()))
     # No matrix is zero, its matmuls would be timed on zeros; all else is as nanochat has it.
     assert fp8.model.layers["0"].weight.std().item() == pytest.approx(0.4 / 128**0.5, rel=0.05)
@@ -202,14 +211,10 @@ def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp
     # the gate of 12 x 1 is too narrow
     assert converted(fp8.model) == {"layers.0", "layers.1", "output"}
     for vocab in (161, 112):  # no multiple of 16; below 128: the head stays
-        assert converted(load(cell(tmp_path / "chat", "nanochat_fp8", vocab), CPU).model) == {
-            "layers.0",
-            "layers.1",
-        }
-    assert converted(load(cell(tmp_path / "titan", "torchtitan_fp8"), CPU).model) == {
-        "layers.0",
-        "layers.1",
-    }
+        narrow = build_peer(cell(chat, "nanochat", "fp8", vocab), CPU)
+        assert converted(narrow.model) == {"layers.0", "layers.1"}
+    titans = build_peer(cell(titan, "torchtitan", "fp8"), CPU)
+    assert converted(titans.model) == {"layers.0", "layers.1"}
     # FLOPs are counted as ours are, lookups count nothing.
     assert (
         bf16.counts
@@ -224,25 +229,24 @@ def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp
 
 
 def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
-    row = measure(cell(tmp_path / "peer", "nanogpt"))
-    assert (
-        len(row["losses"]) == 8
-        and row["losses"][-1] < row["losses"][0]
-        and len(row["steps_s"]) >= 2
-    )
-    assert row["params_matmul"] == row["params_total"] - 1 == MATMUL  # the tied head once
+    measured = measure_cell(cell(tmp_path / "peer", "nanogpt"))
+    losses = measured.losses
+    assert len(losses) == 8 and losses[-1] < losses[0] and len(measured.steps_s) >= 2
+    assert measured.params_matmul == measured.params_total - 1 == MATMUL  # the tied head once
     assert sys.modules["model"] is our_model
 
 
-def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path):
+def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path: Path):
     for peer in FILES:
         with pytest.raises(UserError, match="give a checkout of https://github.com/"):
-            peer_models.check(peer, str(tmp_path))
+            peer_models.check_checkout(peer, str(tmp_path))
     folder = make("nanochat", tmp_path)
-    assert peer_models.check("nanochat", folder).startswith("nanochat at an unknown commit")
+    assert peer_models.check_checkout("nanochat", folder).startswith(
+        "nanochat at an unknown commit"
+    )
     for words in ("init -q", "-c user.name=x -c user.email=x commit --allow-empty -qm x", "tag v7"):
         subprocess.run(["git", "-C", folder, *words.split(" ")], check=True)
-    assert peer_models.check("nanochat", folder).startswith("nanochat at v7;")
+    assert peer_models.check_checkout("nanochat", folder).startswith("nanochat at v7;")
 
 
 def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
@@ -256,7 +260,7 @@ def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
         C, L, V = their["n_embd"], their["n_layer"], their.get("vocab_size", 32768)
         flops = GPT.on_meta(config).counts()["flops_per_token"]
         assert flops == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
-    h100, toy = (groups_of(suite, dict.fromkeys(FILES, "/x")) for suite in ("h100", "toy"))
+    h100, toy = (peer_groups(suite, dict.fromkeys(FILES, "/x")) for suite in ("h100", "toy"))
     for group in (*h100, *toy):
         assert (
             group[0].label == "bf16" and len(group) > 1 and config_of(group[0]).fp8.recipe == "off"
@@ -266,9 +270,8 @@ def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
             for one in group
             if one.peer
         )
-    assert {one.label for group in h100 for one in group if one.peer} == set(
-        sum(LABELS.values(), ())
-    )
+    timed = {(one.peer_name, one.peer_precision) for group in h100 for one in group if one.peer}
+    assert timed == {(peer, kind) for peer, kinds in PRECISIONS.items() for kind in kinds}
     assert [one.label for one in toy[0]] == ["bf16", "nanogpt", "nanochat_bf16", "torchtitan_bf16"]
-    assert len(groups_of("h100", {"nanogpt": "/x"})) == 2
+    assert len(peer_groups("h100", {"nanogpt": "/x"})) == 2
     assert peers.main([]) == 2  # no checkout is named

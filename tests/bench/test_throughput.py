@@ -1,51 +1,66 @@
 """bench/throughput.py: a cell trains what train.py trains; turns, verdicts and budget against
 invented cells; rows on disk."""
 
-import json
 import re
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from bench import judging, measuring, report, throughput, timing
-from bench.cells import Cell, build_ours, config_of, document_numbers, groups_of
-from bench.judging import cell_row, compared
-from bench.measuring import measure
-from bench.report import table
+from bench import measuring, report, throughput, timing
+from bench.cells import (
+    Cell,
+    build_ours,
+    config_of,
+    document_numbers,
+    groups_of,
+    our_cell,
+    precision_named,
+)
+from bench.judging import compare, regressions
+from bench.measuring import measure_cell
+from bench.report import rows_page
+from bench.rows import CellRow, FailedRow, Failure, TimedRow, row_line, rows_of
 from bench.timing import Timer, run_cell
 from lib.errors import UserError
-from lib.files import read_bytes, read_rows
+from lib.files import read_bytes
 from lib.machine import nvidia_smi
 from model import GPT
 from runtime import parallel
 from runtime.config import load_config
 from runtime.optim import build_optimizer
 from tests.conftest import ROOT, asked
+from tests.helpers.bench_rows import TOKENS, answer, judged
 from tests.helpers.faults import children, wait_for
 
-TOY = Cell(
+TOY = our_cell(
     "toy",
     "bf16",
     4,
-    32,
-    512,
-    "cpu",
-    {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
+    T=32,
+    tokens_per_step=TOKENS,
+    device="cpu",
+    model={"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
 )
-TENSORWISE, ROWWISE, *MORE = (
-    replace(TOY, label=label) for label in ("tensorwise", "rowwise", "cscale", "amax", "mxfp8")
-)
+
+
+def toy(label: str, **changes) -> Cell:
+    return replace(TOY, fp8=precision_named(label), **changes)
+
+
+TENSORWISE, ROWWISE = toy("tensorwise"), toy("rowwise")
+MORE = (toy("cscale"), toy("amax"), toy("mxfp8"))
 CPU = torch.device("cpu")
 
 
 def test_a_cells_config_is_train_pys():
     ours, config = (
         load_config(ROOT / "configs/gpt125m_bf16.py"),
-        config_of(Cell("125m", "tensorwise+kernels+head", 64)),
+        config_of(our_cell("125m", "tensorwise+kernels+head", 64)),
     )
     assert config.model == replace(ours.model, n_ctx=1024) and config.optim == ours.optim
     assert config.parallel == replace(ours.parallel, compile="block")
@@ -71,13 +86,14 @@ def test_the_suite_of_documents_holds_the_mask_against_bf16_without_it():
     for baseline, masked in (*groups_of("documents"), *groups_of("documents-toy")):
         assert config_of(baseline).data.document_mask is False
         assert config_of(masked).data.document_mask is True
-        assert replace(masked, label="bf16") == baseline
+        assert replace(masked, document_mask=False) == baseline
+        assert masked.label == "bf16+documents"
         assert config_of(masked).fp8.recipe == "off"
 
 
-@pytest.mark.parametrize("label, is_masked", [("bf16", False), ("bf16+documents", True)])
-def test_a_cell_of_documents_trains_with_the_mask(label, is_masked, eager):
-    cell = replace(TOY, label=label)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_cell_of_documents_trains_with_the_mask(is_masked, eager):
+    cell = replace(TOY, document_mask=is_masked)
     x, y = measuring.tokens_like_text(4, 32, 257, CPU)
     model = GPT(config_of(cell).model, torch.bfloat16)
     model.init_weights(config_of(cell).seed)
@@ -119,45 +135,26 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_every_recipe_passes_the_verdict(eager, monkeypatch):
+def test_every_recipe_passes_the_verdict(eager, monkeypatch: pytest.MonkeyPatch):
     """And one that loses a gradient does not: test_what_makes_a_row_invalid(), as every kind of
     parameter's is measured."""
     monkeypatch.setitem(measuring.TIMED_S, "cpu", 0.01)
-    base = cell_row(TOY, measure(TOY), None)
-    assert (
-        base["valid"]
-        and base["flops_per_token"] == GPT(config_of(TOY).model).counts()["flops_per_token"]
-    )
-    assert len(base["steps_s"]) >= 2 and base["tok_per_s"] == pytest.approx(
-        512 / (sum(base["steps_s"]) / len(base["steps_s"]))
-    )
-    assert base["losses"][0] == pytest.approx(6.0, abs=0.5) and len(base["losses"]) == 8
-    assert len(base["gradient_norms"]) == 8 and min(base["gradient_norms"].values()) > 0
-    for cell in (TENSORWISE, replace(TOY, label="tensorwise+kernels")):
-        row = cell_row(cell, measure(cell), base)
-        assert row["valid"], row["invalid_because"]
-        assert 0 < row["loss_difference"] < 0.05 and row["losses"] != base["losses"]
+    base = judged(TOY, measure_cell(TOY))
+    assert base.valid
+    measured = base.measured
+    assert measured.flops_per_token == GPT(config_of(TOY).model).counts()["flops_per_token"]
+    assert len(measured.steps_s) >= 2
+    step_s = sum(measured.steps_s) / len(measured.steps_s)
+    assert base.tok_per_s == pytest.approx(512 / step_s)
+    assert measured.losses[0] == pytest.approx(6.0, abs=0.5) and len(measured.losses) == 8
+    norms = measured.gradient_norms
+    assert len(norms) == 8 and min(norms.values()) > 0
+    for cell in (TENSORWISE, toy("tensorwise+kernels")):
+        row = judged(cell, measure_cell(cell), base)
+        assert row.valid, row.invalid_because
+        assert 0 < row.loss_difference < 0.05 and row.measured.losses != measured.losses
     with pytest.raises(UserError, match="auto converts nothing"):  # it would be BF16 once more
-        build_ours(replace(TOY, label="auto"), CPU)
-
-
-def answer(speed=1000.0, **changes):
-    """What a cell's process answers, invented."""
-    return {
-        "flops_per_token": 10,
-        "params_total": 3,
-        "params_matmul": 2,
-        "compile_s": 2.0,
-        "steps_s": [512 / speed * 0.9, 512 / speed * 1.1],
-        "losses": [5.0 - i / 10 for i in range(20)],
-        "gradient_norms": {"a": 1.0, "b": 0.0},
-        "graph_breaks": 0,
-        "recompiles": 0,
-        "peak_gib": None,
-        "clocks": None,
-        "kernels": None,
-        **changes,
-    }
+        build_ours(toy("auto"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -180,49 +177,60 @@ def answer(speed=1000.0, **changes):
     ],
 )
 def test_what_makes_a_row_invalid(changes, why):
-    base = cell_row(TOY, answer(), None)
-    row = cell_row(TENSORWISE, answer(**changes), base)
-    assert row["valid"] is (why is None) and (why is None or why in row["invalid_because"])
-    broken = cell_row(TOY, answer(losses=[5.0] * 20), None)
-    assert (
-        "its BF16 is invalid"
-        in compared(cell_row(TENSORWISE, answer(), broken), broken, base)["invalid_because"]
-    )
+    row = judged(TENSORWISE, answer(**changes), judged(TOY, answer()))
+    assert row.valid is (why is None) and (why is None or why in row.invalid_because)
 
 
-def test_a_slow_attention_or_a_drift_on_a_gpu_is_no_evidence_and_speed_is_per_flop(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    for kernel, is_fit in {
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop": True,
-        "flash_fwd_kernel": False,
-        "flash::FlashAttnFwdSm90": True,
-        "triton_red_fused_scaled_dot_product_attention_0": True,
-    }.items():
-        row = cell_row(
-            replace(TOY, device="cuda"), answer(kernels=[["nvjet", 2.0], [kernel, 1.0]]), None
-        )
-        assert row["valid"] is is_fit and row["mfu_bf16"] == pytest.approx(
-            row["tok_per_s"] * 10 / 989.4e12
-        )
-        assert row["attention_kernel"] == (None if kernel.startswith("triton") else kernel)
-    before, after = (cell_row(TOY, answer(speed), None) for speed in (1000, 1040))
-    row = cell_row(TENSORWISE, answer(1530), before)
-    cpu, gpu, half = (
-        compared(row | changes, before, after)
-        for changes in (
-            # a peer's model with half the FLOPs a token
-            {"device": "cpu"},
-            {"device": "cuda"},
-            {"tflops": row["tflops"] / 2},
-        )
-    )
-    assert (cpu["ratio"], half["ratio"]) == pytest.approx((1.5, 0.75)) and cpu["valid"], (
-        "a CPU may drift"
-    )
-    assert not gpu["valid"] and "drifted by +4.0%" in gpu["invalid_because"]
+def test_a_row_whose_bf16_is_invalid_does_not_count():
+    broken, sound = judged(TOY, answer(losses=[5.0] * 20)), judged(TOY, answer())
+    row = compare(judged(TENSORWISE, answer(), broken), broken, sound)
+    assert not row.valid and "its BF16 is invalid" in row.invalid_because
 
 
-def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp_path, monkeypatch):
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    "kernel, is_fit, is_attention",
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", True, True),
+        ("flash_fwd_kernel", False, True),
+        ("flash::FlashAttnFwdSm90", True, True),
+        ("triton_red_fused_scaled_dot_product_attention_0", True, False),
+    ],
+)
+def test_a_slow_attention_on_a_gpu_is_no_evidence(kernel, is_fit, is_attention):
+    kernels = [("nvjet", 2.0), (kernel, 1.0)]
+    row = judged(replace(TOY, device="cuda"), answer(kernels=kernels), gpu=H100)
+    assert row.valid is is_fit
+    assert row.attention_kernel == (kernel if is_attention else None)
+
+
+def test_mfu_is_the_share_of_the_gpus_peak_in_bf16():
+    row = judged(replace(TOY, device="cuda"), answer(), gpu=H100)
+    assert row.mfu_bf16 == pytest.approx(row.tok_per_s * 10 / 989.4e12)
+    assert judged(TOY, answer()).mfu_bf16 is None
+
+
+@pytest.mark.parametrize("device, is_valid", [("cpu", True), ("cuda", False)])
+def test_a_drift_of_bf16_is_no_evidence_on_a_gpu(device, is_valid):
+    earlier, later = judged(TOY, answer(1000)), judged(TOY, answer(1040))
+    row = compare(judged(replace(TENSORWISE, device=device), answer(), earlier), earlier, later)
+    assert row.valid is is_valid
+    assert is_valid or "drifted by +4.0%" in row.invalid_because
+
+
+@pytest.mark.parametrize("flops_per_token, ratio", [(10, 1.5), (5, 0.75)])
+def test_speed_is_compared_per_flop(flops_per_token, ratio):
+    """As of a peer's model with half the FLOPs a token."""
+    earlier, later = judged(TOY, answer(1000)), judged(TOY, answer(1040))
+    measured = answer(1530, flops_per_token=flops_per_token)
+    row = compare(judged(TENSORWISE, measured, earlier), earlier, later)
+    assert row.ratio == pytest.approx(ratio)
+    assert (row.baseline, row.baseline_size) == ("toy bf16", "toy")
+
+
+def test_clocks_are_those_of_a_gpu_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     for code, told in ((0, [1980.0, None, 61.0, 68.0]), (9, [None] * 4)):
         (tmp_path / "nvidia-smi").write_text(
@@ -237,7 +245,7 @@ def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp
 
 
 @pytest.fixture
-def turns(tmp_path, monkeypatch):
+def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """run(script, ..) times a group with invented cells, 20 s each but for `slow`; script: label ->
     answers in turn, the last one again and again. Returns the cells that were run, what is left,
     and the rows."""
@@ -245,12 +253,12 @@ def turns(tmp_path, monkeypatch):
     monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
 
     def run(
-        budget=1e4,
+        budget: float = 1e4,
         again=(),
         out=tmp_path / "rows.jsonl",
         group=(TOY, TENSORWISE, ROWWISE),
         slow=None,
-        **script,
+        **script: object,
     ):
         asked = []
 
@@ -264,25 +272,24 @@ def turns(tmp_path, monkeypatch):
                 if callable(found)
                 else found
                 if limit_s >= 20
-                else {"failure": "not done"}
+                else Failure(failure="not done")
             )
 
         monkeypatch.setattr(timing, "run_cell", fake)
         timer = Timer(out, "cpu", budget, "the command", again=again)
         timer.run([group])
-        return asked, len(timer.due(group)), read_rows(out)
+        return asked, len(timer.due(group)), rows_of(out)
 
     return run
 
 
-def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
-    turns, tmp_path, monkeypatch
+def test_fp8_runs_between_turns_of_bf16_and_is_not_timed_twice(
+    turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def looks(cell):
-        rows = read_rows(tmp_path / "rows.jsonl")
-        assert [row["label"] for row in rows] == ["bf16", "tensorwise"] and rows[1][
-            "ratio"
-        ] is None, "on disk at once"
+        rows = rows_of(tmp_path / "rows.jsonl")
+        assert [row.cell.label for row in rows] == ["bf16", "tensorwise"]
+        assert rows[1].ratio is None, "on disk at once"
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -304,21 +311,14 @@ def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
         "mxfp8",
         "bf16",
     ]
-    by = {row["label"]: row for row in report.newest(rows).values()}
-    found = (
-        *(by[label]["ratio"] for label in ("tensorwise", "rowwise", "mxfp8")),
-        by["rowwise"]["drift"],
-    )
-    assert (
-        found == pytest.approx((1.2, 0.5, 1.1, 0.02))
-        and by["rowwise"]["baseline"] == "toy bf16"
-        and left == 0
-    )
-    assert (
-        len(by["bf16"]["commit"]) == 40
-        and by["bf16"].items()
-        > {"torch": torch.__version__, "command": "the command", "gpu": None, "wall_s": 20}.items()
-    )
+    by_label = {row.cell.label: row for row in report.newest(rows).values()}
+    ratios = [by_label[label].ratio for label in ("tensorwise", "rowwise", "mxfp8")]
+    assert ratios == pytest.approx([1.2, 0.5, 1.1])
+    assert by_label["rowwise"].drift == pytest.approx(0.02)
+    assert by_label["rowwise"].baseline == "toy bf16" and left == 0
+    bf16, call = by_label["bf16"], by_label["bf16"].provenance
+    assert (call.torch, call.command, call.gpu) == (torch.__version__, "the command", None)
+    assert len(call.commit) == 40 and bf16.wall_s == 20
     assert turns()[0] == [] and [label for label, _ in turns(again=("toy/rowwise",))[0]] == [
         "bf16",
         "rowwise",
@@ -328,23 +328,25 @@ def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert len(turns()[0]) == 4, "rows of another torch do not count"
 
 
-def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_batch(turns, tmp_path):
-    asked, left, rows = turns(tensorwise=[{"failure": "exit code -11", "oom": False}])
+def test_a_failure_costs_its_row_and_bf16_halves_a_batch_without_memory(turns, tmp_path):
+    asked, left, rows = turns(tensorwise=[Failure(failure="exit code -11", oom=False)])
     assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16"] and left == 0
-    assert [row["failure"] for row in rows if "failure" in row] == ["exit code -11"] and rows[-1][
-        "ratio"
-    ] == pytest.approx(1.0)
-    assert "- not counted: toy/tensorwise: exit code -11" in table(rows) and turns()[0] == []
-    full = {"failure": "OutOfMemoryError: CUDA out of memory", "oom": True}
+    failures = [row.failure.failure for row in rows if isinstance(row, FailedRow)]
+    assert failures == ["exit code -11"] and rows[-1].ratio == pytest.approx(1.0)
+    assert "- not counted: toy/tensorwise: exit code -11" in rows_page(rows) and turns()[0] == []
+    full = Failure(failure="OutOfMemoryError: CUDA out of memory", oom=True)
     asked, _, rows = turns(
         bf16=[lambda cell: full if cell.micro_batch == 4 else answer()], out=tmp_path / "b.jsonl"
     )
     assert asked == [("bf16", 4), ("bf16", 2), ("tensorwise", 2), ("rowwise", 2), ("bf16", 2)]
-    assert {row["micro_batch"] for row in rows if row["ratio"]} == {2}
-    assert turns(bf16=[{"failure": "broken"}], out=tmp_path / "c.jsonl")[:2] == ([("bf16", 4)], 2)
+    assert {row.cell.micro_batch for row in timed(rows) if row.ratio} == {2}
+    assert turns(bf16=[Failure(failure="broken")], out=tmp_path / "c.jsonl")[:2] == (
+        [("bf16", 4)],
+        2,
+    )
 
 
-def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path):
+def test_nothing_begins_that_does_not_fit_and_a_cut_cell_is_no_row(turns, tmp_path: Path):
     assert turns(budget=190)[:2] == ([], 2), "three cells of 60 s and a tenth"
     asked, left, rows = turns(budget=200)
     assert [label for label, _ in asked] == [
@@ -353,10 +355,10 @@ def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(tur
         "rowwise",
         "bf16",
     ] and left == 0, "20 s each, as is seen then"
-    short = "".join(json.dumps(row | {"wall_s": 5.0}) + "\n" for row in rows[:2])
+    short = b"".join(row_line(replace(row, wall_s=5.0)) for row in rows[:2])
     # thought to take 5 s each
     for budget, due in ((80, ["bf16", "tensorwise", "bf16"]), (45, ["bf16"]), (18, ["bf16"])):
-        (tmp_path / "rows.jsonl").write_text(short)
+        (tmp_path / "rows.jsonl").write_bytes(short)
         asked, left, rows = turns(budget=budget)
         assert [label for label, _ in asked] == due, (
             "the BF16 that closes has its time before a cell begins"
@@ -364,37 +366,27 @@ def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(tur
         assert left == (1 if len(due) > 1 else 2) and len(rows) == {80: 6, 45: 3, 18: 2}[budget]
 
 
-def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor_the_next_calls(
-    turns, monkeypatch
-):
+def test_a_cell_that_overruns_costs_its_own_row_alone(turns, monkeypatch: pytest.MonkeyPatch):
     for limit, left, due in (
         (420, 1, ["bf16", "tensorwise", "rowwise", "bf16"]),
         (100, 0, ["bf16", "rowwise"]),
     ):
         monkeypatch.setattr(timing, "CELL_LIMIT_S", limit)
         asked, still, rows = turns(
-            budget=300, rowwise=[lambda cell: {"failure": "not done"}], slow="rowwise"
+            budget=300, rowwise=[lambda cell: Failure(failure="not done")], slow="rowwise"
         )
-        assert [label for label, _ in asked] == due and [
-            row["cell"] for row in rows if row["ratio"]
-        ] == ["toy/tensorwise"]
-        assert still == left and any("failure" in row for row in rows) == (not left), (
-            "what the budget cut is tried again"
-        )
+        assert [label for label, _ in asked] == due
+        assert [row.cell.name for row in timed(rows) if row.ratio] == ["toy/tensorwise"]
+        has_failure = any(isinstance(row, FailedRow) for row in rows)
+        assert still == left and has_failure == (not left), "what the budget cut is tried again"
 
 
-def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
+def test_a_cell_as_a_process_and_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    found, wrong = (
-        run_cell(replace(TOY, label=label), tmp_path / "log", 200)
-        for label in ("bf16", "tensorwize")
-    )
-    assert (
-        cell_row(TOY, found, None)["valid"]
-        and found["graph_breaks"] == 0
-        and found["kernels"] is None
-    )
-    assert wrong["failure"].startswith("UserError: recipe='tensorwize'") and not wrong["oom"]
+    sound = run_cell(TOY, tmp_path / "log", 200)
+    assert judged(TOY, sound).valid and sound.graph_breaks == 0 and sound.kernels is None
+    wrong = run_cell(toy("bf16", model={"n_layers": 2}), tmp_path / "log", 200)
+    assert wrong.failure.startswith("UserError: there is no key 'model.n_layers'") and not wrong.oom
     assert "fp8: 0 of 9 Linears" in (log := (tmp_path / "log").read_text()) and "Traceback" in log
 
 
@@ -406,7 +398,7 @@ def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
-    code, said, tmp_path, monkeypatch
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real, started = subprocess.Popen, []
     monkeypatch.setattr(
@@ -416,11 +408,11 @@ def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
             started.append(real([sys.executable, "-c", code], **options)) or started[0]
         ),
     )
-    assert said in run_cell(TOY, tmp_path / "log", 1.0)["failure"]
+    assert said in run_cell(TOY, tmp_path / "log", 1.0).failure
     assert started[0].poll() is not None
 
 
-def test_a_cell_dies_with_who_asked_for_it(tmp_path):
+def test_a_cell_dies_with_who_asked_for_it(tmp_path: Path):
     """Else it would share the GPU with the next call's cells."""
     command = [
         sys.executable,
@@ -441,61 +433,61 @@ def test_a_cell_dies_with_who_asked_for_it(tmp_path):
     wait_for(lambda: not read_bytes(f"/proc/{cell}/cmdline"), 10)
 
 
-def board(gpu="NVIDIA H100 80GB HBM3", tensorwise=1.2, rowwise=0.9):
+def board(gpu: str | None = H100, tensorwise=1.2, rowwise=0.9) -> list[TimedRow]:
     """Rows of two sizes, FP8 that many times as fast as BF16."""
-    rows, head = (
-        [],
-        {
-            "gpu": gpu,
-            "run": "2026-12-01T00:00:00Z",
-            "commit": "0123456789abc",
-            "dirty": True,
-            "driver": "580",
-            "torch": "2.11",
-            "torchao": "0.18",
-            "command": "c",
-        },
-    )
+    rows = []
     for size, rate in (("125m", 500e3), ("1p5b", 50e3)):
-        rows.append(base := cell_row(replace(TOY, size=size), answer(rate), None) | head)
+        base = judged(replace(TOY, size=size), answer(rate), gpu=gpu)
+        rows.append(base)
         for label, speed in (("tensorwise", tensorwise), ("rowwise", rowwise)):
-            row = cell_row(replace(TOY, size=size, label=label), answer(rate * speed), base)
-            rows.append(compared(row, base, base) | head)
+            row = judged(toy(label, size=size), answer(rate * speed), base, gpu=gpu)
+            rows.append(compare(row, base, base))
     return rows
 
 
-def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
+def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path: Path):
     rows = [*board(tensorwise=1.1), *board(), *board(gpu=None)]
-    rows[-1] |= {"valid": False, "invalid_because": "too hot"}
-    first, second = table(rows).split("## No GPU")
+    rows[-1] = replace(rows[-1], valid=False, invalid_because="too hot")
+    first, second = rows_page(rows).split("## No GPU")
     assert re.findall(r"^\| (1\w+) +\| (\w+)", first, re.M) == [
         (size, label) for size in ("125m", "1p5b") for label in ("bf16", "tensorwise", "rowwise")
     ]
     assert "600,000" in first and " 1.200 " in first and "1.100" not in first, "the newest"
-    assert (
-        "commit 0123456789 with changes" in first
-        and "- not counted: 1p5b/rowwise: too hot" in second
-    )
+    assert "commit 0123456789 with changes" in first
+    assert "- not counted: 1p5b/rowwise: too hot" in second
     for name, some in (("x", rows), ("y", [rows[-1]]), ("z", [])):
-        report.draw(some, tmp_path / name)
-    assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"] and table(
-        []
-    ) == "Nothing has been measured."
+        report.draw_ratios(some, tmp_path / name)
+    assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"]
+
+
+def test_a_page_of_no_rows_says_so():
+    assert rows_page([]) == "Nothing has been measured."
 
 
 @pytest.mark.parametrize(
     "label, words",
     [
-        ("bf16+documents", "BF16, document mask"),
+        ("bf16", "BF16"),
         ("tensorwise", "tensorwise, torchao"),
         ("tensorwise+kernels+delayed+head", "tensorwise, our kernels, delayed scales, head too"),
         ("mxfp8", "mxfp8"),
-        ("nanogpt", "nanoGPT"),
-        ("nanochat_fp8", "nanochat, FP8"),
+        ("tensorwise+kernels+bounded", "tensorwise, our kernels, bounded scales"),
     ],
 )
-def test_a_figure_calls_labels_by_words(label: str, words: str) -> None:
-    assert report.label_name(label) == words
+def test_a_figure_calls_a_precision_by_words(label: str, words: str) -> None:
+    assert report.precision_name(toy(label)) == words
+
+
+def test_a_figure_names_the_document_mask() -> None:
+    assert report.precision_name(replace(TOY, document_mask=True)) == "BF16, document mask"
+
+
+@pytest.mark.parametrize(
+    "name, precision, words", [("nanogpt", None, "nanoGPT"), ("nanochat", "fp8", "nanochat, FP8")]
+)
+def test_a_figure_calls_a_peer_by_its_name(name, precision, words) -> None:
+    cell = replace(TOY, peer="/x", peer_name=name, peer_precision=precision)
+    assert report.precision_name(cell) == words
 
 
 def test_a_figure_calls_sizes_by_their_parameters() -> None:
@@ -503,32 +495,43 @@ def test_a_figure_calls_sizes_by_their_parameters() -> None:
     assert [report.size_name(size) for size in sizes] == ["125M", "1.5B", "nanochat_d12"]
 
 
+def with_cell(row: TimedRow, **changes) -> TimedRow:
+    return replace(row, cell=replace(row.cell, **changes))
+
+
+def write_rows(path: Path, rows: list[CellRow]) -> None:
+    path.write_bytes(b"".join(map(row_line, rows)))
+
+
+def timed(rows: list[CellRow]) -> list[TimedRow]:
+    return [row for row in rows if isinstance(row, TimedRow)]
+
+
 def test_a_figure_has_the_sizes_that_were_timed_beside_other_code_bases(tmp_path) -> None:
     """But neither the other code bases nor our model at their dimensions."""
     *ours, peer, at_dimensions_of_peer = board()
-    for row in ours:
-        row["model"] = {}
-    peer |= {"model": {}, "peer": "nanogpt"}
-    at_dimensions_of_peer |= {"model": {"n_layer": 12}}
-    lines = [json.dumps(row) + "\n" for row in (*ours, peer, at_dimensions_of_peer)]
-    (tmp_path / "h100_peers.jsonl").write_text("".join(lines))
+    ours = [with_cell(row, model={}) for row in ours]
+    peer = with_cell(peer, model={}, peer="/nanoGPT", peer_name="nanogpt")
+    at_dimensions_of_peer = with_cell(at_dimensions_of_peer, model={"n_layer": 12})
+    write_rows(tmp_path / "h100_peers.jsonl", [*ours, peer, at_dimensions_of_peer])
     assert report.rows_beside_peers(tmp_path / "h100.jsonl") == ours
     assert report.rows_beside_peers(tmp_path / "h100_peers.jsonl") == []
 
 
 def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
-    old, check = board(), judging.check
-    assert check(old, old) == check(old, board(tensorwise=1.17, rowwise=1.2)) == []
+    old = board()
+    assert regressions(old, old) == regressions(old, board(tensorwise=1.17, rowwise=1.2)) == []
+    hot = replace(old[1], valid=False, invalid_because="hot")
     for now, told in (
         (board(tensorwise=1.15)[:3], "1.200 before, 1.150 now (-4.2%)"),
         (board(gpu="H200"), "no ratio is in both"),
-        ([old[1] | {"valid": False, "invalid_because": "hot"}], "valid before, now hot"),
+        ([hot], "valid before, now hot"),
     ):
-        (loss,) = check(old, now)
-        assert told in loss
+        (line,) = regressions(old, now)
+        assert told in line
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name, rows in (("old", old), ("new", board(tensorwise=1.0))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     for words, code, told in (
         ([f"check={old}"], 0, "has lost nothing"),

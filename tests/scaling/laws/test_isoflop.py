@@ -133,7 +133,7 @@ def test_the_first_window_counts(scattered: Fit):
     assert windows[0].a == scattered.values["a"]
 
 
-def test_a_grid_whose_centre_drifts_shifts_the_exponent_half_as_much_as_a_parabola():
+def test_a_drifting_grid_shifts_the_exponent_half_as_much_as_a_parabola():
     """From 1x to 3x over the budgets: a parabola gives .5227 for .5139."""
     drifting = [
         grid(EPOCH, [compute], 4, centre=centre)
@@ -210,7 +210,7 @@ def test_two_budgets_give_no_exponent():
 
 
 @pytest.mark.parametrize("design", ISOFLOP_DESIGNS)
-def test_exponents_of_ten_designs_are_unbiased_and_their_intervals_hold_them(design: str):
+def test_exponents_of_ten_designs_are_unbiased_and_in_their_intervals(design: str):
     """Four laws of 12 tables each; law_trials.py isoflop draws more. A cubic through all sizes is
     off by .005 to .03 on some."""
     trials = [isoflop_trials(design, 12, truth) for truth in LAWS]
