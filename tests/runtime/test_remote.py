@@ -400,11 +400,24 @@ def test_copies_of_another_run_are_not_replaced(trained, store, run):
 
 
 def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(trained, store, run):
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
     before = contents(store)
     shutil.rmtree(trained.run_dir)
     error = run(trained, code=2)
-    assert f"start_from={URL}/tiny/checkpoints/step_00000006" in error and "up to step 6" in error
+    assert f"start_from={URL}/tiny/checkpoints/step_00000003" in error and "up to step 3" in error
     assert contents(store) == before
+
+
+def test_a_finished_run_that_was_lost_is_told_of_starts_that_are_accepted(trained, store, run):
+    """None is from its last step."""
+    shutil.rmtree(trained.run_dir)
+    error = run(trained, code=2)
+    assert f"up to step 6, its last, but {trained.run_dir} has none" in error
+    assert "step_00000006" not in error
+    assert f"the weights alone in another run= by start_from={URL}/tiny," in error
+    run(trained, f"start_from={URL}/tiny", "run=other", "checkpoint.copy_to=none")
+    run(trained, f"start_from={URL}/tiny/checkpoints/step_00000003")
+    assert copied_steps(store) == [3, 6]
 
 
 def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(store, tiny, run):
