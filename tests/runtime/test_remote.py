@@ -6,6 +6,7 @@ import http.server
 import json
 import math
 import shutil
+import signal
 import threading
 from dataclasses import replace
 from functools import partial
@@ -242,6 +243,19 @@ def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny, tmp_path):
     assert Run(config, faults=["nan_gradient:12"]).wait() == [0]
     assert rows(config)[-1]["verdict"] == "SKIP"
     assert (tmp_path / "store/tiny/checkpoints/step_00000012/DONE").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kill_right_behind_a_rollback_leaves_no_undone_step_in_the_store(tiny, tmp_path, ranks):
+    """Step 23 is saved, and copied, in a row of steps that are skipped."""
+    words = "steps=28 guard.window=16 guard.skips=3 checkpoint.every=4 checkpoint.at=23"
+    config = changed(tiny, f"{words} data.micro_batch=2 checkpoint.copy_to=file://{tmp_path}/store")
+    kill = f"signal_in_step:25:0:{signal.SIGKILL}"
+    Run(config, faults=["scale_loss:22:24:10", "slow_steps:0.2", kill], ranks=ranks).wait()
+    assert [row["to"] for row in rows(config, "event") if row["event"] == "rollback"] == [20]
+    copies = tmp_path / "store/tiny/checkpoints"
+    assert (copies / "step_00000023").exists()
+    assert max(mark.parent.name for mark in copies.glob("step_*/DONE")) == "step_00000020"
 
 
 def test_after_a_rollback_no_later_step_is_in_the_store(store, tmp_path):
