@@ -140,9 +140,10 @@ def compare(row: TimedRow, earlier: TimedRow, later: TimedRow) -> TimedRow:
     invalid = [bf16.invalid_because for bf16 in (earlier, later) if not bf16.valid]
     if invalid:
         reasons.append(f"its BF16 is invalid: {invalid[0]}")
+    ratio = 2 * row.tflops / (earlier.tflops + later.tflops)
     return replace(
         row,
-        ratio=2 * row.tflops / (earlier.tflops + later.tflops),
+        ratio=ratio,
         drift=drift,
         baseline=f"{earlier.cell.size} {earlier.cell.label}",
         baseline_size=earlier.cell.size,
