@@ -36,6 +36,7 @@ import torch._inductor.runtime.triton_helpers as triton_helpers
 import torch._subclasses.fake_tensor as fake_tensor
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx_inner
@@ -422,13 +423,21 @@ def pretend_h100() -> None:
     )
 
     # In the place of attention operations that the compiler cannot see into, as cuDNN's kernels are
-    # on a GPU. They are never called: only the shapes below are asked for.
+    # on a GPU: only the shapes below are asked for. Forward it is called once, with values, by the
+    # check that blocks are those which producers know.
+    attend = F.scaled_dot_product_attention
+
+    def on_values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        y = attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return y.clone(), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
     attention, backward = (
-        torch.library.custom_op(f"nanofp8::{name}", none, mutates_args=(), schema=schema)
-        for name, schema in (
-            ("attention", "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"),
+        torch.library.custom_op(f"nanofp8::{name}", call, mutates_args=(), schema=schema)
+        for name, call, schema in (
+            ("attention", on_values, "(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"),
             (
                 "attention_backward",
+                none,
                 (
                     "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse) -> (Tensor,"
                     " Tensor, Tensor)"

@@ -17,7 +17,7 @@ KINDS = {  # kind -> beginnings of the kernels' names
     ),
     "torch.compile's kernels": ("triton_",),
     # fp8/triton_kernels.py, fp8/producer_kernels.py
-    "our kernels": ("cast_", "cross_entropy_grad", "rms_norm_", "swiglu_", "rope_", "transpose_"),
+    "our kernels": ("cast_both", "cross_entropy_grad", "copy", "norm", "swiglu", "rope_grad"),
 }
 OTHER = "other kernels"
 NAME_WIDTH = 60  # characters of a kernel's name that tell it from others

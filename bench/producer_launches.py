@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from fp8.kernels import empty_layouts
+from fp8.producers import NORM_GRAD_PROGRAMS
 from fp8.recipes import E4M3, E5M2
 from model import GPTConfig
 
@@ -24,6 +25,7 @@ def producer_launches(model: GPTConfig) -> dict[str, Callable[[ModuleType], None
         "rope_grad": partial(_rope_grad, model),
         "norm": partial(_norm, model, False),
         "norm with a branch": partial(_norm, model, True),
+        "norm_grad": partial(_norm_grad, model),
     }
 
 
@@ -62,6 +64,14 @@ def _norm(model: GPTConfig, has_branch: bool, kernels: ModuleType) -> None:
     scale, _ = _scale_and_amax()
     outputs = torch.empty_like(x), rstd, *empty_layouts(x, E4M3)
     kernels.launch_norm(x, branch, weight, model.norm_eps, scale, *outputs)
+
+
+def _norm_grad(model: GPTConfig, kernels: ModuleType) -> None:
+    grad, x, grad_total, grad_x = (_rows(model.n_embd) for _ in range(4))
+    weight, rstd = torch.empty(model.n_embd), torch.empty(TOKENS)
+    sums = torch.empty(NORM_GRAD_PROGRAMS, model.n_embd)
+    inputs = grad, x, rstd, weight, grad_total, *_scale_and_amax()
+    kernels.launch_norm_grad(*inputs, grad_x, sums, *empty_layouts(x, E5M2))
 
 
 def _scale_and_amax() -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
     python -m eval.precision out/RUN recipes=tensorwise,rowwise
 
-All arms see the run's own validation sequences, in the same batches. Their difference is paired:
+All precisions see the run's own validation sequences, in the same batches. Their difference is paired:
 the standard error is that of the mean difference over sequences. It says nothing of other training
 runs. With one activation scale a tensor (tensorwise, amax) a sequence's loss depends a little on
 what shares its batch, hence on micro_batch; with row, block and constant scales it does not. Scores
@@ -28,7 +28,7 @@ from eval.inference import (
     read_json_or_empty,
     read_tokenizer,
 )
-from eval.results import ArmLoss, PrecisionRecord, write_precision
+from eval.results import EvaluatedPrecision, PrecisionRecord, write_precision
 from fp8 import probe, selection
 from lib.command import command, run_command
 from lib.errors import UserError
@@ -60,11 +60,11 @@ def main(options: Options) -> str:
     (run_dir / "eval").mkdir(exist_ok=True)
     micro_batch = options.micro_batch or config.data.micro_batch
     assert isinstance(micro_batch, int)  # a run's own config holds what "auto" became
-    bf16, reference = _arm("off", options, config, data, micro_batch)
-    arms = {}
+    bf16, reference = _evaluate_in("off", options, config, data, micro_batch)
+    in_fp8 = {}
     for recipe in options.recipes:
-        arm, val = _arm(recipe, options, config, data, micro_batch, bf16.step)
-        arms[recipe] = _with_difference(arm, val, reference)
+        evaluated, val = _evaluate_in(recipe, options, config, data, micro_batch, bf16.step)
+        in_fp8[recipe] = _with_difference(evaluated, val, reference)
     record = PrecisionRecord(
         run=str(options.run),
         step=bf16.step,
@@ -75,7 +75,7 @@ def main(options: Options) -> str:
         weights=data.weights,
         val_sha256=data.val_sha256,
         bf16=bf16,
-        fp8=arms,
+        fp8=in_fp8,
     )
     write_precision(run_dir / "eval" / "precision.json", record)
     return precision_table(record)
@@ -91,31 +91,33 @@ def _check_validation(data: Data, run_dir: Path) -> None:
         )
 
 
-def _with_difference(arm: ArmLoss, val: ValLoss, reference: ValLoss) -> ArmLoss:
-    """The arm with its distance from BF16, whose losses are `reference`."""
+def _with_difference(
+    evaluated: EvaluatedPrecision, val: ValLoss, reference: ValLoss
+) -> EvaluatedPrecision:
+    """The precision with its distance from BF16, whose losses are `reference`."""
     differences = {
         source: losses - reference.sequences[source] for source, losses in val.sequences.items()
     }
     # its loss and error are those of the differences
     gap = ValLoss(differences, reference.weights, reference.targets)
     return replace(
-        arm,
+        evaluated,
         difference=gap.loss,
         difference_se=gap.standard_error,
         difference_percent=100 * gap.loss / reference.loss,
     )
 
 
-def _arm(
+def _evaluate_in(
     recipe: str,
     options: Options,
     config: Config,
     data: Data,
     micro_batch: int,
     step: int | None = None,
-) -> tuple[ArmLoss, ValLoss]:
-    """Load, evaluate, probe; the model is gone before the next arm's is loaded. step: the first
-    arm's, as the run may go on."""
+) -> tuple[EvaluatedPrecision, ValLoss]:
+    """Load, evaluate, probe; the model is gone before that of the next precision is loaded. step: of
+    the first one, as the run may go on."""
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe, step)
     if recipe != "off":
@@ -124,7 +126,7 @@ def _arm(
         )
     val = evaluate(inference.model, data.val, data.weights, micro_batch, inference.device)
     assert val is not None  # it is for rank 0, which is alone here
-    arm = ArmLoss(
+    evaluated = EvaluatedPrecision(
         loss=val.loss,
         loss_se=val.standard_error,
         sources={source: val.source_loss(source) for source in val.sequences},
@@ -136,11 +138,13 @@ def _arm(
     print(f"{name}: validation loss {val.loss:.4f}, {seconds:.0f} s", flush=True)
     if recipe != "off":
         path = Path(options.run) / "eval" / f"probe_{recipe}.jsonl"
-        write_atomically(path, _probe(inference, config, data, micro_batch))
-    return arm, val
+        write_atomically(path, _probe(inference, recipe, config, data, micro_batch))
+    return evaluated, val
 
 
-def _probe(inference: Inference, config: Config, data: Data, micro_batch: int) -> bytes:
+def _probe(
+    inference: Inference, recipe: str, config: Config, data: Data, micro_batch: int
+) -> bytes:
     """Rows of fp8/probe.py, as JSON lines, of one validation batch."""
     # the loss's scale concerns gradients alone
     recipes = selection.recipes(inference.layers, loss_scale=1.0)
@@ -149,7 +153,7 @@ def _probe(inference: Inference, config: Config, data: Data, micro_batch: int) -
     statistics: dict = {}
     with torch.no_grad(), probe.watching(inference.model, recipes, statistics):
         inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
-    rows = probe.rows(inference.step, statistics, recipes)
+    rows = probe.rows(inference.step, statistics, recipes, evaluated_in=recipe)
     return b"".join(map(to_line, rows))
 
 
@@ -167,21 +171,21 @@ def _mixed_batch(data: Data, micro_batch: int) -> tuple[torch.Tensor, torch.Tens
 def precision_table(record: PrecisionRecord) -> str:
     """What FP8 costs, as Markdown."""
     n = str(sum(record.sequences.values()))
-    arms = list(record.fp8.values())
-    losses = [f"{arm.loss:.4f}" for arm in (record.bf16, *arms)]
-    percents = [f"{arm.difference_percent:+.3f}" for arm in arms]
+    in_fp8 = list(record.fp8.values())
+    losses = [f"{evaluated.loss:.4f}" for evaluated in (record.bf16, *in_fp8)]
+    percents = [f"{evaluated.difference_percent:+.3f}" for evaluated in in_fp8]
     lines = [
         ["measure", "n", "BF16", *record.fp8],
         ["validation loss [nats/token]", n, *losses],
-        ["minus BF16, paired", n, "", *map(_difference, arms)],
+        ["minus BF16, paired", n, "", *map(_difference, in_fp8)],
         ["minus BF16 [%]", n, "", *percents],
     ]
     return f"\n{grid(lines)}\n\n± is one standard error over the validation sequences."
 
 
-def _difference(arm: ArmLoss) -> str:
-    text = f"{arm.difference:+.5f}"
-    return text if arm.difference_se is None else f"{text} ± {arm.difference_se:.5f}"
+def _difference(evaluated: EvaluatedPrecision) -> str:
+    text = f"{evaluated.difference:+.5f}"
+    return text if evaluated.difference_se is None else f"{text} ± {evaluated.difference_se:.5f}"
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def check_version(path: Path, content: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmLoss:
+class EvaluatedPrecision:
     """A model in one precision, or its distance from BF16."""
 
     loss: float  # validation loss, nats per token, weighted by the mixture
@@ -178,8 +178,8 @@ class PrecisionRecord:
     sequences: dict[str, int]  # source -> its validation sequences
     weights: dict[str, float]  # source -> its share of the loss; they sum to 1
     val_sha256: str  # hash of the validation tokens and of the windows chosen from them
-    bf16: ArmLoss  # all Linears in BF16
-    fp8: dict[str, ArmLoss]  # recipe -> the model by it
+    bf16: EvaluatedPrecision  # all Linears in BF16
+    fp8: dict[str, EvaluatedPrecision]  # recipe -> the model by it
 
 
 def write_precision(path: Path, record: PrecisionRecord) -> None:
@@ -196,7 +196,7 @@ SECTIONS: dict[str, type] = {
     "eval/TASKS.json": ScoreRecord,
     "eval/TASKS.json: `tasks`, each": TaskScores,
     "eval/precision.json": PrecisionRecord,
-    "eval/precision.json: `bf16`, and `fp8`, each": ArmLoss,
+    "eval/precision.json: `bf16`, and `fp8`, each": EvaluatedPrecision,
 }
 
 

@@ -30,7 +30,7 @@ from eval.table_rows import (
 )
 from eval.tasks import FULL
 from lib.command import command, run_command
-from lib.plots import name_recipe, write_with
+from lib.plots import write_with
 from lib.text import grid, si
 from lib.values import FilePath
 
@@ -95,7 +95,7 @@ def _model_line(model: ScoredModel, columns: list[Column]) -> list[str]:
         label(model),
         si(model.params) if model.params else "",
         si(model.tokens) if model.tokens else "",
-        name_recipe(model.recipe) if model.recipe else "",
+        model.precision.display_name if model.precision else "",
         *cells,
     ]
 

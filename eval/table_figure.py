@@ -111,6 +111,6 @@ def _draw_scores(panel: Axes, models: list[ScoredModel], column: Column) -> None
 
 
 def _kind(model: ScoredModel) -> str:
-    if model.recipe is None:
+    if model.precision is None:
         return OTHER
-    return "BF16" if (model.recipe, model.fp8) == ("bf16", "off") else "FP8"
+    return "BF16" if model.is_trained_in_bf16 and model.fp8 == "off" else "FP8"

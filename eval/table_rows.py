@@ -13,6 +13,7 @@ from eval.inference import read_json_or_empty
 from eval.results import ScoreRecord, TaskScores, hash_of, read_scores
 from eval.scores import RATIOS, influence, spread
 from eval.tasks import DEMO, FULL
+from fp8.trained_precision import TrainedPrecision, read_precision
 from lib.errors import UserError
 from runtime.metrics_file import ACCURACIES
 
@@ -54,12 +55,17 @@ class ScoredModel:
     fp8: str
     step: int | None = None  # of the weights; None = those at the end of the training, or imported
     is_public: bool = False
-    recipe: str | None = None  # of training; None = not known
+    precision: TrainedPrecision | None = None  # None = not known
     pair_id: str | None = None
     is_repeat: bool = False  # a null run, rounded otherwise: no partner of an FP8 run
     params: int | None = None
     tokens: int | None = None
     scores: dict[Column, Score] = field(default_factory=dict)
+
+    @property
+    def is_trained_in_bf16(self) -> bool:
+        """False where it is not known."""
+        return self.precision is not None and self.precision.is_bf16
 
     @property
     def is_usual(self) -> bool:
@@ -130,7 +136,7 @@ def _model(
         record.fp8,
         step,
         is_public,
-        recipe=_recipe(summary),
+        precision=_precision(folder, summary),
         pair_id=summary.get("pair_id"),
         is_repeat=bool(summary.get("repeat")),
         params=summary.get("params_total"),
@@ -138,11 +144,17 @@ def _model(
     )
 
 
-def _recipe(summary: dict[str, Any]) -> str | None:
-    """Such as tensorwise, or tensorwise>bf16 of a branch in another precision than its trunk."""
-    precision = summary.get("precision", {})
-    labels = [precision.get("switched_from"), precision.get("recipe")]
-    return ">".join(filter(None, labels)) or None
+def _precision(folder: Path, summary: dict[str, Any]) -> TrainedPrecision | None:
+    """None where there is no summary of a run. Raises UserError where it is damaged."""
+    if not summary.get("precision"):
+        return None
+    try:
+        return read_precision(summary)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{folder / 'summary.json'}: precision is damaged or of another version"
+            f" ({type(error).__name__}: {error}): restore the file"
+        ) from None
 
 
 def _tokens(summary: dict[str, Any], step: int | None) -> int | None:
@@ -284,7 +296,7 @@ def sort_models(models: Iterable[ScoredModel]) -> list[ScoredModel]:
             model.params or 0,
             model.tokens or 0,
             model.pair_id or model.name,
-            model.recipe != "bf16",
+            not model.is_trained_in_bf16,
             model.name,
             model.step or math.inf,
             not model.is_usual,
@@ -311,11 +323,11 @@ def base_of(model: ScoredModel, models: Iterable[ScoredModel]) -> ScoredModel | 
 
 def _is_partner(candidate: ScoredModel, model: ScoredModel) -> bool:
     """Whether `candidate` is the BF16 run of the pair that the FP8 run `model` belongs to."""
-    if model.pair_id is None or model.recipe in (None, "bf16"):
+    if model.pair_id is None or model.precision is None or model.is_trained_in_bf16:
         return False
     return (
         candidate.pair_id == model.pair_id
-        and candidate.recipe == "bf16"
+        and candidate.is_trained_in_bf16
         and not candidate.is_repeat
     )
 

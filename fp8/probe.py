@@ -176,9 +176,11 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
         yield
 
 
-def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
+def rows(
+    step: int, seen: Seen, recipes: dict[str, Recipe], evaluated_in: str | None = None
+) -> list[dict]:
     """The rows of what was seen, for to_line(); the only place where the host waits for the
-    device."""
+    device. evaluated_in: of LinearRow."""
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
     values = {(module, what): {name: next(flat) for name in NAMES[what]} for module, what in seen}
     rows_of_step: list[LinearRow | BlockRow] = []
@@ -189,7 +191,8 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
                 numbers[operand] = Statistics(**values[layer, operand])
         for matmul in MATMULS:
             numbers |= values.get((layer, matmul), {})
-        rows_of_step.append(LinearRow("linear", step, layer, recipe.name, **numbers))
+        row = LinearRow("linear", step, layer, recipe.name, evaluated_in=evaluated_in, **numbers)
+        rows_of_step.append(row)
     for module, what in values:
         if what == "attention":
             number = int(module.split(".")[1])

@@ -37,6 +37,8 @@ class LinearRow:
     layer: str  # its name, such as layers.0.attn.qkv
     recipe: str  # its name
     schema_version: int = SCHEMA_VERSION  # of this list of keys
+    # of eval.precision, what it was asked for: the recipe or "auto"; absent in a run's own probe
+    evaluated_in: str | None = None
     weight: Statistics | None = None  # operands of y = x w'
     activation: Statistics | None = None
     gradient: Statistics | None = None  # of the output, as the input gradient's operand
@@ -106,7 +108,15 @@ def _row_of(content: dict[str, Any]) -> LinearRow | BlockRow:
     if gradient:  # a forward pass has none
         operands["gradient"] = _statistics_of(gradient)
     matmuls: dict[str, Any] = {name: content.get(name) for name in MATMULS}
-    return LinearRow("linear", step, content["layer"], content["recipe"], **operands, **matmuls)
+    return LinearRow(
+        "linear",
+        step,
+        content["layer"],
+        content["recipe"],
+        evaluated_in=content.get("evaluated_in"),
+        **operands,
+        **matmuls,
+    )
 
 
 def _statistics_of(content: dict[str, Any]) -> Statistics:

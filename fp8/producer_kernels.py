@@ -6,14 +6,24 @@ other kernel reads the tensor again; the scale is known before. Values are those
 BF16, which rounds after every operation. fp8/producers.py has the same operations in plain torch,
 as the reference.
 
-Even and odd rows of a tile are two tensors, as in fp8/triton_kernels.py, whose stores are used.
+Even and odd rows of a tile are two tensors, as in fp8/triton_kernels.py, whose grid, head and stores
+are used.
 Tile sizes were chosen by the registers of the code compiled for sm_90; none has been timed."""
 
 import torch
 import triton
 import triton.language as tl
 
-from fp8.triton_kernels import FORMATS, store_both
+from fp8.triton_kernels import (
+    as_bytes,
+    check,
+    corner,
+    even_rows,
+    grid,
+    launch_tiles,
+    rounding,
+    store_both,
+)
 
 # Rows and columns of a program's tile, and its warps. 64 rows are half a cache line of the
 # transposed copy: the other half is written by the next program.
@@ -21,7 +31,6 @@ ROWS, COLUMNS, WARPS = 64, 64, 8
 # A norm reads whole rows, 32 of them, and a second time: 32 warps fill an SM, so that few enough
 # programs run at a time for the L2 cache to still hold them.
 NORM_ROWS, NORM_COLUMNS, NORM_WARPS = 32, 512, 32
-GROUP = 8  # as in fp8/triton_kernels.py
 
 
 def launch(
@@ -34,25 +43,8 @@ def launch(
     """Write what fp8.producers says of `kernel`, swiglu, swiglu_grad or copy, to q (M, K) and qt
     (K, M). inputs: as the kernel names them, contiguous, the last one () the amax to raise;
     n_columns: of which a program takes COLUMNS."""
-    M, K = q.shape
-    _check(q, qt, inputs)
-    tiles = triton.cdiv(M, ROWS)
-    group = min(GROUP, tiles)
-    grid = group, triton.cdiv(n_columns, COLUMNS), triton.cdiv(tiles, group)
     *tensors, amax = inputs
-    kernel[grid](
-        *tensors,
-        amax.view(torch.int32),
-        q.view(torch.uint8),
-        qt.view(torch.int16),
-        M,
-        n_columns,
-        FORMAT=FORMATS[q.dtype],
-        LARGEST=torch.finfo(q.dtype).max,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
-    )
+    launch_tiles(kernel, (*tensors, amax.view(torch.int32)), q, qt, n_columns, ROWS, COLUMNS)
 
 
 def launch_rope_grad(
@@ -65,26 +57,22 @@ def launch_rope_grad(
 ) -> None:
     """The gradients of rotated q and k (B, T, heads, D) and of v, side by side, to q (M, N) and qt;
     tables: cosines and sines (T, D/2), fp32."""
-    _check(q, qt, (*gradients, *tables))
+    check(q, qt, (*gradients, *tables))
     _, T, H, D = gradients[0].shape
     K = gradients[1].shape[2]
     M, half = q.shape[0], D // 2
-    tiles = triton.cdiv(M, ROWS)
-    group = min(GROUP, tiles)
-    rope_grad[group, H + 2 * K, triton.cdiv(tiles, group)](
+    rope_grad[grid(M, ROWS, H + 2 * K)](
         *gradients,
         *tables,
         scale,
         amax.view(torch.int32),
-        q.view(torch.uint8),
-        qt.view(torch.int16),
+        *as_bytes(q, qt),
         M,
         T,
         H,
         K,
         half,
-        FORMAT=FORMATS[q.dtype],
-        LARGEST=torch.finfo(q.dtype).max,
+        **rounding(q.dtype),
         ROWS=ROWS,
         COLUMNS=triton.next_power_of_2(half),
         num_warps=WARPS,
@@ -104,7 +92,7 @@ def launch_norm(
 ) -> None:
     """What fp8.producers.norm() returns, to total (M, C), rstd (M,), q and qt."""
     inputs = (x, weight) if branch is None else (x, branch, weight, total)
-    _check(q, qt, inputs)
+    check(q, qt, inputs)
     M, C = q.shape
     norm[(triton.cdiv(M, NORM_ROWS),)](
         x,
@@ -113,26 +101,55 @@ def launch_norm(
         scale,
         total,
         rstd,
-        q.view(torch.uint8),
-        qt.view(torch.int16),
+        *as_bytes(q, qt),
         M,
         C,
         eps,
         HAS_BRANCH=branch is not None,
-        FORMAT=FORMATS[q.dtype],
-        LARGEST=torch.finfo(q.dtype).max,
+        **rounding(q.dtype),
         ROWS=NORM_ROWS,
         COLUMNS=min(NORM_COLUMNS, triton.next_power_of_2(C)),
         num_warps=NORM_WARPS,
     )
 
 
-def _check(q: torch.Tensor, qt: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Check shapes: a kernel that is given wrong ones overwrites other tensors."""
-    M, K = q.shape
-    assert q.is_contiguous() and qt.is_contiguous(), (q.stride(), qt.stride())
-    assert M % 16 == K % 16 == 0 and qt.shape == (K, M), (q.shape, qt.shape)
-    assert all(tensor.is_contiguous() for tensor in inputs), [x.stride() for x in inputs]
+def launch_norm_grad(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+    grad_total: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    grad_x: torch.Tensor,
+    sums: torch.Tensor,
+    q: torch.Tensor,
+    qt: torch.Tensor,
+) -> None:
+    """What fp8.producers.norm_grad() returns, to grad_x (M, C), sums (programs, C), q and qt."""
+    check(q, qt, (grad, x, rstd, weight, grad_total, grad_x, sums))
+    M, C = q.shape
+    programs = sums.shape[0]
+    n_tiles = triton.cdiv(triton.cdiv(M, NORM_ROWS), programs)
+    norm_grad[(programs,)](
+        grad,
+        x,
+        rstd,
+        weight,
+        grad_total,
+        scale,
+        amax.view(torch.int32),
+        grad_x,
+        sums,
+        *as_bytes(q, qt),
+        M,
+        C,
+        n_tiles,
+        **rounding(q.dtype),
+        ROWS=NORM_ROWS,
+        COLUMNS=min(NORM_COLUMNS, triton.next_power_of_2(C)),
+        num_warps=NORM_WARPS,
+    )
 
 
 # ------------------------------------------------------------------------------------ whole tensors
@@ -154,8 +171,8 @@ def copy(
 ):
     """Cast x (M, K), without computing anything."""
     s = tl.load(scale)
-    m0, k0 = _corner(ROWS, COLUMNS)
-    m, k, inside = _even_rows(m0, k0, M, K, ROWS, COLUMNS)
+    m0, k0 = corner(ROWS, COLUMNS)
+    m, k, inside = even_rows(m0, k0, M, K, ROWS, COLUMNS)
     x += m0.to(tl.int64) * K + k0
     even = tl.load(x + (m * K + k), mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(x + (m * K + K + k), mask=inside, other=0.0).to(tl.float32)
@@ -179,8 +196,8 @@ def swiglu(
 ):
     """silu(gate) * up of gate_up (M, 2 F), gate and up side by side."""
     s = tl.load(scale)
-    m0, k0 = _corner(ROWS, COLUMNS)
-    m, k, inside = _even_rows(m0, k0, M, F, ROWS, COLUMNS)
+    m0, k0 = corner(ROWS, COLUMNS)
+    m, k, inside = even_rows(m0, k0, M, F, ROWS, COLUMNS)
     gate_up += m0.to(tl.int64) * (2 * F) + k0
     even = _product(gate_up + (m * (2 * F) + k), F, inside)
     odd = _product(gate_up + (m * (2 * F) + 2 * F + k), F, inside)
@@ -214,8 +231,8 @@ def swiglu_grad(
 ):
     """The gradient of gate and up (M, 2 F), side by side; grad (M, F) is that of their product."""
     s = tl.load(scale)
-    m0, k0 = _corner(ROWS, COLUMNS)
-    m, k, inside = _even_rows(m0, k0, M, F, ROWS, COLUMNS)
+    m0, k0 = corner(ROWS, COLUMNS)
+    m, k, inside = even_rows(m0, k0, M, F, ROWS, COLUMNS)
     grad += m0.to(tl.int64) * F + k0
     gate_up += m0.to(tl.int64) * (2 * F) + k0
     gate_even, up_even = _product_grad(grad + (m * F + k), gate_up + (m * (2 * F) + k), F, inside)
@@ -297,8 +314,7 @@ def rope_grad(
 ):
     """A program takes both halves of one head of q, k or v, since RoPE mixes them."""
     s = tl.load(scale)
-    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
-    head = tl.program_id(1)
+    m0, head = corner(ROWS, 1)
     is_turned = head < H + K
     if head < H:
         grad, heads, number = grad_q, H, head
@@ -396,7 +412,7 @@ def norm(
     squares_even = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
     squares_odd = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
     for k0 in range(0, C, COLUMNS):
-        m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
+        m, k, inside = even_rows(m0, k0, M, C, ROWS, COLUMNS)
         offsets = start + (m * C + k0 + k)
         even32 = tl.load(x + offsets, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
         odd32 = tl.load(x + offsets + C, inside, 0.0, eviction_policy=FIRST_LOOK).to(tl.float32)
@@ -414,12 +430,96 @@ def norm(
     tl.store(rstd + rows + 1, rstd_odd, mask=rows < M)
     tl.debug_barrier()  # below, a thread reads what others have written
     for k0 in range(0, C, COLUMNS):
-        m, k, inside = _even_rows(m0, k0, M, C, ROWS, COLUMNS)
+        m, k, inside = even_rows(m0, k0, M, C, ROWS, COLUMNS)
         offsets = start + (m * C + k0 + k)
         w = tl.load(weight + k0 + k, mask=k < C - k0, other=0.0)
         even = _normalised(tl.load(source + offsets, mask=inside, other=0.0), rstd_even, w)
         odd = _normalised(tl.load(source + offsets + C, mask=inside, other=0.0), rstd_odd, w)
         store_both(even * s, odd * s, q, qt, m0, k0, M, C, C - k0, FORMAT, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["n_tiles"])  # a kernel for any number of rows
+def norm_grad(
+    grad: tl.tensor,
+    x: tl.tensor,
+    rstd: tl.tensor,
+    weight: tl.tensor,
+    grad_total: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
+    grad_x: tl.tensor,
+    sums: tl.tensor,
+    q: tl.tensor,
+    qt: tl.tensor,
+    M: tl.tensor,
+    C: tl.tensor,
+    n_tiles: tl.tensor,
+    FORMAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gradient of norm's x (M, C), grad_total added. A program takes n_tiles tiles of rows one
+    after the other, each twice: for the share of the gradient that lies along x, then to write.
+    It adds the gradient of the weight up in its row of sums."""
+    s = tl.load(scale)
+    program = tl.program_id(0)
+    sums += program * C
+    for tile in range(n_tiles):
+        m0 = (program * n_tiles + tile) * ROWS
+        start = m0.to(tl.int64) * C
+        rows = m0 + 2 * tl.arange(0, ROWS // 2)
+        rstd_even = tl.load(rstd + rows, mask=rows < M, other=0.0)
+        rstd_odd = tl.load(rstd + rows + 1, mask=rows < M, other=0.0)
+        along_even = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
+        along_odd = tl.full((ROWS // 2, COLUMNS), 0.0, tl.float32)
+        for k0 in range(0, C, COLUMNS):
+            m, k, inside = even_rows(m0, k0, M, C, ROWS, COLUMNS)
+            at = start + (m * C + k0 + k)
+            w = tl.load(weight + k0 + k, mask=k < C - k0, other=0.0)
+            x_even, grad_even, of_w_even = _norm_inputs(grad + at, x + at, rstd_even, w, inside)
+            x_odd, grad_odd, of_w_odd = _norm_inputs(grad + at + C, x + at + C, rstd_odd, w, inside)
+            along_even += grad_even * x_even
+            along_odd += grad_odd * x_odd
+            columns = k0 + tl.arange(0, COLUMNS)
+            # what the tiles before have left there: written behind the barrier below
+            has_sum = (columns < C) & (tile > 0)
+            before = tl.load(sums + columns, mask=has_sum, other=0.0)
+            of_w = tl.reduce(of_w_even + of_w_odd, 0, _plus)
+            tl.store(sums + columns, before + of_w, mask=columns < C)
+        cubed_even, cubed_odd = rstd_even * rstd_even * rstd_even, rstd_odd * rstd_odd * rstd_odd
+        along_x_even = cubed_even * (tl.reduce(along_even, 1, _plus) / C)
+        along_x_odd = cubed_odd * (tl.reduce(along_odd, 1, _plus) / C)
+        tl.debug_barrier()  # the next tile reads sums that other threads have written
+        for k0 in range(0, C, COLUMNS):
+            m, k, inside = even_rows(m0, k0, M, C, ROWS, COLUMNS)
+            at = start + (m * C + k0 + k)
+            w = tl.load(weight + k0 + k, mask=k < C - k0, other=0.0)
+            x_even, grad_even, _ = _norm_inputs(grad + at, x + at, rstd_even, w, inside)
+            x_odd, grad_odd, _ = _norm_inputs(grad + at + C, x + at + C, rstd_odd, w, inside)
+            even = grad_even * rstd_even[:, None] - x_even * along_x_even[:, None]
+            odd = grad_odd * rstd_odd[:, None] - x_odd * along_x_odd[:, None]
+            even = _sum(_rounded_to(even, x.dtype.element_ty), grad_total + at, inside)
+            odd = _sum(_rounded_to(odd, x.dtype.element_ty), grad_total + at + C, inside)
+            tl.store(grad_x + at, even.to(grad_x.dtype.element_ty), mask=inside)
+            tl.store(grad_x + at + C, odd.to(grad_x.dtype.element_ty), mask=inside)
+            _raise_amax(amax, even, odd)
+            store_both(
+                even * s, odd * s, q, qt, m0, k0, M, C, C - k0, FORMAT, LARGEST, ROWS, COLUMNS
+            )
+
+
+@triton.jit
+def _norm_inputs(
+    grad_at: tl.tensor, x_at: tl.tensor, rstd: tl.tensor, weight: tl.tensor, inside: tl.tensor
+):
+    """x, the gradient of its normalised value, that of the weight at each element; in fp32."""
+    x = tl.load(x_at, mask=inside, other=0.0, eviction_policy="evict_last")
+    grad = tl.load(grad_at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    x32 = x.to(tl.float32)
+    unit = _rounded_to(x32 * rstd[:, None], x.dtype)
+    of_weight = _rounded_to(grad * unit, x.dtype)
+    return x32, _rounded_to(grad * _rounded_to(weight, x.dtype), x.dtype), of_weight
 
 
 @triton.jit
@@ -436,28 +536,6 @@ def _normalised(x: tl.tensor, rstd: tl.tensor, weight: tl.tensor):
 
 
 # ------------------------------------------------------------------------------------------- shared
-
-
-@triton.jit
-def _corner(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first row and the first column of a program's tile."""
-    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
-    return m0, tl.program_id(1) * COLUMNS
-
-
-@triton.jit
-def _even_rows(
-    m0: tl.tensor,
-    k0: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Even rows and the columns of a tile, counted from its corner, and which of them lie inside
-    (M, K). M is even: the odd row is inside too."""
-    m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
-    return m, k, (m < M - m0) & (k < K - k0)
 
 
 @triton.jit

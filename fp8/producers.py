@@ -3,8 +3,8 @@
 A FP8 matmul needs its operands as rows, the weight gradient's as columns. Where the kernel that
 computes a tensor writes both, no kernel reads it again to cast or transpose it, which is possible
 because every scale is known before the pass (fp8/delayed.py). ProducerBlock takes the place of a
-Block; a sub-layer is one autograd Function from the norm to the last matmul, since FP8 gradients
-cannot travel along autograd's edges, which have the dtype of the forward pass.
+Block; a sub-layer is one or two autograd Functions. Its result is a Branch of the residual stream,
+whose gradient the backward pass of the next norm writes as FP8.
 
 The numerics are those of the Block's own modules, model.py's with the Linears of fp8/kernels.py:
 what cannot be fused (evaluation, hooks, recomputation, a cache) runs through them. On a CPU the
@@ -40,6 +40,9 @@ from model import GPT, Block, KVCache, rotate
 
 Layouts = tuple[Tensor, Tensor]  # FP8 rows q (M, K) and columns qt (K, M)
 N_TENSORS, N_SAVED = len(LinearTensors._fields), len(SavedOperands._fields)
+# Programs of norm_grad's kernel: at most one for each SM of an H100 or H200 (132), and for the usual
+# micro-batches each has as many rows.
+NORM_GRAD_PROGRAMS = 128
 
 
 # ---------------------------------------------------------------------------------------- operators
@@ -73,6 +76,44 @@ def _norm_outputs(x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 norm.register_fake(lambda x, branch, weight, eps, scale: _norm_outputs(x, branch))
+
+
+@torch.library.custom_op("nanofp8::norm_grad", mutates_args=("amax",))
+def norm_grad(
+    grad: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    grad_total: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient (M, C) of norm()'s x, grad_total (M, C) that comes past the norm added; that of
+    its weight as NORM_GRAD_PROGRAMS sums over rows, each (C,), fp32; the first times scale () in E5M2,
+    q (M, C) and qt (C, M); amax () is raised. grad (M, C) is that of the norm's output."""
+    outputs = _norm_grad_outputs(x)
+    grad_x, sums, q, qt = outputs
+    if x.is_cuda:
+        from fp8 import producer_kernels
+
+        inputs = grad, x, rstd, weight, grad_total, scale, amax
+        producer_kernels.launch_norm_grad(*inputs, *outputs)
+        return outputs
+    gradient, grad_weight = norm_gradient(grad, x, rstd, weight, grad_total)
+    grad_x.copy_(gradient)
+    sums.zero_()[0] = grad_weight
+    _raise(amax, gradient)
+    return grad_x, sums, *_write(gradient, scale, q, qt)
+
+
+def _norm_grad_outputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums = x.new_empty(NORM_GRAD_PROGRAMS, x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), sums, *empty_layouts(x, E5M2)
+
+
+norm_grad.register_fake(
+    lambda grad, x, rstd, weight, grad_total, scale, amax: _norm_grad_outputs(x)
+)
 
 
 @torch.library.custom_op("nanofp8::swiglu", mutates_args=("amax",))
@@ -184,18 +225,82 @@ def _write(x: Tensor, scale: Tensor, q: Tensor, qt: Tensor) -> tuple[Tensor, Ten
     return q, qt.copy_(q.t())
 
 
+# ---------------------------------------------------------------------------------- residual stream
+
+
+class Branch(NamedTuple):
+    """What a sub-layer adds to the residual stream.
+
+    Its gradient in FP8 needs edges of autograd, which have the dtype of the forward pass: `rows`
+    and `columns` are never filled nor read, their gradients are the two layouts."""
+
+    y: Tensor  # (M, C)
+    rows: Tensor  # (M, C) in E5M2
+    columns: Tensor  # (C, M) in E5M2
+    g_scale: Tensor  # () of the gradient, of the Linear that y comes from
+    g_amax: Tensor  # () to raise
+
+    @classmethod
+    def of(cls, outputs: tuple[Tensor, Tensor, Tensor], linear: LinearTensors) -> "Branch":
+        """Of what a Function returns as y, rows, columns, and the Linear before them."""
+        assert linear.g_scale is not None and linear.g_amax is not None
+        return cls(*outputs, linear.g_scale, linear.g_amax)
+
+
+NO_BRANCH = (None,) * len(Branch._fields)
+
+
+class Residual(NamedTuple):
+    """The residual stream between two sub-layers: the sum of both, which the kernel of the next
+    norm computes."""
+
+    total: Tensor  # (M, C)
+    branch: Branch
+
+    def sum(self) -> Tensor:
+        """Both added up (M, C), for what has no kernel."""
+        return ResidualSum.apply(self.total, *self.branch)
+
+
+class ResidualSum(torch.autograd.Function):
+    """total (M, C) and a Branch -> their sum (M, C)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        total: Tensor,
+        y: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        g_scale: Tensor,
+        g_amax: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(g_scale, g_amax)
+        return total + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        g_scale, g_amax = ctx.saved_tensors
+        return grad, grad, *copy_both(grad.contiguous(), g_scale, g_amax, E5M2), None, None
+
+
 # --------------------------------------------------------------------------------------- sub-layers
 
 
 class QKVPass(torch.autograd.Function):
-    """Norm, QKV matmul, RoPE: x and branch (M, C) -> their sum (M, C), rotated q and k and v
-    (B, T, heads, D). heads: of q and of k. tensors: LinearTensors of the Linear, in their order."""
+    """Norm, QKV matmul, RoPE: x (M, C) and a Branch, or Nones -> their sum (M, C), rotated q and k
+    and v (B, T, heads, D). heads: of q and of k. tensors: LinearTensors of the Linear, in their
+    order."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        branch: Tensor | None,
+        y: Tensor | None,
+        rows: Tensor | None,
+        columns: Tensor | None,
+        g_scale: Tensor | None,
+        g_amax: Tensor | None,
         norm_weight: Tensor,
         eps: float,
         weight: Tensor,
@@ -205,105 +310,130 @@ class QKVPass(torch.autograd.Function):
         recipe: Recipe,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        qkv = LinearTensors(*tensors)
+        linear = LinearTensors(*tensors)
         H, K = heads
-        total, rstd, h = normalise(x, branch, norm_weight, eps, qkv)
-        y, saved = multiply(h, weight, recipe, qkv, x.dtype)
+        saved_norm, h = normalise(x, y, norm_weight, eps, linear, g_scale, g_amax)
+        qkv, saved = multiply(h, weight, recipe, linear, x.dtype)
         T, D = cos.shape[0], 2 * cos.shape[1]
-        q, k, v = y.view(-1, T, H + 2 * K, D).split((H, K, K), dim=2)
+        q, k, v = qkv.view(-1, T, H + 2 * K, D).split((H, K, K), dim=2)
         ctx.recipe, ctx.w_dtype = recipe, weight.dtype
-        ctx.save_for_backward(total, rstd, norm_weight, cos, sin, *saved)
-        return total, rotate(q, cos, sin), rotate(k, cos, sin), v
+        ctx.save_for_backward(cos, sin, *saved_norm, *saved)
+        return saved_norm.total, rotate(q, cos, sin), rotate(k, cos, sin), v
 
     @staticmethod
     def backward(
         ctx: Any, grad_total: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
     ) -> tuple:
-        total, rstd, norm_weight, cos, sin, *operands = ctx.saved_tensors
-        recipe, saved = ctx.recipe, SavedOperands(*operands)
+        cos, sin, *tensors = ctx.saved_tensors
+        norm = SavedNorm(*tensors[:N_NORM])
+        recipe, saved = ctx.recipe, SavedOperands(*tensors[N_NORM:])
         gradients = [grad.contiguous() for grad in (grad_q, grad_k, grad_v)]
         layouts = rope_grad(*gradients, cos, sin, *scale_and_amax(saved))
-        grad_h, grad_w = backward_matmuls(layouts, saved, recipe, total.dtype, ctx.w_dtype)
-        grad_x, grad_norm = norm_gradient(grad_h, total, rstd, norm_weight, grad_total)
-        grad_branch = grad_x if ctx.needs_input_grad[1] else None
+        grad_h, grad_w = backward_matmuls(layouts, saved, recipe, norm.total.dtype, ctx.w_dtype)
         none = [None] * (4 + N_TENSORS)
-        return grad_x, grad_branch, grad_norm, None, grad_w, *none
+        return *norm_gradients(grad_h, norm, grad_total), None, grad_w, *none
 
 
 class OutPass(torch.autograd.Function):
-    """The matmul of attention's output: x (M, K), w (N, K) -> x w' (M, N)."""
+    """The matmul of attention's output: x (M, K), w (N, K) -> y, rows and columns of a Branch, y =
+    x w' (M, N)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, *tensors: Tensor | None
-    ) -> Tensor:
-        out = LinearTensors(*tensors)
-        assert out.x_scale is not None and out.x_amax is not None
-        layouts = copy_both(x.contiguous(), out.x_scale, out.x_amax, E4M3)
-        y, saved = multiply(layouts, weight, recipe, out, x.dtype)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        linear = LinearTensors(*tensors)
+        assert linear.x_scale is not None and linear.x_amax is not None
+        layouts = copy_both(x.contiguous(), linear.x_scale, linear.x_amax, E4M3)
+        y, saved = multiply(layouts, weight, recipe, linear, x.dtype)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, weight.dtype
-        ctx.save_for_backward(*saved)
-        return y
+        ctx.save_for_backward(*without_amax(saved))
+        return y, *empty_layouts(y, E5M2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        saved = SavedOperands(*ctx.saved_tensors)
-        layouts = copy_both(grad.contiguous(), *scale_and_amax(saved), E5M2)
+    def backward(ctx: Any, grad: Tensor, grad_rows: Tensor, grad_columns: Tensor) -> tuple:
+        saved, layouts = SavedOperands(*ctx.saved_tensors), (grad_rows, grad_columns)
         gradients = backward_matmuls(layouts, saved, ctx.recipe, ctx.dtype, ctx.w_dtype)
         return *gradients, *[None] * (1 + N_TENSORS)
 
 
 class MLPPass(torch.autograd.Function):
-    """Norm, gate+up, SwiGLU, down: x and branch (M, C) -> their sum and the output, (M, C) each.
-    tensors: LinearTensors of gate+up, then of down."""
+    """Norm, gate+up, SwiGLU, down: x (M, C) and a Branch -> their sum (M, C); y (M, C), rows and
+    columns of the next Branch. tensors: LinearTensors of gate+up, then of down."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        branch: Tensor | None,
+        y: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        g_scale: Tensor,
+        g_amax: Tensor,
         norm_weight: Tensor,
         eps: float,
         gate_up_weight: Tensor,
         down_weight: Tensor,
         recipe: Recipe,
         *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         gate_up = LinearTensors(*tensors[:N_TENSORS])
         down = LinearTensors(*tensors[N_TENSORS:])
         assert down.x_scale is not None and down.x_amax is not None
-        total, rstd, h = normalise(x, branch, norm_weight, eps, gate_up)
-        y, saved_gate_up = multiply(h, gate_up_weight, recipe, gate_up, x.dtype)
-        layouts = swiglu(y, down.x_scale, down.x_amax)
+        saved_norm, h = normalise(x, y, norm_weight, eps, gate_up, g_scale, g_amax)
+        hidden, saved_gate_up = multiply(h, gate_up_weight, recipe, gate_up, x.dtype)  # (M, 2 F)
+        layouts = swiglu(hidden, down.x_scale, down.x_amax)
         out, saved_down = multiply(layouts, down_weight, recipe, down, x.dtype)
         ctx.recipe, ctx.w_dtype = recipe, down_weight.dtype
-        ctx.save_for_backward(total, rstd, norm_weight, y, *saved_gate_up, *saved_down)
-        return total, out
+        ctx.save_for_backward(hidden, *saved_norm, *saved_gate_up, *without_amax(saved_down))
+        return saved_norm.total, out, *empty_layouts(out, E5M2)
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, grad_out: Tensor) -> tuple:
-        total, rstd, norm_weight, y, *operands = ctx.saved_tensors
-        recipe, dtype, w_dtype = ctx.recipe, total.dtype, ctx.w_dtype
+    def backward(
+        ctx: Any, grad_total: Tensor, grad_out: Tensor, grad_rows: Tensor, grad_columns: Tensor
+    ) -> tuple:
+        hidden, *tensors = ctx.saved_tensors
+        norm, operands = SavedNorm(*tensors[:N_NORM]), tensors[N_NORM:]
+        recipe, dtype, w_dtype = ctx.recipe, hidden.dtype, ctx.w_dtype
         gate_up, down = SavedOperands(*operands[:N_SAVED]), SavedOperands(*operands[N_SAVED:])
-        layouts = copy_both(grad_out.contiguous(), *scale_and_amax(down), E5M2)
+        layouts = grad_rows, grad_columns
         grad_product, grad_down = backward_matmuls(layouts, down, recipe, dtype, w_dtype)
-        layouts = swiglu_grad(grad_product, y, *scale_and_amax(gate_up))
+        layouts = swiglu_grad(grad_product, hidden, *scale_and_amax(gate_up))
         grad_h, grad_gate_up = backward_matmuls(layouts, gate_up, recipe, dtype, w_dtype)
-        grad_x, grad_norm = norm_gradient(grad_h, total, rstd, norm_weight, grad_total)
         none = [None] * (1 + 2 * N_TENSORS)
-        return grad_x, grad_x, grad_norm, None, grad_gate_up, grad_down, *none
+        gradients = norm_gradients(grad_h, norm, grad_total)
+        return *gradients, None, grad_gate_up, grad_down, *none
+
+
+class SavedNorm(NamedTuple):
+    """What the backward pass of a norm needs of its forward pass."""
+
+    total: Tensor  # (M, C)
+    rstd: Tensor  # (M,) 1 / rms
+    weight: Tensor  # (C,)
+    g_scale: Tensor | None  # as in Branch; None where there was none
+    g_amax: Tensor | None
+
+
+N_NORM = len(SavedNorm._fields)
 
 
 def normalise(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, linear: LinearTensors
-) -> tuple[Tensor, Tensor, Layouts]:
-    """norm() by the scale of the Linear behind it: sum, which without a branch is x, 1 / rms, both
-    layouts."""
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    linear: LinearTensors,
+    g_scale: Tensor | None,
+    g_amax: Tensor | None,
+) -> tuple[SavedNorm, Layouts]:
+    """norm() of x and y, a Branch's or None, by the scale of the Linear behind it: with the sum,
+    which without a branch is x; both layouts."""
     assert linear.x_scale is not None
-    total, rstd, q, qt = norm(x, branch, weight, eps, linear.x_scale)
-    if branch is None:
+    total, rstd, q, qt = norm(x, y, weight, eps, linear.x_scale)
+    if y is None:
         total = x.view_as(x)  # autograd takes an input that is returned for one changed in place
-    return total, rstd, (q, qt)
+    return SavedNorm(total, rstd, weight, g_scale, g_amax), (q, qt)
 
 
 def multiply(
@@ -318,6 +448,12 @@ def multiply(
     assert linear.x_scale is not None
     inverse = linear.x_scale.reciprocal()
     return multiply_quantised(q, qt, inverse, weight, recipe, linear, dtype)
+
+
+def without_amax(saved: SavedOperands) -> SavedOperands:
+    """For a Linear whose gradient the next norm writes: autograd refuses a saved tensor that has
+    changed since, and that norm raises the amax."""
+    return saved._replace(g_amax=None)
 
 
 def scale_and_amax(saved: SavedOperands) -> tuple[Tensor, Tensor]:
@@ -342,6 +478,20 @@ def backward_matmuls(
     return grad_x, weight_gradient(grad, saved, recipe, w_dtype)
 
 
+def norm_gradients(grad: Tensor, norm: SavedNorm, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of normalise()'s x, of the Branch's five tensors, of the norm's weight; grad (M, C)
+    is that of the normalised rows, grad_total (M, C) comes past the norm."""
+    x, rstd, weight, g_scale, g_amax = norm
+    grad_total = grad_total.contiguous()
+    if g_scale is None or g_amax is None:
+        grad_x, grad_weight = norm_gradient(grad, x, rstd, weight, grad_total)
+        return grad_x, *NO_BRANCH, grad_weight
+    scale_and_amax = g_scale, g_amax
+    grad_x, sums, q, qt = norm_grad(grad, x, rstd, weight, grad_total, *scale_and_amax)
+    grad_weight = sums.sum(0).to(x.dtype).to(weight.dtype)
+    return grad_x, grad_x, q, qt, None, None, grad_weight
+
+
 def norm_gradient(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_total: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -357,14 +507,6 @@ def norm_gradient(
 
 
 # ------------------------------------------------------------------------------------------- blocks
-
-
-class Residual(NamedTuple):
-    """The residual stream between two ProducerBlocks, (B, T, C) each: the sum of both, which the
-    next norm's kernel computes."""
-
-    total: Tensor
-    branch: Tensor
 
 
 class ProducerBlock(Block):
@@ -386,36 +528,21 @@ class ProducerBlock(Block):
         mask: Any = None,
     ) -> Tensor | Residual:
         if cache is not None or not self.is_fused():
-            whole = x.total + x.branch if isinstance(x, Residual) else x
-            return super().forward(whole, cos, sin, cache, mask)
-        shape = x.total.shape if isinstance(x, Residual) else x.shape  # (B, T, C)
-        total, branch = self._attention(x, cos, sin, mask)  # (M, C) each
-        norm, gate_up, down = self.norm2, self.mlp.gate_up, self.mlp.down
-        assert isinstance(gate_up, FP8KernelLinear) and isinstance(down, FP8KernelLinear)
-        total, branch = MLPPass.apply(
-            total,
-            branch,
-            norm.weight,
-            norm.eps,
-            gate_up.weight,
-            down.weight,
-            gate_up.recipe,
-            *gate_up.tensors(),
-            *down.tensors(),
-        )
-        residual = Residual(total.view(shape), branch.view(shape))
-        return residual if self.leaves_residual else residual.total + residual.branch
+            if isinstance(x, Residual):
+                x = x.sum().view(-1, cos.shape[0], x.total.shape[1])  # (B, T, C)
+            return super().forward(x, cos, sin, cache, mask)
+        residual = self._mlp(self._attention(x, cos, sin, mask))
+        if self.leaves_residual:
+            return residual
+        return residual.sum().view(-1, cos.shape[0], residual.total.shape[1])  # (B, T, C)
 
-    def _attention(
-        self, x: Tensor | Residual, cos: Tensor, sin: Tensor, mask: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Both parts of the residual stream behind attention, (M, C) each."""
+    def _attention(self, x: Tensor | Residual, cos: Tensor, sin: Tensor, mask: Any) -> Residual:
         attn, qkv, out = self.attn, self.attn.qkv, self.attn.out
         assert isinstance(qkv, FP8KernelLinear) and isinstance(out, FP8KernelLinear)
-        total, branch = x if isinstance(x, Residual) else (x, None)
+        total, branch = x if isinstance(x, Residual) else (x.flatten(0, 1), NO_BRANCH)
         total, q, k, v = QKVPass.apply(
-            total.flatten(0, 1),
-            None if branch is None else branch.flatten(0, 1),
+            total,
+            *branch,
             self.norm1.weight,
             self.norm1.eps,
             qkv.weight,
@@ -429,7 +556,26 @@ class ProducerBlock(Block):
         is_causal = mask is None and q.shape[2] > 1
         y = attn.attend(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=attn.H != attn.K)
         rows = y.transpose(1, 2).flatten(2).flatten(0, 1)  # (M, H * D)
-        return total, OutPass.apply(rows, out.weight, out.recipe, *out.tensors())
+        tensors = out.tensors()
+        outputs = OutPass.apply(rows, out.weight, out.recipe, *tensors)
+        return Residual(total, Branch.of(outputs, tensors))
+
+    def _mlp(self, x: Residual) -> Residual:
+        norm, gate_up, down = self.norm2, self.mlp.gate_up, self.mlp.down
+        assert isinstance(gate_up, FP8KernelLinear) and isinstance(down, FP8KernelLinear)
+        tensors = down.tensors()
+        total, *outputs = MLPPass.apply(
+            x.total,
+            *x.branch,
+            norm.weight,
+            norm.eps,
+            gate_up.weight,
+            down.weight,
+            gate_up.recipe,
+            *gate_up.tensors(),
+            *tensors,
+        )
+        return Residual(total, Branch.of(outputs, tensors))
 
     def is_fused(self) -> bool:
         """Whether our Functions compute the pass: not without gradients, and not where modules have

@@ -17,6 +17,7 @@ import torch
 
 from fp8 import casts
 from fp8.casts import Casts
+from fp8.trained_precision import BF16_BITS
 from lib.bounds import within
 from lib.command import command, read_options, run_command
 from lib.errors import UserError
@@ -166,11 +167,6 @@ class Recipe:
         """Whether, on a GPU, the backward pass needs nothing of a Linear's input but its FP8 copy:
         one scale a tensor serves both matmuls."""
         return self.has_kernels and not self.has_bf16_weight_grad
-
-    @property
-    def display_name(self) -> str:
-        """With its number format, as in a figure: FP8 rowwise, FP4 nvfp4."""
-        return f"FP{self.bits} {self.name}"
 
     @property
     def on_gpu_in_words(self) -> str:
@@ -479,6 +475,13 @@ class FP8Config:
     def is_on(self) -> bool:
         """Whether Linears are converted; else all is in BF16."""
         return self.recipe != "off"
+
+    @property
+    def bits(self) -> int:
+        """Of the narrowest number format, 16, 8 or 4; `auto` takes recipes of 8 alone."""
+        if not self.is_on:
+            return BF16_BITS
+        return RECIPES[self.recipe].bits if self.recipe in RECIPES else 8
 
     @property
     def file_label(self) -> str:

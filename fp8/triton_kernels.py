@@ -6,7 +6,11 @@ needed both row by row and transposed. A program reads one tile once, scales, sa
 nearest even, and writes it both ways: bench/kernels.py times it against a copy.
 
 TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but Triton's interpreter
-rounds to FP8 wrongly (the tests repair it)."""
+rounds to FP8 wrongly (the tests repair it).
+
+Grid, head and stores of these kernels are those of fp8/producer_kernels.py too."""
+
+from typing import Any
 
 import torch
 import triton
@@ -37,34 +41,64 @@ def launch(
     x and logits (M, K) BF16 or fp32, all contiguous; M and K multiples of 16. cast_both's values
     are those of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's
     largest value."""
-    x, format = inputs[0], qt.dtype
+    x = inputs[0]
+    assert x.shape == q.shape, (x.shape, q.shape)
     columns = CAST_COLUMNS if kernel is cast_both else GRAD_COLUMNS
-    M, K = x.shape
-    # A kernel that is given wrong shapes overwrites other tensors.
-    assert x.is_contiguous() and M % 16 == K % 16 == 0 and q.shape == x.shape == qt.shape[::-1], (
-        x.shape,
-        q.shape,
-        qt.shape,
-    )
-    # Programs start in the order of the first index, then the second: a group of rows at a time,
-    # column by column.
-    tiles = triton.cdiv(M, ROWS)
-    group = min(GROUP, tiles)
-    grid = group, triton.cdiv(K, columns), triton.cdiv(tiles, group)
-    # q (M, K) as bytes, qt (K, M / 2) as pairs of them
-    kernel[grid](
+    launch_tiles(kernel, inputs, q, qt, q.shape[1], ROWS, columns)
+    return q, qt
+
+
+def launch_tiles(
+    kernel: triton.runtime.JITFunction,
+    inputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    qt: torch.Tensor,
+    n_columns: int,
+    rows: int,
+    columns: int,
+) -> None:
+    """Launch `kernel`, each program of which computes a tile of rows x columns, of `n_columns`
+    columns in all, to q (M, K) and qt (K, M)."""
+    check(q, qt, inputs)
+    M = q.shape[0]
+    kernel[grid(M, rows, triton.cdiv(n_columns, columns))](
         *inputs,
-        q.view(torch.uint8),
-        qt.view(torch.int16),
+        *as_bytes(q, qt),
         M,
-        K,
-        FORMAT=FORMATS[format],
-        LARGEST=torch.finfo(format).max,
-        ROWS=ROWS,
+        n_columns,
+        **rounding(q.dtype),
+        ROWS=rows,
         COLUMNS=columns,
         num_warps=WARPS,
     )
-    return q, qt
+
+
+def check(q: torch.Tensor, qt: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Check shapes: a kernel that is given wrong ones overwrites other tensors."""
+    M, K = q.shape
+    assert q.is_contiguous() and qt.is_contiguous(), (q.stride(), qt.stride())
+    assert M % 16 == K % 16 == 0 and qt.shape == (K, M), (q.shape, qt.shape)
+    assert all(tensor.is_contiguous() for tensor in inputs), [x.stride() for x in inputs]
+
+
+def grid(M: int, rows: int, n_across: int) -> tuple[int, int, int]:
+    """Programs for tiles of `rows` of M rows, n_across side by side: corner() has the tile of each.
+
+    They start in the order of the first index, then the second: a group of rows at a time, column
+    by column."""
+    tiles = triton.cdiv(M, rows)
+    group = min(GROUP, tiles)
+    return group, n_across, triton.cdiv(tiles, group)
+
+
+def as_bytes(q: torch.Tensor, qt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (M, K) as bytes, qt (K, M / 2) as pairs of them: what store_both() writes to."""
+    return q.view(torch.uint8), qt.view(torch.int16)
+
+
+def rounding(format: torch.dtype) -> dict[str, Any]:
+    """What store_both() must know of a format."""
+    return {"FORMAT": FORMATS[format], "LARGEST": torch.finfo(format).max}
 
 
 # ----------------------------------------------------------------------------------- on the device
@@ -88,10 +122,8 @@ def cast_both(
     COLUMNS: tl.constexpr,
 ):
     s = tl.load(scale)  # first, so that its latency overlaps with the tile's loads
-    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
-    k0 = tl.program_id(1) * COLUMNS
-    m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
-    inside = (m < M - m0) & (k < K - k0)  # M is even: the odd row is inside too
+    m0, k0 = corner(ROWS, COLUMNS)
+    m, k, inside = even_rows(m0, k0, M, K, ROWS, COLUMNS)
     x += m0.to(tl.int64) * K + k0  # 65,536 tokens' logits are more than 2^31 values
     even = tl.load(x + (m * K + k), mask=inside).to(tl.float32) * s
     odd = tl.load(x + (m * K + K + k), mask=inside).to(tl.float32) * s
@@ -115,8 +147,7 @@ def cross_entropy_grad(
     COLUMNS: tl.constexpr,
 ):
     s = tl.load(scale)
-    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
-    v0 = tl.program_id(1) * COLUMNS
+    m0, v0 = corner(ROWS, COLUMNS)
     m = m0 + 2 * tl.arange(0, ROWS // 2)
     logits += m0.to(tl.int64) * V + v0
     even = _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS)
@@ -150,6 +181,28 @@ def _grad_of_rows(
     hot = (target.to(tl.int32) - v0)[:, None] == v
     value = tl.where(hot, p - 1, p) * factor[:, None]
     return tl.where(target[:, None] == NO_TARGET, 0.0, value)  # no factor 0: 0 * NaN is NaN
+
+
+@triton.jit
+def corner(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The first row and the first column of a program's tile, in a grid()."""
+    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+    return m0, tl.program_id(1) * COLUMNS
+
+
+@triton.jit
+def even_rows(
+    m0: tl.tensor,
+    k0: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Even rows and the columns of a tile, counted from its corner, and which of them lie inside
+    (M, K). M is even: the odd row is inside too."""
+    m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
+    return m, k, (m < M - m0) & (k < K - k0)
 
 
 @triton.jit

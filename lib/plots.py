@@ -263,8 +263,3 @@ def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, 
     images = {f"{name}.{form}": render(figure, form) for form in ("png", "svg") if figure}
     write_files(folder, images | texts)
     return f"wrote {folder}/: {', '.join([*texts, *images])}"
-
-
-def name_recipe(recipe: str) -> str:
-    """With its number format: BF16, FP8 rowwise, FP4 nvfp4."""
-    return "BF16" if recipe == "bf16" else f"FP{4 if recipe.startswith('nvfp4') else 8} {recipe}"

@@ -195,11 +195,11 @@ class Saver:
         ):
             # a branch goes back to its trunk, and on without any of its own
             note_saved(self.dir.parent, None, is_anew=True)
-        if self.copies is not None:
-            self.copies.roll_back(step)
         run_on_rank0(self.world, lambda: self._remove_after(step))
 
     def _remove_after(self, step: int) -> None:
+        if self.copies is not None:
+            self.copies.roll_back(step)
         # Newest first: a kill in between leaves the fewest of those that are to go.
         for path in reversed(checkpoints(self.dir.parent)):
             if step_of(path) > step:

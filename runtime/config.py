@@ -94,6 +94,9 @@ class ParallelConfig:
     # ranks that share one copy of the weights (FSDP2); none = 1, replicas, where the model fits
     # each GPU whole, else all
     shard: int | None = above_zero(None)
+    # compare the weights of replicas, bit by bit, before each save and validation; false where GPUs of
+    # two kinds share a job and their weights drift apart in the last bits
+    check_replicas: bool = True
     # several ranks: drop a block's gathered weights between forward and backward
     reshard: bool = True
     # keep each block's input and attention's output, compute the rest twice
@@ -728,13 +731,13 @@ def config_from_dict(data: dict[str, Any]) -> Config:
     """The Config that config.json holds. Raises UserError where its keys are not ours (another
     version's file)."""
     try:
-        values = {key: _section_from_json(key, value) for key, value in data.items()}
+        values = {key: section_from_json(key, value) for key, value in data.items()}
         return Config(**values)
     except (TypeError, AttributeError) as error:
         raise UserError(f"the stored configuration does not fit this version: {error}") from error
 
 
-def _section_from_json(key: str, value: Any) -> Any:
+def section_from_json(key: str, value: Any) -> Any:
     """A value of config.json as Config takes it: JSON has lists for tuples, objects for
     sections."""
     if key not in SECTIONS:

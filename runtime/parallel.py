@@ -672,9 +672,31 @@ def sync_gradients(model: nn.Module, is_last: bool, reshard: bool = True) -> Non
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients of Built.trained to a global L2 norm of at most `max_norm`; returns the
     norm before, on the device, (), the same on all ranks."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if is_dtensor(norm):
+        norm = norm.full_tensor()
+    replicas = _group_of_replicas(model)
+    if replicas is not None:
+        norm = _largest(norm, replicas)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _group_of_replicas(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that hold the same gradients as this one; None where there are no others."""
     if isinstance(model, DistributedDataParallel):
-        # Equal on all replicas, unless one of them is at fault: all must judge the step alike.
-        dist.all_reduce(norm)
-        return norm / dist.get_world_size()
-    return norm.full_tensor() if is_dtensor(norm) else norm
+        return model.process_group
+    p: Any = next(model.parameters())
+    if is_dtensor(p) and p.device_mesh.ndim == 2:  # ("replicate", "shard")
+        return p.device_mesh.get_group("replicate")
+    return None
+
+
+def _largest(norm: torch.Tensor, replicas: dist.ProcessGroup) -> torch.Tensor:
+    """Of the norms that replicas have of equal gradients, which all must clip and judge by alike.
+    They are equal too, unless a replica is at fault, or sums in another order: a GPU of another
+    kind, or a ring of ranks on another machine. NaN where one of them is."""
+    norms = [torch.empty_like(norm) for _ in range(replicas.size())]
+    dist.all_gather(norms, norm, replicas)
+    return torch.stack(norms).max()

@@ -5,25 +5,32 @@ the run goes on, read back where a run starts from one.
 
 A store has no rename: DONE says that a copy is whole, as it does on disk. Each file is read back
 and its SHA-256 compared with the manifest's, so a copy costs twice its size in traffic. What fails
-is tried again, then reported; the run goes on."""
+is tried again, then reported; the run goes on.
+
+A rollback of the run removes the DONE of later steps, before it deletes its own checkpoints. Until
+the store has none of them, out/<run>/copies_undone.json says so, and nothing else is copied."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lib.errors import MachineError, UserError
-from lib.files import digest
+from lib.files import digest, write_json
 
 ATTEMPTS = 5  # of a transfer
 FIRST_PAUSE_S = 1.0  # after its first failure; each one is followed by twice the pause
 PIECE = 8 * 2**20  # bytes read at a time
+REMOVAL_PATIENCE_S = 30.0  # that a rollback waits for the store
 
 T = TypeVar("T")
 
@@ -82,20 +89,46 @@ def read_in_store(store: Any, path: str) -> bytes:
 # ------------------------------------------------------------------------------------------- there
 
 
+UNDONE = "copies_undone.json"
+
+
+@dataclass(frozen=True)
+class Undone:
+    """copies_undone.json, in the run's folder: copies that a rollback has undone and that `url` may
+    still hold. Removed when it holds none."""
+
+    url: str
+    after_step: int  # every copy of a later step is to go
+    schema_version: int = 1
+
+
+def read_undone(run_dir: Path) -> Undone | None:
+    """None where there is none, or its file is damaged."""
+    with suppress(OSError, ValueError, TypeError):
+        return Undone(**json.loads((run_dir / UNDONE).read_text()))
+    return None
+
+
 class CheckpointCopies:
     """Copies one run's checkpoints to `url`, one at a time, in a thread of rank 0. Where the store
     is slower than the run, the newest one waits and those between are left out.
 
-    The thread is a daemon: a run that is stopped does not wait, its next start copies again.
+    The thread is a daemon: a run that is stopped does not wait, its next start copies again, and
+    removes first what an earlier start could not.
 
     `refuse_owner` gets the manifest of the newest copy that the store has under this name, and
     raises UserError where it is of a run whose copies this one must not replace."""
 
     def __init__(
-        self, url: str, run: str, refuse_owner: Callable[[dict], None] = lambda manifest: None
+        self,
+        url: str,
+        run: str,
+        run_dir: Path,
+        refuse_owner: Callable[[dict], None] = lambda manifest: None,
     ):
         self.url = url
         self.run = run
+        self.run_dir = run_dir
         self._refuse_owner = refuse_owner
         self._is_owner_known = False
         self._store, root = open_store("checkpoint.copy_to", url)
@@ -103,7 +136,12 @@ class CheckpointCopies:
         self._state = threading.Condition()
         self._waiting: Path | None = None
         self._busy: Path | None = None
-        self._undone_after: int | None = None  # steps of a rollback still to be removed
+        undone = read_undone(run_dir)
+        # the store may hold undone copies of later steps; None: it does not
+        self._undone_after: int | None = None
+        if undone is not None and undone.url == url:
+            self._undone_after = undone.after_step
+        self._is_removal_due = self._undone_after is not None
         self._reports: list[tuple[str, str]] = []
         threading.Thread(target=self._work, name="copies", daemon=True).start()
 
@@ -136,11 +174,20 @@ class CheckpointCopies:
             self._state.notify_all()
 
     def roll_back(self, step: int) -> None:
-        """Let the store hold no checkpoint of a later step."""
+        """Let the store hold no checkpoint of a later step. Returns when that is so, or when it has
+        failed or lasted for REMOVAL_PATIENCE_S: then the next copy, or start, tries again.
+
+        Call it before the run's own checkpoints are deleted, or a kill between the two would leave
+        undone ones in the store alone."""
         with self._state:
             self._waiting = None
+            if self._undone_after is not None:  # what was to be removed before is there still
+                step = min(step, self._undone_after)
+            write_json(self.run_dir / UNDONE, asdict(Undone(self.url, step)))
             self._undone_after = step
+            self._is_removal_due = True
             self._state.notify_all()
+            self._state.wait_for(lambda: not self._is_removal_due, REMOVAL_PATIENCE_S)
 
     def under_way(self) -> list[Path]:
         """Checkpoints that must stay on disk for now."""
@@ -170,29 +217,63 @@ class CheckpointCopies:
             self._reports.append(("copy_failed", f"{'; '.join(sentences)}: {remedy}"))
 
     def _is_idle(self) -> bool:
-        return self._busy is None and self._waiting is None and self._undone_after is None
+        return self._busy is None and self._waiting is None and not self._is_removal_due
 
     def _work(self) -> None:
         while True:
             with self._state:
                 self._state.wait_for(lambda: not self._is_idle())
                 undone_after = self._undone_after
-                if undone_after is None:
-                    self._busy = self._waiting
-                    self._waiting = None
-                checkpoint = self._busy
             if undone_after is not None:
-                report = self._try("removing later steps", partial(self._remove, undone_after))
+                self._remove_undone(undone_after)
             else:
-                assert checkpoint is not None
-                report = self._try(f"copying {checkpoint.name}", partial(self._copy, checkpoint))
-            with self._state:
-                if report is not None:
-                    self._reports.append(report)
-                if undone_after is not None and self._undone_after == undone_after:
-                    self._undone_after = None
-                self._busy = None
-                self._state.notify_all()
+                self._copy_waiting()
+
+    def _remove_undone(self, after_step: int) -> None:
+        what = f"removing copies of undone steps, after {after_step},"
+        report = self._try(what, partial(self._remove, after_step))
+        with self._state:
+            if self._undone_after != after_step:  # another rollback, meanwhile
+                return
+            if report is None:
+                report = self._try(what, self._remove_note)
+            if report is None:
+                self._undone_after = None
+            else:
+                self._reports.append(report)
+                self._leave_out_waiting()
+            self._is_removal_due = False
+            self._state.notify_all()
+
+    def _remove_note(self) -> None:
+        (self.run_dir / UNDONE).unlink(missing_ok=True)
+
+    def _leave_out_waiting(self) -> None:
+        """A removal that is made later would take its copy for one that was undone."""
+        if self._waiting is None:
+            return
+        self._reports.append(
+            (
+                "copy_failed",
+                f"{self._waiting.name} was not copied: {self.url}/{self.run} still holds steps"
+                " that a rollback has undone",
+            )
+        )
+        self._waiting = None
+
+    def _copy_waiting(self) -> None:
+        with self._state:
+            checkpoint = self._waiting
+            if checkpoint is None or self._undone_after is not None:  # a rollback, meanwhile
+                return
+            self._busy = checkpoint
+            self._waiting = None
+        report = self._try(f"copying {checkpoint.name}", partial(self._copy, checkpoint))
+        with self._state:
+            if report is not None:
+                self._reports.append(report)
+            self._busy = None
+            self._state.notify_all()
 
     def _try(self, what: str, work: Callable[[], str | None]) -> tuple[str, str] | None:
         """The report of work(), whose sentence it returns, or of its failure."""
@@ -208,7 +289,7 @@ class CheckpointCopies:
         return "copy_failed", f"{what} failed at {self.url} ({cause}); training goes on"
 
     def _copy(self, checkpoint: Path) -> str | None:
-        """None where it is there already, as after a resume."""
+        """None where it is there already, as after a resume, or undone by a rollback meanwhile."""
         started_s = time.perf_counter()
         target = f"{self._folder}/{checkpoint.name}"
         done = (checkpoint / "DONE").read_bytes()
@@ -221,9 +302,16 @@ class CheckpointCopies:
         hashes["DONE"] = hashlib.sha256(done).hexdigest()  # last: it says that all are there
         attempted(lambda: self._store.makedirs(target, exist_ok=True))
         for name, sha256 in hashes.items():
+            if self._is_undone(checkpoint):
+                return None
             self._put(checkpoint / name, f"{target}/{name}", sha256)
         seconds = time.perf_counter() - started_s
         return f"{checkpoint.name} copied to {self.url}/{self.run} in {seconds:.1f} s"
+
+    def _is_undone(self, checkpoint: Path) -> bool:
+        with self._state:
+            after_step = self._undone_after
+        return after_step is not None and step_in(checkpoint.name) > after_step
 
     def _put(self, file: Path, target: str, sha256: str) -> None:
         """Write a file and read it back. A file that is gone from the disk is not tried again."""
@@ -248,10 +336,17 @@ class CheckpointCopies:
         attempted(remove)
 
     def _remove(self, after_step: int) -> None:
-        """Of each later step DONE first, so that half a deletion is no checkpoint."""
-        for name, step in attempted(lambda: steps_in(self._store, self._folder)).items():
-            if step > after_step:
+        """Of each later step DONE first, so that half a deletion is no checkpoint; newest first, as
+        a kill in between leaves the fewest of those that are to go."""
+        steps = attempted(lambda: steps_in(self._store, self._folder))
+        for name in reversed(steps):
+            if steps[name] > after_step:
                 self._forget(f"{self._folder}/{name}")
+
+
+def step_in(name: str) -> int:
+    """The step of a checkpoint called step_<digits>."""
+    return int(name.removeprefix("step_"))
 
 
 def steps_in(store: Any, folder: str) -> dict[str, int]:
@@ -262,9 +357,8 @@ def steps_in(store: Any, folder: str) -> dict[str, int]:
     except FileNotFoundError:
         return {}
     names = [str(path).rstrip("/").rpartition("/")[2] for path in paths]
-    steps = {name: name.removeprefix("step_") for name in names if name.startswith("step_")}
-    numbers = {name: int(step) for name, step in steps.items() if step.isdigit()}
-    return dict(sorted(numbers.items(), key=lambda pair: pair[1]))
+    steps = {name: step_in(name) for name in names if re.fullmatch(r"step_\d+", name)}
+    return dict(sorted(steps.items(), key=lambda pair: pair[1]))
 
 
 def newest_manifest(store: Any, folder: str) -> dict | None:

@@ -29,7 +29,8 @@ def check_replicas(weights: Mapping[str, torch.Tensor], world: World, step: int)
     raise MachineError(
         f"after step {step} {_describe_unequal(sums, layout)}, to begin with {name}, though all are"
         " updated alike: one of their GPUs computes wrongly, or they are of different kinds; test"
-        " them, or leave that machine out, and run the same command again: it goes on from the"
+        " them, leave that machine out, or let different kinds drift apart"
+        " (parallel.check_replicas=false), and run the same command again: it goes on from the"
         " checkpoint before"
     )
 
@@ -62,8 +63,8 @@ def _ranks(ranks: list[int]) -> str:
 
 def _are_finite_everywhere(tensors: Iterable[Any], world: World) -> bool:
     """Whether all values on all ranks are; one exchange."""
-    # a sum of squares that overflows is as good as one: weights of 1e19 are no weights
-    norms = torch.stack([_local(tensor).square().sum() for tensor in tensors])
+    # a norm that overflows is as good as one: weights of 1e19 are no weights
+    norms = torch.stack([torch.linalg.vector_norm(_local(tensor)) for tensor in tensors])
     return bool(all_concatenate(norms.isfinite(), world).all())
 
 
@@ -73,9 +74,12 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def checksums(tensors: Iterable[Any]) -> torch.Tensor:
-    """The sum of the bits of each fp32 tensor as whole numbers, (tensors,) int64: exact, so that
-    its order does not matter. Of a sharded tensor, this rank's part."""
+    """The sum of the bits of each fp32 tensor as whole numbers modulo 2^32, (tensors,) int32: exact,
+    so that its order does not matter; one bit changes it. Of a sharded tensor, this rank's part."""
     sums = []
     for tensor in tensors:
-        sums.append(_local(tensor).contiguous().view(torch.int32).sum(dtype=torch.int64))
+        bits = _local(tensor).contiguous().view(torch.int32)
+        # Without a dtype, torch sums whole numbers as int64, to which it casts the tensor first: a
+        # copy of twice its size.
+        sums.append(bits.sum(dtype=torch.int32))
     return torch.stack(sums)

@@ -523,6 +523,7 @@ class Run:
             "tokenizer_sha256": self.data.tokenizer_sha256,
             "origin": self.start.origin,
             "switched_from": self.start.switched_from,
+            "switched_from_fp8": [asdict(fp8) for fp8 in self.start.trunk_precisions],
         }
         if scales := self.precision.state():
             state["fp8_scales"] = scales
@@ -563,6 +564,8 @@ class Run:
     def _check_replicas(self) -> None:
         """Raises MachineError before weights that replicas do not share are saved, or their
         validation loss is logged."""
+        if not self.config.parallel.check_replicas:
+            return
         names = [name for name in self._tensors if name.startswith("model.")]
         weights = {name.removeprefix("model."): self._tensors[name] for name in names}
         try:
@@ -852,7 +855,7 @@ def _open_copies(config: Config, start: Start) -> CheckpointCopies:
     """Raises UserError where copies would replace another run's."""
     assert config.checkpoint.copy_to is not None
     refuse_owner = partial(refuse_to_replace_copies, config, start)
-    copies = CheckpointCopies(config.checkpoint.copy_to, config.run, refuse_owner)
+    copies = CheckpointCopies(config.checkpoint.copy_to, config.run, config.run_dir, refuse_owner)
     copies.check_owner()
     return copies
 

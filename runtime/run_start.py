@@ -2,15 +2,17 @@
 weights, or step 0. Start holds the answer, and all that later steps need of it."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
+from fp8.recipes import from_label
+from fp8.trained_precision import ARROW
 from lib.errors import UserError
 from runtime.checkpoint import BranchPoint, Restored, branch, restore, run_on_rank0
-from runtime.config import Config, config_from_dict
+from runtime.config import Config, FP8Config, config_from_dict, section_from_json
 from runtime.parallel import World
 from runtime.run_folder import changes_of_run, refuse_to_start_over
 
@@ -63,8 +65,13 @@ class Start:
     # the model that the weights go back to, where another run or an import began them:
     # {"folder", "run", "step", "tokenizer_sha256"}
     origin: dict | None = None
-    # precision of the trunk before the branch point, where a branch has another one; "a>b" of two
-    switched_from: str | None = None
+    # of the trunk before the branch point, where a branch has another; of several, oldest first
+    trunk_precisions: tuple[FP8Config, ...] = ()
+
+    @property
+    def switched_from(self) -> str | None:
+        """The labels of trunk_precisions, such as "a>b"; None without a switch."""
+        return switch_label(self.trunk_precisions)
 
     @property
     def is_resumed(self) -> bool:
@@ -111,7 +118,7 @@ def _resume(newest: Restored) -> Start:
         newest.path,
         state,
         state.get("origin"),
-        state.get("switched_from"),
+        trunk_precisions(state),
     )
 
 
@@ -120,13 +127,28 @@ def _branch_off(point: BranchPoint, config: Config) -> Start:
     state = point.state
     progress = Progress.of(point.step, state)
     progress.seconds = progress.probe_seconds = 0.0
-    trunk_label = config_from_dict(point.manifest["config"]).fp8.label
+    trunk_fp8 = config_from_dict(point.manifest["config"]).fp8
     kind = StartKind.BRANCH
-    switched_from = state.get("switched_from")
-    if trunk_label != config.fp8.label:
+    precisions = trunk_precisions(state)
+    if trunk_fp8.label != config.fp8.label:
         kind = StartKind.SWITCHED_BRANCH
-        switched_from = f"{switched_from}>{trunk_label}" if switched_from else trunk_label
-    return Start(kind, progress, point.path, state, state.get("origin"), switched_from)
+        precisions = (*precisions, trunk_fp8)
+    return Start(kind, progress, point.path, state, state.get("origin"), precisions)
+
+
+def trunk_precisions(state: dict) -> tuple[FP8Config, ...]:
+    """Start.trunk_precisions, of what a checkpoint says."""
+    stored = state.get("switched_from_fp8")
+    if stored is not None:
+        return tuple(section_from_json("fp8", settings) for settings in stored)
+    # a checkpoint of older code has labels alone
+    label = state.get("switched_from")
+    return tuple(from_label(part) for part in label.split(ARROW)) if label else ()
+
+
+def switch_label(precisions: Sequence[FP8Config]) -> str | None:
+    """Labels of precisions that followed each other; None for none."""
+    return ARROW.join(fp8.label for fp8 in precisions) or None
 
 
 # What a run must share with the state that it goes on from: key of its identity -> how the error

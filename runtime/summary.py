@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp8.recipes import FP8Config
 from fp8.selection import Layer, weights_cast_from
 from lib.machine import GIB, device_name
 from lib.schema import schema_table
@@ -29,9 +30,14 @@ from runtime.validation import ValLoss, bits_per_byte
 class PrecisionSummary:
     """In what the Linears of a run were computed."""
 
-    recipe: str  # "bf16", or the label of the fp8 section, such as tensorwise+kernels
+    # label for people: "bf16", or that of the fp8 section, such as tensorwise+kernels
+    recipe: str
+    fp8: FP8Config | None  # the fp8 section; null in BF16
+    bits: int  # of the narrowest number format, its trunk's included: 16 (BF16), 8 or 4
     # label of the trunk's precision before the branch point; null without a switch
     switched_from: str | None
+    # the trunk's fp8 section, null for BF16; before it those of its own trunks; [] without a switch
+    switched_from_fp8: list[FP8Config | None]
     compile: bool  # whether torch.compile was used
     layers_converted: list[str]  # names of the Linears in FP8
     layers_recipes: dict[str, str]  # Linear -> its recipe
@@ -251,9 +257,13 @@ def _precision(
     cast_from = weights_cast_from(
         layers, config.fp8.all_gather, world.device.type, world.has_whole_weights
     )
+    trunks = start.trunk_precisions
     return PrecisionSummary(
         recipe=config.fp8.label,
+        fp8=_settings(config.fp8),
+        bits=min(fp8.bits for fp8 in (*trunks, config.fp8)),
         switched_from=start.switched_from,
+        switched_from_fp8=[_settings(fp8) for fp8 in trunks],
         compile=bool(config.parallel.compile),
         layers_converted=[layer.name for layer in converted],
         layers_recipes={layer.name: layer.recipe for layer in layers if layer.recipe},
@@ -261,6 +271,10 @@ def _precision(
         layers_skipped={layer.name: layer.why for layer in layers if not layer.recipe},
         weights_cast_from=cast_from,
     )
+
+
+def _settings(fp8: FP8Config) -> FP8Config | None:
+    return fp8 if fp8.is_on else None
 
 
 def _source(run: Finished, source: str) -> SourceSummary:
@@ -321,6 +335,7 @@ def schema_page() -> str:
     for cls, title in (
         (Summary, "summary.json"),
         (PrecisionSummary, "`precision`"),
+        (FP8Config, "`precision.fp8`"),
         (SourceSummary, "`sources`, each"),
         (TrainRow, 'metrics.jsonl, rows of kind "train"'),
         (ValidationRow, 'metrics.jsonl, rows of kind "val"'),

@@ -14,7 +14,7 @@ from scaling.paired.cost import Surface
 
 
 @dataclass(frozen=True)
-class Size:
+class SizeOnGPU:
     """One of the repository's sizes."""
 
     name: str
@@ -24,7 +24,7 @@ class Size:
     speedup: float  # FP8's tokens per second over BF16's
 
 
-def tokens(N: ArrayLike, sizes: Sequence[Size], flops: float, in_fp8: bool) -> np.ndarray:
+def tokens(N: ArrayLike, sizes: Sequence[SizeOnGPU], flops: float, in_fp8: bool) -> np.ndarray:
     """Training tokens of an N-parameter model for `flops` at the BF16 peak; of N's shape. Between
     the sizes by interpolation in ln N, beyond them with attention's share of a token's FLOPs
     falling as N^-1/3, as it does when depth grows with width."""
@@ -42,7 +42,7 @@ def tokens(N: ArrayLike, sizes: Sequence[Size], flops: float, in_fp8: bool) -> n
 
 
 def optimum(
-    surface: Surface, sizes: Sequence[Size], flops: float, in_fp8: bool
+    surface: Surface, sizes: Sequence[SizeOnGPU], flops: float, in_fp8: bool
 ) -> tuple[float, float]:
     """(N*, D*): the size whose loss is lowest when it trains on as many tokens as the budget buys
     it."""

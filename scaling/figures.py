@@ -14,7 +14,13 @@ from lib.command import command, run_command
 from lib.plots import write_with
 from lib.values import FilePath
 from scaling.histories import read_history
-from scaling.probe_figures import draw_outliers, draw_scales, draw_underflow
+from scaling.probe_figures import (
+    draw_matmuls,
+    draw_outliers,
+    draw_scales,
+    draw_underflow,
+    has_matmuls,
+)
 from scaling.probes import format_worst, read_probe
 from scaling.run_figure import draw
 
@@ -44,12 +50,12 @@ def draw_fp8(run: Path, folder: Path) -> str:
     text = f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"
     if probe.layers:
         text = format_worst(probe)
-        inference = {
-            path.stem.removeprefix("probe_"): read_probe(path)
-            for path in sorted(run.glob("eval/probe_*.jsonl"))
-        }
+        evaluations = [read_probe(path) for path in sorted(run.glob("eval/probe_*.jsonl"))]
+        inference = {evaluation.evaluated_in: evaluation for evaluation in evaluations}
         figures["fp8_scales"] = draw_scales(probe, inference, name)
         figures["fp8_underflow"] = draw_underflow(probe, name)
+        if has_matmuls(probe):  # older ones have none
+            figures["fp8_matmuls"] = draw_matmuls(probe, name)
     if probe.blocks:
         figures["fp8_outliers"] = draw_outliers(probe, name)
     wrote = [write_with(folder, file, figure, {}) for file, figure in figures.items()]

@@ -203,7 +203,8 @@ def _read_runs(options: Options, predictions: Sequence[predict.Prediction]) -> R
 def _recipes(runs: Sequence[Record]) -> list[str]:
     """The recipes of the runs, BF16 first."""
     recipes = {run.recipe for run in runs}
-    return sorted(recipes, key=lambda recipe: (recipe != "bf16", recipe))
+    baselines = {run.recipe for run in runs if run.is_baseline}
+    return sorted(recipes, key=lambda recipe: (recipe not in baselines, recipe))
 
 
 def _pairs(runs: Sequence[Record]) -> tuple[list[Pair], list[str]]:

@@ -26,7 +26,7 @@ from scaling.paired.cost import Surface
 from scaling.paired.estimates import ALPHA
 from scaling.paired.gap_cells import CannotFitGap
 from scaling.paired.gap_law import GapFit, GapForecast, GapLaw
-from scaling.paired.gaps import Pair, Run, mean_gap
+from scaling.paired.gaps import FinishedRun, Pair, mean_gap
 from scaling.predict import begun, target_of
 from scaling.predictions import prediction_hash, read_frozen
 from scaling.reason_words import sentence_of, worded
@@ -136,7 +136,7 @@ def _held_out_names(pairs: Sequence[Pair]) -> set[str]:
     return names
 
 
-def _folders(runs: Sequence[Run]) -> list[Path]:
+def _folders(runs: Sequence[FinishedRun]) -> list[Path]:
     """Folders of runs; rows of a table have none."""
     return sorted({run.folder.parent for run in runs if isinstance(run, Record)})
 
@@ -174,7 +174,7 @@ def target_of_run(name: str, records: Sequence[Record]) -> GapTarget:
     name = name.removesuffix(".py")
     declared = [run for runs in _declared_runs(records).values() for run in runs]
     goal = target_of(name, {run["run"]: run for run in declared})
-    if goal["recipe"] == "bf16":
+    if goal["recipe"] in {record.recipe for record in records if record.is_baseline}:
         raise UserError(f"{name} is a BF16 run, which has no gap: name its FP8 partner")
     N = goal[f"params_{records[0].convention}"]
     return GapTarget(name, goal["recipe"], N, goal["tokens"], 0.0)
@@ -184,7 +184,7 @@ def freeze(
     targets: Sequence[GapTarget],
     fits: Mapping[str, GapFit],
     pairs: Sequence[Pair],
-    records: Sequence[Run],
+    records: Sequence[FinishedRun],
     folder: Path,
     evaluation: str,
     bf16_law: Surface | None,
@@ -261,18 +261,19 @@ def _prediction(
 
 
 def _input(pair: Pair, evaluation: str) -> PairInput:
+    bf16, fp8 = pair.bf16, pair.fp8
     return PairInput(
-        pair.bf16.run_id,
-        pair.fp8.run_id,
-        pair.fp8.N,
-        pair.fp8.tokens,
+        bf16.run_id,
+        fp8.run_id,
+        fp8.N,
+        fp8.tokens,
         pair.gap[evaluation].log_percent,
-        pair.bf16.summary_sha256,
-        pair.fp8.summary_sha256,
+        bf16.summary_sha256,
+        fp8.summary_sha256,
     )
 
 
-def _check_new(target: GapTarget, records: Sequence[Run], folder: Path) -> None:
+def _check_new(target: GapTarget, records: Sequence[FinishedRun], folder: Path) -> None:
     """Raise UserError where the target is predicted already, or one of its runs has begun."""
     path = path_of(target, folder)
     not_anew = "and a frozen prediction is not made anew: score it, or move it away"
@@ -291,13 +292,13 @@ def _check_new(target: GapTarget, records: Sequence[Run], folder: Path) -> None:
         )
 
 
-def _finished(target: GapTarget, records: Sequence[Run]) -> list[str]:
+def _finished(target: GapTarget, records: Sequence[FinishedRun]) -> list[str]:
     return [
         record.run_id for record in records if target.is_of(record.recipe, record.N, record.tokens)
     ]
 
 
-def _begun(target: GapTarget, records: Sequence[Run]) -> list[str]:
+def _begun(target: GapTarget, records: Sequence[FinishedRun]) -> list[str]:
     """Runs of the target's kind, of the study or by its own name, that have left something."""
     key = f"params_{records[0].convention}"
     run = {"run": target.name, "recipe": target.recipe, key: target.N, "tokens": target.tokens}
@@ -305,7 +306,7 @@ def _begun(target: GapTarget, records: Sequence[Run]) -> list[str]:
     return begun(studies, lambda run: target.is_of(run["recipe"], run[key], run["tokens"]))
 
 
-def _declared_runs(records: Sequence[Run]) -> dict[Path, list[dict[str, Any]]]:
+def _declared_runs(records: Sequence[FinishedRun]) -> dict[Path, list[dict[str, Any]]]:
     """Folder of runs -> the runs that its study.json plans."""
     runs = {}
     for folder in _folders(records):
@@ -392,6 +393,7 @@ def score_of(prediction: GapPrediction, arrived: Sequence[Pair]) -> GapScore:
     high = forecast.gap + math.hypot(forecast.high - forecast.gap, scatter)
     distance = measured.mean - forecast.gap
     half = high - forecast.gap if distance > 0 else forecast.gap - low
+    z = distance / half * float(stats.norm.ppf(0.975))
     return GapScore(
         schema_version=SCHEMA_VERSION,
         target=prediction.target.name,
@@ -405,11 +407,11 @@ def score_of(prediction: GapPrediction, arrived: Sequence[Pair]) -> GapScore:
         predicted_low=low,
         predicted_high=high,
         is_inside=low <= measured.mean <= high,
-        z=distance / half * float(stats.norm.ppf(0.975)),
+        z=z,
     )
 
 
-def _check_scorable(prediction: GapPrediction, run: Run, path: Path) -> None:
+def _check_scorable(prediction: GapPrediction, run: FinishedRun, path: Path) -> None:
     """Raise UserError where a run is not what was predicted, or began before it was."""
     differing = []
     if prediction.tokenizer_sha256 != run.tokenizer_sha256:

@@ -45,11 +45,11 @@ class Words:
     has_speed: bool  # whether throughputs are known
 
 
-def words_of(table: TableColumns | None, evaluation: str) -> Words:
-    """The words of a page; table: its columns, None for runs."""
-    if table is None:
+def words_of(columns: TableColumns | None, evaluation: str) -> Words:
+    """The words of a page; columns: of a table, None for runs."""
+    if columns is None:
         return _words_of_runs(evaluation)
-    return _words_of_table(table, evaluation)
+    return _words_of_table(columns, evaluation)
 
 
 def _words_of_runs(evaluation: str) -> Words:
@@ -73,23 +73,23 @@ def _words_of_runs(evaluation: str) -> Words:
     )
 
 
-def _words_of_table(table: TableColumns, evaluation: str) -> Words:
+def _words_of_table(columns: TableColumns, evaluation: str) -> Words:
     return Words(
-        baseline=table.baseline,
-        arms=f"Each {table.arm_column}",
-        recipe=table.arm_column,
-        loss=f"column {table.loss_column}",
-        evaluated=f"column {table.loss_column}",
-        gap_columns={evaluation: f"gap in {table.loss_column} [%]"},
-        seed=table.pair_column,
-        seeds=table.pair_column,
-        two_seeds=f"{table.baseline}, two of {table.pair_column}",
-        null=f"of other {table.pair_column}",
+        baseline=columns.baseline,
+        arms=f"Each {columns.arm_column}",
+        recipe=columns.arm_column,
+        loss=f"column {columns.loss_column}",
+        evaluated=f"column {columns.loss_column}",
+        gap_columns={evaluation: f"gap in {columns.loss_column} [%]"},
+        seed=columns.pair_column,
+        seeds=columns.pair_column,
+        two_seeds=f"{columns.baseline}, two of {columns.pair_column}",
+        null=f"of other {columns.pair_column}",
         dependent="points of one curve",
-        N=table.n_column or "N",
-        tokens=table.d_column or "tokens",
-        no_own_law=f"No law of the {table.baseline} runs",
-        has_sizes=bool(table.n_column),
+        N=columns.n_column or "N",
+        tokens=columns.d_column or "tokens",
+        no_own_law=f"No law of the {columns.baseline} runs",
+        has_sizes=bool(columns.n_column),
         has_speed=False,
     )
 

@@ -17,12 +17,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from lib.plots import RC, STYLES, counts_axis, name_recipe, settle, sheet, styles
+from lib.plots import RC, STYLES, counts_axis, settle, sheet, styles
 from lib.text import si
 from scaling.gap_figure import DrawnGap, draw_gaps, gap_at, gap_handles
 from scaling.gap_words import EVALUATION_WORDS, KIND
 from scaling.groups import Group
-from scaling.law_lines import MANY, Line, lines_of, shown_groups
+from scaling.law_lines import MANY, LawLine, lines_of, shown_groups
 from scaling.laws import minima_of
 from scaling.paired.estimates import grouped
 from scaling.paired.gaps import Pair, mean_gaps
@@ -39,6 +39,8 @@ AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
 WIDTH = 6.6  # inches
 # Heights of the rows in inches: losses above gaps, losses alone, gaps, minima of budgets
 LOSS_ROW, LONE_LOSS_ROW, GAP_ROW, OPTIMA_ROW = 3.0, 3.2, 1.0, 1.7
+AROUND_ROWS = 1.55  # inches for title, caption and labels
+LEGEND_ROW, LEGEND_COLUMNS = 0.19, 3  # inches of a row; entries beside each other
 BEYOND = 10  # without a held-out run the laws are drawn to this many times the largest compute
 BEYOND_HELD = 2.0  # times the farthest held-out run
 AROUND = 1.6  # the axes of D and N end at so many times the points' ends
@@ -63,44 +65,65 @@ def draw(groups: Sequence[Group], pairs: Sequence[Pair], loss_key: str) -> Figur
     groups, unshown = shown_groups(groups)
     recipes = [group.recipe for group in groups]
     pairs = [pair for pair in pairs if pair.fp8.recipe in recipes]
-    axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
+    axes = _shared_axes(groups)
     by_minima = next((group for group in groups if group.frontier is not None), None)
-    heights = [LOSS_ROW, GAP_ROW] if pairs else [LONE_LOSS_ROW]
-    if by_minima is not None:
-        heights.append(OPTIMA_ROW)
     handles = _legend(groups)
     if pairs:
         handles += gap_handles(_all_gaps(groups, pairs, axes[0], loss_key))
+    heights = _row_heights(bool(pairs), by_minima is not None)
+    legend_rows = math.ceil(len(handles) / LEGEND_COLUMNS)
     figure, panels = sheet(
-        (WIDTH, sum(heights) + 1.55 + 0.19 * math.ceil(len(handles) / 3)),
+        (WIDTH, sum(heights) + AROUND_ROWS + LEGEND_ROW * legend_rows),
         len(heights),
         len(axes),
         _title(groups, loss_key),
         _caption(groups, unshown),
         handles,
-        3,
+        LEGEND_COLUMNS,
         height_ratios=heights,
         width_ratios=[1.25, 1, 1][: len(axes)],
     )
-    loss_panels = dict(zip(axes, panels[0], strict=True))
-    gap_panels = dict(zip(axes, panels[1], strict=True)) if pairs else {}
-    for axis, gap_panel in gap_panels.items():
-        gap_panel.sharex(loss_panels[axis])
-        loss_panels[axis].tick_params(labelbottom=False)
-    for axis, panel in loss_panels.items():
-        _draw_losses(panel, groups, axis)
-        if axis in gap_panels:
-            _draw_gaps(gap_panels[axis], groups, axis, pairs, loss_key)
-        lowest = gap_panels.get(axis, panel)
-        lowest.set_xlabel(_axis_label(axis, groups[0]))
-    _set_loss_limits(loss_panels, groups)
-    panels[0, 0].set_ylabel("validation loss\n[nats/token]")
+    lowest_row = panels[0]
     if pairs:
-        _finish_gap_row(panels[1], groups, pairs, loss_key)
+        lowest_row = panels[1]
+        _share_axes(panels[0], panels[1])
+    _draw_loss_row(panels[0], axes, groups)
+    if pairs:
+        _draw_gap_row(panels[1], axes, groups, pairs, loss_key)
+    for axis, panel in zip(axes, lowest_row, strict=True):
+        panel.set_xlabel(_axis_label(axis, groups[0]))
     if by_minima is not None:
         _draw_optima(panels[-1], by_minima, recipes)
     figure.align_ylabels(panels[:, 0])
     return settle(figure)
+
+
+def _shared_axes(groups: Sequence[Group]) -> list[str]:
+    """Those of AXES that all groups' points have."""
+    return [axis for axis in AXES if all(axis in group.x for group in groups)]
+
+
+def _row_heights(has_gaps: bool, has_minima: bool) -> list[float]:
+    """Inches of each row of panels, from the top."""
+    heights = [LOSS_ROW, GAP_ROW] if has_gaps else [LONE_LOSS_ROW]
+    if has_minima:
+        heights.append(OPTIMA_ROW)
+    return heights
+
+
+def _share_axes(upper: Sequence[Axes], lower: Sequence[Axes]) -> None:
+    """One axis of x for each panel and that below it, which alone has its labels."""
+    for panel, panel_below in zip(upper, lower, strict=True):
+        panel_below.sharex(panel)
+        panel.tick_params(labelbottom=False)
+
+
+def _draw_loss_row(row: Sequence[Axes], axes: Sequence[str], groups: Sequence[Group]) -> None:
+    panels = dict(zip(axes, row, strict=True))
+    for axis, panel in panels.items():
+        _draw_losses(panel, groups, axis)
+    _set_loss_limits(panels, groups)
+    row[0].set_ylabel("validation loss\n[nats/token]")
 
 
 def _axis_label(axis: str, group: Group) -> str:
@@ -192,6 +215,14 @@ class Appearance:
         return bool(self.style.get("hollow")) and not self.is_cloud
 
     @property
+    def points(self) -> dict[str, Any]:
+        """Of panel.scatter, all but the colours."""
+        if self.is_cloud:
+            return {"s": CLOUD_SIZE, "alpha": 0.7, "linewidths": 0}
+        width = 1.4 if self.is_wide else 0
+        return {"s": self.style["markersize"] ** 2, "alpha": 1, "linewidths": width}
+
+    @property
     def line(self) -> dict[str, Any]:
         return {
             "linestyle": self.style["linestyle"],
@@ -281,7 +312,7 @@ def _draw_band(panel: Axes, group: Group, axis: str, grid: np.ndarray) -> None:
         panel.fill_between(grid, losses.min(axis=0), losses.max(axis=0), **HATCH, zorder=1.2)
 
 
-def _draw_line(panel: Axes, line: Line, appearance: Appearance, shading: Shading) -> Artist:
+def _draw_line(panel: Axes, line: LawLine, appearance: Appearance, shading: Shading) -> Artist:
     """A line of the law with its interval."""
     colour = appearance.style["color"]
     if line.low is not None and line.high is not None:
@@ -311,13 +342,11 @@ def _draw_points(
     panel.scatter(
         group.x[axis],
         group.loss,
-        s=CLOUD_SIZE if appearance.is_cloud else appearance.style["markersize"] ** 2,
         marker=appearance.style["marker"],
         zorder=3,
-        alpha=0.7 if appearance.is_cloud else 1,
         facecolors="white" if appearance.is_wide else colours,
         edgecolors=colours,
-        linewidths=1.4 if appearance.is_wide else 0,
+        **appearance.points,
     )
 
 
@@ -390,14 +419,16 @@ def smooth(x: np.ndarray, loss: np.ndarray) -> np.ndarray:
 
 def _gaps_of(group: Group, pairs: Sequence[Pair], axis: str, loss_key: str) -> list[DrawnGap]:
     """A marker for each size and budget of the group's recipe: its pairs' gap in per cent."""
-    arm = loss_key.removeprefix("loss_")
+    evaluation = loss_key.removeprefix("loss_")
     run_ids = [record.run_id for record in group.records]
     place = dict(zip(run_ids, group.x[axis], strict=True))
     of_group = [pair for pair in pairs if pair.fp8.run_id in place]
     gaps = []
     for _, cell in grouped(of_group, lambda pair: (pair.fp8.params_total, pair.fp8.tokens)):
-        single = cell[0].gap[arm].se_percent if len(cell) == 1 else None
-        gaps.append(gap_at(place[cell[0].fp8.run_id], mean_gaps(cell, "percent")[arm], single))
+        first = cell[0]
+        evaluation_se = first.gap[evaluation].se_percent if len(cell) == 1 else None
+        mean = mean_gaps(cell, "percent")[evaluation]
+        gaps.append(gap_at(place[first.fp8.run_id], mean, evaluation_se))
     return gaps
 
 
@@ -408,6 +439,26 @@ def _all_gaps(
     return list(itertools.chain.from_iterable(gaps))
 
 
+def _draw_gap_row(
+    row: Sequence[Axes],
+    axes: Sequence[str],
+    groups: Sequence[Group],
+    pairs: Sequence[Pair],
+    loss_key: str,
+) -> None:
+    """Below each panel of losses the gaps over its axis; all on one scale, around what
+    DrawnGap.ends says and 0."""
+    gaps = _all_gaps(groups, pairs, next(iter(groups[0].x)), loss_key)
+    ends = [0.0, *itertools.chain.from_iterable(gap.ends for gap in gaps)]
+    room = GAP_ROOM * max(max(ends) - min(ends), 1e-3)
+    for axis, panel in zip(axes, row, strict=True):
+        _draw_gaps(panel, groups, axis, pairs, loss_key)
+        panel.set_ylim(min(ends) - room, max(ends) + room)
+    row[0].set_ylabel("gap to\nBF16 [%]")
+    for panel in row[1:]:
+        panel.tick_params(labelleft=False)
+
+
 def _draw_gaps(
     panel: Axes, groups: Sequence[Group], axis: str, pairs: Sequence[Pair], loss_key: str
 ) -> None:
@@ -416,20 +467,6 @@ def _draw_gaps(
     for group, appearance in zip(groups, _appearances(groups), strict=True):
         marker = {key: appearance.style[key] for key in ("color", "marker", "markersize")}
         draw_gaps(panel, _gaps_of(group, pairs, axis, loss_key), marker)
-
-
-def _finish_gap_row(
-    row: Sequence[Axes], groups: Sequence[Group], pairs: Sequence[Pair], loss_key: str
-) -> None:
-    """One axis for all panels of the row of gaps, around what DrawnGap.ends says and 0."""
-    gaps = _all_gaps(groups, pairs, next(iter(groups[0].x)), loss_key)
-    ends = [0.0, *itertools.chain.from_iterable(gap.ends for gap in gaps)]
-    room = GAP_ROOM * max(max(ends) - min(ends), 1e-3)
-    for panel in row:
-        panel.set_ylim(min(ends) - room, max(ends) + room)
-    row[0].set_ylabel("gap to\nBF16 [%]")
-    for panel in row[1:]:
-        panel.tick_params(labelleft=False)
 
 
 # ----------------------------------------------------------------------- minima of compute budgets
@@ -493,7 +530,13 @@ def _legend(groups: Sequence[Group]) -> list[Artist]:
         _group_handle(group, appearance)
         for group, appearance in zip(groups, _appearances(groups), strict=True)
     ]
-    curves = list(itertools.chain.from_iterable(group.curves for group in groups))
+    held = list(itertools.chain.from_iterable(group.held_out for group in groups))
+    return [*handles, *_grey_handles(groups), *_held_handles(held)]
+
+
+def _grey_handles(groups: Sequence[Group]) -> list[Artist]:
+    handles: list[Artist] = []
+    curves = itertools.chain.from_iterable(group.curves for group in groups)
     if any(len(tokens) for tokens, _ in curves):
         handles.append(Line2D([], [], color=GREY, linewidth=0.8, alpha=0.8, label="training loss"))
     if any(group.lines or group.is_surface for group in groups):
@@ -502,8 +545,7 @@ def _legend(groups: Sequence[Group]) -> list[Artist]:
         handles.append(Patch(**HATCH, label="other model forms"))
     if any(group.frontier for group in groups):
         handles.append(_grey_marker("P", 8, "minimum of a budget"))
-    held = list(itertools.chain.from_iterable(group.held_out for group in groups))
-    return handles + _held_handles(held)
+    return handles
 
 
 def _group_handle(group: Group, appearance: Appearance) -> Artist:
@@ -553,8 +595,8 @@ def _title(groups: Sequence[Group], loss_key: str) -> str:
         names = " and ".join(map(name_of, groups))
     if len(groups) > 1 and "," not in n:
         n = f"{n} each"
-    arm = EVALUATION_WORDS[loss_key.removeprefix("loss_")]
-    return f"Validation loss of {names}, evaluated {arm} (n = {n})"
+    evaluation = EVALUATION_WORDS[loss_key.removeprefix("loss_")]
+    return f"Validation loss of {names}, evaluated {evaluation} (n = {n})"
 
 
 def _caption(groups: Sequence[Group], unshown: Sequence[Group]) -> str:
@@ -600,5 +642,5 @@ def _words_of_lines(groups: Sequence[Group]) -> str | None:
 def name_of(group: Group) -> str:
     """The recipe as the reader knows it, or the table's name."""
     if group.records:
-        return name_recipe(group.recipe)
+        return group.records[0].precision.display_name
     return textwrap.shorten(group.recipe, 40, placeholder="…")

@@ -4,7 +4,7 @@ The parameters of a law stand beside its other keys, as laws.chinchilla.alpha; s
 of robustness. docs/schemas.md has every key."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from lib.schema import schema_section
 from lib.text import si
 from scaling.groups import FormDoubt, Group, Headline, NamedOutlier
 from scaling.law_words import refusal_words
-from scaling.laws import DELTA, Fit, LackOfFit, Refit, SharedFault, Window
+from scaling.laws import DELTA, Fit, LackOfFit, Refit, SharedFault, WindowExponent
+from scaling.laws.fits import BudgetMinimum
 from scaling.records import Record, read_json
 from scaling.table_points import Columns, LinesLeftOut, TableFile, TableSource
 
@@ -59,7 +60,7 @@ class LawEntry:
     resamples: int | None  # drawn by the bootstrap
     failed: int | None  # resamples that did not converge
     budgets: list[BudgetEntry] | None  # of isoflop
-    windows: list[Window] | None  # of isoflop; the first one is used
+    windows: list[WindowExponent] | None  # of isoflop; the first one is used
     parameters: dict[str, float | None]  # not a key: its items stand beside the others
     formula: str  # the law in plain text; "" where not fitted
 
@@ -126,7 +127,7 @@ class GroupEntry:
 
 
 @dataclass(frozen=True)
-class Conventions:
+class LawConventions:
     """What the columns of the inputs are."""
 
     N: str  # "params_total" or "params_nonembed"
@@ -170,7 +171,7 @@ class LawsOfRuns:
 
     schema_version: int  # of this list of keys
     delta: float  # Huber's threshold on ln loss
-    conventions: Conventions  # what is counted how
+    conventions: LawConventions  # what is counted how
     seed_noise: SeedNoise  # of all groups
     notes: list[str]  # what was skipped or left out, and why
     inputs: list[InputRun]  # of all groups
@@ -203,7 +204,7 @@ def laws_of_runs(
     content = LawsOfRuns(
         schema_version=SCHEMA_VERSION,
         delta=DELTA,
-        conventions=Conventions(
+        conventions=LawConventions(
             N=f"params_{convention}",
             D="tokens",
             C="flops_per_token * tokens",
@@ -244,20 +245,17 @@ def group_entry(group: Group) -> GroupEntry:
     )
 
 
+def _budget_entry(budget: BudgetMinimum) -> BudgetEntry:
+    reason = refusal_words(budget.reason)
+    return BudgetEntry(budget.C, budget.sizes, budget.N, budget.D, budget.loss, reason)
+
+
 def law_entry(fit: Fit) -> LawEntry:
-    budgets = None
+    budgets = windows = None
     if fit.budgets is not None:
-        budgets = [
-            BudgetEntry(
-                budget.C,
-                budget.sizes,
-                budget.N,
-                budget.D,
-                budget.loss,
-                refusal_words(budget.reason),
-            )
-            for budget in fit.budgets
-        ]
+        budgets = [_budget_entry(budget) for budget in fit.budgets]
+    if fit.windows is not None:
+        windows = list(fit.windows)
     return LawEntry(
         form=fit.form,
         n=fit.n,
@@ -277,7 +275,7 @@ def law_entry(fit: Fit) -> LawEntry:
         resamples=fit.resamples,
         failed=fit.failed,
         budgets=budgets,
-        windows=None if fit.windows is None else list(fit.windows),
+        windows=windows,
         parameters=fit.parameters,
         formula=fit.formula(),
     )
@@ -290,16 +288,24 @@ def _shared_fault_entry(fault: SharedFault | None) -> SharedFaultEntry | None:
 def _lack_of_fit_entry(group: Group, lack: LackOfFit | None) -> LackOfFitEntry | None:
     if lack is None:
         return None
-    mended = lack.mended
-    return LackOfFitEntry(
+    entry = LackOfFitEntry(
         residual_rms=lack.residual_rms,
         scatter=lack.scatter,
         noise=lack.noise.sd,
         noise_of=lack.noise.source,
-        below=mended.below if mended else None,
-        left_out=group.names_of(mended.left_out) if mended else [],
+        below=None,
+        left_out=[],
         outliers=group.outliers,
-        without=law_entry(mended.fit) if mended else None,
+        without=None,
+    )
+    mended = lack.mended
+    if mended is None:
+        return entry
+    return replace(
+        entry,
+        below=mended.below,
+        left_out=group.names_of(mended.left_out),
+        without=law_entry(mended.fit),
     )
 
 
@@ -315,7 +321,10 @@ def refit_entry(refit: Refit) -> RefitEntry:
         variant, value = "leave out N", _span(si(sizes.min()), si(sizes.max()))
     elif choice.kind == "delta":
         value = "MSE" if choice.delta is None else f"{choice.delta:g}"
-    percent = None if errors is None else 100 * errors
+    error_percent = largest_error_percent = None
+    if errors is not None:
+        error_percent = float((100 * errors).mean())
+        largest_error_percent = float(max(100 * errors, key=abs))
     return RefitEntry(
         variant=variant,
         value=value,
@@ -326,8 +335,8 @@ def refit_entry(refit: Refit) -> RefitEntry:
         starts_at_best=fit.starts_at_best,
         identified=fit.identified,
         reason=refusal_words(fit.reason),
-        error_percent=None if percent is None else float(percent.mean()),
-        largest_error_percent=None if percent is None else float(max(percent, key=abs)),
+        error_percent=error_percent,
+        largest_error_percent=largest_error_percent,
     )
 
 
@@ -411,7 +420,7 @@ def schema_page() -> str:
     for cls, title in (
         (LawsOfRuns, "law.json of runs"),
         (TableHead, "law.json of a table"),
-        (Conventions, "`conventions`"),
+        (LawConventions, "`conventions`"),
         (SeedNoise, "`seed_noise`"),
         (InputRun, "`inputs`, each"),
         (TableSource, "`source`"),
@@ -426,7 +435,7 @@ def schema_page() -> str:
         (FormDoubt, "`form_doubt`"),
         (LawEntry, "`laws`, each"),
         (BudgetEntry, "`budgets`, each"),
-        (Window, "`windows`, each"),
+        (WindowExponent, "`windows`, each"),
         (RefitEntry, "`robustness`, each"),
     ):
         parts.append(schema_section(cls, title))

@@ -19,7 +19,7 @@ HIGHEST = 1e9  # times the loss: where an interval is cut off
 
 
 @dataclass(frozen=True)
-class Line:
+class LawLine:
     """A line of a law, arrays of one shape."""
 
     x: np.ndarray
@@ -36,13 +36,20 @@ def shown_groups(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
     their points identify where some law has one."""
     most_sizes = max(group.n_sizes for group in groups)
     drawn = [group for group in groups if group.n_sizes == most_sizes]
-    strong = [group for group in drawn if group.headline in STRONG and group.law.identified]
-    drawn = strong or drawn
+    strong = [group for group in drawn if _is_strong(group)]
+    if strong:
+        drawn = strong
     names = {group.recipe for group in drawn}
-    return drawn, [group for group in groups if group.recipe not in names]
+    unshown = [group for group in groups if group.recipe not in names]
+    return drawn, unshown
 
 
-def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
+def _is_strong(group: Group) -> bool:
+    """Whether its headlined law has an irreducible loss that the points identify."""
+    return group.headline in STRONG and group.law.identified
+
+
+def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[LawLine]:
     """The lines of the group over `grid`. Where an identified L(N, D) heads it: its frontier over
     compute, a line per size over tokens, per ratio over parameters. Else its law over one axis;
     where its points lie at several ratios, over D or N lines that join the few points of one size
@@ -58,21 +65,29 @@ def lines_of(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
     return _joined(group, axis)
 
 
-def _sections(group: Group, axis: str, grid: np.ndarray) -> list[Line]:
+def _sections(group: Group, axis: str, grid: np.ndarray) -> list[LawLine]:
     """L(N, D) along its frontier, at each size, or at each ratio of tokens to parameters."""
     law, points = group.laws[CHINCHILLA], group.points
     if axis == "C":
-        return [_line(law, grid, _cheapest(group, grid))]
+        cheapest = _cheapest(group, grid)
+        return [_line(law, grid, cheapest)]
     if axis == "N":
-        ratios = few_values(points.D / points.N)
-        return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in ratios]
+        lines = []
+        for ratio in few_values(points.D / points.N):
+            tokens = ratio * grid
+            lines.append(_line(law, grid, (grid, tokens), ratio))
+        return lines
     sizes = set(few_values(points.N))
     for held in group.held_out:
         sizes.add(float(held.N))
-    return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sorted(sizes)]
+    lines = []
+    for N in sorted(sizes):
+        parameters = np.full(len(grid), N)
+        lines.append(_line(law, grid, (parameters, grid), N))
+    return lines
 
 
-def _joined(group: Group, axis: str) -> list[Line]:
+def _joined(group: Group, axis: str) -> list[LawLine]:
     """Points of one size over tokens, of one ratio over parameters."""
     points = group.points
     values = points.N if axis == "D" else points.D / points.N
@@ -80,31 +95,34 @@ def _joined(group: Group, axis: str) -> list[Line]:
     for value in few_values(values):
         distance = np.abs(np.log(values / value))
         is_alike = distance < np.log(ONE_RAY)
-        places, losses = group.x[axis][is_alike], group.loss[is_alike]
+        places = group.x[axis][is_alike]
+        losses = group.loss[is_alike]
         x = np.unique(places)
+        if len(x) < 2:
+            continue
         means = [losses[places == place].mean() for place in x]
-        if len(x) > 1:
-            lines.append(Line(x, np.array(means), label=value))
+        lines.append(LawLine(x, np.array(means), label=value))
     return lines
 
 
-def _valleys(group: Group, axis: str) -> list[Line]:
+def _valleys(group: Group, axis: str) -> list[LawLine]:
     """The fitted valley of each budget that has a minimum, over parameters or tokens; labelled by
     its compute."""
-    fit, points = group.laws["isoflop"], group.points
+    fit = group.laws["isoflop"]
     assert fit.valleys is not None
     lines = []
     for budget in fit.budgets or ():
         if budget.N is None:
             continue
-        log_sizes, log_tokens = _sizes_at(points, budget.C)
+        log_sizes, log_tokens = _sizes_at(group.points, budget.C)
         log_x = np.linspace(log_sizes[0], log_sizes[-1], VALLEY_POINTS)
         distance = np.abs(fit.valleys.log_size - math.log(budget.N))
         valley = int(np.nanargmin(distance))
         loss = fit.valleys.loss_at(valley, log_x)
         if axis == "D":
             log_x = np.interp(log_x, log_sizes, log_tokens)
-        lines.append(Line(np.exp(log_x), loss, label=budget.C))
+        x = np.exp(log_x)
+        lines.append(LawLine(x, loss, label=budget.C))
     return lines
 
 
@@ -118,16 +136,16 @@ def _sizes_at(points: Points, compute: float) -> tuple[np.ndarray, np.ndarray]:
 
 def _line(
     law: Fit, x: np.ndarray, place: tuple[np.ndarray, ...], label: float | None = None
-) -> Line:
+) -> LawLine:
     """The law at `place`, the abscissae of its form, over x."""
     interval = None
     with np.errstate(over="ignore"):
         if law.identified:
             interval = law.interval_at(*place)
     if interval is None:
-        return Line(x, law.predict(*place), label=label)
+        return LawLine(x, law.predict(*place), label=label)
     high = np.minimum(interval.high, HIGHEST * interval.loss)
-    return Line(x, interval.loss, interval.low, high, label)
+    return LawLine(x, interval.loss, interval.low, high, label)
 
 
 def _cheapest(group: Group, compute: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

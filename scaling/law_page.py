@@ -212,13 +212,15 @@ def intervals(fit: Fit) -> str:
 
 def tables(group: Group) -> list[str]:
     """Every law with its certificate, and the headlined one under other choices."""
+    laws = [_law_row(form, fit) for form, fit in group.laws.items()]
+    refits = [refit_row(refit_entry(refit)) for refit in group.robustness]
     return [
         "",
         f"{group.recipe}: every law",
-        format_table([_law_row(form, fit) for form, fit in group.laws.items()]),
+        format_table(laws),
         "",
         f"{group.recipe}: {group.headline} under other choices",
-        format_table([refit_row(refit_entry(refit)) for refit in group.robustness]),
+        format_table(refits),
     ]
 
 

@@ -26,13 +26,10 @@ def draw(result: RateResult, name: str) -> Figure:
     panel.set(xscale="log", xlabel="peak learning rate", ylabel="loss above the lowest [%]")
     for sweep, style in zip(result.sweeps, itertools.cycle(STYLES), strict=False):
         color = style["color"]
-        panel.plot(
-            [row.lr for row in sweep.rows],
-            np.array([row.percent for row in sweep.rows], dtype=float),
-            color=color,
-            marker=style["marker"],
-            label=f"N = {si(sweep.N)}, {si(sweep.tokens)} tokens",
-        )
+        rates = [row.lr for row in sweep.rows]
+        percents = np.array([row.percent for row in sweep.rows], dtype=float)
+        label = f"N = {si(sweep.N)}, {si(sweep.tokens)} tokens"
+        panel.plot(rates, percents, color=color, marker=style["marker"], label=label)
         lost = [row.lr for row in sweep.rows if not row.loss]
         heights = [0.95 for _ in lost]
         panel.plot(lost, heights, "x", color=color, transform=panel.get_xaxis_transform())

@@ -28,11 +28,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from fp8.trained_precision import read_precision
 from lib.command import command, run_command
 from lib.errors import UserError
 from lib.files import write_json
@@ -441,14 +442,11 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
     lines = [["size", "arm", "runs", "done", "hours done", "hours left"]]
     total_done, total_left = 0.0, 0.0
     for (size, arm), group in groups.items():
-        done_s = [entries[row.run].cpu_s for row in group if row.run in entries]
-        unfinished = [row for row in group if row.run not in entries]
-        left_s = [seconds_of(row, rows, entries, timing) for row in unfinished]
-        done_h, left_h = sum(done_s) / 3600, sum(left_s) / 3600
-        total_done += done_h
-        total_left += left_h
-        counts = [str(len(group)), str(len(done_s))]
-        lines.append([size, arm, *counts, f"{done_h:.2f}", f"{left_h:.2f}"])
+        hours = _hours_of(group, rows, entries, timing)
+        total_done += hours.done_h
+        total_left += hours.left_h
+        counts = [str(len(group)), str(hours.runs_done)]
+        lines.append([size, arm, *counts, f"{hours.done_h:.2f}", f"{hours.left_h:.2f}"])
     done_runs = sum(row.run in entries for row in rows)
     machines = sorted({kind_of(entry) for entry in entries.values()})
     text = [
@@ -468,12 +466,28 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
     return "\n".join(text)
 
 
+class Hours(NamedTuple):
+    """CPU hours of some runs of a study."""
+
+    runs_done: int
+    done_h: float  # as measured
+    left_h: float  # of the others, estimated
+
+
+def _hours_of(group: list[Row], rows: list[Row], entries: dict[str, Entry], timing: dict) -> Hours:
+    """Of the runs of a group; rows: all of the study."""
+    done_s = [entries[row.run].cpu_s for row in group if row.run in entries]
+    unfinished = [row for row in group if row.run not in entries]
+    left_s = [seconds_of(row, rows, entries, timing) for row in unfinished]
+    return Hours(len(done_s), sum(done_s) / 3600, sum(left_s) / 3600)
+
+
 def mixed_pairs(entries: dict[str, Entry]) -> int:
     """FP8 runs whose BF16 partner was trained on another kind of machine."""
     kind_of_bf16 = {}
     fp8_entries = []
     for entry in entries.values():
-        if entry.summary["precision"]["recipe"] != "bf16":
+        if not read_precision(entry.summary).is_bf16:
             fp8_entries.append(entry)
         elif not entry.summary["repeat"]:
             kind_of_bf16[entry.summary["pair_id"]] = kind_of(entry)

@@ -70,9 +70,8 @@ def pair_of(bf16: Record, fp8: Record) -> Pair:
     machine_keys = ("device", "n_gpu", "is_compiled")
     is_same_machine = all(getattr(fp8, key) == getattr(bf16, key) for key in machine_keys)
     ratio = fp8.tok_per_s_median / bf16.tok_per_s_median if is_same_machine else None
-    precision = fp8.summary["precision"]
-    n_converted = len(precision["layers_converted"])
-    return Pair(bf16, fp8, gaps, ratio, n_converted, bool(precision.get("switched_from")))
+    n_converted = len(fp8.summary["precision"]["layers_converted"])
+    return Pair(bf16, fp8, gaps, ratio, n_converted, fp8.precision.is_switched)
 
 
 def load_val_losses(record: Record) -> dict[str, np.ndarray]:

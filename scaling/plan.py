@@ -9,6 +9,7 @@ was not measured on that GPU is assumed or bounded, and printed as such. The ext
 trajectories of a study, a trunk with its branches; what they buy is counted in percentage points of
 the standard error of the predicted loss ("points")."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from runtime.config import Config, load_config, positive
 from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.roofline import highest_ratio, modelled_ratio
-from scaling.budgets import Size, optimum, tokens
+from scaling.budgets import SizeOnGPU, optimum, tokens
 from scaling.designs import RHO, SIGMA, Point, bound
 from scaling.law_file import read_law_file
 from scaling.laws.forms import CHINCHILLA
@@ -112,7 +113,7 @@ def main(options: Options) -> str:
     return "\n".join(parts)
 
 
-def _format_optima(law: Surface, sizes: Sequence[Size], flops: float, gap: float) -> list[str]:
+def _format_optima(law: Surface, sizes: Sequence[SizeOnGPU], flops: float, gap: float) -> list[str]:
     """The table of the best sizes, and the gap at which both precisions are equal."""
     lines = [["", "N*", "D*", "D/N", "predicted loss"]]
     best = {}
@@ -127,7 +128,7 @@ def _format_optima(law: Surface, sizes: Sequence[Size], flops: float, gap: float
     ]
 
 
-def _format_sizes(law: Surface, sizes: Sequence[Size], flops: float, gap: float) -> str:
+def _format_sizes(law: Surface, sizes: Sequence[SizeOnGPU], flops: float, gap: float) -> str:
     heads = ["", "N", "D", "D/N", "BF16 loss", "D/N in FP8", "FP8 loss", "speed-up"]
     lines = [[*heads, "break-even gap [%]"]]
     for size in sizes:
@@ -162,7 +163,7 @@ class Speeds:
     speedup: dict[int, float]  # FP8's MFU over it
 
 
-def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
+def read_sizes(options: Options) -> tuple[list[SizeOnGPU], list[str]]:
     """The repository's sizes with exact counts, smallest first; MFU and FP8's speed-up as measured
     on that GPU, else assumed and bounded. Plus a line on each."""
     overrides = from_label(options.recipe).overrides
@@ -177,19 +178,19 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     return sorted(sizes, key=lambda size: size.N), _speed_notes(speeds, is_modelled, options)
 
 
-def _size(name: str, config: Config, speeds: Speeds, options: Options) -> Size:
+def _size(name: str, config: Config, speeds: Speeds, options: Options) -> SizeOnGPU:
     N = config.model.params_total
     model = GPT.on_meta(config.model)
     flops_per_token = model.counts()["flops_per_token"]
     mfu = _near(speeds.mfu, N) if speeds.mfu else ASSUMED_MFU
     if speeds.speedup:
-        return Size(name, N, flops_per_token, mfu, _near(speeds.speedup, N))
+        return SizeOnGPU(name, N, flops_per_token, mfu, _near(speeds.speedup, N))
     speedup = modelled_ratio(config, options.gpu)
     if not speedup:
         layers = selection.select(model, config.fp8, options.gpu.upper())
         in_fp8 = sum(layer.params for layer in layers if layer.recipe)
         speedup = highest_ratio(config, in_fp8, flops_per_token, _peaks(options.gpu))
-    return Size(name, N, flops_per_token, mfu, speedup)
+    return SizeOnGPU(name, N, flops_per_token, mfu, speedup)
 
 
 def _speed_notes(speeds: Speeds, is_modelled: bool, options: Options) -> list[str]:
@@ -208,17 +209,23 @@ def _speed_notes(speeds: Speeds, is_modelled: bool, options: Options) -> list[st
 
 def measured_speeds(options: Options, smallest: float, largest: float) -> Speeds:
     """Of the finished runs in runs= on that GPU whose size lies between these."""
-    mfu: dict[tuple[str, int], list[float]] = {}
+    records = []
     for record in _finished_runs(options.runs):
-        N = record.params_total
-        if _is_on(record, options.gpu) and smallest <= N <= largest:
-            flops = record.tok_per_s_median * record.flops_per_token
-            peak = record.n_gpu * options.bf16_peak
-            mfu.setdefault((record.recipe, N), []).append(flops / peak)
-    medians = {key: float(np.median(values)) for key, values in mfu.items()}
-    bf16 = {N: value for (recipe, N), value in medians.items() if recipe == "bf16"}
-    fp8 = {N: value for (recipe, N), value in medians.items() if recipe == options.recipe}
+        if _is_on(record, options.gpu) and smallest <= record.params_total <= largest:
+            records.append(record)
+    bf16 = _median_mfu([record for record in records if record.is_baseline], options)
+    fp8 = _median_mfu([record for record in records if record.recipe == options.recipe], options)
     return Speeds(bf16, {N: value / bf16[N] for N, value in fp8.items() if N in bf16})
+
+
+def _median_mfu(records: Sequence[Record], options: Options) -> dict[int, float]:
+    """Parameters -> median over the runs of that size, of the BF16 peak."""
+    mfu: dict[int, list[float]] = {}
+    for record in records:
+        flops = record.tok_per_s_median * record.flops_per_token
+        peak = record.n_gpu * options.bf16_peak
+        mfu.setdefault(record.params_total, []).append(flops / peak)
+    return {N: float(np.median(values)) for N, values in mfu.items()}
 
 
 def _finished_runs(folder: str | None) -> list[Record]:
@@ -292,7 +299,7 @@ def _points_of(content: dict[str, Any]) -> dict[str, Point]:
     }
 
 
-def read_gap(options: Options, sizes: Sequence[Size]) -> GapSource:
+def read_gap(options: Options, sizes: Sequence[SizeOnGPU]) -> GapSource:
     """FP8's relative loss gap: gap=, else precision.json beside law=, else 0."""
     if options.gap is not None:
         return GapSource(options.gap / 100, f"FP8's loss gap: {options.gap:g} %, as given")
@@ -337,22 +344,22 @@ class Gain:
 
 
 def advice(
-    law: Surface, runs: Mapping[str, Point], sizes: Sequence[Size], options: Options
+    law: Surface, runs: Mapping[str, Point], sizes: Sequence[SizeOnGPU], options: Options
 ) -> list[str]:
     """Which candidate narrows the prediction of TARGET most, in all and per GPU-hour."""
     name, ratio = TARGET
-    goal = next(size for size in sizes if size.name == name)
-    # Runs far smaller than our sizes, such as the demo's, are no evidence for the target; nor is a
-    # law of such runs alone.
-    lowest, highest = sizes[0].N / REACH, 1.05 * goal.N
-    candidates = [
-        candidate
-        for candidate in candidates_of(options.study, runs)
-        if lowest <= candidate.points[0].N <= highest
-    ]
+    goal = {size.name: size for size in sizes}[name]
+
+    def is_evidence(point: Point) -> bool:
+        """Runs far smaller than our sizes, such as the demo's, are none for the target; nor is a
+        law of such runs alone."""
+        return sizes[0].N / REACH <= point.N <= 1.05 * goal.N
+
+    candidates = candidates_of(options.study, runs)
+    candidates = [candidate for candidate in candidates if is_evidence(candidate.points[0])]
     if not candidates:
         return [f"no candidate would narrow {name}: each is done, too small or too large to count"]
-    done = [point for point in runs.values() if lowest <= point.N <= highest]
+    done = [point for point in runs.values() if is_evidence(point)]
     if runs and not done:
         law = EPOCH
     target = (goal.N, ratio * goal.N)
@@ -365,7 +372,8 @@ def advice(
 
     error_now = error_after([])
     gains = _gains(candidates, error_now, error_after, sizes, options)
-    all_points = [point for candidate in candidates for point in candidate.points]
+    all_points = itertools.chain.from_iterable(candidate.points for candidate in candidates)
+    error_after_all = error_after(list(all_points))
     prior_note = " (too few for a law: a wide prior stands in)" if needs_prior else ""
     fastest = min(gains, key=lambda gain: gain.change_per_hour)
     return [
@@ -373,7 +381,7 @@ def advice(
         " most",
         f"Least standard error of its loss (Cramer-Rao) at {100 * SIGMA:.1f} % noise a run,"
         f" correlated by {RHO:g} within a trunk (both assumed): {error_now:.2f} % after {len(done)}"
-        f" runs done{prior_note}; {error_after(all_points):.2f} % after all {len(candidates)}"
+        f" runs done{prior_note}; {error_after_all:.2f} % after all {len(candidates)}"
         " candidates too.",
         _format_gains(gains),
         f"most in all: {gains[0].name}; most per GPU-hour: {fastest.name}",
@@ -384,7 +392,7 @@ def _gains(
     candidates: Sequence[Candidate],
     error_now: float,
     error_after: Callable[[Sequence[Point]], float],
-    sizes: Sequence[Size],
+    sizes: Sequence[SizeOnGPU],
     options: Options,
 ) -> list[Gain]:
     """Best first; of candidates that differ in their seed alone the first stays."""
@@ -413,18 +421,16 @@ def candidates_of(study: str | None, done: Mapping[str, Point]) -> list[Candidat
     """The trajectories of a study that are not done yet."""
     families: dict[str, list] = {}
     for row in expand(load_study(study or ROOT / "configs/study_chinchilla.py")):
-        is_new_point = row.recipe == "bf16" and not row.repeat
+        is_new_point = row.is_baseline and not row.repeat
         if is_new_point and not row.held_out and row.run not in done:
             # a branch needs its trunk
             families.setdefault(row.parent or row.run, []).append(row)
-    return [
-        Candidate(
-            f"{trunk}, {len(rows)} of its runs",
-            [Point(row.params_total, row.tokens, trunk) for row in rows],
-            sum(row.flops_per_token * row.own_tokens for row in rows),
-        )
-        for trunk, rows in families.items()
-    ]
+    candidates = []
+    for trunk, rows in families.items():
+        points = [Point(row.params_total, row.tokens, trunk) for row in rows]
+        flops = sum(row.flops_per_token * row.own_tokens for row in rows)
+        candidates.append(Candidate(f"{trunk}, {len(rows)} of its runs", points, flops))
+    return candidates
 
 
 if __name__ == "__main__":

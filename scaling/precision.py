@@ -28,7 +28,7 @@ from lib.values import FilePath
 from scaling import gap_predictions
 from scaling.pages import format_page
 from scaling.paired.gap_law import fit_gaps
-from scaling.paired.gaps import Pair, Run
+from scaling.paired.gaps import FinishedRun, Pair
 from scaling.pairing import pair_runs
 from scaling.precision_figure import draw_precision
 from scaling.precision_result import PrecisionResult, analyse, baseline_laws, without_sizes
@@ -167,29 +167,34 @@ def _analyse_table(options: Options, folder: Path) -> str:
     """The same analysis of a table's pairs; without N and D what needs neither: gap over all pairs,
     its test, ranking."""
     path = Path(options.points)
-    table = read_table_pairs(
+    table_pairs = read_table_pairs(
         path, options.arm, options.pair, options.loss, options.n, options.d, options.base
     )
     frozen = gap_predictions.load(folder) if options.n else []
-    allowed, held_out = gap_predictions.without_held_out(table.pairs, frozen)
-    lines = _freeze(options, table.runs, allowed, folder, "bf16")
+    allowed, held_out = gap_predictions.without_held_out(table_pairs.pairs, frozen)
+    lines = _freeze(options, table_pairs.runs, allowed, folder, "bf16")
     if options.score:
-        lines += gap_predictions.score(folder, table.pairs)
+        lines += gap_predictions.score(folder, table_pairs.pairs)
     held_runs = [pair.fp8.run_id for pair in held_out]
     margin = read_margin([], options.margin)
     result = analyse(
-        table.runs, table.pairs, "bf16", margin, table=table.columns, held_out=held_runs
+        table_pairs.runs,
+        table_pairs.pairs,
+        "bf16",
+        margin,
+        columns=table_pairs.columns,
+        held_out=held_runs,
     )
-    remarks = _table_remarks(table, held_runs, bool(options.n))
+    remarks = _table_remarks(table_pairs, held_runs, bool(options.n))
     if not options.n:
         result = replace(result, **without_sizes())
-    inputs = [{"file": path.name, "sha256": table.sha256}]
-    result = replace(result, notes=[*table.doubts, *remarks], inputs=inputs)
-    return _write(result, Notes(table.doubts, remarks), folder, lines, options.all)
+    inputs = [{"file": path.name, "sha256": table_pairs.sha256}]
+    result = replace(result, notes=[*table_pairs.doubts, *remarks], inputs=inputs)
+    return _write(result, Notes(table_pairs.doubts, remarks), folder, lines, options.all)
 
 
-def _table_remarks(table: TablePairs, held_runs: list[str], has_sizes: bool) -> list[str]:
-    remarks = list(table.notes)
+def _table_remarks(table_pairs: TablePairs, held_runs: list[str], has_sizes: bool) -> list[str]:
+    remarks = list(table_pairs.notes)
     if held_runs:
         remarks.append(f"held out of the law of the gap: {listed(held_runs)}")
     if not has_sizes:
@@ -202,7 +207,7 @@ def _table_remarks(table: TablePairs, held_runs: list[str], has_sizes: bool) -> 
 
 def _freeze(
     options: Options,
-    records: Sequence[Run],
+    records: Sequence[FinishedRun],
     allowed: Sequence[Pair],
     folder: Path,
     evaluation: str,

@@ -64,7 +64,7 @@ def draw_precision(result: PrecisionResult) -> Figure:
     words = words_of(result.table, result.loss)
     looks = _looks(result.common)
     percents = _drawn_gaps(result, _places(result.sizes), "percent")
-    nats = _drawn_gaps(result, [row.params_total for row in result.sizes], "nats")
+    nats = _drawn_gaps(result, [size.params_total for size in result.sizes], "nats")
     nulls = _nulls(result.null, words.seed)
     limit = gap_limit(percents, result.margin)
     is_log = _is_log(result.margin, limit)
@@ -106,7 +106,7 @@ def _title(result: PrecisionResult, words: Words) -> str:
 
 def _mean_ratio(sizes: Sequence[SizeGap]) -> float:
     """Geometric mean of the tokens per parameter, all of them counted."""
-    logs = [math.log(row.tokens / row.params_total) for row in sizes]
+    logs = [math.log(size.tokens / size.params_total) for size in sizes]
     return float(np.exp(np.mean(logs)))
 
 
@@ -143,10 +143,10 @@ def _caption(ratio: float, is_log: bool, has_arrows: bool) -> str:
 
 def _places(sizes: Sequence[SizeGap]) -> list[float]:
     """Where each row stands on the axis of sizes, those of one size side by side around it."""
-    levels = sorted({row.N for row in sizes})
+    levels = sorted({size.N for size in sizes})
     room = min([0.9, *(0.6 * np.diff(np.log(levels)))])
     places = []
-    for N, count in Counter(row.N for row in sizes).items():
+    for N, count in Counter(size.N for size in sizes).items():
         places += [N * math.exp(room * ((i + 0.5) / count - 0.5)) for i in range(count)]
     return places
 
@@ -160,11 +160,11 @@ def _drawn_gaps(
         pair.fp8: pair.gap_bf16 if is_bf16 else pair.gap_as_trained for pair in result.pairs
     }
     gaps = []
-    for x, row in zip(places, result.sizes, strict=True):
-        estimate = row.nats
+    for x, size in zip(places, result.sizes, strict=True):
+        estimate = size.nats
         if unit == "percent":
-            estimate = row.bf16 if is_bf16 else row.as_trained
-        first = gap_of_run[row.runs[0]]
+            estimate = size.bf16 if is_bf16 else size.as_trained
+        first = gap_of_run[size.runs[0]]
         evaluation_se = first.se_percent if unit == "percent" else first.se
         gaps.append(gap_at(x, estimate, evaluation_se if estimate.n == 1 else None))
     return gaps
@@ -238,8 +238,8 @@ def _draw_percents(
 def _gaps_of_recipe(
     recipe: str, sizes: Sequence[SizeGap], gaps: Sequence[DrawnGap]
 ) -> list[DrawnGap]:
-    rows = zip(sizes, gaps, strict=True)
-    return [gap for row, gap in rows if row.recipe == recipe]
+    drawn_gaps = zip(sizes, gaps, strict=True)
+    return [gap for size, gap in drawn_gaps if size.recipe == recipe]
 
 
 def _gap_axis(panel: Axes, margin: Margin | None, limit: float) -> None:
@@ -294,7 +294,7 @@ def _draw_null(panel: Axes, place: float, null: DrawnNull, limit: float) -> None
 
 def _labelled_sizes(sizes: Sequence[SizeGap]) -> list[float]:
     """The sizes whose labels have room."""
-    levels: list[float] = sorted({row.N for row in sizes})
+    levels: list[float] = sorted({size.N for size in sizes})
     width = math.log(2.25 * levels[-1] / levels[0])
     labelled = levels[:1]
     for N in levels[1:]:
@@ -310,7 +310,7 @@ def _draw_nats(
     looks: dict[str, dict],
     ratio: float,
 ) -> None:
-    totals = [row.params_total for row in sizes]
+    totals = [size.params_total for size in sizes]
     N = np.geomspace(min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST), 200)
     values = []
     for law in LAWS:

@@ -14,10 +14,10 @@ from scaling.paired.equivalence import Equivalence, judge_equivalence
 from scaling.paired.estimates import Estimate, grouped, smallest_seen, tost
 from scaling.paired.gap_law import GapLaw, fit_gaps
 from scaling.paired.gaps import (
+    FinishedRun,
     Gap,
     Pair,
     Place,
-    Run,
     is_idle,
     mean_gap,
     mean_gaps,
@@ -92,7 +92,7 @@ class PairResult(Place):
 
 
 @dataclass(frozen=True)
-class Conventions:
+class GapConventions:
     N: str  # key of summary.json, or column of the table, that counts the parameters
 
 
@@ -102,7 +102,7 @@ class PrecisionResult:
     schema_version."""
 
     schema_version: int  # of this list of keys
-    conventions: Conventions  # how N is counted
+    conventions: GapConventions  # how N is counted
     loss: str  # the evaluation that is judged: bf16 or as_trained
     margin: Margin | None  # null: none was declared or given
     null: Null  # what two BF16 runs differ by
@@ -132,20 +132,20 @@ def read_precision(path: Path) -> PrecisionResult:
 
 
 def analyse(
-    records: Sequence[Run],
+    records: Sequence[FinishedRun],
     pairs: Sequence[Pair],
     evaluation: str,
     margin: Margin | None,
     *,
-    table: TableColumns | None = None,
+    columns: TableColumns | None = None,
     held_out: Collection[str] = (),
 ) -> PrecisionResult:
     """The result but for notes and inputs, gaps in per cent of the BF16 loss; `evaluation`: which
-    is judged; table: the columns, None for runs; held_out: run_ids of FP8 runs that enter no law of
-    the gap."""
+    is judged; columns: of a table, None for runs; held_out: run_ids of FP8 runs that enter no law
+    of the gap."""
     repeats = [pair for pair in pairs if pair.fp8.is_baseline]
     fp8_pairs = [pair for pair in pairs if not pair.fp8.is_baseline]
-    laws = baseline_laws(records, evaluation, "BF16" if table is None else table.baseline)
+    laws = baseline_laws(records, evaluation, "BF16" if columns is None else columns.baseline)
     fits = fit_gaps(
         [pair for pair in fp8_pairs if pair.fp8.run_id not in held_out],
         laws.own,
@@ -154,7 +154,7 @@ def analyse(
     )
     return PrecisionResult(
         schema_version=SCHEMA_VERSION,
-        conventions=_conventions(records[0], table),
+        conventions=_conventions(records[0], columns),
         loss=evaluation,
         margin=margin,
         null=measure_nulls(records, repeats, evaluation),
@@ -165,7 +165,7 @@ def analyse(
         laws=_sources(laws),
         no_own_law=sentence_of(laws.no_own_law),
         pairs=[_pair_result(pair) for pair in fp8_pairs],
-        table=table,
+        table=columns,
     )
 
 
@@ -180,7 +180,9 @@ def without_sizes() -> dict[str, Any]:
     }
 
 
-def baseline_laws(records: Sequence[Run], evaluation: str, baseline: str = "BF16") -> Surfaces:
+def baseline_laws(
+    records: Sequence[FinishedRun], evaluation: str, baseline: str = "BF16"
+) -> Surfaces:
     """The laws under which gaps cost compute; baseline: what the BF16 arm is called."""
     runs = [run for run in records if run.is_baseline and not run.repeat]
     return surfaces(
@@ -195,10 +197,10 @@ def _size_budget_recipe(pair: Pair) -> tuple[int, int, str]:
     return pair.fp8.N, pair.fp8.tokens, pair.fp8.recipe
 
 
-def _conventions(run: Run, table: TableColumns | None) -> Conventions:
-    if table is not None:
-        return Conventions(f"column {table.n_column or 'none'}")
-    return Conventions(f"params_{run.convention}")
+def _conventions(run: FinishedRun, columns: TableColumns | None) -> GapConventions:
+    if columns is not None:
+        return GapConventions(f"column {columns.n_column or 'none'}")
+    return GapConventions(f"params_{run.convention}")
 
 
 def _sources(laws: Surfaces) -> dict[str, str]:

@@ -112,6 +112,10 @@ def _prediction(target: Target, group: Group, loss_key: str) -> PredictionFile:
     N = getattr(target, f"params_{group.convention}")
     prediction = _forecast(group, (N, target.tokens, target.flops))
     record = group.records[0]
+    forms_left_out = [
+        FormLeftOut(form, str(refusal_words(reason)))
+        for form, reason in prediction.left_out.items()
+    ]
     return PredictionFile(
         schema_version=SCHEMA_VERSION,
         target=target,
@@ -126,26 +130,24 @@ def _prediction(target: Target, group: Group, loss_key: str) -> PredictionFile:
         high=prediction.high,
         headline=prediction.headline,
         forms=list(prediction.forms),
-        forms_left_out=[
-            FormLeftOut(form, str(refusal_words(reason)))
-            for form, reason in prediction.left_out.items()
-        ],
+        forms_left_out=forms_left_out,
         parts=prediction.parts,
         points=prediction.points,
         extrapolation=prediction.extrapolation,
         tokenizer_sha256=record.tokenizer_sha256,
         val_sha256=record.val_sha256,
-        inputs=[
-            PredictedFrom(
-                run_id=run.run_id,
-                summary_sha256=run.summary_sha256,
-                N=run.N,
-                D=run.tokens,
-                loss=getattr(run, loss_key),
-            )
-            for run in group.records
-        ],
+        inputs=[_predicted_from(run, loss_key) for run in group.records],
         sha256="",
+    )
+
+
+def _predicted_from(run: Record, loss_key: str) -> PredictedFrom:
+    return PredictedFrom(
+        run_id=run.run_id,
+        summary_sha256=run.summary_sha256,
+        N=run.N,
+        D=run.tokens,
+        loss=getattr(run, loss_key),
     )
 
 
@@ -199,12 +201,13 @@ def describe(prediction: Prediction) -> list[str]:
     parts are in the file."""
     file, target = prediction.file, prediction.file.target
     parameters = getattr(target, f"params_{file.convention}")
+    low_percent = 100 * (file.low / file.loss - 1)
+    high_percent = 100 * (file.high / file.loss - 1)
     lines = [
         (
             f"{target.name}: predicted {file.loss_key} {file.loss:.4f} nats per token by"
             f" {file.headline}, 95 % interval {file.low:.4f} to {file.high:.4f}"
-            f" ({100 * (file.low / file.loss - 1):+.2f} to"
-            f" {100 * (file.high / file.loss - 1):+.2f} %)"
+            f" ({low_percent:+.2f} to {high_percent:+.2f} %)"
         ),
         (
             f"    {parameters:,} {KIND[file.convention]}parameters, {target.tokens:,} tokens,"
@@ -268,18 +271,15 @@ def _score_one(prediction: Prediction, folder: Path, records: Iterable[Record]) 
 
 
 def _score_lines(prediction: Prediction, run: RunScore) -> list[str]:
-    inside = [row.form for row in run.forms if row.inside]
+    forms_inside = [row.form for row in run.forms if row.inside]
+    verdict = "inside" if run.inside else "OUTSIDE"
+    predicted = f"predicted {prediction.loss:.4f} by {prediction.headline}"
+    interval = f"the interval {prediction.low:.4f} to {prediction.high:.4f}"
     return [
-        (
-            f"{run.run_id}: {prediction.file.loss_key} {run.loss:.4f}, predicted"
-            f" {prediction.loss:.4f} by {prediction.headline}: error {run.error_nats:+.4f} nats"
-            f" ({run.error_percent:+.2f} %), {'inside' if run.inside else 'OUTSIDE'} the interval"
-            f" {prediction.low:.4f} to {prediction.high:.4f}"
-        ),
-        (
-            f"    inside the interval of {len(inside)} of {len(run.forms)} forms:"
-            f" {', '.join(inside)}"
-        ),
+        f"{run.run_id}: {prediction.file.loss_key} {run.loss:.4f}, {predicted}: error"
+        f" {run.error_nats:+.4f} nats ({run.error_percent:+.2f} %), {verdict} {interval}",
+        f"    inside the interval of {len(forms_inside)} of {len(run.forms)} forms:"
+        f" {', '.join(forms_inside)}",
     ]
 
 

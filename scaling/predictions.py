@@ -226,16 +226,21 @@ def _prediction_file(content: dict[str, Any]) -> PredictionFile:
         raise ValueError(f"schema_version {version}, not {SCHEMA_VERSION}")
     parts = content["parts"]
     model_form, all_forms = tuple(parts["model_form"]), tuple(parts["all_forms"])
-    values |= {
-        "schema_version": version,
-        "target": Target(**content["target"]),
-        "forms": [FormForecast(**row) for row in content["forms"]],
-        "forms_left_out": [FormLeftOut(**row) for row in content["forms_left_out"]],
-        "parts": Parts(model_form, all_forms, parts["seed_sd"]),
-        "points": Counts(**content["points"]),
-        "inputs": [PredictedFrom(**row) for row in content["inputs"]],
-    }
+    values["schema_version"] = version
+    values["target"] = Target(**content["target"])
+    values["parts"] = Parts(model_form, all_forms, parts["seed_sd"])
+    values["points"] = Counts(**content["points"])
+    for key, row_class in ROWS.items():
+        values[key] = [row_class(**row) for row in content[key]]
     return PredictionFile(**values)
+
+
+# key of a prediction's file -> what its list holds
+ROWS: dict[str, type] = {
+    "forms": FormForecast,
+    "forms_left_out": FormLeftOut,
+    "inputs": PredictedFrom,
+}
 
 
 def sealed(prediction: PredictionFile) -> dict[str, Any]:

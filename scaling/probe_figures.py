@@ -1,4 +1,5 @@
-"""Draw what FP8 did inside a run: scales, underflow and saturation, outliers."""
+"""Draw what FP8 did inside a run: scales, underflow and saturation, kurtosis and what it costs each
+matmul, outliers."""
 
 import itertools
 import math
@@ -15,7 +16,16 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from lib.plots import STYLES, counts_axis, settle, sheet, steps_axis, styled
-from scaling.probes import OPERANDS, SCALES, SHARES, ProbeRecord, kinds_of, place, quantiles
+from scaling.probes import (
+    MATMULS,
+    OPERANDS,
+    SCALES,
+    SHARES,
+    ProbeRecord,
+    kinds_of,
+    place,
+    quantiles,
+)
 
 HOLLOW: dict[str, Any] = {
     "markersize": 4.4,
@@ -203,6 +213,55 @@ def _set_block_axis(panel: Axes, blocks: Sequence[float], edges: np.ndarray) -> 
         names.append("head" if block == math.inf else f"{block}")
     panel.set_yticks(middles, names)
     panel.set_ylim(len(blocks), 0)
+
+
+# -------------------------------------------------------------------------------- kurtosis, matmuls
+
+
+@styled
+def draw_matmuls(probe: ProbeRecord, name: str) -> Figure:
+    """Kurtosis of each operand (top) and the SQNR of each matmul's result (bottom) over training, a
+    line for each kind of Linear."""
+    title = (
+        f"Kurtosis and matmuls' SQNR in {name} ({probe.recipe}; n = {len(probe.layers)} Linears,"
+        f" {len(probe.steps)} probed steps)"
+    )
+    caption = (
+        "Median over the Linears of a kind; band: smallest to largest. Kurtosis: mean of x^4 over"
+        " the square of that of x^2, 3 (dotted) of normal values. SQNR: 10 log10(|y|^2 /"
+        " |y in FP8 - y|^2), 6 dB a bit."
+    )
+    looks = dict(zip(kinds_of(probe.layers), itertools.cycle(STYLES), strict=False))
+    handles = _scale_handles(looks, {})
+    figure, panels = sheet((7.4, 4.4), 2, 3, title, caption, handles, 8, sharex=True, sharey="row")
+    for operand, panel in zip(OPERANDS, panels[0], strict=True):
+        panel.set_title(OPERANDS[operand])
+        panel.axhline(3, color="#444444", linewidth=0.7, linestyle=":")
+        _draw_kinds(panel, probe, probe.linear[operand, "kurtosis"], looks)
+    for matmul, panel in zip(MATMULS, panels[1], strict=True):
+        panel.set_title(MATMULS[matmul])
+        _draw_kinds(panel, probe, probe.matmul[matmul], looks)
+        steps_axis(panel)
+    panels[0, 0].set_yscale("log")
+    counts_axis(panels[0, 0].yaxis)
+    panels[0, 0].set_ylabel("kurtosis")
+    panels[1, 0].set_ylabel("SQNR [dB]")
+    return settle(figure)
+
+
+def has_matmuls(probe: ProbeRecord) -> bool:
+    """Whether a probe has numbers for draw_matmuls(); those of older versions have none."""
+    values = [probe.linear[operand, "kurtosis"] for operand in OPERANDS]
+    return any(np.isfinite(v).any() for v in [*values, *probe.matmul.values()])
+
+
+def _draw_kinds(panel: Axes, probe: ProbeRecord, values: np.ndarray, looks: dict[str, Any]) -> None:
+    """values: (layers, steps)."""
+    for kind, rows in kinds_of(probe.layers).items():
+        low, middle, high = quantiles(values[rows], 0, 50, 100)
+        color, marker = looks[kind]["color"], looks[kind]["marker"]
+        panel.fill_between(probe.steps, low, high, color=color, alpha=0.13, linewidth=0)
+        panel.plot(probe.steps, middle, f"{marker}-", color=color, markersize=2.4, linewidth=0.8)
 
 
 # ----------------------------------------------------------------------------------------- outliers

@@ -3,9 +3,11 @@
 import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +18,12 @@ from scaling.histories import NOTHING, to_number
 
 OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
-PROBED = (*SCALES, *SHARES, "error")
+PROBED = (*SCALES, *SHARES, "error", "kurtosis")
+MATMULS = {
+    "output_sqnr": "output",
+    "input_grad_sqnr": "input gradient",
+    "weight_grad_sqnr": "weight gradient",
+}
 OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
 KINDS = ("qkv", "out", "gate_up", "down", "head")
 
@@ -25,10 +32,12 @@ KINDS = ("qkv", "out", "gate_up", "down", "head")
 class ProbeRecord:
     """The rows of one probe file as arrays, NaN where no number was written."""
 
-    recipe: str  # of the Linears; several joined by "+"
+    recipe: str  # of the Linears, for people; several joined by "+"
+    evaluated_in: str  # of eval.precision: the recipe that it was asked for
     steps: np.ndarray
     layers: list[str]  # in order of depth, the head last
     linear: dict[tuple[str, str], np.ndarray]  # (operand, field of PROBED) -> (layers, steps)
+    matmul: dict[str, np.ndarray]  # field of MATMULS -> (layers, steps)
     last: int  # index of the last step that has every layer; of a cut-off file, too
     blocks: list[int]
     block: dict[str, np.ndarray]  # field of OUTLIERS -> (blocks, steps)
@@ -37,31 +46,46 @@ class ProbeRecord:
 def read_probe(path: Path) -> ProbeRecord:
     """One probe file; of a step that is there twice the last one counts. Raises UserError where it
     is empty or damaged."""
-    linear: dict[tuple[str, int], list[float]] = {}
-    block: dict[tuple[int, int], list[float]] = {}
-    recipes = set()
-    for row in read_probe_rows(path):
+    rows = read_probe_rows(path)
+    linear_rows = [row for row in rows if isinstance(row, LinearRow)]
+    linear = {(row.layer, row.step): _probed_numbers(row) for row in linear_rows}
+    matmul = {
+        (row.layer, row.step): [to_number(getattr(row, key)) for key in MATMULS]
+        for row in linear_rows
+    }
+    block = {}
+    for row in rows:
         if isinstance(row, BlockRow):
             block[row.block, row.step] = [to_number(getattr(row, key)) for key in OUTLIERS]
-        else:
-            linear[row.layer, row.step] = _probed_numbers(row)
-            recipes.add(row.recipe)
-    if not linear and not block:
+    if not rows:
         raise UserError(NOTHING.format(path))
     layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
     blocks = sorted({number for number, _ in block})
-    steps = sorted({step for _, step in [*linear, *block]})
-    counts = [sum((layer, step) in linear for layer in layers) for step in steps]
-    last = max(index for index, count in enumerate(counts) if count == max(counts))
+    steps = sorted({row.step for row in rows})
     return ProbeRecord(
-        "+".join(sorted(recipes)),
-        np.array(steps),
-        layers,
-        _by_step(linear, layers, steps, list(itertools.product(OPERANDS, PROBED))),
-        last,
-        blocks,
-        _by_step(block, blocks, steps, OUTLIERS),
+        recipe="+".join(sorted({row.recipe for row in linear_rows})),
+        evaluated_in=_evaluated_in(linear_rows, path),
+        steps=np.array(steps),
+        layers=layers,
+        linear=_by_step(linear, layers, steps, list(itertools.product(OPERANDS, PROBED))),
+        matmul=_by_step(matmul, layers, steps, list(MATMULS)),
+        last=_last_with_most_layers(linear, steps),
+        blocks=blocks,
+        block=_by_step(block, blocks, steps, OUTLIERS),
     )
+
+
+def _evaluated_in(rows: Sequence[LinearRow], path: Path) -> str:
+    """What the rows say; older ones do not, and their file is named after it."""
+    names = {row.evaluated_in for row in rows} - {None}
+    return "+".join(sorted(map(str, names))) or path.stem.removeprefix("probe_")
+
+
+def _last_with_most_layers(linear: Mapping[tuple[str, int], Any], steps: Sequence[int]) -> int:
+    """Index of the last step that has as many layers as any: a file may be cut off within one."""
+    counts = Counter(step for _, step in linear)
+    most = max(counts.values(), default=0)
+    return max(index for index, step in enumerate(steps) if counts[step] == most)
 
 
 def _probed_numbers(row: LinearRow) -> list[float]:

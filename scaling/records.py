@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8.trained_precision import TrainedPrecision, read_precision
 from lib.errors import UserError
 from lib.files import file_sha256, read_rows
 from lib.text import listed
@@ -33,8 +34,7 @@ class Record:
     summary_sha256: str  # of the file's bytes; law.json names its inputs by it
     run_id: str
     pair_id: str  # equal in runs that differ in precision alone
-    # precision.recipe: "bf16", "tensorwise", ..., "trunk>decay" where a branch switched
-    recipe: str
+    precision: TrainedPrecision
     status: str
     is_annealed: bool  # the learning rate had come down to its last value
     seed: int
@@ -68,8 +68,8 @@ class Record:
     t_start: str | None = None  # UTC time of the first start, ISO; None in older summaries
     lr_peak: float | None = None  # peak learning rate; None in older summaries
     repeat: int = 0  # above 0: the same run once more, only rounded otherwise; a null, in no fit
-    # precision.weights_cast_from: "fp32" or "bf16"; None for runs in BF16, and for older summaries
-    # of several ranks, which do not say
+    # precision.weights_cast_from: "fp32" or "bf16"; None for runs in BF16, and where an older
+    # summary does not tell
     weights_cast_from: str | None = None
     convention: str = "total"  # or "nonembed": what the study beside the run counts its budgets by
 
@@ -79,9 +79,14 @@ class Record:
         return getattr(self, f"params_{self.convention}")
 
     @property
+    def recipe(self) -> str:
+        """The label of its precision: runs of one recipe are fitted and compared together."""
+        return self.precision.label
+
+    @property
     def is_baseline(self) -> bool:
         """Whether it was trained in BF16, which the other recipes stand against."""
-        return self.recipe == "bf16"
+        return self.precision.is_bf16
 
 
 def read_runs(
@@ -143,7 +148,7 @@ def _record(folder: Path, summary: dict, study: dict, convention: str | None) ->
     """The record of a summary; raises what a damaged one leads to."""
     if summary["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema_version {summary['schema_version']}, not {SCHEMA_VERSION}")
-    precision = summary["precision"]
+    precision = read_precision(summary)
     plan = _plan_of(summary["run_id"], study)
     root = folder.absolute().parent
     trunk = _root(root, summary.get("parent_run")) or plan.get("parent") or summary["run_id"]
@@ -151,9 +156,9 @@ def _record(folder: Path, summary: dict, study: dict, convention: str | None) ->
         "folder": folder,
         "summary": summary,
         "summary_sha256": file_sha256(folder / "summary.json"),
-        "recipe": _recipe(precision),
-        "is_compiled": precision["compile"],
-        "weights_cast_from": _weights_cast_from(precision, summary["n_gpu"]),
+        "precision": precision,
+        "is_compiled": summary["precision"]["compile"],
+        "weights_cast_from": _weights_cast_from(summary, precision),
         "convention": convention or study.get("params", "total"),
         "weights": _weights(summary["sources"]),
         "trunk": trunk,
@@ -167,19 +172,22 @@ def _record(folder: Path, summary: dict, study: dict, convention: str | None) ->
     return Record(**values)
 
 
-def _recipe(precision: dict) -> str:
-    """Such as "rowwise", or "bf16>rowwise" where a branch switched."""
-    recipe = precision["recipe"]
-    switched_from = precision.get("switched_from")
-    return f"{switched_from}>{recipe}" if switched_from else recipe
+# of which an older summary does not say whether torchao's prototype, which rounds weights to BF16
+# first, or an emulation cast them
+CAST_BY_A_PROTOTYPE = ("mxfp8",)
 
 
-def _weights_cast_from(precision: dict, n_gpu: int) -> str | None:
+def _weights_cast_from(summary: dict, precision: TrainedPrecision) -> str | None:
     """Record.weights_cast_from of a run. Summaries without the key: a single rank cast whole fp32
-    weights."""
-    if precision["recipe"] == "bf16" or "weights_cast_from" in precision:
-        return precision.get("weights_cast_from")
-    return "fp32" if n_gpu == 1 else None
+    weights, where no prototype may have."""
+    if "weights_cast_from" in summary["precision"]:
+        return summary["precision"]["weights_cast_from"]
+    settings = precision.settings[-1]
+    if settings is None or summary["n_gpu"] > 1:
+        return None
+    is_on_cpu = summary["device"].startswith("cpu")
+    is_known = is_on_cpu or settings["recipe"] not in CAST_BY_A_PROTOTYPE
+    return "fp32" if is_known else None
 
 
 def _weights(sources: dict[str, dict]) -> dict[str, float]:

@@ -48,20 +48,20 @@ def main(options: Options) -> str:
 
 def report_training(paths: Sequence[str], out: str | None) -> str:
     """Write the report of one training; what it says."""
-    arms, notes = read_training_runs(paths)
-    pairs, _ = pair_runs([arm.record for arm in arms])
-    report = report_training_runs(arms, pairs, notes)
+    runs, notes = read_training_runs(paths)
+    pairs, _ = pair_runs([run.record for run in runs])
+    report = report_training_runs(runs, pairs, notes)
     parts = [
-        f"# {len(arms)} runs of one training: {', '.join(arm.label for arm in arms)}",
+        f"# {len(runs)} runs of one training: {', '.join(run.label for run in runs)}",
         format_training(report.runs),
     ]
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     text = "\n\n".join(parts)
     wrote = write_with(
-        Path(out or arms[0].record.folder.parent / LAW_FOLDER),
+        Path(out or runs[0].record.folder.parent / LAW_FOLDER),
         "report_loss",
-        draw_losses(arms),
+        draw_losses(runs),
         {
             "report.md": f"{text}\n\n![loss](report_loss.png)\n",
             "report.json": asdict(report),

@@ -27,7 +27,7 @@ UNSEEN_S = 5.0
 ENDED = "sweep.py: exit code "  # begins the last line of a log whose run has ended
 
 
-class CostOptions(Protocol):
+class TimeOptions(Protocol):
     """What estimates of time need of a command's options."""
 
     @property
@@ -41,7 +41,7 @@ class CostOptions(Protocol):
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunTime:
     """What a run takes, as measured on finished runs of its kind or as assumed."""
 
     tok_per_s: float  # of one GPU, in steady steps
@@ -150,7 +150,7 @@ def tokens_left(row: Row, folder: Path) -> int:
 # ------------------------------------------------------------------------------------------- costs
 
 
-def cost_of(row: Row, rows: Sequence[Row], folder: Path, options: CostOptions) -> Cost:
+def run_time_of(row: Row, rows: Sequence[Row], folder: Path, options: TimeOptions) -> RunTime:
     """Medians over the finished ones of `rows` of its size and precision, null runs apart; else as
     assumed."""
     kind = (row.size, row.recipe, row.repeat)
@@ -158,25 +158,25 @@ def cost_of(row: Row, rows: Sequence[Row], folder: Path, options: CostOptions) -
     summaries = {run: summary_of(run, folder) for run in alike}
     finished = {run: summary for run, summary in summaries.items() if summary}
     if not finished:
-        return _assumed_cost(row, options)
+        return _assumed_time(row, options)
     apart = [_seconds_outside_steps(run, summary) for run, summary in finished.items()]
     speeds = [summary["tok_per_s_median"] / summary["n_gpu"] for summary in finished.values()]
     newest = list(finished.values())[-1]
-    return Cost(median(speeds), UNSEEN_S + median(apart), newest["device"])
+    return RunTime(median(speeds), UNSEEN_S + median(apart), newest["device"])
 
 
 def _seconds_outside_steps(row: Row, summary: dict) -> float:
     return max(0.0, summary["wall_s"] - row.own_tokens / summary["tok_per_s_median"])
 
 
-def _assumed_cost(row: Row, options: CostOptions) -> Cost:
+def _assumed_time(row: Row, options: TimeOptions) -> RunTime:
     ratio = None
-    if row.recipe != "bf16":
+    if not row.is_baseline:
         config = load_config(ROOT / row.config, row.overrides)
         ratio = modelled_ratio(config, options.gpu, options.gpus)
     peak = _bf16_peak(options.gpu)
     bf16_speed = peak * options.mfu / row.flops_per_token
-    return Cost(bf16_speed * (ratio or 1.0), options.start, None)
+    return RunTime(bf16_speed * (ratio or 1.0), options.start, None)
 
 
 def _bf16_peak(gpu: str) -> float:
@@ -189,30 +189,30 @@ def _bf16_peak(gpu: str) -> float:
 # ------------------------------------------------------------------------------------- the table
 
 
-def format_grid(rows: Sequence[Row], folder: Path, options: CostOptions) -> str:
+def format_grid(rows: Sequence[Row], folder: Path, options: TimeOptions) -> str:
     """A line per run: size, budget, where it branches off, FLOPs of its own steps, GPU time with
     its start, state; then sums."""
-    costs = {row: cost_of(row, rows, folder, options) for row in rows}
+    run_times = {row: run_time_of(row, rows, folder, options) for row in rows}
     whole = {row: row.own_tokens for row in rows}
     remaining = {row: tokens_left(row, folder) for row in not_done(rows, folder)}
     heads = ["run", "N", "tokens/N", "tokens", "from step", "FLOPs", "GPU time", "state"]
-    cells = [_cells_of(row, folder, costs[row], options) for row in rows]
+    cells = [_cells_of(row, folder, run_times[row], options) for row in rows]
     lines = [
-        _format_sum("", whole, costs, options),
-        _format_sum("left: ", remaining, costs, options),
+        _format_sum("", whole, run_times, options),
+        _format_sum("left: ", remaining, run_times, options),
     ]
-    if any(cost.device is None for cost in costs.values()):
+    if any(run_time.device is None for run_time in run_times.values()):
         lines.append(
             f"~ assumed: {100 * options.mfu:.3g}% of the"
             f" {_bf16_peak(options.gpu) / 1e12:.0f} BF16 TFLOP/s of one {options.gpu} (mfu=),"
             f" FP8 as runtime.roofline models it, {options.start:g} s to start and end (start=)"
         )
-    lines += _format_measured(costs)
+    lines += _format_measured(run_times)
     return "\n".join([grid([heads, *cells]), "", *lines])
 
 
-def _cells_of(row: Row, folder: Path, cost: Cost, options: CostOptions) -> list[str]:
-    assumed = "~" if cost.device is None else ""
+def _cells_of(row: Row, folder: Path, run_time: RunTime, options: TimeOptions) -> list[str]:
+    assumed = "~" if run_time.device is None else ""
     return [
         row.run,
         si(row.params_total),
@@ -220,31 +220,31 @@ def _cells_of(row: Row, folder: Path, cost: Cost, options: CostOptions) -> list[
         si(row.tokens),
         str(row.parent_step or "-"),
         f"{row.flops_per_token * row.own_tokens:.2e}",
-        assumed + duration(_gpu_seconds(cost, row.own_tokens, options)),
+        assumed + duration(_gpu_seconds(run_time, row.own_tokens, options)),
         state_of(row, folder),
     ]
 
 
-def _gpu_seconds(cost: Cost, tokens: int, options: CostOptions) -> float:
+def _gpu_seconds(run_time: RunTime, tokens: int, options: TimeOptions) -> float:
     """Seconds of one GPU, whose number is the run's for as long as it starts and ends."""
-    return cost.start_s * options.gpus + tokens / cost.tok_per_s
+    return run_time.start_s * options.gpus + tokens / run_time.tok_per_s
 
 
 def _format_sum(
-    title: str, tokens: dict[Row, int], costs: dict[Row, Cost], options: CostOptions
+    title: str, tokens: dict[Row, int], run_times: dict[Row, RunTime], options: TimeOptions
 ) -> str:
     flops = sum(count * row.flops_per_token for row, count in tokens.items())
-    seconds = sum(_gpu_seconds(costs[row], count, options) for row, count in tokens.items())
+    seconds = sum(_gpu_seconds(run_times[row], count, options) for row, count in tokens.items())
     return f"{title}{len(tokens)} runs: {flops:.3g} FLOPs, {duration(seconds)} of a GPU"
 
 
-def _format_measured(costs: dict[Row, Cost]) -> list[str]:
+def _format_measured(run_times: dict[Row, RunTime]) -> list[str]:
     """A line for each size and precision of which a run is done."""
-    measured = {label_of(row): cost for row, cost in costs.items() if cost.device}
+    measured = {label_of(row): run_time for row, run_time in run_times.items() if run_time.device}
     return [
-        f"measured: {kind} {si(cost.tok_per_s)} tokens/s on each {cost.device},"
-        f" {cost.start_s:.3g} s to start and end"
-        for kind, cost in measured.items()
+        f"measured: {kind} {si(run_time.tok_per_s)} tokens/s on each {run_time.device},"
+        f" {run_time.start_s:.3g} s to start and end"
+        for kind, run_time in measured.items()
     ]
 
 

@@ -24,11 +24,11 @@ from runtime.checkpoint import latest, step_of
 from runtime.metrics_file import metrics_rows
 from scaling.run_states import (
     ENDED,
-    CostOptions,
+    TimeOptions,
     can_lock,
-    cost_of,
     has_branch_point,
     not_done,
+    run_time_of,
     state_of,
     summary_of,
     tokens_left,
@@ -43,7 +43,7 @@ LOG_S = 60.0  # between two lines about the runs under way
 RECENT_STEPS = 20  # the speed of a run under way is the median over so many
 
 
-class RunOptions(CostOptions, Protocol):
+class RunOptions(TimeOptions, Protocol):
     """What the scheduler needs of a command's options."""
 
     @property
@@ -126,7 +126,7 @@ class Scheduler:
             if row is None:
                 return
             self.waiting.remove(row)
-            start_s = cost_of(row, self.rows, self.folder, self.options).start_s
+            start_s = run_time_of(row, self.rows, self.folder, self.options).start_s
             if time.monotonic() + start_s + leave_s(row) > self.deadline:
                 self.too_late.append(f"{row.run}, which takes {start_s:.0f} s to start and end")
                 continue

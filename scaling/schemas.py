@@ -10,12 +10,12 @@ from scaling.ledger import Entry, Kind
 from scaling.paired.cost import Cost, Surface, Throughput
 from scaling.paired.equivalence import Equivalence, Part
 from scaling.paired.estimates import Estimate
-from scaling.paired.gap_cells import Noise
+from scaling.paired.gap_cells import PairNoise
 from scaling.paired.gap_law import (
     EffectiveParameters,
     Exponent,
-    FormForecast,
     GapForecast,
+    GapFormForecast,
     GapLaw,
     NestedForm,
 )
@@ -30,7 +30,7 @@ from scaling.paired.nulls import (
 )
 from scaling.paired.ranking import LeftOut, Ranked
 from scaling.precision_result import (
-    Conventions,
+    GapConventions,
     PairResult,
     PrecisionResult,
     RankingResult,
@@ -48,7 +48,7 @@ SECTIONS: dict[str, type] = {
     "study.json": Declaration,
     "study.json: `runs`, each": Row,
     "precision.json": PrecisionResult,
-    "precision.json: `conventions`": Conventions,
+    "precision.json: `conventions`": GapConventions,
     "precision.json: `margin`": Margin,
     "precision.json: an estimate, such as `bf16`": Estimate,
     "precision.json: `null`": Null,
@@ -66,7 +66,7 @@ SECTIONS: dict[str, type] = {
     "precision.json: `ranking.left_out`, each": LeftOut,
     "precision.json: `gap_laws`, each": GapLaw,
     "precision.json: `gap_laws`, `a` and `b`": Exponent,
-    "precision.json: `gap_laws`, `noise`": Noise,
+    "precision.json: `gap_laws`, `noise`": PairNoise,
     "precision.json: `gap_laws`, `forms`, each": NestedForm,
     "precision.json: `gap_laws`, `effective`": EffectiveParameters,
     "precision.json: `sizes`, each": SizeGap,
@@ -78,7 +78,7 @@ SECTIONS: dict[str, type] = {
     "gap_prediction_NAME.json": GapPrediction,
     "gap_prediction_NAME.json: `target`": GapTarget,
     "gap_prediction_NAME.json: `forecast`": GapForecast,
-    "gap_prediction_NAME.json: `forecast.forecasts`, each": FormForecast,
+    "gap_prediction_NAME.json: `forecast.forecasts`, each": GapFormForecast,
     "gap_prediction_NAME.json: `bf16_law`": Surface,
     "gap_prediction_NAME.json: `inputs`, each": PairInput,
     "gap_score_NAME.json": GapScore,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from fp8.recipes import written_settings
+from fp8.trained_precision import ARROW
 from lib.errors import UserError
 from lib.machine import ROOT
 from lib.text import nearest
@@ -28,7 +29,6 @@ from runtime.config import Config, FP8Config, OptimConfig, apply_overrides, load
 from runtime.config_file import run_file
 from runtime.log import pair_id
 
-ARROW = ">"  # between a trunk's precision and that of its decay
 # of GPT.counts(), in a Row
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
 
@@ -111,6 +111,12 @@ class Row:
     pair_id: str
     # arm of its trunk, where its own decay is in another precision; none = the trunk's
     switched_from: str | None = None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether all of it is trained in BF16."""
+        words = [word for word in self.overrides if word.startswith("fp8.recipe=")]
+        return self.switched_from is None and words[-1:] in ([], ["fp8.recipe=off"])
 
     @property
     def own_tokens(self) -> int:

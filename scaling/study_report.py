@@ -233,27 +233,31 @@ def _as_inputs(records: Sequence[Record]) -> set[tuple[str, str]]:
 def study_runs(records: Sequence[Record]) -> list[StudyRun]:
     """A row per size, recipe, budget, learning rate, machine, null or not."""
     groups: dict[tuple, list[Record]] = {}
+    baselines: dict[tuple, list[Record]] = {}
     for record in records:
-        groups.setdefault(_group_key(record, record.recipe, record.repeat), []).append(record)
-    return [_study_run(members, groups) for members in groups.values()]
+        setting = _setting(record)
+        groups.setdefault((setting, record.recipe, record.repeat), []).append(record)
+        if record.is_baseline and not record.repeat:
+            baselines.setdefault(setting, []).append(record)
+    return [_study_run(members, baselines) for members in groups.values()]
 
 
-def _group_key(record: Record, recipe: str, repeat: int) -> tuple:
-    """What runs of one row share; with another recipe that of the runs beside them."""
+def _setting(record: Record) -> tuple:
+    """What runs share that stand beside each other, whatever their precision."""
     machine = (record.device, record.n_gpu, record.is_compiled)
-    return (record.N, recipe, repeat, record.tokens, record.lr_peak, *machine)
+    return (record.N, record.tokens, record.lr_peak, *machine)
 
 
-def _study_run(records: Sequence[Record], groups: dict[tuple, list[Record]]) -> StudyRun:
+def _study_run(records: Sequence[Record], baselines: dict[tuple, list[Record]]) -> StudyRun:
     first = records[0]
     tok_per_s = median(record.tok_per_s_median for record in records)
     speed = None
-    baseline = groups.get(_group_key(first, "bf16", 0))
+    baseline = baselines.get(_setting(first))
     if baseline and not first.is_baseline:
         speed = tok_per_s / median(record.tok_per_s_median for record in baseline)
     return StudyRun(
         N=first.N,
-        recipe=f"{first.recipe} null" if first.repeat else first.recipe,
+        recipe=_arm_of(first),
         tokens=first.tokens,
         tokens_per_param=first.tokens / first.N,
         lr_peak=first.lr_peak,
@@ -266,6 +270,11 @@ def _study_run(records: Sequence[Record], groups: dict[tuple, list[Record]]) -> 
         loss_as_trained=mean(record.loss_as_trained for record in records),
         speed_against_bf16=speed,
     )
+
+
+def _arm_of(record: Record) -> str:
+    """A run's precision, for people; null runs apart."""
+    return f"{record.recipe} null" if record.repeat else record.recipe
 
 
 def _format_runs(runs: Sequence[StudyRun], is_sweep: bool) -> str:

@@ -109,7 +109,7 @@ def _runs_by_key(path: Path, table: Table, columns: TableColumns) -> dict[int | 
     runs: dict[int | str, TableRun] = {}
     lines: dict[tuple, int | str] = {}
     for line, row in table.rows.items():
-        run = _run(Row(path, line, row), table.sha256, columns)
+        run = _run(TableRow(path, line, row), table.sha256, columns)
         first = lines.setdefault(_key(run), line)
         if first != line:
             has_sizes = columns.n_column and columns.d_column
@@ -157,7 +157,7 @@ def _baseline(path: Path, table: Table, arm: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One row of a table, whose cells are read as numbers."""
 
     path: Path
@@ -189,7 +189,7 @@ class Row:
         return round(value)
 
 
-def _run(row: Row, sha256: str, columns: TableColumns) -> TableRun:
+def _run(row: TableRow, sha256: str, columns: TableColumns) -> TableRun:
     recipe, pair_id = row.cells[columns.arm_column], row.cells[columns.pair_column]
     if not recipe or not pair_id:
         name = columns.pair_column if recipe else columns.arm_column

@@ -135,15 +135,9 @@ def read_points(
     filters = _filters(where)
     table = _read(path, runs, columns, filters)
     rows = table.rows
-    _check_filters(path, rows, filters)
-    matching = [line for line, row in rows.items() if _meets(row, filters)]
+    matching = _matching_lines(path, rows, filters)
+    finite = _finite_lines(path, rows, matching, loss, drop_highest)
     missing = [line for line in matching if rows[line][loss].lower() in MISSING]
-    finite = [line for line in matching if rows[line][loss].lower() not in MISSING]
-    if not 0 <= drop_highest < len(finite):
-        raise UserError(
-            f"{path}: no row is left to fit: {len(rows)} rows, {len(matching)} meet the conditions,"
-            f" {len(finite)} of them have a finite {loss!r}, drop_highest={drop_highest}"
-        )
     numbers = {name: _numbers(path, rows, finite, name) for name in columns.of_numbers}
     is_highest = _is_highest(numbers[loss], drop_highest)
     lines = _at(finite, ~is_highest)
@@ -153,7 +147,7 @@ def read_points(
     source = TableSource(
         file=path.name,
         sha256=table.sha256,
-        runs=TableFile(Path(runs).name, file_sha256(Path(runs))) if runs else None,
+        runs=_table_file(Path(runs)) if runs else None,
         rows=len(rows),
         filters=filters,
         columns=columns,
@@ -170,7 +164,35 @@ def read_points(
     )
 
 
+def _table_file(path: Path) -> TableFile:
+    return TableFile(path.name, file_sha256(path))
+
+
 # ------------------------------------------------------------------------------- which rows count
+
+
+def _matching_lines(path: Path, rows: Rows, filters: dict[str, list[str]]) -> list[Line]:
+    """The lines that meet the conditions. Raises UserError as _check_filters()."""
+    _check_filters(path, rows, filters)
+    return [line for line, row in rows.items() if _meets(row, filters)]
+
+
+def _finite_lines(
+    path: Path,
+    rows: Rows,
+    matching: Sequence[Line],
+    loss: str,
+    drop_highest: int,
+) -> list[Line]:
+    """Those of the matching lines that have a loss. Raises UserError where drop_highest leaves none
+    of them."""
+    finite = [line for line in matching if rows[line][loss].lower() not in MISSING]
+    if not 0 <= drop_highest < len(finite):
+        raise UserError(
+            f"{path}: no row is left to fit: {len(rows)} rows, {len(matching)} meet the conditions,"
+            f" {len(finite)} of them have a finite {loss!r}, drop_highest={drop_highest}"
+        )
+    return finite
 
 
 def _filters(conditions: Sequence[str]) -> dict[str, list[str]]:

@@ -133,13 +133,20 @@ def _cells(path: Path, lines: list[str]) -> tuple[list[str], list[tuple[int, lis
     header = rows.pop(0)[1] if rows else []
     if is_spaced and rows and all(len(cells) == len(header) + 1 for _, cells in rows):
         header = ["", *header]  # as R and pandas print: the rows' names have no header
+    _check_widths(path, header, rows, SPACED if is_spaced else "repair the line")
+    return header, rows
+
+
+def _check_widths(
+    path: Path, header: list[str], rows: list[tuple[int, list[str]]], remedy: str
+) -> None:
+    """Raise UserError where a line has more or fewer cells than the header."""
     for line, cells in rows:
         if len(cells) != len(header):
             raise UserError(
                 f"{path} line {line}: {len(cells)} cells where the header has {len(header)};"
-                f" {SPACED if is_spaced else 'repair the line'}"
+                f" {remedy}"
             )
-    return header, rows
 
 
 def _split(path: Path, lines: list[str], separator: str) -> list[tuple[int, list[str]]]:

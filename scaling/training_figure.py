@@ -23,21 +23,21 @@ Lines = dict[str, tuple[np.ndarray, np.ndarray]]  # label -> steps, values
 
 
 @styled
-def draw_losses(arms: Sequence[TrainingRun]) -> Figure:
+def draw_losses(runs: Sequence[TrainingRun]) -> Figure:
     """Training loss, validation loss, and the difference to the BF16 arm where there is one, over
     steps."""
-    first = arms[0]
+    first = runs[0]
     window = window_of(first.history.train["step"])
-    train = {arm.label: finite(arm.history.train, "loss") for arm in arms}
+    train = {run.label: finite(run.history.train, "loss") for run in runs}
     panels: dict[str, Lines] = {
         TRAINING: {label: (x, running_mean(y)) for label, (x, y) in train.items()},
-        VALIDATION: {arm.label: finite(arm.history.val, "loss") for arm in arms},
+        VALIDATION: {run.label: finite(run.history.val, "loss") for run in runs},
     }
     caption = f"Training: mean over {window} steps. Validation: each run as it was trained."
-    if first.record.is_baseline and len(arms) > 1:
+    if first.record.is_baseline and len(runs) > 1:
         panels[DIFFERENCE] = _differences(train, first.label)
         caption += f" Minus BF16: mean over {CALM * window} steps; above zero: worse than BF16."
-    looks = _looks(arms)
+    looks = _looks(runs)
     title = (
         f"Loss: {si(first.record.params_total)} parameters, {si(first.record.tokens)} tokens (n = 1"
         " run each)"
@@ -65,21 +65,21 @@ def _differences(train: Lines, base_label: str) -> Lines:
     return differences
 
 
-def _looks(arms: Sequence[TrainingRun]) -> dict[str, dict]:
+def _looks(runs: Sequence[TrainingRun]) -> dict[str, dict]:
     """Label -> style; blue is BF16's alone."""
-    has_base = arms[0].record.is_baseline
-    fp8_arms = arms[1:] if has_base else arms
-    of_labels = styles(["bf16", *(arm.label for arm in fp8_arms)])
+    has_base = runs[0].record.is_baseline
+    fp8_runs = runs[1:] if has_base else runs
+    of_labels = styles(["bf16", *(run.label for run in fp8_runs)])
     if not has_base:
         of_labels = of_labels[1:]
     return {
-        arm.label: {
+        run.label: {
             "color": style["color"],
             "marker": style["marker"],
             "linewidth": 2.2 if style is STYLES[0] else 1.2,
             "markersize": 3.6,
         }
-        for arm, style in zip(arms, of_labels, strict=True)
+        for run, style in zip(runs, of_labels, strict=True)
     }
 
 

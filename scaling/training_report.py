@@ -106,12 +106,12 @@ def read_training_report(path: Path) -> TrainingReport:
 
 
 def report_training_runs(
-    arms: Sequence[TrainingRun], pairs: Sequence[Pair], notes: list[str]
+    runs: Sequence[TrainingRun], pairs: Sequence[Pair], notes: list[str]
 ) -> TrainingReport:
-    """pairs: those among the arms' runs."""
+    """pairs: those among the runs."""
     by_folder = {pair.fp8.folder: pair for pair in pairs if isinstance(pair.fp8, Record)}
-    runs = [_report_run(arm, by_folder.get(arm.record.folder)) for arm in arms]
-    return TrainingReport(SCHEMA_VERSION, arms[0].record.pair_id, runs, notes)
+    reports = [_report_run(run, by_folder.get(run.record.folder)) for run in runs]
+    return TrainingReport(SCHEMA_VERSION, runs[0].record.pair_id, reports, notes)
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -122,13 +122,13 @@ def read_training_runs(paths: Sequence[str | Path]) -> tuple[list[TrainingRun], 
     knowing. Raises UserError where they are not of one training."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (not record.is_baseline, record.repeat))
-    arms: list[TrainingRun] = []
+    runs: list[TrainingRun] = []
     for record in records:
         _check_same_training(records[0], record)
-        arm = TrainingRun(record, _label(record, records), _read_history(record))
-        notes += _notes_on(arm)
-        arms.append(arm)
-    return arms, notes
+        run = TrainingRun(record, _label(record, records), _read_history(record))
+        notes += _notes_on(run)
+        runs.append(run)
+    return runs, notes
 
 
 def _check_same_training(first: Record, record: Record) -> None:
@@ -159,13 +159,13 @@ def _read_history(record: Record) -> History:
     return history
 
 
-def _notes_on(arm: TrainingRun) -> list[str]:
+def _notes_on(run: TrainingRun) -> list[str]:
     """What is missing in the rows of a run, or went wrong."""
-    record, train = arm.record, arm.history.train
+    record, train = run.record, run.history.train
     steps = record.summary.get("steps", 0) - (record.parent_step or 0)
     missing = max(0, steps - len(train["step"]))
     without_loss = int(np.isnan(train["loss"]).sum())
-    rollbacks = len(arm.history.undone)
+    rollbacks = len(run.history.undone)
     notes = []
     if missing:
         notes.append(f"{missing} of {steps} steps have no row in metrics.jsonl: time is too short")
@@ -177,19 +177,19 @@ def _notes_on(arm: TrainingRun) -> list[str]:
         notes.append(f"{rollbacks} times it went back: that time is counted, those losses are not")
     if record.status != "ok":
         notes.append(f"its status is {record.status!r}")
-    return [f"{arm.label}: {note}" for note in notes]
+    return [f"{run.label}: {note}" for note in notes]
 
 
 # --------------------------------------------------------------------------------------- one run
 
 
-def _report_run(arm: TrainingRun, pair: Pair | None) -> RunReport:
-    record, history = arm.record, arm.history
+def _report_run(run: TrainingRun, pair: Pair | None) -> RunReport:
+    record, history = run.record, run.history
     train = history.train
     is_first = train["since_start"] == 1
     return RunReport(
         run_id=record.run_id,
-        label=arm.label,
+        label=run.label,
         recipe=record.recipe,
         status=record.status,
         device=record.device,

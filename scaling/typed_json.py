@@ -64,15 +64,11 @@ def _typed(hint: Any, value: Any) -> Any:
         if not isinstance(value, dict):
             raise TypeError(f"{hint.__name__} is no {type(value).__name__}")
         return from_json(hint, value)
-    if origin is list:
-        return [_typed(inner[0], item) for item in value]
-    if origin is tuple:
-        return tuple(_typed(inner[0], item) for item in value)
     if origin is dict:
         return {key: _typed(inner[1], item) for key, item in value.items()}
-    if hint is np.ndarray:
-        return np.array(value)
-    return value
+    if origin in (list, tuple):
+        return origin(_typed(inner[0], item) for item in value)
+    return np.array(value) if hint is np.ndarray else value
 
 
 def _member_for(members: Sequence[Any], value: Any) -> Any:

@@ -70,10 +70,7 @@ def format_verdict(
         return "BF16 again: no Linear converted"
     if gap.low is None or gap.high is None:
         return f"no interval (n = {gap.n})"
-    within = ""
-    if margin and p is not None and p < ALPHA:
-        after_the_fact = "" if margin.is_declared else ", margin after the fact"
-        within = f"within ±{margin.percent:g} % (TOST, p={p:.2g}{after_the_fact})"
+    within = _format_within(margin, p)
     if gap.low > 0 or gap.high < 0:
         verb = "costs" if gap.mean > 0 else "gains"
         cost = f"{verb} {abs(gap.mean):.3g} %"
@@ -81,6 +78,16 @@ def format_verdict(
     if within:
         return f"equivalent {within}"
     return f"undecided: interval {gap.low:+.2g} to {gap.high:+.2g}"
+
+
+def _format_within(margin: Margin | None, p: float | None) -> str:
+    """That the gap is within the margin; "" where the test does not show it."""
+    if margin is None or p is None:
+        return ""
+    if p < ALPHA:
+        after_the_fact = "" if margin.is_declared else ", margin after the fact"
+        return f"within ±{margin.percent:g} % (TOST, p={p:.2g}{after_the_fact})"
+    return ""
 
 
 # ---------------------------------------------------------------------------- equivalence in words

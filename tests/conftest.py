@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -182,17 +183,22 @@ def emulated_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def figures_off() -> Iterator[None]:
     """The commands of scaling/ draw and render nothing: it takes most of their time."""
-    for name in (
-        "fit.draw",
-        "precision.draw_precision",
-        "report.draw_losses",
-        "learning_rate.draw",
-    ):
-        monkeypatch.setattr(f"scaling.{name}", lambda *_: "figure")
-    monkeypatch.setattr("lib.plots.render", lambda *_: b"")
+    commands = ("fit.draw", "precision.draw_precision", "report.draw_losses", "learning_rate.draw")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in commands:
+            patch.setattr(f"scaling.{name}", lambda *_: "figure")
+        patch.setattr("lib.plots.render", lambda *_: b"")
+        yield
+
+
+@pytest.fixture
+def no_figures() -> Iterator[None]:
+    """figures_off() for a test."""
+    with figures_off():
+        yield
 
 
 def changed(config: Config, words: str) -> Config:

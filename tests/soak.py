@@ -12,6 +12,7 @@ import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -141,11 +142,11 @@ def test_finished_jobs_exit_cleanly(base):
         finish(replace(base, steps=2, run=f"clean{i}"), ranks=2)
 
 
-def test_forty_kills_of_prepare_data(big, tmp_path):
+def test_forty_kills_of_prepare_data(big, tmp_path: Path):
     test_prepare.storm(big, tmp_path, 40, 2)
 
 
-def test_ray_makes_the_same_shards(big, tmp_path):
+def test_ray_makes_the_same_shards(big, tmp_path: Path):
     """All of the pieces: where one is left for the process that waits for Ray, that one fails."""
     pytest.importorskip("ray")
     test_prepare.finish(big.command(tmp_path, 2, "on=ray"), ELSEWHERE="1")

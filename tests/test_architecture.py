@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_every_folder_of_code_has_a_layer():
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_go_down_only(name):
+def test_imports_go_down_only(name: str):
     """Those inside functions too."""
     room = name.partition(".")[0]
     imported = {module.partition(".")[0] for module in imports(ast.walk(ast.parse(MODULES[name])))}
@@ -76,7 +77,7 @@ def test_imports_go_down_only(name):
 
 
 @pytest.mark.parametrize("command", [["-m", "scaling.fit"], [str(ROOT / "scaling/sweep.py")]])
-def test_commands_run_as_files_and_as_modules_from_anywhere(command, tmp_path):
+def test_commands_run_as_files_and_as_modules_from_anywhere(command: list[str], tmp_path: Path):
     """By the editable install of requirements.txt alone."""
     done = process(*command, "--help", cwd=tmp_path, PYTHONPATH="")
     assert done.returncode == 0 and "python" in done.stdout, done.stderr
@@ -86,7 +87,9 @@ COMMANDS = sorted(name for name, text in MODULES.items() if "\nif __name__ == " 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_begins_with_usage_and_ends_with_examples(name, capsys):
+def test_help_begins_with_usage_and_ends_with_examples(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
     lines = asked(capsys, importlib.import_module(name).main, "--help").splitlines()
     assert lines[0].startswith("usage: python ")
     assert max(map(len, lines)) <= 130
@@ -96,7 +99,7 @@ def test_help_begins_with_usage_and_ends_with_examples(name, capsys):
 @pytest.mark.parametrize(
     "name", [name for name in COMMANDS if hasattr(importlib.import_module(name), "Options")]
 )
-def test_help_names_every_option(name, capsys):
+def test_help_names_every_option(name: str, capsys: pytest.CaptureFixture[str]):
     module = importlib.import_module(name)
     page = asked(capsys, module.main, "--help").replace("-", "_")
     options = {field.name for field in dataclasses.fields(module.Options)}
@@ -119,7 +122,7 @@ def test_help_names_every_option(name, capsys):
         ("import train", {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"}),
     ],
 )
-def test_what_is_not_needed_is_not_imported(code, unneeded):
+def test_what_is_not_needed_is_not_imported(code: str, unneeded: set):
     """Readers of records start without torch, BF16 runs without torchao, a process that trains
     alone without what shards."""
     code += f"\nimport sys; print({unneeded} & set(sys.modules))"

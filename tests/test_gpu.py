@@ -7,6 +7,8 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from fp8.matmul import add_weight_grad
 from fp8.recipes import from_label
 from runtime import plan
 from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
-from runtime.config import CheckpointConfig, load_config
+from runtime.config import CheckpointConfig, Config, load_config
 from runtime.guard import diagnose
 from runtime.parallel import World
 from tests.conftest import ROOT, changed, process, write_config, write_source
@@ -50,7 +52,7 @@ pytestmark = pytest.mark.gpu
 KNOWN_BEFORE = ("delayed", "bounded")  # values of fp8.scaling
 
 
-def model_on_gpu(recipe, is_compiled=True):
+def model_on_gpu(recipe: str, is_compiled: bool = True):
     """A model of two blocks, converted, with a batch for it."""
     model = build(recipe, "cuda", n_embd=256, n_ffn=512, n_ctx=128, vocab_size=50257)[0].cuda()
     if is_compiled:
@@ -59,13 +61,13 @@ def model_on_gpu(recipe, is_compiled=True):
     return model, ids[:, :-1], ids[:, 1:]
 
 
-def passes_on_gpu(label, x, w, g):
+def passes_on_gpu(label: str, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor):
     holder = linear(w, label, "cuda").cuda()
     refresh_weight_copies(holder)
     return passes(holder, x.cuda(), g.cuda())
 
 
-def trained(config, folder, *arguments):
+def trained(config: Config, folder: Path, *arguments: object):
     """What train.py prints, as a process of its own."""
     done = process("train.py", write_config(config, folder / f"{config.run}.py"), *arguments)
     assert done.returncode == 0, done.stderr
@@ -78,7 +80,7 @@ FAST = [
 
 
 @pytest.mark.parametrize("label", [*NATIVE, *KERNELS, *FAST])
-def test_every_recipes_matmuls_against_fp64(label):
+def test_every_recipes_matmuls_against_fp64(label: str):
     for kind in ("random", "outlier"):
         x, w, g = operands(kind)
         w = w.bfloat16().float() if label == "mxfp8" else w  # Blackwell's takes no other
@@ -90,7 +92,7 @@ def test_every_recipes_matmuls_against_fp64(label):
 
 
 @pytest.mark.parametrize("recipe", [*NATIVE, "blockwise"])
-def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
+def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe: str):
     losses = []
     for label, is_compiled in (("off", True), (recipe, True), (recipe, False)):
         model, x, y = model_on_gpu(label, is_compiled)
@@ -135,7 +137,7 @@ def test_a_weight_gradient_is_added_to_the_sum_within_its_matmul():
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_hardware_rounds_every_value_as_torch_does(format, dtype):
+def test_hardware_rounds_every_value_as_torch_does(format: torch.dtype, dtype: torch.dtype):
     if dtype == torch.bfloat16:  # each of them
         x = (
             torch.arange(2**16, dtype=torch.int32)
@@ -180,16 +182,18 @@ def producers_case():
     x, gate_up = moderate(512, 768), moderate(512, 1024, seed=1)
     grad, angles = moderate(512, 512, seed=2), torch.rand(128, 64)
     heads = [moderate(512, n * 128, seed=n).view(4, 128, n, 128) for n in (4, 2, 2)]
+    weight, rstd = 1 + torch.rand(768), x.float().square().mean(1).rsqrt()
     return {
-        "norm": (x, x.flip(0), 1 + torch.rand(768), 1e-5, scale),
+        "norm": (x, x.flip(0), weight, 1e-5, scale),
+        "norm_grad": (x.flip(1), x, rstd, weight, x.flip(0), scale, amax),
         "swiglu": (gate_up, scale, amax),
         "swiglu_grad": (grad, gate_up, scale, amax),
         "rope_grad": (*heads, angles.cos(), angles.sin(), scale, amax),
     }
 
 
-@pytest.mark.parametrize("name", ["norm", "swiglu", "swiglu_grad", "rope_grad"])
-def test_producers_on_hardware_are_near_their_reference(name):
+@pytest.mark.parametrize("name", ["norm", "norm_grad", "swiglu", "swiglu_grad", "rope_grad"])
+def test_producers_on_hardware_are_near_their_reference(name: str):
     """Exponentials and sums have other last bits: a value may fall to the other side of a step."""
     operator, inputs = getattr(producers, name), producers_case()[name]
     on_gpu = [t.cuda() if isinstance(t, torch.Tensor) else t for t in inputs]
@@ -202,7 +206,7 @@ def test_producers_on_hardware_are_near_their_reference(name):
 
 
 @pytest.mark.parametrize("label", KERNELS)
-def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
+def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label: str):
     x, w, g = operands("random", 512, 768, 1024)
     ours, torchaos = (
         passes_on_gpu(arm, x, w, g) for arm in (label, label.removesuffix("+kernels"))
@@ -241,7 +245,7 @@ def fill(tensors, value):
         tensor.fill_(value)
 
 
-def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
+def test_a_save_beside_training_holds_the_weights_of_its_step(tiny: Config):
     """The update of a step is queued behind work that keeps the GPU busy when save() is called, the
     next one right behind staged(): a copy that begins too early or ends too late is torn."""
     device = torch.device("cuda", 0)
@@ -267,7 +271,9 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
 
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise fp8.kernels=false", "rowwise", "tensorwise"])
-def test_deterministic_runs_and_a_resumed_one_have_the_same_bits(tiny, tmp_path, recipe):
+def test_deterministic_runs_and_a_resumed_one_have_the_same_bits(
+    tiny: Config, tmp_path: Path, recipe: str
+):
     first, second = (
         changed(tiny, f"run={run} fp8.recipe={recipe} deterministic=true parallel.compile=true")
         for run in ("first", "second")
@@ -286,7 +292,7 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_bits(tiny, tmp_path,
     )
 
 
-def gpt125m(folder, arm, steps, words="", sequences=32):
+def gpt125m(folder: Path, arm, steps, words: str = "", sequences: int = 32):
     """configs/gpt125m_<arm>.py with `steps` of two micro-batches of random bytes, beside rows for
     GPT-2's whole vocabulary."""
     config = load_config(ROOT / f"configs/gpt125m_{arm}.py")
@@ -305,7 +311,7 @@ def gpt125m(folder, arm, steps, words="", sequences=32):
 
 
 @pytest.fixture(scope="module")
-def sixty_steps(tmp_path_factory):
+def sixty_steps(tmp_path_factory: pytest.TempPathFactory):
     """Finished runs of gpt125m, by precision."""
     folder, runs = tmp_path_factory.mktemp("sixty"), {}
     for arm in "bf16", "fp8":
@@ -314,12 +320,12 @@ def sixty_steps(tmp_path_factory):
     return runs
 
 
-def losses_of(config):
+def losses_of(config: Config):
     return torch.tensor([row["loss"] for row in rows(config)])
 
 
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
-def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm):
+def test_gpt125m_learns_in_sixty_steps(sixty_steps, arm: str):
     losses = losses_of(sixty_steps[arm])
     assert len(losses) == 60 and losses[-1] < losses[0] - 1
     assert {row["verdict"] for row in rows(sixty_steps[arm])} == {"OK"}
@@ -331,7 +337,7 @@ def test_losses_of_gpt125m_in_fp8_are_near_bf16s_and_not_equal(sixty_steps):
 
 
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
-def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm):
+def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm: str):
     page = "\n".join(plan.plan(sixty_steps[arm], "h100"))
     planned = float(re.search(r"sum +([\d.]+) GiB", page)[1])
     assert summary(sixty_steps[arm])["mem_peak_gib"] == pytest.approx(planned, rel=0.05)
@@ -339,13 +345,13 @@ def test_gpt125m_takes_the_memory_that_plan_says(sixty_steps, arm):
 
 @pytest.mark.skipif(not importlib.util.find_spec("pynvml"), reason="NVML is not installed")
 @pytest.mark.parametrize("arm", ["bf16", "fp8"])
-def test_rows_hold_what_the_gpu_measures(sixty_steps, arm):
+def test_rows_hold_what_the_gpu_measures(sixty_steps, arm: str):
     for row in rows(sixty_steps[arm])[5:]:
         assert 0 < row["gpu_mem_pct"] < 100
         assert 0 <= row["gpu_util_pct"] <= 100
 
 
-def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
+def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path: Path):
     peaks = []
     for recompute in (False, True):
         config = gpt125m(tmp_path, "fp8", 3, "model.n_layer=4 model.loss_chunk=2048")
@@ -358,7 +364,7 @@ def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("recipe", ["off", "tensorwise"])
-def test_two_gpus_learn_as_one_does(tmp_path, recipe):
+def test_two_gpus_learn_as_one_does(tmp_path: Path, recipe: str):
     """As replicas, as shards, and as shards gathered as float8."""
     ways = {"one": "", "replicas": "", "shards": "parallel.shard=2"}
     if recipe != "off":
@@ -379,7 +385,7 @@ def test_two_gpus_learn_as_one_does(tmp_path, recipe):
         assert several == pytest.approx(losses[0], rel=5e-3)
 
 
-def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, run):
+def test_too_large_a_micro_batch_ends_with_what_to_try(tiny: Config, run: Callable[..., str]):
     config = changed(tiny, f"steps=1 data.micro_batch=1024 data.tokens_per_step={32 * 1024}")
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + 2**27  # the logits and their gradients alone are more
@@ -397,7 +403,7 @@ def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, run):
     assert not (config.run_dir / "summary.json").exists()
 
 
-def test_a_profiled_run_leaves_a_trace_with_kernels(tiny, tmp_path):
+def test_a_profiled_run_leaves_a_trace_with_kernels(tiny: Config, tmp_path: Path):
     trained(tiny, tmp_path, "profile=2:3")
     events = json.loads(
         gzip.decompress((tiny.run_dir / "profile/trace_rank0.pt.trace.json.gz").read_bytes())
@@ -406,7 +412,7 @@ def test_a_profiled_run_leaves_a_trace_with_kernels(tiny, tmp_path):
     assert any(event.get("cat") == "kernel" for event in events)
 
 
-def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path):
+def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path: Path):
     model, x, y = model_on_gpu("rowwise")
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     model(x, y).sum().backward()
@@ -419,7 +425,7 @@ def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path):
     assert json.loads((tmp_path / "diagnosis.json").read_text())["problem"] == ""
 
 
-def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
+def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny: Config):
     device, wide = (
         torch.device("cuda", 0),
         "model.n_embd=512 model.n_ffn=1536 model.n_ctx=1024 parallel.compile=true",
@@ -436,7 +442,9 @@ def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
     assert plan.resolve_micro_batch(auto, World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)
 
 
-def test_a_step_on_a_gpu_waits_for_it_once(tiny, run, monkeypatch):
+def test_a_step_on_a_gpu_waits_for_it_once(
+    tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
     """By CUDA's own account of synchronising calls, from the third step on: the first compile and
     allocate."""
     within, config, seen = (

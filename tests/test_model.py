@@ -5,6 +5,7 @@ cache that texts share: tests/eval/test_lm.py."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +31,13 @@ VARIANTS = {
 }
 
 
-def build(config, seed=1, compute_dtype=torch.float32):
+def build(config: GPTConfig, seed: int = 1, compute_dtype=torch.float32):
     model = GPT(config, compute_dtype=compute_dtype)
     model.init_weights(seed)
     return model
 
 
-def build_rough(config, seed=1, compute_dtype=torch.float32):
+def build_rough(config: GPTConfig, seed: int = 1, compute_dtype=torch.float32):
     """With weights large enough for every path to matter, and norm weights that are not ones."""
     model = build(config, seed, compute_dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -50,12 +51,12 @@ def build_rough(config, seed=1, compute_dtype=torch.float32):
     return model
 
 
-def tokens(config, B=2, T=None, seed=0):
+def tokens(config: GPTConfig, B: int = 2, T: int | None = None, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (B, T or config.n_ctx), generator=generator)
 
 
-def reference_logits(model, x, seen=None):
+def reference_logits(model: GPT, x: torch.Tensor, seen=None):
     """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py. To
     a list `seen` each block adds its attention logits (B, H, T, T), without the mask, and the
     inputs of its last Linear (B, T, F)."""
@@ -119,7 +120,7 @@ def cross_entropy64(logits, y):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_loss_equal_the_float64_reference(name):
+def test_logits_and_loss_equal_the_float64_reference(name: str):
     config = VARIANTS[name]
     model, x, y = build_rough(config), tokens(config), tokens(config, seed=9)
     expected = reference_logits(model, x)
@@ -163,7 +164,7 @@ def test_gradients_equal_finite_differences_of_the_float64_reference():
         )
 
 
-def kept_by_backward(model, *tokens, weights=1.0):
+def kept_by_backward(model: GPT, *tokens: object, weights: float = 1.0):
     """The losses, their backward pass done, and shape and dtype of each tensor that was kept for
     it."""
     kept_tensors = []
@@ -176,7 +177,7 @@ def kept_by_backward(model, *tokens, weights=1.0):
 
 
 @pytest.mark.parametrize("chunk, tied", [(1, True), (7, True), (7, False), (1000, False)])
-def test_a_loss_in_chunks_is_that_of_the_whole_and_keeps_no_logits(chunk, tied):
+def test_a_loss_in_chunks_is_that_of_the_whole_and_keeps_no_logits(chunk: int, tied: bool):
     whole, parts = (build_rough(replace(TINY, tied=tied, loss_chunk=n)) for n in (None, chunk))
     x, y, rows, weights = tokens(TINY), tokens(TINY, seed=5), [], torch.tensor([1.0, -0.5])
     parts.head.register_forward_hook(lambda module, args, out: rows.append(out.shape[:-1].numel()))
@@ -209,7 +210,7 @@ PARTITIONER = "aot_eager_decomp_partition"
 
 
 @pytest.mark.parametrize("backend, has_fp32", [("eager", True), (PARTITIONER, False)])
-def test_a_compiled_step_keeps_logits_in_bf16(backend, has_fp32):
+def test_a_compiled_step_keeps_logits_in_bf16(backend: str, has_fp32: bool):
     """Eager keeps fp32 ones: the test can see them."""
     _, kept_tensors = kept_of_a_step(backend)
     logits = [dtype for shape, dtype in kept_tensors if shape[-1:] == (1000,)]
@@ -230,7 +231,7 @@ def test_a_compiled_step_keeps_no_fp32_copy_larger_than_a_blocks_input():
 # ---------------------------------------------------------------------------------- initial weights
 
 
-def named(config, seed=1):
+def named(config: GPTConfig, seed: int = 1):
     return dict(build(config, seed).named_parameters())
 
 
@@ -281,7 +282,7 @@ def test_a_state_dict_has_no_rope_tables(from_meta):
 
 
 @pytest.mark.parametrize("n_layer", [1, 8])
-def test_init_scales(n_layer):
+def test_init_scales(n_layer: int):
     config = GPTConfig(
         n_layer=n_layer, n_head=4, n_embd=256, n_ffn=512, n_ctx=16, vocab_size=1000, tied=False
     )
@@ -298,7 +299,7 @@ def test_init_scales(n_layer):
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk):
+def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk: int | None):
     config = replace(VARIANTS["everything"], loss_chunk=chunk)
     model, x, y, seen = (
         build(config, compute_dtype=torch.bfloat16),
@@ -340,7 +341,9 @@ def test_bf16_compute_keeps_fp32_weights_and_gradients_and_norms_inside(chunk):
 @pytest.mark.parametrize(
     "n_layer, vocab_size, multiple, V", [(1, 128, 128, 128), (4, 257, 128, 384), (1, 420, 1, 420)]
 )
-def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V):
+def test_counts_agree_with_hand_formulas(
+    name: str, n_layer: int, vocab_size: int, multiple: int, V: int
+):
     config = replace(
         VARIANTS[name], n_layer=n_layer, vocab_size=vocab_size, vocab_multiple=multiple
     )
@@ -397,6 +400,6 @@ def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V)
         ),
     ],
 )
-def test_impossible_sizes_are_refused(change, sentence):
+def test_impossible_sizes_are_refused(change: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence):
         GPT(replace(TINY, **change))

@@ -1,6 +1,7 @@
 """The model card, README.md of an exported folder."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,10 +10,12 @@ from huggingface_hub import ModelCardData
 from eval.inference import read_json_or_empty
 from eval.table import table_of
 from eval.table_rows import read_models, sort_columns
+from fp8.recipes import FP8Config
+from fp8.trained_precision import precision_name
 from lib.errors import UserError
-from lib.plots import name_recipe
 from lib.text import grid
 from runtime.config import Config
+from runtime.run_start import switch_label, trunk_precisions
 
 CARD = """---
 {head}
@@ -103,7 +106,7 @@ def _head(config: Config, state: dict, indexes: dict[str, dict], license: str) -
 
 def _is_fp8(config: Config, state: dict) -> bool:
     """Whether the run, or its trunk, was trained in FP8."""
-    return config.fp8.label != "bf16" or state.get("switched_from") not in (None, "bf16")
+    return any(fp8.is_on for fp8 in (*trunk_precisions(state), config.fp8))
 
 
 def _data_table(config: Config, indexes: dict[str, dict]) -> list[list[str]]:
@@ -142,10 +145,10 @@ def _training(config: Config, manifest: dict, summary: dict) -> str:
     text = ""
     if "imported" not in manifest["state"]:
         optimizer = ", ".join(f"{key} {value}" for key, value in asdict(config.optim).items())
-        text = f"Optimizer: {optimizer}. Precision of the matmuls: {name_recipe(config.fp8.label)}"
-        trunk_recipe = manifest["state"].get("switched_from")
-        if trunk_recipe:
-            text += f", before the branch point {name_recipe(trunk_recipe)}"
+        text = f"Optimizer: {optimizer}. Precision of the matmuls: {_name([config.fp8])}"
+        trunks = trunk_precisions(manifest["state"])
+        if trunks:
+            text += f", before the branch point {_name(trunks)}"
         text += "."
     if summary.get("steps") == manifest["step"]:
         text += (
@@ -153,6 +156,12 @@ def _training(config: Config, manifest: dict, summary: dict) -> str:
             f" {summary.get('loss_bf16')} in BF16 (nats per token)."
         )
     return text
+
+
+def _name(precisions: Sequence[FP8Config]) -> str:
+    """Of precisions that followed each other, with their number format."""
+    label = switch_label(precisions) or ""
+    return precision_name(label, min(fp8.bits for fp8 in precisions))
 
 
 def _scores(run_dir: Path, step: int, summary: dict) -> str:

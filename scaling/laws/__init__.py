@@ -15,7 +15,15 @@ against a table of known constants: exponents swapped in NAMES still give a cert
 commands fit.py and predict.py read, call and print."""
 
 from scaling.laws.choices import MOST_SIZES, Refit, fit_form, robustness
-from scaling.laws.fits import BudgetMinimum, Fit, Optimum, Outlier, Window, unfitted, unidentified
+from scaling.laws.fits import (
+    BudgetMinimum,
+    Fit,
+    Outlier,
+    Solution,
+    WindowExponent,
+    unfitted,
+    unidentified,
+)
 from scaling.laws.forecast import Forecast, FormForecast, forecast
 from scaling.laws.forms import DELTA, EXPONENTS, FACTORS, GAMMAS, NAMES, POWERS
 from scaling.laws.intervals import bootstrap, jackknife, with_bootstrap
@@ -45,13 +53,13 @@ __all__ = [
     "Forecast",
     "FormForecast",
     "LackOfFit",
-    "Optimum",
+    "Solution",
     "Outlier",
     "Points",
     "Refit",
     "Refusal",
     "SharedFault",
-    "Window",
+    "WindowExponent",
     "bootstrap",
     "fit_band",
     "fit_form",

@@ -40,7 +40,7 @@ class BudgetMinimum:
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowExponent:
     """The exponent of N* from the sizes whose loss is near a budget's lowest."""
 
     window: float  # share of the lowest loss
@@ -48,7 +48,7 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Optimum:
+class Solution:
     """A solution in the solver's terms: theta = (ln factors at the centre, exponents), shape
     (p,)."""
 
@@ -99,8 +99,8 @@ class Fit:
     resamples: int | None = None  # bootstrap: drawn, and failed among them
     failed: int | None = None
     budgets: tuple[BudgetMinimum, ...] | None = None  # of isoflop
-    windows: tuple[Window, ...] | None = None  # of isoflop; the first one is used
-    optimum: Optimum | None = field(default=None, repr=False, compare=False)
+    windows: tuple[WindowExponent, ...] | None = None  # of isoflop; the first one is used
+    optimum: Solution | None = field(default=None, repr=False, compare=False)
     # isoflop: the curves of budgets without a reason
     valleys: Minima | None = field(default=None, repr=False, compare=False)
 
@@ -114,7 +114,7 @@ class Fit:
         return {name: known(value) for name, value in self.parameters.items()}
 
     @property
-    def solution(self) -> Optimum:
+    def solution(self) -> Solution:
         """The optimum of a law that was fitted."""
         assert self.optimum is not None
         return self.optimum

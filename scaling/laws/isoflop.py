@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scaling.laws.fits import BudgetMinimum, Fit, Window, known, unfitted
+from scaling.laws.fits import BudgetMinimum, Fit, WindowExponent, known, unfitted
 from scaling.laws.forms import NAMES, parameters_of
 from scaling.laws.intervals import with_widths
 from scaling.laws.law import fit_law
@@ -90,7 +90,7 @@ def fit_isoflop(points: Points) -> Fit:
     budgets = _budgets(points)
     by_window = [_allocation(budgets, window) for window in WINDOWS]
     best = by_window[0]
-    windows = tuple(Window(allocation.window, allocation.a) for allocation in by_window)
+    windows = tuple(WindowExponent(allocation.window, allocation.a) for allocation in by_window)
     if best.lines is None:
         reason = FewMinima(len(_with_minimum(best.rows)), len(best.rows), BUDGETS, SIZES)
         unusable = unfitted("isoflop", len(points), reason)
@@ -233,9 +233,10 @@ def _lines(rows: list[BudgetMinimum]) -> Lines | None:
     y = np.log([[known(row.N), known(row.D)] for row in rows])
     line, covariance = np.polyfit(x, y, 1, cov=True)  # (slope and height, of N and D)
     distance = y[:, 0] - np.polyval(line[:, 0], x)
+    variances = np.einsum("iik->ki", covariance)
     return Lines(
         values=line.T.ravel(),
-        widths=np.sqrt(np.einsum("iik->ki", covariance)).ravel(),
+        widths=np.sqrt(variances).ravel(),
         dof=len(x) - 2,
         squares=float(np.sum(distance**2)),
     )

@@ -20,7 +20,7 @@ SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 
 
 @dataclass(frozen=True)
-class Noise:
+class RunNoise:
     """Standard deviation of one run's ln L."""
 
     sd: float
@@ -43,7 +43,7 @@ class LackOfFit:
 
     residual_rms: float  # of ln L
     scatter: float  # the same without outliers
-    noise: Noise
+    noise: RunNoise
     mended: WithoutEarly | None  # None where no share of early points is to blame
 
 
@@ -98,17 +98,17 @@ def _without_early(points: Points, limit: float, seed_sd: float) -> WithoutEarly
     return None
 
 
-def noise_of(points: Points, residual: np.ndarray, seed_sd: float) -> Noise:
+def noise_of(points: Points, residual: np.ndarray, seed_sd: float) -> RunNoise:
     """The noise of one run: of the seeds where known, else of repeats (equal N and D), else by what
     the residuals (n,) of a point and of the nearest one of another trajectory differ."""
     if seed_sd > 0:
-        return Noise(seed_sd, "seeds")
+        return RunNoise(seed_sd, "seeds")
     x = np.log([points.N, points.D])
     _, member, counts = np.unique(np.round(x, 6), axis=1, return_inverse=True, return_counts=True)
     member = member.ravel()
     freedom = len(residual) - len(counts)
     if freedom < REPEATS:
-        return Noise(noise_of_neighbours(x, residual, points.cluster), "neighbours")
+        return RunNoise(noise_of_neighbours(x, residual, points.cluster), "neighbours")
     means = np.bincount(member, residual) / counts
     squares = np.sum((residual - means[member]) ** 2)
-    return Noise(float(np.sqrt(squares / freedom)), "repeats")
+    return RunNoise(float(np.sqrt(squares / freedom)), "repeats")

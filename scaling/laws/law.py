@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from scaling.laws.fits import Fit, Optimum, known
+from scaling.laws.fits import Fit, Solution, known
 from scaling.laws.forms import (
     CHINCHILLA,
     DELTA,
@@ -168,7 +168,7 @@ def _fit_at(
         gradient_norm=minimum.gradient_norm,
         residual_rms=rms,
         scatter=rms,
-        optimum=Optimum(minimum.theta, centres, gamma, delta, None, n - p, sigma, float(y.min())),
+        optimum=Solution(minimum.theta, centres, gamma, delta, None, n - p, sigma, float(y.min())),
     )
 
 

@@ -69,6 +69,12 @@ def power_surface(points: Points, target: tuple[float, float]) -> Rival | None:
     at_target = _without_floor(np.array([target[0]]), np.array([target[1]]), centres)
     log_target, gradient = log_law(*at_target, theta)
     alpha, beta = float(theta[2]), float(theta[3])
+    parameters = {
+        "A": math.exp(theta[0] + centres[0] * alpha),
+        "B": math.exp(theta[1] + centres[1] * beta),
+        "alpha": alpha,
+        "beta": beta,
+    }
     return Rival(
         form="power surface",
         loss=float(np.exp(log_target[0])),
@@ -76,12 +82,7 @@ def power_surface(points: Points, target: tuple[float, float]) -> Rival | None:
         residual_rms=math.sqrt(residual @ residual / dof),
         dof=dof,
         n=len(points),
-        parameters={
-            "A": math.exp(theta[0] + centres[0] * alpha),
-            "B": math.exp(theta[1] + centres[1] * beta),
-            "alpha": alpha,
-            "beta": beta,
-        },
+        parameters=parameters,
     )
 
 

@@ -85,27 +85,27 @@ def lowest_part(valley: Valley, share: float, least: int) -> Valley:
 def fit_valleys(valleys: list[Valley], start: Minima | None = None) -> Minima:
     """Least squares of the relative losses, points that lie far off weighing less. start: a fit of
     almost the same points, around whose exponents alone is searched."""
-    table = _table(valleys)
-    weight = table.is_point.copy()
+    padded = _padded(valleys)
+    weight = padded.is_point.copy()
     exponents = None
     if start is not None:
         exponents = np.log([start.alpha, start.beta])
     for _ in range(ROBUST):
-        exponents = _search(table, weight, exponents)
-        factors, residual = _solve_one(table, weight, exponents)
-        weight, is_exact = _bisquare(table, residual)
+        exponents = _search(padded, weight, exponents)
+        factors, residual = _solve_one(padded, weight, exponents)
+        weight, is_exact = _bisquare(padded, residual)
         if is_exact:
             break
     else:
-        factors, _ = _solve_one(table, weight, exponents)
+        factors, _ = _solve_one(padded, weight, exponents)
     assert exponents is not None
-    return _minima(valleys, table, exponents, factors)
+    return _minima(valleys, padded, exponents, factors)
 
 
 # -------------------------------------------------------------------------------- valleys as arrays
 
 
-class Table(NamedTuple):
+class PaddedValleys(NamedTuple):
     """The valleys' points, n of the longest; what a shorter one lacks is 0."""
 
     offset: np.ndarray  # (valleys, n) ln N less the valley's centre
@@ -115,9 +115,9 @@ class Table(NamedTuple):
     scale: np.ndarray  # (valleys,) the lowest loss
 
 
-def _table(valleys: list[Valley]) -> Table:
+def _padded(valleys: list[Valley]) -> PaddedValleys:
     shape = len(valleys), max(len(valley.loss) for valley in valleys)
-    table = Table(
+    padded = PaddedValleys(
         offset=np.zeros(shape),
         loss=np.zeros(shape),
         is_point=np.zeros(shape),
@@ -126,43 +126,43 @@ def _table(valleys: list[Valley]) -> Table:
     )
     for row, valley in enumerate(valleys):
         n = len(valley.loss)
-        table.offset[row, :n] = valley.log_size - table.centre[row]
-        table.loss[row, :n] = valley.loss / table.scale[row]
-        table.is_point[row, :n] = 1.0
-    return table
+        padded.offset[row, :n] = valley.log_size - padded.centre[row]
+        padded.loss[row, :n] = valley.loss / padded.scale[row]
+        padded.is_point[row, :n] = 1.0
+    return padded
 
 
-def _bisquare(table: Table, residual: np.ndarray) -> tuple[np.ndarray, bool]:
+def _bisquare(padded: PaddedValleys, residual: np.ndarray) -> tuple[np.ndarray, bool]:
     """(weights that fall with the distance from the valley, whether the valleys hold their points
     exactly)."""
-    points = table.is_point.sum()
+    points = padded.is_point.sum()
     freedom = max(1.0, points - 3 * len(residual) - 2)
     distance = np.abs(residual)
-    median = np.median(distance[table.is_point > 0])
+    median = np.median(distance[padded.is_point > 0])
     scatter = median / NORMAL_MEDIAN * np.sqrt(points / freedom)
     if scatter < 1e-12:
-        return table.is_point, True
+        return padded.is_point, True
     weight = 1 - np.square(distance / (FAR * scatter))
-    return table.is_point * np.maximum(weight, LEAST_WEIGHT), False
+    return padded.is_point * np.maximum(weight, LEAST_WEIGHT), False
 
 
 def _minima(
-    valleys: list[Valley], table: Table, exponents: np.ndarray, factors: np.ndarray
+    valleys: list[Valley], padded: PaddedValleys, exponents: np.ndarray, factors: np.ndarray
 ) -> Minima:
     alpha, beta = np.exp(exponents)
     lowest, loss = _lowest(alpha, beta, factors)
-    first = np.array([valley.log_size[0] for valley in valleys]) - table.centre
-    last = np.array([valley.log_size[-1] for valley in valleys]) - table.centre
+    first = np.array([valley.log_size[0] for valley in valleys]) - padded.centre
+    last = np.array([valley.log_size[-1] for valley in valleys]) - padded.centre
     is_inside = (first < lowest) & (lowest < last)
     lowest = np.where(is_inside, lowest, np.nan)
     loss = np.where(is_inside, loss, np.nan)
     return Minima(
         alpha=float(alpha),
         beta=float(beta),
-        log_size=table.centre + lowest,
-        loss=loss * table.scale,
-        factors=factors * table.scale[:, None],
-        centre=table.centre,
+        log_size=padded.centre + lowest,
+        loss=loss * padded.scale,
+        factors=factors * padded.scale[:, None],
+        centre=padded.centre,
     )
 
 
@@ -190,19 +190,19 @@ class Surroundings(NamedTuple):
     curvature: np.ndarray  # (2, 2)
 
 
-def _search(table: Table, weight: np.ndarray, start: np.ndarray | None) -> np.ndarray:
+def _search(padded: PaddedValleys, weight: np.ndarray, start: np.ndarray | None) -> np.ndarray:
     """(2,) ln alpha, ln beta with the least squares, from `start` or the best point of a grid, by
     Levenberg and Marquardt's steps on the squares that the best factors leave (Golub and Pereyra
     1973)."""
     low, high = np.log(LOWEST), np.log(STEEPEST)
-    best = _best_of_grid(table, weight, low, high) if start is None else start
-    state = _around(table, weight, best)
+    best = _best_of_grid(padded, weight, low, high) if start is None else start
+    state = _around(padded, weight, best)
     damping = 1e-3
     for _ in range(STEPS):
         stiff = state.curvature + damping * np.diag(np.diag(state.curvature) + 1e-300)
         step = np.clip(-np.linalg.solve(stiff, state.slopes), -LONGEST, LONGEST)
         pair = np.clip(best + step, low, high)
-        trial = _around(table, weight, pair)
+        trial = _around(padded, weight, pair)
         fall = state.squares - trial.squares
         is_flat = 0 <= fall <= 1e-6 * state.squares + 1e-20
         if trial.squares <= state.squares:
@@ -215,47 +215,47 @@ def _search(table: Table, weight: np.ndarray, start: np.ndarray | None) -> np.nd
     return best
 
 
-def _best_of_grid(table: Table, weight: np.ndarray, low: float, high: float) -> np.ndarray:
+def _best_of_grid(padded: PaddedValleys, weight: np.ndarray, low: float, high: float) -> np.ndarray:
     axis = np.linspace(low, high, GRID)
     pairs = np.array(np.meshgrid(axis, axis, indexing="ij")).reshape(2, -1).T
-    squares = np.sum(_residuals(table, weight, pairs) ** 2, axis=1)
+    squares = np.sum(_residuals(padded, weight, pairs) ** 2, axis=1)
     return pairs[int(np.argmin(squares))]
 
 
-def _around(table: Table, weight: np.ndarray, pair: np.ndarray) -> Surroundings:
+def _around(padded: PaddedValleys, weight: np.ndarray, pair: np.ndarray) -> Surroundings:
     steps = STEP * np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    residuals = _residuals(table, weight, pair + steps)
+    residuals = _residuals(padded, weight, pair + steps)
     jacobian = (residuals[1:] - residuals[0]) / STEP
     squares = float(residuals[0] @ residuals[0])
     return Surroundings(squares, jacobian @ residuals[0], jacobian @ jacobian.T)
 
 
-def _residuals(table: Table, weight: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+def _residuals(padded: PaddedValleys, weight: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     """(pairs, valleys * n) weighted residuals that each pair (ln alpha, ln beta) leaves."""
-    _, residual = _solve(table, weight, np.exp(pairs))
+    _, residual = _solve(padded, weight, np.exp(pairs))
     return (residual * weight).reshape(len(pairs), -1)
 
 
 def _solve_one(
-    table: Table, weight: np.ndarray, pair: np.ndarray | None
+    padded: PaddedValleys, weight: np.ndarray, pair: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(factors (valleys, 3), residuals (valleys, n)) of one pair (ln alpha, ln beta)."""
     assert pair is not None
-    factors, residual = _solve(table, weight, np.exp(pair[None]))
+    factors, residual = _solve(padded, weight, np.exp(pair[None]))
     return factors[0], residual[0]
 
 
 def _solve(
-    table: Table, weight: np.ndarray, exponents: np.ndarray
+    padded: PaddedValleys, weight: np.ndarray, exponents: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(factors (pairs, valleys, 3), residuals (pairs, valleys, n)) of weighted least squares for
     each pair (alpha, beta)."""
     alpha, beta = exponents[:, 0, None, None], exponents[:, 1, None, None]
-    falling = np.exp(-alpha * table.offset)
-    rising = np.exp(beta * table.offset)
+    falling = np.exp(-alpha * padded.offset)
+    rising = np.exp(beta * padded.offset)
     basis = np.stack([np.ones_like(falling), falling, rising], axis=-1)
     q, r = np.linalg.qr(basis * weight[None, :, :, None])
-    target = np.einsum("pvnk,vn->pvk", q, weight * table.loss)
+    target = np.einsum("pvnk,vn->pvk", q, weight * padded.loss)
     factors = np.linalg.solve(r, target[..., None])[..., 0]
     fitted = np.einsum("pvnk,pvk->pvn", basis, factors)
-    return factors, table.loss - fitted
+    return factors, padded.loss - fitted

@@ -12,7 +12,7 @@ from scaling.laws import Points, fit_form
 from scaling.laws.forms import CHINCHILLA
 from scaling.laws.refusals import Refusal
 from scaling.paired.estimates import Estimate
-from scaling.paired.gaps import Pair, Run, loss_of
+from scaling.paired.gaps import FinishedRun, Pair, loss_of
 from scaling.paired.reasons import Reason, reason
 
 BEYOND = math.log(1e100)  # e-folds; what lies beyond is no number to print
@@ -165,7 +165,7 @@ class Surfaces:
 
 
 def surfaces(
-    runs: Sequence[Run], evaluation: str, own_source: str = "", local_source: str = ""
+    runs: Sequence[FinishedRun], evaluation: str, own_source: str = "", local_source: str = ""
 ) -> Surfaces:
     """Of each size of the BF16 `runs` its laws: our own, else its size's, with Epoch's; else two
     published ones. The sources are those of our own laws."""

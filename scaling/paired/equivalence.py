@@ -71,7 +71,7 @@ class Equivalence:
 
 
 @dataclass(frozen=True)
-class Line:
+class SizeTrend:
     """Least-squares line of gaps over log10 N, at the largest N."""
 
     at_largest: float
@@ -122,7 +122,7 @@ def parts_of(sizes: Sequence[SizeGaps], margin_percent: float | None) -> list[Pa
     return parts
 
 
-def fit_line(sizes: np.ndarray, gaps: list[np.ndarray]) -> Line | None:
+def fit_line(sizes: np.ndarray, gaps: list[np.ndarray]) -> SizeTrend | None:
     """The line through all gaps [%]: a group of independent ones for each of `sizes`, shape
     (sizes,), ascending.
 
@@ -140,7 +140,7 @@ def fit_line(sizes: np.ndarray, gaps: list[np.ndarray]) -> Line | None:
         return None
     distance = float(x[-1] - x.mean())
     se = residual_sd * math.sqrt(1 / len(y) + distance**2 / spread_of_x)
-    return Line(float(y.mean()) + slope * distance, se, residual_sd, dof)
+    return SizeTrend(float(y.mean()) + slope * distance, se, residual_sd, dof)
 
 
 def tost_power(margin: float, se: float, dof: int) -> float:
@@ -197,7 +197,9 @@ def _part(
     return Part(kind, size.N, size.tokens, gap.n, gap.mean, se, dof, is_borrowed, p)
 
 
-def _shared_spread(sizes: Sequence[SizeGaps], line: Line | None) -> tuple[float | None, int | None]:
+def _shared_spread(
+    sizes: Sequence[SizeGaps], line: SizeTrend | None
+) -> tuple[float | None, int | None]:
     """(SD of one pair's gap [%], its degrees of freedom), pooled over the richest budget of each
     size.
 

@@ -34,7 +34,7 @@ class GapPoints:
 
 
 @dataclass(frozen=True)
-class Noise:
+class PairNoise:
     """What one pair's gap scatters by over seeds."""
 
     pair_sd: float  # per cent, pooled over sizes and budgets
@@ -52,7 +52,7 @@ class Cells:
     of_pair: np.ndarray  # (n,) the cell of each pair
     trajectory: np.ndarray  # (n,) numbered from 0
     percent: np.ndarray  # (n,)
-    noise: Noise
+    noise: PairNoise
     root: np.ndarray  # (cells, cells)
     height: np.ndarray  # (cells,)
     within_dof: int  # of the scatter within cells; 0: no cell has a second pair
@@ -71,7 +71,7 @@ class Cells:
         return whitened(values, self.blocks, self.noise)
 
 
-def whitened(values: np.ndarray, blocks: list[np.ndarray], noise: Noise) -> np.ndarray:
+def whitened(values: np.ndarray, blocks: list[np.ndarray], noise: PairNoise) -> np.ndarray:
     """values (n, ...) times the inverse root of the noise's covariance; blocks: indices of each
     trajectory's pairs."""
     result = np.empty_like(values, dtype=float)
@@ -100,7 +100,7 @@ def cells_of(points: GapPoints) -> Cells:
 
 def measure_noise(
     percent: np.ndarray, of_pair: np.ndarray, trajectory: np.ndarray, places: np.ndarray
-) -> tuple[Noise, int]:
+) -> tuple[PairNoise, int]:
     """(noise, degrees of freedom within cells); percent, of_pair, trajectory: (n,), places: N and D
     of the cells, (2, cells).
 
@@ -125,7 +125,7 @@ def measure_noise(
     if variance <= (1e-9 * float(abs(percent).max())) ** 2:
         raise CannotFitGap(reason("equal_gaps"))
     shared = _shared_part(residual, trajectory, of_pair, counts) / variance
-    noise = Noise(math.sqrt(variance), float(np.clip(shared, 0.0, MOST_SHARED)), dof)
+    noise = PairNoise(math.sqrt(variance), float(np.clip(shared, 0.0, MOST_SHARED)), dof)
     return noise, pairs_dof if is_within else 0
 
 

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from scaling.paired.cost import Surface
 from scaling.paired.gap_cells import Cells
-from scaling.paired.sandwich import Spread, sandwich
+from scaling.paired.sandwich import SandwichVariance, sandwich
 
 STEPS = 60  # of Gauss and Newton
 SETTLED = 1e-6  # relative step that ends them
@@ -24,7 +24,7 @@ class EffectiveFit:
     surface: Surface
     phi: float
     squares: float  # weighted, at phi
-    spread: Spread
+    spread: SandwichVariance
 
     @property
     def phi_interval(self) -> tuple[float, float]:

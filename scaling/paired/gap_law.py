@@ -16,12 +16,12 @@ from scipy import stats
 from scaling.laws import LEVELS, ONE_RAY
 from scaling.paired.cost import Surface
 from scaling.paired.estimates import ALPHA, POWER, grouped
-from scaling.paired.gap_cells import CannotFitGap, Cells, GapPoints, Noise, cells_of
+from scaling.paired.gap_cells import CannotFitGap, Cells, GapPoints, PairNoise, cells_of
 from scaling.paired.gap_effective import EffectiveFit, fit_effective
 from scaling.paired.gap_power import LIMIT, PowerFit, fit_power, power_axes
 from scaling.paired.gaps import Pair, is_idle, trajectories
 from scaling.paired.reasons import Reason, reason
-from scaling.paired.sandwich import Spread
+from scaling.paired.sandwich import SandwichVariance
 
 AXES = {"a": "N", "b": "D/N"}  # exponent -> what it is the exponent of
 MIN_TRAJECTORIES = 6  # three sizes of two seeds
@@ -90,7 +90,7 @@ class GapLaw:
     k_high: float | None = None  # upper end
     a: Exponent | None = None  # None: the pairs have fewer than three sizes
     b: Exponent | None = None  # None: fewer than three ratios of tokens to parameters
-    noise: Noise | None = None  # what one pair's gap scatters by
+    noise: PairNoise | None = None  # what one pair's gap scatters by
     forms: list[NestedForm] | None = None  # from the simplest on
     starts: int | None = None  # of the solver
     starts_at_best: int | None = None  # that end at the best objective
@@ -104,7 +104,7 @@ class GapLaw:
 
 
 @dataclass(frozen=True)
-class FormForecast:
+class GapFormForecast:
     """One form's gap in per cent at a point, with its own 95 % interval."""
 
     form: str  # power law, constant, effective parameters
@@ -132,7 +132,7 @@ class GapForecast:
     pair_sd_dof: int  # degrees of freedom of pair_sd
     beyond_sizes: float  # N over the largest size; below the smallest: N over that; else 1
     beyond_ratios: float  # the same of tokens per parameter
-    forecasts: list[FormForecast]  # each form's own
+    forecasts: list[GapFormForecast]  # each form's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,31 +181,33 @@ class GapFit:
             forecasts=forecasts,
         )
 
-    def _power_forecast(self, N: float, D: float) -> FormForecast:
+    def _power_forecast(self, N: float, D: float) -> GapFormForecast:
         assert self.power is not None
         axes = power_axes(N, D, self.power.N0, self.power.ratio0)
         low, high = self.power.interval_at(axes)
         gap = self.power.gap_at(axes)
         full_form = " and ".join(self.power.free)
-        return FormForecast("power law", gap, low, high, misfit(self.law, full_form))
+        return GapFormForecast("power law", gap, low, high, misfit(self.law, full_form))
 
-    def _constant_forecast(self) -> FormForecast:
+    def _constant_forecast(self) -> GapFormForecast:
         law = self.law
         assert law.constant_low is not None and law.constant_high is not None
         exponents = _exponents(law)
         refuted = misfit(law, "constant")
         if min(exponent.p for exponent in exponents) * len(exponents) < REFUTED and law.trend:
             refuted = reason("trend_refutes", exponents=law.trend)
-        return FormForecast("constant", law.constant, law.constant_low, law.constant_high, refuted)
+        return GapFormForecast(
+            "constant", law.constant, law.constant_low, law.constant_high, refuted
+        )
 
-    def _effective_forecast(self, N: float, D: float) -> FormForecast:
+    def _effective_forecast(self, N: float, D: float) -> GapFormForecast:
         fit = self.effective
         assert fit is not None
         gap, low, high = (fit.gap_at(N, D, phi) for phi in (fit.phi, *fit.phi_interval))
         refuted = misfit(self.law, "effective")
         if self.law.better_form == "power law":
             refuted = refuted or reason("power_law_fits_better")
-        return FormForecast("effective parameters", gap, low, high, refuted)
+        return GapFormForecast("effective parameters", gap, low, high, refuted)
 
 
 def fit_gaps(
@@ -390,7 +392,7 @@ def _exponent(power: PowerFit, name: str, squares_without: float, is_gap_told: b
     low, high = profile.exponent_interval(axis, power.squares + spread.threshold)
     # with few trajectories the sandwich alone tells a trend too often, with unequal noise the
     # pooled noise alone does: both must tell it
-    pooled = Spread(spread.assumed, 1.0, power.cells.noise.noise_dof)
+    pooled = SandwichVariance(spread.assumed, 1.0, power.cells.noise.noise_dof)
     rise = squares_without - power.squares
     smallest = max(_smallest_told(test, len(power.free)) for test in (spread, pooled))
     could_show = smallest if is_gap_told and smallest < LIMIT else None
@@ -406,7 +408,7 @@ def _exponent(power: PowerFit, name: str, squares_without: float, is_gap_told: b
     )
 
 
-def _smallest_told(test: Spread, exponent_count: int) -> float:
+def _smallest_told(test: SandwichVariance, exponent_count: int) -> float:
     """The exponent that this test tells from zero with 80 %, as the first of so many."""
     critical = stats.t.ppf(1 - ALPHA / exponent_count / 2, test.dof)
     return float(critical + stats.t.ppf(POWER, test.dof)) * test.se
@@ -476,7 +478,7 @@ def _better_form(power: PowerFit, effective: EffectiveFit | None) -> str | None:
     return "power law" if of_power < of_effective else "effective parameters"
 
 
-def _headline(law: GapLaw, allowed: list[FormForecast]) -> FormForecast:
+def _headline(law: GapLaw, allowed: list[GapFormForecast]) -> GapFormForecast:
     """The form that gives the gap: the better one, else the simplest that the pairs do not
     refute."""
     preferred = ["constant", "power law", "effective parameters"]

@@ -18,7 +18,7 @@ Evaluation = Literal["bf16", "as_trained"]
 Unit = Literal["nats", "percent", "log_percent"]
 
 
-class Run(Protocol):
+class FinishedRun(Protocol):
     """What the statistics read of a finished run."""
 
     @property
@@ -85,8 +85,8 @@ class Pair:
     """A BF16 run beside the FP8 run that shares all but the precision; a null has the BF16 run's
     repeat in FP8's place."""
 
-    bf16: Run
-    fp8: Run
+    bf16: FinishedRun
+    fp8: FinishedRun
     gap: dict[str, Gap]  # evaluation -> gap
     tok_per_s_ratio: float | None  # FP8 over BF16; None where not only the precision differs
     n_converted: int  # Linears that the FP8 run trained in FP8; auto may find that none pays
@@ -104,11 +104,11 @@ class Place:
     tokens_per_param: float  # tokens over N
 
 
-def place_of(run: Run) -> Place:
+def place_of(run: FinishedRun) -> Place:
     return Place(run.N, run.params_total, run.params_nonembed, run.tokens, run.tokens / run.N)
 
 
-def loss_of(run: Run, evaluation: str) -> float:
+def loss_of(run: FinishedRun, evaluation: str) -> float:
     """Nats per token."""
     return run.loss_bf16 if evaluation == "bf16" else run.loss_as_trained
 

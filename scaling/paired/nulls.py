@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from scaling.paired.estimates import Estimate, grouped
-from scaling.paired.gaps import Pair, Place, Run, loss_of, mean_gaps, place_of, trajectories
+from scaling.paired.gaps import FinishedRun, Pair, Place, loss_of, mean_gaps, place_of, trajectories
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Null:
     same_seed: SameSeedNull  # of one seed, rounded differently
 
 
-def measure_nulls(records: Sequence[Run], repeats: Sequence[Pair], evaluation: str) -> Null:
+def measure_nulls(records: Sequence[FinishedRun], repeats: Sequence[Pair], evaluation: str) -> Null:
     """Both nulls: of the BF16 runs among `records`, and of the pairs `repeats` of a BF16 run with
     its repeat."""
     runs = [run for run in records if run.is_baseline and not run.repeat]
@@ -81,7 +81,7 @@ def measure_nulls(records: Sequence[Run], repeats: Sequence[Pair], evaluation: s
     return Null(rows, _pooled_seeds(rows, trunks), _same_seed(repeats, evaluation))
 
 
-def _seed_null(runs: Sequence[Run], evaluation: str) -> SeedNull:
+def _seed_null(runs: Sequence[FinishedRun], evaluation: str) -> SeedNull:
     """A difference of two runs has twice the variance of one."""
     logs = np.log([loss_of(run, evaluation) for run in runs])
     sd = 100 * math.sqrt(2) * float(np.std(logs, ddof=1))

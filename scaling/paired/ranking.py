@@ -19,7 +19,7 @@ from scaling.paired.gaps import Pair, is_idle
 from scaling.paired.reasons import Reason, reason
 
 
-class Cell(NamedTuple):
+class PairKey(NamedTuple):
     """What is compared of each recipe: one pair."""
 
     N: int
@@ -52,7 +52,7 @@ class Ranking:
 
     recipes: list[Ranked]
     left_out: list[LeftOut]
-    compared: list[Cell]
+    compared: list[PairKey]
 
     @property
     def tied(self) -> list[Ranked]:
@@ -78,48 +78,48 @@ class Ranking:
 
 def rank(pairs: Sequence[Pair], evaluation: str) -> Ranking:
     """The ranking of the recipes of `pairs` by how their gaps are under one evaluation."""
-    cells, left_out = _cells_of_recipes(pairs)
-    compared = compared_cells([list(pairs_of_cell) for pairs_of_cell in cells.values()])
+    pairs_of_recipe, left_out = _paired_recipes(pairs)
+    compared = compared_keys([list(pairs_of_key) for pairs_of_key in pairs_of_recipe.values()])
     gaps: dict[str, list[float]] = {}  # recipe -> its gaps where all are compared
-    for recipe, pairs_of_cell in cells.items():
-        missing = [cell for cell in compared if cell not in pairs_of_cell]
+    for recipe, pairs_of_key in pairs_of_recipe.items():
+        missing = [key for key in compared if key not in pairs_of_key]
         if compared and not missing:
-            gaps[recipe] = [pairs_of_cell[cell].gap[evaluation].log_percent for cell in compared]
+            gaps[recipe] = [pairs_of_key[key].gap[evaluation].log_percent for key in compared]
         else:
             left_out.append(LeftOut(recipe, reason("no_pair_at", cells=missing)))
     recipes: list[Ranked] = []
     for recipe in sorted(gaps, key=lambda recipe: (np.mean(gaps[recipe]), recipe)):
-        speed = throughput([cells[recipe][cell] for cell in compared])
+        speed = throughput([pairs_of_recipe[recipe][key] for key in compared])
         lowest = gaps[recipes[0].recipe] if recipes else None
         recipes.append(_ranked(recipe, gaps[recipe], lowest, speed))
     return Ranking(recipes, left_out, compared)
 
 
-def _cells_of_recipes(
+def _paired_recipes(
     pairs: Sequence[Pair],
-) -> tuple[dict[str, dict[Cell, Pair]], list[LeftOut]]:
+) -> tuple[dict[str, dict[PairKey, Pair]], list[LeftOut]]:
     """(recipe -> its pairs, the recipes that convert no Linear in some pair)."""
-    cells, left_out = {}, []
+    pairs_of_recipe, left_out = {}, []
     for recipe, members in grouped(pairs, lambda pair: pair.fp8.recipe):
         idle = [pair.fp8.run_id for pair in members if is_idle([pair])]
         if idle:
             left_out.append(LeftOut(recipe, reason("converts_no_linear", runs=idle)))
         else:
-            cells[recipe] = {_cell_of(pair): pair for pair in members}
-    return cells, left_out
+            pairs_of_recipe[recipe] = {_key_of(pair): pair for pair in members}
+    return pairs_of_recipe, left_out
 
 
-def compared_cells(cells_of_recipes: Sequence[Sequence[Cell]]) -> list[Cell]:
-    """The cells where more than half of the recipes ran, of each size those of the largest such
+def compared_keys(keys_of_recipes: Sequence[Sequence[PairKey]]) -> list[PairKey]:
+    """The keys where more than half of the recipes ran, of each size those of the largest such
     budget."""
-    counts = Counter(cell for cells in cells_of_recipes for cell in cells)
-    shared = [cell for cell in sorted(counts) if 2 * counts[cell] > len(cells_of_recipes)]
-    largest = {cell.N: cell.tokens for cell in shared}  # sorted: the last of a size is the largest
-    return [cell for cell in shared if cell.tokens == largest[cell.N]]
+    counts = Counter(key for keys in keys_of_recipes for key in keys)
+    shared = [key for key in sorted(counts) if 2 * counts[key] > len(keys_of_recipes)]
+    largest = {key.N: key.tokens for key in shared}  # sorted: the last of a size is the largest
+    return [key for key in shared if key.tokens == largest[key.N]]
 
 
-def _cell_of(pair: Pair) -> Cell:
-    return Cell(pair.fp8.N, pair.fp8.tokens, pair.fp8.seed)
+def _key_of(pair: Pair) -> PairKey:
+    return PairKey(pair.fp8.N, pair.fp8.tokens, pair.fp8.seed)
 
 
 def _ranked(

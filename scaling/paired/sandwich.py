@@ -20,7 +20,7 @@ class Sandwich:
     pulls: np.ndarray  # (J, p, p) X' A X
     squared_pulls: np.ndarray  # (J, p, p) X' A A X
 
-    def of(self, contrast: np.ndarray) -> "Spread":
+    def of(self, contrast: np.ndarray) -> "SandwichVariance":
         """The spread of contrast @ parameters; contrast: (p,)."""
         direction = self.bread @ contrast
         assumed = float(contrast @ direction)
@@ -31,11 +31,11 @@ class Sandwich:
             "i,jik,k->j", direction, self.squared_pulls, direction
         )
         dof = float(np.trace(products) ** 2 / np.sum(products**2))
-        return Spread(assumed, measured / assumed, max(dof, 1.0))
+        return SandwichVariance(assumed, measured / assumed, max(dof, 1.0))
 
 
 @dataclass(frozen=True)
-class Spread:
+class SandwichVariance:
     """Of one number: its variance if the noise is as assumed, the measured variance over that."""
 
     assumed: float

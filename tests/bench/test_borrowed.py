@@ -3,8 +3,10 @@ here are processes of a line of Python."""
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +45,7 @@ def part(name: str, code: str, guess_s: float = 1.0, results: str = "") -> Borro
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """call(parts, *words): the lines of borrowed.jsonl after a rehearsal of these parts, and what
     was printed."""
 
@@ -66,7 +68,7 @@ def outcomes(lines: list[dict]) -> dict[str, str]:
     return {line["part"]: line["outcome"] for line in lines if line["outcome"]}
 
 
-def test_each_result_is_a_line_before_the_parts_outcome(call):
+def test_each_result_is_a_line_before_the_parts_outcome(call: Callable[..., Any]):
     lines, _ = call([part("two", WRITES_TWO, results="r.jsonl")])
     assert [(line["result"], line["outcome"]) for line in lines] == [
         ({"n": 1}, None),
@@ -75,27 +77,41 @@ def test_each_result_is_a_line_before_the_parts_outcome(call):
     ]
 
 
-def test_a_second_call_goes_on_with_what_is_missing(call):
+def test_a_second_call_goes_on_with_what_is_missing(call: Callable[..., Any]):
     parts = [part("sound", WRITES_TWO, results="r.jsonl"), part("broken", "1 / 0")]
     call(parts, code=1)
     lines, _ = call(parts, code=1)
     assert [line["part"] for line in lines if line["outcome"]] == ["sound", "broken", "broken"]
 
 
-def test_a_part_that_fails_costs_itself_alone_and_its_last_line_is_told(call):
+@pytest.mark.parametrize("key", ["torch", "device"])
+def test_a_part_done_on_another_torch_or_gpu_runs_again(call, gpu, monkeypatch, key):
+    sound = [part("sound", "")]
+    for _ in range(2):
+        lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert len(lines) == 1, "it is done"
+    there = replace(environment_of_a_gpu(), **{key: "another"})
+    monkeypatch.setattr(borrowed, "environment", lambda *_: there)
+    lines, _ = call(sound, "seconds=60", rehearse=False)
+    assert [line["outcome"] for line in lines] == ["done", "done"]
+
+
+def test_a_part_that_fails_costs_itself_alone_and_its_last_line_is_told(call: Callable[..., Any]):
     lines, printed = call([part("broken", "1 / 0"), part("sound", "")], code=1)
     assert outcomes(lines) == {"broken": "failed", "sound": "done"}
     assert "ZeroDivisionError: division by zero" in printed
 
 
-def test_what_a_part_wrote_before_its_time_was_up_is_kept(call):
+def test_what_a_part_wrote_before_its_time_was_up_is_kept(call: Callable[..., Any]):
     slow = part("slow", WRITES_TWO + "; import time; time.sleep(600)", results="r.jsonl")
     lines, _ = call([slow], f"seconds={borrowed.KEPT_S + 4}", code=1)
     assert [line["result"] for line in lines[:2]] == [{"n": 1}, {"n": 2}]
     assert outcomes(lines) == {"slow": "cut"}
 
 
-def test_a_part_that_does_not_fit_is_left_out_and_a_shorter_one_still_runs(call, monkeypatch):
+def test_a_part_that_does_not_fit_is_left_out_and_a_shorter_one_still_runs(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     guesses = {"long": 500.0, "short": 1.0}
     monkeypatch.setattr(borrowed.Call, "estimate", lambda self, part: guesses[part.name])
     monkeypatch.setattr(borrowed.torch.cuda, "is_available", lambda: True)
@@ -112,13 +128,13 @@ def environment_of_a_gpu(*_: object) -> Environment:
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that seems to have a GPU."""
     monkeypatch.setattr(borrowed.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(borrowed, "environment", environment_of_a_gpu)
 
 
-def test_one_part_cannot_take_the_time_of_all(call, gpu):
+def test_one_part_cannot_take_the_time_of_all(call: Callable[..., Any], gpu: None):
     slow, sound = part("slow", "import time; time.sleep(600)", guess_s=1.0), part("sound", "")
     lines, printed = call([slow, sound], "seconds=120", code=1, rehearse=False)
     assert outcomes(lines) == {"slow": "cut", "sound": "done"}
@@ -126,12 +142,19 @@ def test_one_part_cannot_take_the_time_of_all(call, gpu):
 
 
 @pytest.mark.parametrize(
-    "ratio, failure, outcome",
-    [(1.2, None, "done"), (None, "out of memory", "done"), (None, None, "cut")],
+    "run, ratio, failure, outcome",
+    [
+        ("y", 1.2, None, "done"),
+        ("y", None, "out of memory", "done"),
+        ("y", None, None, "cut"),
+        ("w", 1.2, None, "cut"),
+    ],
+    ids=["timed", "failed", "neither", "timed by an earlier call"],
 )
-def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, ratio, failure, outcome):
+def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, run, ratio, failure, outcome):
+    """The call itself began at "x"."""
     row = row_of("350m", "tensorwise", ratio)
-    row = replace(row, provenance=replace(row.provenance, run="y"))  # later than the call's "x"
+    row = replace(row, provenance=replace(row.provenance, run=run))
     if failure:
         head = {"cell": row.cell, "provenance": row.provenance, "wall_s": 1.0}
         row = FailedRow(**head, failure=Failure(failure=failure))
@@ -143,7 +166,7 @@ def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, ratio, failure,
     assert ("no row of 350m/tensorwise" in printed) is (outcome == "cut")
 
 
-def test_a_part_is_expected_to_take_what_it_took_here(call, tmp_path):
+def test_a_part_is_expected_to_take_what_it_took_here(call: Callable[..., Any], tmp_path: Path):
     lines, _ = call([part("sound", "")])
     took = next(line["seconds"] for line in lines if line["outcome"])
     rehearsal = borrowed.Call(borrowed.Options(rehearse=True), tmp_path / "borrowed")
@@ -151,7 +174,7 @@ def test_a_part_is_expected_to_take_what_it_took_here(call, tmp_path):
     assert rehearsal.estimate(part("new", "", guess_s=99)) == 99
 
 
-def test_a_part_whose_folder_is_not_there_is_left_out_and_costs_nothing(call):
+def test_a_part_whose_folder_is_not_there_is_left_out_and_costs_nothing(call: Callable[..., Any]):
     needy = replace(part("needy", "1 / 0"), needs=("data/nowhere", "another code base"))
     lines, printed = call([needy, part("sound", "")])
     assert outcomes(lines) == {"needy": "left out", "sound": "done"}
@@ -178,7 +201,9 @@ def test_a_part_that_is_not_at_its_end_goes_on_the_next_time(call):
     assert [line["outcome"] for line in lines] == ["cut", "cut"]
 
 
-def test_a_part_that_goes_on_may_take_all_the_time_that_is_left(call, gpu):
+def test_a_part_that_goes_on_may_take_all_the_time_that_is_left(
+    call: Callable[..., Any], gpu: None
+):
     slow = replace(
         part("slow", "import time; time.sleep(3)", guess_s=1.0), exit_code_when_unfinished=3
     )
@@ -186,30 +211,40 @@ def test_a_part_that_goes_on_may_take_all_the_time_that_is_left(call, gpu):
     assert outcomes(lines) == {"slow": "done"}
 
 
-def test_without_a_gpu_it_is_refused_with_the_rehearsals_words(tmp_path, capsys):
+def test_without_a_gpu_it_is_refused_with_the_rehearsals_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert "rehearse=true" in asked(capsys, borrowed.main, f"out={tmp_path}", "seconds=9", code=2)
 
 
-def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path, capsys):
+def test_an_unknown_part_is_refused_with_the_nearest_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     words = (f"out={tmp_path}", "parts=fouray")
     assert "fourway" in asked(capsys, borrowed.main, *words, code=2)
 
 
-def test_lines_of_another_version_are_refused(tmp_path):
+def test_lines_of_another_version_are_refused(tmp_path: Path):
     (tmp_path / borrowed.LINES).write_bytes(to_line({"schema_version": 0}))
     with pytest.raises(UserError, match="schema_version=0"):
         borrowed.read_borrowed_rows(tmp_path)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "tiktoken", "datasets"])
-def test_a_rehearsal_hides_what_a_bare_machine_lacks(package):
+def test_a_rehearsal_hides_what_a_bare_machine_lacks(package: str):
     done = process("-c", f"import {package}", PYTHONPATH=f"{borrowed.BARE}:{ROOT}")
     assert f"No module named '{package}'" in done.stderr
 
 
 def test_a_rehearsal_has_what_a_bare_machine_has():
-    words = "import torch, torchao, numpy, pytest"
-    assert process("-c", words, PYTHONPATH=f"{borrowed.BARE}:{ROOT}").returncode == 0
+    """The parts below import them, which takes seconds."""
+    words = (
+        "import sys; from importlib.util import find_spec;"
+        "sys.exit(None in [find_spec(name) for name in sys.argv[1:]])"
+    )
+    packages = ("torch", "torchao", "numpy", "pytest")
+    done = process("-c", words, *packages, PYTHONPATH=f"{borrowed.BARE}:{ROOT}")
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("name", ["study", "peers"])
@@ -221,7 +256,9 @@ def test_a_part_starts_without_its_folder(name, call, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tests", "flagship"])
-def test_a_part_runs_in_the_rehearsal(name, call, monkeypatch):
+def test_a_part_runs_in_the_rehearsal(
+    name: str, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     lines, printed = call([part for part in PARTS if part.name == name], f"parts={name}")
     assert outcomes(lines) == {name: "done"}, printed
     assert len(lines) > 2
@@ -294,7 +331,7 @@ def test_a_page_without_its_markers_is_refused():
 # ---------------------------------------------------------------------------------- trainings, arms
 
 
-def test_noise_is_read_as_any_source(tmp_path):
+def test_noise_is_read_as_any_source(tmp_path: Path):
     noise.write_noise(tmp_path / "data", 20_000, val_tokens=5_000)
     words = [*noise.SETTINGS, f"data.dir={tmp_path}/data", "steps=2", "data.micro_batch=1"]
     words += ["data.tokens_per_step=64", "model.n_ctx=64", "eval.tokens=1024"]
@@ -303,7 +340,7 @@ def test_noise_is_read_as_any_source(tmp_path):
     assert x.shape == y.shape == (1, 64) and int(x.max()) <= 256
 
 
-def test_frequent_bytes_of_noise_are_as_frequent_as_zipfs_law_says(tmp_path):
+def test_frequent_bytes_of_noise_are_as_frequent_as_zipfs_law_says(tmp_path: Path):
     noise.write_noise(tmp_path / "data", 200_000)
     ids = (tmp_path / "data/noise/train_00000.bin").read_bytes()[::2]
     assert ids.count(0) / ids.count(9) == pytest.approx((9 + 2.7) / 2.7, rel=0.05)
@@ -314,7 +351,7 @@ STEP = ["model.n_ctx=32", "data.tokens_per_step=32", "data.micro_batch=1"]
 
 
 @pytest.fixture(scope="module")
-def toy_arms(tmp_path_factory) -> tuple[Path, str]:
+def toy_arms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the page of a comparison of two eager arms."""
     folder = tmp_path_factory.mktemp("fourway")
     patch = pytest.MonkeyPatch()
@@ -328,7 +365,7 @@ def toy_arms(tmp_path_factory) -> tuple[Path, str]:
         patch.undo()
 
 
-def test_a_training_on_noise_has_losses_speed_and_a_label(toy_arms):
+def test_a_training_on_noise_has_losses_speed_and_a_label(toy_arms: tuple[Path, str]):
     folder, _ = toy_arms
     by_label = {row["label"]: row for row in rows(folder / trainings.ROWS)}
     assert set(by_label) == {"bf16", "tensorwise"}
@@ -337,13 +374,15 @@ def test_a_training_on_noise_has_losses_speed_and_a_label(toy_arms):
         assert row["tok_per_s"] > 0 and row["failure"] is None and not row["is_compiled"]
 
 
-def test_the_comparison_has_a_row_an_arm_and_a_figure(toy_arms):
+def test_the_comparison_has_a_row_an_arm_and_a_figure(toy_arms: tuple[Path, str]):
     folder, page = toy_arms
     assert "| BF16 eager |" in page and "| FP8 eager  |" in page
     assert (folder / "fourway.png").stat().st_size > 10_000
 
 
-def test_a_training_that_is_there_is_not_repeated(toy_arms, monkeypatch):
+def test_a_training_that_is_there_is_not_repeated(
+    toy_arms: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+):
     folder, _ = toy_arms
     monkeypatch.setattr(trainings, "_train", pytest.fail)
     row = trainings.train_on_noise(

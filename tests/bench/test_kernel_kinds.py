@@ -15,10 +15,12 @@ KERNELS = [("nvjet_sm90_tst_256x128", 40.0), ("triton_poi_fused_add", 2.0), ("Me
         ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, ", "attention"),
         ("triton_red_fused_abs_amax_view_0", "torch.compile's kernels"),
         ("cast_both", "our kernels"),
+        ("swiglu", "our kernels"),
+        ("norm_grad", "our kernels"),
         ("void at::native::reduce_kernel<128, 4, at::native::ReduceOp<", "other kernels"),
     ],
 )
-def test_a_kernel_is_known_by_its_name(kernel, kind):
+def test_a_kernel_is_known_by_its_name(kernel: str, kind: str):
     assert kind_of(kernel) == kind
 
 

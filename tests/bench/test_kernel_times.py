@@ -4,6 +4,7 @@ chooses recipes by it."""
 import itertools
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.conftest import asked
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed(monkeypatch: pytest.MonkeyPatch):
     """Linears that were timed, by an impostor that needs no time; what stands in `acts` happens
     first, one each."""
     done, acts = [], []
@@ -40,7 +41,7 @@ def timed(monkeypatch):
     return done, acts
 
 
-def test_by_default_autos_candidates_are_timed_at_the_shapes_of_the_six_sizes():
+def test_by_default_autos_candidates_are_timed_at_the_shapes_of_six_sizes():
     sizes = (512, 1536), (768, 2048), (1024, 2816), (1536, 4096), (2048, 5632)  # the README's table
     want = {
         shape for C, F in sizes for shape in ((C, 3 * C), (C, C), (C, 2 * F), (F, C), (C, 50304))
@@ -57,7 +58,9 @@ def test_by_default_autos_candidates_are_timed_at_the_shapes_of_the_six_sizes():
     )
 
 
-def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_down(monkeypatch):
+def test_turns_give_the_ratio_of_the_work_though_the_machine_slows_down(
+    monkeypatch: pytest.MonkeyPatch,
+):
     now, order = [0.0], []
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: now[0])
 
@@ -74,8 +77,8 @@ def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_
     assert np.allclose(ratios, 1.5, rtol=2e-3) and not np.allclose(a[:-1] / b, 1.5, rtol=2e-3)
 
 
-def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_casts_it_in_every_micro_batch(
-    monkeypatch,
+def test_a_timed_linear_casts_its_weight_where_training_does(
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose
     FP8 for it."""
@@ -97,8 +100,8 @@ def test_a_linear_is_differentiated_and_its_weight_cast_only_where_training_cast
             assert 0 < ((a - b).float().norm() / a.float().norm()).item() < 0.2
 
 
-def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(
-    capsys, tmp_path, monkeypatch
+def test_a_rehearsal_is_marked_and_what_is_not_finite_is_no_row(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "absent" / "cpu.json"
     toy = (f"out={out}", "shapes=64x64", "tokens=64", "turns=2")
@@ -128,8 +131,11 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finit
     )
 
 
-def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_setups_do_not_mix(
-    capsys, tmp_path, timed, monkeypatch
+def test_a_cut_or_failing_row_costs_no_other_and_the_command_goes_on(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    timed: tuple,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     (out := tmp_path / "cpu.json").write_bytes(speed.SHIPPED.read_bytes())
     done, acts = timed
@@ -177,7 +183,11 @@ def test_a_cut_or_failing_row_costs_no_other_the_same_command_goes_on_and_two_se
     ],
 )
 def test_mistakes_get_a_sentence_and_the_shipped_table_holds_no_cpus_times(
-    capsys, timed, monkeypatch, arguments, word
+    capsys: pytest.CaptureFixture[str],
+    timed: tuple,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    word: str,
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = asked(
@@ -196,7 +206,7 @@ GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
 RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
 
 
-def entry(gpu, *rows):
+def entry(gpu, *rows: object):
     """An entry of the table from (recipe, K, N, ratio) or (recipe, K, N, ratio, M)."""
     return {
         "gpu": gpu,
@@ -241,7 +251,14 @@ def entry(gpu, *rows):
         ([(TW, 16, 16, 2.0)], "NVIDIA Unheard", 64, 64, None, "no timings"),
     ],
 )
-def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
+def test_the_choice_and_its_reason(
+    measured: list[tuple[str, int, int, float, int] | tuple[str, int, int, float]],
+    gpu: str | None,
+    K: int,
+    N: int,
+    recipe: str | None,
+    why: str,
+):
     table = {
         "measured": {"sm_90": [entry(GPU, *measured)]} if measured else {},
         "published": {"sm_90": [entry("H100", (TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6))]},
@@ -250,7 +267,7 @@ def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
     assert chosen == recipe and why in reason
 
 
-def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch):
+def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch: pytest.MonkeyPatch):
     two = {
         "measured": {
             "sm_90": [entry("NVIDIA H200", (TW, 64, 64, 1.2)), entry(GPU, (TW, 64, 64, 1.1))]
@@ -272,7 +289,7 @@ def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch):
     )
 
 
-def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h100(tmp_path):
+def test_the_shipped_table_says_what_is_published_of_our_sizes(tmp_path: Path):
     text, published = speed.SHIPPED.read_text(), load_table() | {"measured": {}}
     assert text == speed.to_text(json.loads(text)), "a row a line"
     for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):

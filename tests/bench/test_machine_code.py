@@ -100,7 +100,7 @@ def test_as_many_bytes_as_a_store_writes_are_looked_at(size: int, code: str) -> 
     assert checked(word, "LDC.64 R4, c[0x0][0x220]", code) == Proof(size)
 
 
-def test_float8_that_is_read_may_be_stored_again_with_zeros_where_nothing_was_read() -> None:
+def test_float8_is_stored_again_with_zeros_where_nothing_was_read() -> None:
     load = "LDC.64 R2, c[0x0][0x210]; MOV R8, RZ; @P0 LDG.E R8, desc[UR4][R2.64]"
     assert checked(load, STORE) == Proof(4)
 
@@ -141,6 +141,15 @@ def test_a_byte_from_elsewhere_is_named(origin: str) -> None:
     problems = checked(WORD, NOT_PROVEN[origin], STORE).problems
     assert problems
     assert all(", to q, comes from" in problem and origin in problem for problem in problems)
+
+
+@pytest.mark.parametrize("before", ["FMUL R8, R3, R2", "MOV R8, 0x7f"])
+def test_float8_that_is_read_excuses_no_other_byte_than_zero(before: str) -> None:
+    """Where the load is masked, the word from before it is stored."""
+    load = f"LDC.64 R2, c[0x0][0x210]; {before}; @P0 LDG.E R8, desc[UR4][R2.64]"
+    problems = checked(load, STORE).problems
+    assert problems
+    assert "byte 0 of STG.E at 0x0040, to q, comes from" in problems[0]
 
 
 def test_each_byte_is_named_by_itself() -> None:

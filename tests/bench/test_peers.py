@@ -4,6 +4,7 @@ whose code is never here."""
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -52,7 +53,7 @@ class Titan(nn.Module):
             h = h + layer(h)
         return self.output(h)
 
-    def configure_optimizers(self, *positional, **named):
+    def configure_optimizers(self, *positional: object, **named: object):
         self.asked = positional or tuple(named.values())
         return torch.optim.SGD(self.parameters(), lr=positional[1] if positional else 0.1)
 
@@ -120,7 +121,7 @@ def make(peer, folder):
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch):
+def compiled(monkeypatch: pytest.MonkeyPatch):
     """What a peer changes in its process is put back; what it would compile runs as it is, and is
     noted."""
     precision, noted = torch.get_float32_matmul_precision(), []
@@ -190,7 +191,7 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, peer, precision, h
     ) == ("high", "1")
 
 
-def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path):
+def test_a_peers_fp8_converts_what_its_script_does_from_equal_weights(tmp_path: Path):
     def converted(model):
         return {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
 
@@ -235,7 +236,7 @@ def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
     assert sys.modules["model"] is our_model
 
 
-def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path):
+def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path: Path):
     for peer in FILES:
         with pytest.raises(UserError, match="give a checkout of https://github.com/"):
             peer_models.check_checkout(peer, str(tmp_path))

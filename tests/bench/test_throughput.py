@@ -135,7 +135,7 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_every_recipe_passes_the_verdict(eager, monkeypatch):
+def test_every_recipe_passes_the_verdict(eager, monkeypatch: pytest.MonkeyPatch):
     """And one that loses a gradient does not: test_what_makes_a_row_invalid(), as every kind of
     parameter's is measured."""
     monkeypatch.setitem(measuring.TIMED_S, "cpu", 0.01)
@@ -230,7 +230,7 @@ def test_speed_is_compared_per_flop(flops_per_token, ratio):
     assert (row.baseline, row.baseline_size) == ("toy bf16", "toy")
 
 
-def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp_path, monkeypatch):
+def test_clocks_are_those_of_a_gpu_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     for code, told in ((0, [1980.0, None, 61.0, 68.0]), (9, [None] * 4)):
         (tmp_path / "nvidia-smi").write_text(
@@ -245,7 +245,7 @@ def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp
 
 
 @pytest.fixture
-def turns(tmp_path, monkeypatch):
+def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """run(script, ..) times a group with invented cells, 20 s each but for `slow`; script: label ->
     answers in turn, the last one again and again. Returns the cells that were run, what is left,
     and the rows."""
@@ -253,12 +253,12 @@ def turns(tmp_path, monkeypatch):
     monkeypatch.setattr(timing.time, "monotonic", lambda: now[0])
 
     def run(
-        budget=1e4,
+        budget: float = 1e4,
         again=(),
         out=tmp_path / "rows.jsonl",
         group=(TOY, TENSORWISE, ROWWISE),
         slow=None,
-        **script,
+        **script: object,
     ):
         asked = []
 
@@ -283,8 +283,8 @@ def turns(tmp_path, monkeypatch):
     return run
 
 
-def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
-    turns, tmp_path, monkeypatch
+def test_fp8_runs_between_turns_of_bf16_and_is_not_timed_twice(
+    turns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def looks(cell):
         rows = rows_of(tmp_path / "rows.jsonl")
@@ -328,7 +328,7 @@ def test_fp8_runs_between_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert len(turns()[0]) == 4, "rows of another torch do not count"
 
 
-def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_batch(turns, tmp_path):
+def test_a_failure_costs_its_row_and_bf16_halves_a_batch_without_memory(turns, tmp_path):
     asked, left, rows = turns(tensorwise=[Failure(failure="exit code -11", oom=False)])
     assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16"] and left == 0
     failures = [row.failure.failure for row in rows if isinstance(row, FailedRow)]
@@ -346,7 +346,7 @@ def test_a_failure_costs_its_own_row_and_bf16_out_of_memory_halves_the_micro_bat
     )
 
 
-def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(turns, tmp_path):
+def test_nothing_begins_that_does_not_fit_and_a_cut_cell_is_no_row(turns, tmp_path: Path):
     assert turns(budget=190)[:2] == ([], 2), "three cells of 60 s and a tenth"
     asked, left, rows = turns(budget=200)
     assert [label for label, _ in asked] == [
@@ -366,9 +366,7 @@ def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(tur
         assert left == (1 if len(due) > 1 else 2) and len(rows) == {80: 6, 45: 3, 18: 2}[budget]
 
 
-def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor_the_next_calls(
-    turns, monkeypatch
-):
+def test_a_cell_that_overruns_costs_its_own_row_alone(turns, monkeypatch: pytest.MonkeyPatch):
     for limit, left, due in (
         (420, 1, ["bf16", "tensorwise", "rowwise", "bf16"]),
         (100, 0, ["bf16", "rowwise"]),
@@ -383,7 +381,7 @@ def test_a_cell_that_overruns_costs_its_own_row_and_neither_its_turns_ratios_nor
         assert still == left and has_failure == (not left), "what the budget cut is tried again"
 
 
-def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
+def test_a_cell_as_a_process_and_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     sound = run_cell(TOY, tmp_path / "log", 200)
     assert judged(TOY, sound).valid and sound.graph_breaks == 0 and sound.kernels is None
@@ -400,7 +398,7 @@ def test_a_cell_as_a_process_and_one_that_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
-    code, said, tmp_path, monkeypatch
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     real, started = subprocess.Popen, []
     monkeypatch.setattr(
@@ -414,7 +412,7 @@ def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(
     assert started[0].poll() is not None
 
 
-def test_a_cell_dies_with_who_asked_for_it(tmp_path):
+def test_a_cell_dies_with_who_asked_for_it(tmp_path: Path):
     """Else it would share the GPU with the next call's cells."""
     command = [
         sys.executable,
@@ -447,7 +445,7 @@ def board(gpu: str | None = H100, tensorwise=1.2, rowwise=0.9) -> list[TimedRow]
     return rows
 
 
-def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
+def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path: Path):
     rows = [*board(tensorwise=1.1), *board(), *board(gpu=None)]
     rows[-1] = replace(rows[-1], valid=False, invalid_because="too hot")
     first, second = rows_page(rows).split("## No GPU")

@@ -9,9 +9,11 @@ import re
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -50,7 +52,7 @@ from tests.test_model import TINY, build, build_rough, tokens
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 
 
-def exported(run, folder, *arguments):
+def exported(run: Path, folder: Path, *arguments: object):
     call(export, run, folder, *arguments)
     return folder
 
@@ -82,7 +84,7 @@ def documents():
     ]
 
 
-def auto_model(folder):
+def auto_model(folder: Path):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -103,7 +105,7 @@ def auto_model(folder):
         {"head_size": 16, "n_head": 3},
     ],
 )
-def test_transformers_computes_the_same_bits(tmp_path, variant):
+def test_transformers_computes_the_same_bits(tmp_path: Path, variant):
     config, ours = write_run(tmp_path / "run", **variant)
     theirs = auto_model(folder := exported(tmp_path / "run", tmp_path / "hf", "dtype=fp32"))
     for x in (tokens(config.model, *shape) for shape in ((1, 1), (1, 2), (1, 7), (3, 24))):
@@ -143,7 +145,7 @@ def test_transformers_computes_the_same_bits(tmp_path, variant):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
-def test_the_tokens_of_300_documents(tmp_path, name):
+def test_the_tokens_of_300_documents(tmp_path: Path, name: str):
     write_run(tmp_path / "run", tokenizer=name)
     folder, texts = exported(tmp_path / "run", tmp_path / "hf"), documents()
     ours, file, theirs = (
@@ -187,8 +189,8 @@ BYTE_LEVEL_ROLES = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 @pytest.mark.parametrize(
     "name", ["LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", None]
 )
-def test_transformers_makes_the_ids_of_a_folders_tokenizer_json_whatever_class_the_folder_names(
-    tmp_path, kind, name
+def test_transformers_makes_the_ids_of_tokenizer_json_by_any_class(
+    tmp_path: Path, kind: str, name: str | None
 ):
     """Documents that begin with blanks, runs of digits: where the rules of transformers' classes
     differ."""
@@ -217,8 +219,8 @@ def test_transformers_makes_the_ids_of_a_folders_tokenizer_json_whatever_class_t
     "adds", [{"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}]
 )
 @pytest.mark.parametrize("frame", [{}, {"post_processor": BEGINS}])
-def test_what_tokenizer_json_puts_around_a_text_goes_before_the_settings_beside_it(
-    tmp_path, adds, frame
+def test_tokenizer_json_decides_what_is_put_around_a_text(
+    tmp_path: Path, adds: dict[str, bool], frame: dict[str, Any]
 ):
     write_tokenizer(tmp_path / "tokenizer", BYTE_LEVEL_ROLES | adds, **frame)
     write_run(tmp_path / "run", tokenizer=str(tmp_path / "tokenizer"))
@@ -227,8 +229,8 @@ def test_what_tokenizer_json_puts_around_a_text_goes_before_the_settings_beside_
     assert AutoTokenizer.from_pretrained(folder).encode("a word") == reference.encode("a word").ids
 
 
-def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_several_files(
-    tmp_path, monkeypatch
+def test_an_export_is_of_the_newest_weights_in_bf16_in_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     _, earlier = write_run(run := tmp_path / "run", step=3, tied=False, seed=2)
     _, ours = write_run(run, tied=False)
@@ -268,7 +270,7 @@ def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_sever
     ],
 )
 def test_transformers_and_torchao_load_what_the_matmuls_saw(
-    tmp_path, monkeypatch, own, recipe, kept, emulated_scaled_mm
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own, recipe, kept, emulated_scaled_mm: None
 ):
     """What the run kept in BF16 stays so, with the head, whatever the run did; a BF16 run gets the
     recipe's own choice."""
@@ -341,7 +343,13 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(
         ("--from-hf nowhere run", "run exists: choose another"),
     ],
 )
-def test_mistakes_get_a_sentence(tmp_path, monkeypatch, capsys, arguments, told):
+def test_mistakes_get_a_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    told: str,
+):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run", n_ffn=36)
     before = sorted(tmp_path.rglob("*"))
@@ -351,8 +359,8 @@ def test_mistakes_get_a_sentence(tmp_path, monkeypatch, capsys, arguments, told)
     )
 
 
-def test_what_cannot_be_written_and_a_kill_leave_no_half_folder_and_nothing_needs_transformers(
-    tmp_path, capsys
+def test_an_export_that_fails_leaves_no_half_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     write_run(tmp_path / "run")
     assert export.main([str(tmp_path / "run"), str(tmp_path / "run/config.json/hf")]) == 1
@@ -369,7 +377,7 @@ def test_what_cannot_be_written_and_a_kill_leave_no_half_folder_and_nothing_need
     exported(tmp_path / "run", tmp_path / "hf")  # what was left is in nobody's way
 
 
-def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp_path):
+def test_a_second_process_does_not_clear_the_folder_of_the_first(tmp_path: Path):
     with hf_files.new_folder(tmp_path / "hf") as part:
         (part / "config.json").touch()
         second = threading.Thread(
@@ -380,13 +388,13 @@ def test_a_second_process_does_not_clear_the_folder_that_the_first_one_fills(tmp
         assert second.is_alive() and (part / "config.json").exists()
 
 
-def card_of(run, *arguments):
+def card_of(run: Path, *arguments: object):
     """The model card of an export: its text, and what the Hub reads of it."""
     folder = exported(run, run.with_name(f"hf{len(list(run.parent.iterdir()))}"), *arguments)
     return (text := (folder / "README.md").read_text(encoding="utf-8")), ModelCard(text).data
 
 
-def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
+def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path: Path):
     run, commit, scores = (
         tmp_path / "run",
         "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
@@ -460,7 +468,7 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     ],
 )
 def test_the_card_says_where_the_weights_come_from_and_what_is_not_known(
-    tmp_path, state, start_from, told
+    tmp_path: Path, state: dict[str, Any], start_from: str | None, told: str
 ):
     write_run(tmp_path / "run", data_dir=tmp_path / "data", state=state, start_from=start_from)
     text, head = card_of(tmp_path / "run")
@@ -543,7 +551,9 @@ def test_published_configurations_are_read_as_they_are_meant():
     assert gpt_config({**LLAMA_31_8B, "vocab_size": 32001}).vocab_padded == 32001
 
 
-def sizes_of(hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, **more):
+def sizes_of(
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, **more: object
+):
     return {
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
@@ -584,8 +594,8 @@ MISTRAL = SIZES | {
         (MISTRAL | sizes_of(5120, 14336, 40, 32, vocab_size=131072), 12_247_782_400),
     ],
 )
-def test_published_models_with_heads_of_their_own_width_have_the_published_parameters(
-    raw, params_total
+def test_models_with_heads_of_their_own_width_have_the_published_sizes(
+    raw: dict[str, Any], params_total: int
 ):
     config = gpt_config(raw)
     assert (config.params_total, config.head_dim) == (params_total, 128)
@@ -595,7 +605,7 @@ def test_published_models_with_heads_of_their_own_width_have_the_published_param
 @pytest.mark.parametrize(
     "window, n_ctx, is_felt", [(4096, 32768, True), (4096, 4096, False), (4096, 2048, False)]
 )
-def test_a_window_that_no_text_reaches_is_none(window, n_ctx, is_felt):
+def test_a_window_that_no_text_reaches_is_none(window: int, n_ctx: int, is_felt: bool):
     changes = {"sliding_window": window, "max_position_embeddings": n_ctx}
     for raw in (MISTRAL | changes, QWEN3 | changes | {"use_sliding_window": True}):
         with (
@@ -673,7 +683,9 @@ def test_a_window_that_no_text_reaches_is_none(window, n_ctx, is_felt):
         (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
     ],
 )
-def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
+def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(
+    base: dict[str, Any], change: dict[str, Any], words: str
+):
     with pytest.raises(UserError, match=rf"^config.json .*{re.escape(words)}.*$"):
         gpt_config(base | change)
 
@@ -699,7 +711,9 @@ READ_FIRST = {"architectures"}  # and model_type, which is the class's own
 
 
 @pytest.mark.parametrize("name", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
-def test_every_attribute_of_transformers_configurations_is_read_or_known_to_have_no_effect(name):
+def test_every_attribute_of_transformers_configs_is_read_or_without_effect(
+    name: str,
+):
     attributes = {f.name for f in fields(getattr(transformers, name))}
     known = (
         {f.name for f in fields(hf_config.HFConfig)}
@@ -813,7 +827,7 @@ SMALL = {
 }
 
 
-def cases_of(key):
+def cases_of(key: str):
     """Configurations with each value of the key, and one without it."""
     base = dict(SMALL)
     if key == "several keys":
@@ -824,7 +838,7 @@ def cases_of(key):
     return [*(base | {key: value} for value in VALUES[key]), without]
 
 
-def their_model(architecture, raw):
+def their_model(architecture: str, raw):
     """The model that transformers builds of a config.json, with rough weights; None where it
     refuses the file."""
     try:
@@ -842,7 +856,9 @@ def their_model(architecture, raw):
 
 @pytest.mark.parametrize("key", VALUES)
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_no_value_of_a_config_json_changes_the_computation_without_a_word(architecture, key):
+def test_no_value_of_a_config_json_changes_the_computation_without_a_word(
+    architecture: str, key: str
+):
     """What is taken computes transformers' logits; all else, and all that transformers itself
     refuses, is refused."""
     taken = 0
@@ -894,8 +910,8 @@ def test_no_value_of_a_config_json_changes_the_computation_without_a_word(archit
         ({}, None),
     ],
 )
-def test_half_precision_becomes_fp32_exactly_what_says_nothing_new_is_left_out_and_foreign_tensors_are_named(
-    changes, words
+def test_an_import_is_exact_in_fp32_and_names_foreign_tensors(
+    changes: dict[str, Any], words: str | None
 ):
     for dtype in (torch.bfloat16, torch.float16):
         ours = {name: p.detach().to(dtype) for name, p in build_rough(TINY).named_parameters()}
@@ -943,7 +959,9 @@ def test_half_precision_becomes_fp32_exactly_what_says_nothing_new_is_left_out_a
         },
     ],
 )
-def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(made, tmp_path):
+def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(
+    made: dict[str, Any], tmp_path: Path
+):
     real, source, run_dir = (
         make_llama(tmp_path / "hub", **made),
         tmp_path / "0a1b",
@@ -980,7 +998,7 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(made, tmp_path
         {"generation_config.json": 5, "config.json": 7},
     ],
 )
-def test_every_end_of_a_text_is_kept_at_import_and_written_back_at_export(tmp_path, named):
+def test_every_end_of_a_text_is_kept_at_import_and_written_back_at_export(tmp_path: Path, named):
     """transformers' generate() stops where one of the ends comes out."""
     folder = make_llama(tmp_path / "hub")
     (folder / "generation_config.json").unlink()
@@ -1062,21 +1080,25 @@ INDEX = "model.safetensors.index.json"
         (lambda s: (s / "tokenizer.json").unlink(), "has no tokenizer.json"),
     ],
 )
-def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(harm, words, source, tmp_path):
+def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(
+    harm: Callable[..., Any], words: str, source, tmp_path: Path
+):
     harm(source)
     with pytest.raises(UserError, match=rf"^.*{re.escape(words)}.*$"):
         import_checkpoint(str(source), str(tmp_path / "out/run"))
     assert not list(tmp_path.glob("out/*"))
 
 
-def weights_of(run):
+def weights_of(run: Path):
     return dict(load_model(run)[0].named_parameters())
 
 
 @pytest.mark.parametrize(
     "name", ["consolidated.safetensors", "adapter_model.safetensors", "model_old.safetensors"]
 )
-def test_a_stray_file_beside_an_index_is_left_out_and_named(name, source, tmp_path, capsys):
+def test_a_stray_file_beside_an_index_is_left_out_and_named(
+    name: str, source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     import_checkpoint(str(source), str(tmp_path / "clean"))
     assert "left out" not in capsys.readouterr().out
     save_file({"model.norm.weight": torch.ones(64)}, source / name)
@@ -1090,7 +1112,7 @@ def test_a_stray_file_beside_an_index_is_left_out_and_named(name, source, tmp_pa
     "key, name", [(None, "model.safetensors"), ("transformers_weights", "ours.safetensors")]
 )
 def test_a_single_file_counts_before_the_index_as_in_transformers(
-    key, name, source, tmp_path, capsys
+    key: str | None, name: str, source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     other = make_llama(tmp_path / "other", tie_word_embeddings=True)
     shutil.copy(other / "model.safetensors", source / name)
@@ -1105,7 +1127,9 @@ def test_a_single_file_counts_before_the_index_as_in_transformers(
         assert torch.equal(model(x), auto_model(source).float()(x).logits)
 
 
-def test_an_imported_llama_learns_its_responses_and_goes_back(tmp_path, monkeypatch, run):
+def test_an_imported_llama_learns_its_responses_and_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., str]
+):
     # 128 channels of attention in a width of 64
     source = make_llama(tmp_path / "source", head_dim=32)
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,7 @@
 """eval/generation.py: what lm-eval's generation keys mean, and which are refused by name."""
 
+from typing import Any
+
 import pytest
 from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -18,7 +20,9 @@ from lib.errors import UserError
         ({"max_new_tokens": 6, "max_gen_toks": 6, "max_tokens": None, "until": None}, 6, ()),
     ],
 )
-def test_every_name_of_the_length_and_of_stop_texts_is_read(keys, n_new, until):
+def test_every_name_of_the_length_and_of_stop_texts_is_read(
+    keys: dict[str, Any] | dict[str, str] | None, n_new: int, until: tuple[str, ...]
+):
     found = read_generation(keys, "t")
     assert (found.n_new, found.until) == (n_new, until)
 
@@ -38,7 +42,7 @@ def test_every_name_of_the_length_and_of_stop_texts_is_read(keys, n_new, until):
         {"use_cache": False, "num_return_sequences": 1, "min_new_tokens": 0},
     ],
 )
-def test_keys_that_leave_an_answer_greedy_are_accepted(keys):
+def test_keys_that_leave_an_answer_greedy_are_accepted(keys: dict[str, Any]):
     assert not normalize_gen_kwargs(keys)["do_sample"], "lm-eval draws nothing here"
     assert read_generation(keys, "t").n_new == 256
 
@@ -67,7 +71,9 @@ def test_keys_that_leave_an_answer_greedy_are_accepted(keys):
         ({"until": 5}, "until=5", "needs texts"),
     ],
 )
-def test_whatever_else_is_refused_with_task_key_and_value(keys, named, words):
+def test_whatever_else_is_refused_with_task_key_and_value(
+    keys: dict[str, Any], named: str, words: str
+):
     with pytest.raises(UserError, match="the task 'my_task' ") as refusal:
         read_generation(keys, "my_task")
     assert named in str(refusal.value) and words in str(refusal.value)

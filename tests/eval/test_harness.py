@@ -8,8 +8,11 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import datasets
 import lm_eval.tasks
@@ -62,11 +65,11 @@ public = pytest.fixture(
 )
 
 
-def record_of(run, name):
+def record_of(run: Path, name: str):
     return json.loads((run / "eval" / f"{name}.json").read_text())
 
 
-def make_task(folder, rows, name="sums", **changes):
+def make_task(folder: Path, rows: list[dict], name: str = "sums", **changes: object):
     """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other
     keys of its YAML."""
     folder.mkdir(exist_ok=True)
@@ -94,7 +97,9 @@ def make_task(folder, rows, name="sums", **changes):
     return folder
 
 
-def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
+def test_demo_scores_are_the_models_own_and_are_kept(
+    run: Callable[..., str], capsys: pytest.CaptureFixture[str]
+):
     call(
         harness,
         run,
@@ -166,7 +171,7 @@ def scores_and_logs(run: Path) -> tuple[dict, dict[str, bytes]]:
     return scores, logs
 
 
-def test_two_processes_write_what_one_writes_and_need_neither_network_nor_transformers(
+def test_two_processes_write_what_one_writes_without_network(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished
@@ -183,7 +188,7 @@ def test_two_processes_write_what_one_writes_and_need_neither_network_nor_transf
     assert (done.stdout, by_one.err) == (by_one.out, "")
 
 
-def test_the_mistake_of_one_rank_is_raised_by_all(monkeypatch):
+def test_the_mistake_of_one_rank_is_raised_by_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(harness, "_prepare", lambda options, world: 1 % (1 - world.rank))
     options = harness.Options(run="hf:none", tasks=("piqa",))
     errors = eval_runs.on_two_ranks(
@@ -228,7 +233,7 @@ LAYOUTS = {
 }
 
 
-def load_questions(path, **_):
+def load_questions(path: str, **_: object):
     """datasets.load_dataset() of made-up questions, each once with each answer as the right one:
     whoever looks at the texts alone, however he decides, is right exactly once per question."""
     task, sizes, row = LAYOUTS[path]
@@ -242,7 +247,7 @@ def load_questions(path, **_):
     return dict.fromkeys(("train", "dev", "validation", "test"), datasets.Dataset.from_list(rows))
 
 
-def test_a_random_model_scores_chance(run, monkeypatch):
+def test_a_random_model_scores_chance(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
     """To the last digit, where two standard errors would do: whatever the model prefers, one copy
     of each question agrees.
 
@@ -308,22 +313,28 @@ def test_a_random_model_scores_chance(run, monkeypatch):
         (precision, "RUN recipes=tensorwise,rowise", "did you mean 'rowwise'?"),
     ],
 )
-def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, arguments, sentence):
+def test_mistakes_on_the_command_line_get_a_sentence(
+    run: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    entry: ModuleType,
+    arguments: str,
+    sentence: str,
+):
     assert (
         sentence in refused(capsys, entry, *arguments.replace("RUN", str(run)).split(" "))
         and not (run / "eval").exists()
     )
 
 
-def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index(
-    run, capsys, monkeypatch
+def test_an_unknown_task_names_the_nearest_and_local_names_do_not_wait(
+    run: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Names that are not ours are not looked for in a folder called like them: a group may name
     tasks of other folders."""
     asked = []
 
     # lm-eval's own index takes ten seconds to build
-    def small(include_defaults, make=lm_eval.tasks.TaskManager, **settings):
+    def small(include_defaults, make=lm_eval.tasks.TaskManager, **settings: object):
         asked.append(include_defaults)
         assert settings["include_path"] == [tasks.DEMO_TASKS]
         return make(include_defaults=False, **settings)
@@ -335,7 +346,7 @@ def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index
     assert asked == [False, True, False, True, False]
 
 
-def test_a_public_models_log_likelihoods_in_bf16_are_its_own_their_softmax_in_fp32(public):
+def test_a_public_models_log_likelihoods_in_bf16_are_its_own(public):
     tokenizer, model = (
         AutoTokenizer.from_pretrained(public),
         AutoModelForCausalLM.from_pretrained(public, dtype=torch.bfloat16),
@@ -352,8 +363,8 @@ def test_a_public_models_log_likelihoods_in_bf16_are_its_own_their_softmax_in_fp
         )
 
 
-def test_lm_evals_own_model_scores_an_import_of_it_alike_and_stands_beside_it(
-    public, tmp_path, monkeypatch, capsys
+def test_lm_evals_own_model_scores_an_import_of_it_alike(
+    public, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Where documents end alike too: their last windows are the same tokens, of which more are
     scored in one than in another."""
@@ -400,8 +411,8 @@ def test_lm_evals_own_model_scores_an_import_of_it_alike_and_stands_beside_it(
     assert "| tiny-llama, float32" in capsys.readouterr().out
 
 
-def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json_not_of_transformers_class(
-    public, tmp_path, capsys
+def test_a_public_model_is_scored_by_the_rules_of_its_tokenizer_json(
+    public, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = shutil.copytree(public, tmp_path / "split")
     public_models.public_lm(str(folder), "cpu", "float32", 1)
@@ -422,7 +433,7 @@ SPARE = "<|spare_7|>"
 
 
 @pytest.fixture
-def exported_pair(tmp_path, monkeypatch):
+def exported_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """(our model, lm-eval's own) of one export in fp32, whose vocabulary has twenty special
     tokens."""
     monkeypatch.chdir(tmp_path)
@@ -463,7 +474,7 @@ def test_forty_answers_are_those_of_lm_evals_own_model(exported_pair):
     )
 
 
-def test_log_likelihoods_of_texts_that_spell_special_tokens_are_those_of_lm_evals_own_model(
+def test_texts_that_spell_special_tokens_score_as_in_lm_evals_own_model(
     exported_pair,
 ):
     rng, pairs = random.Random(1), []
@@ -498,7 +509,9 @@ def test_an_answer_ends_at_any_of_several_ends_as_in_lm_evals_own_model(exported
 
 
 @pytest.mark.parametrize("length", ["max_gen_toks", "max_new_tokens"])
-def test_a_task_gets_answers_of_the_length_that_it_asks_for(run, tmp_path, length):
+def test_a_task_gets_answers_of_the_length_that_it_asks_for(
+    run: Callable[..., str], tmp_path: Path, length: str
+):
     said = [
         {"q": q, "gold": eval_runs.greedy_text(build(), q.encode(), 6)}
         for q in ("one", "two", "three")
@@ -533,7 +546,12 @@ def test_a_task_gets_answers_of_the_length_that_it_asks_for(run, tmp_path, lengt
     ],
 )
 def test_an_empty_answer_is_refused_with_its_task_and_document(
-    run, tmp_path, capsys, monkeypatch, answers, more
+    run: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[str],
+    more: dict[str, Any],
 ):
     """It would score 0.0, above every other answer, and win."""
     folder = make_task(tmp_path / "mine", [SUM, SUM, SUM | {"answers": answers}], **more)
@@ -549,7 +567,9 @@ def test_an_empty_answer_is_refused_with_its_task_and_document(
     )
 
 
-def test_answers_that_the_context_cuts_are_counted_and_said(run, tmp_path, capsys):
+def test_answers_that_the_context_cuts_are_counted_and_said(
+    run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Of 16 tokens where a context of 32 has room for 16 of the 40 that the task asks for."""
     rows = [{"q": "0123456789" * 4, "gold": "x"}, {"q": "0123456789" * 5, "gold": "x"}]
     folder = make_task(
@@ -567,8 +587,8 @@ def test_answers_that_the_context_cuts_are_counted_and_said(run, tmp_path, capsy
     assert "2 answers were cut by the end of the context" in capsys.readouterr().out
 
 
-def test_a_metric_that_is_not_computed_is_named_and_numpys_numbers_are_numbers(
-    run, tmp_path, capsys
+def test_a_metric_that_is_not_computed_is_named(
+    run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (folder := tmp_path / "mine").mkdir()
     (folder / "own.py").write_text(
@@ -616,7 +636,13 @@ def test_a_metric_that_is_not_computed_is_named_and_numpys_numbers_are_numbers(
         ({"task": "piqa"}, "Task 'piqa' from "),
     ],
 )
-def test_what_lm_eval_warns_of_is_said_once(run, tmp_path, capsys, changes, said):
+def test_what_lm_eval_warns_of_is_said_once(
+    run: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    said: str,
+):
     folder = make_task(
         tmp_path / "mine", [SUM, SUM | {"q": "2 + 0 ="}, SUM | {"q": "4 - 2 ="}], **changes
     )
@@ -627,7 +653,9 @@ def test_what_lm_eval_warns_of_is_said_once(run, tmp_path, capsys, changes, said
     )
 
 
-def test_an_include_that_lm_eval_would_pass_over_gets_a_sentence(run, tmp_path, capsys):
+def test_an_include_that_lm_eval_would_pass_over_gets_a_sentence(
+    run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (folder := tmp_path / "mine").mkdir()
 
     def what_is_said():
@@ -643,7 +671,9 @@ def test_an_include_that_lm_eval_would_pass_over_gets_a_sentence(run, tmp_path, 
     assert f"include={folder} is no folder" in what_is_said()
 
 
-def test_more_examples_than_documents_get_a_sentence(run, tmp_path, capsys):
+def test_more_examples_than_documents_get_a_sentence(
+    run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = make_task(tmp_path / "mine", [SUM, SUM], num_fewshot=9, fewshot_split="validation")
     said = refused(capsys, harness, run, "tasks=sums", f"include={folder}")
     assert "the questions of the task 'sums' could not be made (ValueError: " in said
@@ -654,7 +684,12 @@ def test_more_examples_than_documents_get_a_sentence(run, tmp_path, capsys):
     [({"doc_to_image": "q"}, "shows images"), ({"unsafe_code": True}, "runs code")],
 )
 def test_a_task_that_lm_eval_stops_at_is_refused_before_the_model_is_read(
-    run, tmp_path, capsys, monkeypatch, changes, words
+    run: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    words: str,
 ):
     monkeypatch.setattr(harness, "load_for_inference", lambda *_: pytest.fail("read for nothing"))
     folder = make_task(
@@ -666,9 +701,9 @@ def test_a_task_that_lm_eval_stops_at_is_refused_before_the_model_is_read(
 
 
 def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(
-    public, tmp_path, monkeypatch
+    public, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def cannot_load(name, words):
+    def cannot_load(name: str, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
             public_models.public_lm(str(name), "cpu", "float32", 1)
 
@@ -689,8 +724,8 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(
     cannot_load(public, "pip install transformers accelerate")
 
 
-def test_a_group_shows_its_tasks_where_it_has_no_score_of_its_own_and_its_chance_weighs_their_questions(
-    run, tmp_path, capsys
+def test_a_group_without_a_score_shows_its_tasks_and_their_chance(
+    run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = make_task(tmp_path / "mine", [SUM, SUM])
     make_task(folder, [{"q": "2 + 2 =", "answers": ["1", "2", "3", "4"], "gold": 3}], "four")
@@ -724,7 +759,9 @@ def test_a_group_shows_its_tasks_where_it_has_no_score_of_its_own_and_its_chance
     ] == 0
 
 
-def test_what_cannot_be_scored_or_kept_is_told_before_the_scoring(run, monkeypatch, capsys):
+def test_what_cannot_be_scored_or_kept_is_told_before_the_scoring(
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """A folder that cannot be written, data of another tokenizer, a run without a checkpoint."""
     monkeypatch.setattr(harness, "evaluate", lambda *_: pytest.fail("scored for nothing"))
     (run / "eval").symlink_to("/proc/self")  # not even root may write there
@@ -737,7 +774,7 @@ def test_what_cannot_be_scored_or_kept_is_told_before_the_scoring(run, monkeypat
     assert "was made with another tokenizer" in refused(capsys, harness, run, "--tasks", "demo")
 
 
-def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(finished):
+def test_questions_and_documents_are_true_and_the_same_each_time(finished):
     rows, documents = (
         list(f(str(finished))["validation"])
         for f in (demo_questions.questions, demo_questions.documents)
@@ -786,7 +823,7 @@ def test_who_knows_nothing_scores_chance(finished):
         assert abs(right.mean() - 0.25) < 2 * math.sqrt(0.25 * 0.75 / len(rows))
 
 
-def test_what_was_fetched_is_scored_without_network(tmp_path):
+def test_what_was_fetched_is_scored_without_network(tmp_path: Path):
     """With an empty cache elsewhere, as on another machine. What was not fetched:
     test_what_cannot_be_scored_as_asked_..()."""
     eval_runs.write_run(tmp_path / "run")
@@ -803,7 +840,7 @@ def test_what_was_fetched_is_scored_without_network(tmp_path):
         },
     )
 
-    def command(*arguments, home, url="http://127.0.0.1:1"):
+    def command(*arguments: object, home, url: str = "http://127.0.0.1:1"):
         return process(
             "-m", "eval.harness", *arguments, HF_ENDPOINT=url, HF_HOME=f"{tmp_path / home}"
         )
@@ -831,7 +868,7 @@ def test_the_groups_are_lm_evals_own_tasks():
     assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL)
 
 
-def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path):
+def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path: Path):
     mine = make_task(tmp_path / "mine", [SUM] * 3)
     for name, keys in (("drawn", {"do_sample": True}), ("beams", {"num_beams": 4})):
         make_task(

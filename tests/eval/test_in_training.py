@@ -1,6 +1,9 @@
 """Tests of eval/in_training.py and eval/exchange.py: scores of a run while it trains are the
 harness's own, on one rank and two; a failed or stopped scoring does not end the run."""
 
+import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -17,8 +20,7 @@ from runtime import parallel
 from runtime.config import Config
 from tests.conftest import ALONE, changed, tiny_config, write_shards
 from tests.helpers import eval_runs
-from tests.helpers.faults import back_to, record, rows, saved_steps
-from tests.runtime.test_replicas import on_two_ranks
+from tests.helpers.faults import back_to, on_ranks, record, rows, saved_steps, train_as_rank
 
 WORDS = (
     "run=scored eval.tasks=demo eval.tasks_every=3 eval.tasks_limit=12 checkpoint.at=3"
@@ -161,31 +163,36 @@ def test_a_resume_keeps_the_scores_there_are(scored: Config) -> None:
     assert [row["step"] for row in rows(resumed, "tasks")] == [3, 6]
 
 
-def train_on_a_rank(rank: int, config: Config, broken_rank: int | None) -> None:
-    """`broken_rank` cannot build its questions, for whatever reason."""
+@dataclass
+class Scoring:
+    """What each of two ranks is told."""
+
+    config: Config
+    broken_rank: int | None = None  # which cannot build its questions, for whatever reason
+
+
+def train_and_score(job: Scoring) -> None:
     demo_questions.QUESTIONS = 20
-    if rank == broken_rank:
+    if int(os.environ["RANK"]) == job.broken_rank:
         tasks.watch_requests = mock.Mock(side_effect=ValueError("this rank's copy is damaged"))
-    world = parallel.start(config)
-    train.train(config, world)
-    parallel.finish(world, 0)
+    train_as_rank([job.config])
 
 
 @pytest.mark.parametrize("words", ["parallel.shard=2", "parallel.shard=1"])
-def test_two_ranks_share_the_scoring(words: str, scored: Config) -> None:
+def test_two_ranks_share_the_scoring(words: str, scored: Config, tmp_path: Path) -> None:
     """Of a sharded model too, whose weights no rank has whole."""
     two = changed(scored, f"run=two_{words[-1]} {words}")
-    on_two_ranks(train_on_a_rank, two, None)
+    on_ranks(2, train_and_score, Scoring(two), tmp_path / "log")
     assert scores_by_step(two)[6] == harness_scores(two, 6)
     assert [*scores_by_step(two)] == [3, 6]
 
 
 @pytest.mark.parametrize("broken_rank", [0, 1])
 def test_the_failure_of_one_rank_is_said_and_both_train_on(
-    broken_rank: int, scored: Config
+    broken_rank: int, scored: Config, tmp_path: Path
 ) -> None:
     config = changed(scored, f"run=broken_{broken_rank} parallel.shard=2")
-    on_two_ranks(train_on_a_rank, config, broken_rank)
+    on_ranks(2, train_and_score, Scoring(config, broken_rank), tmp_path / "log")
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5, 6]
     assert (config.run_dir / "summary.json").exists() and not rows(config, "tasks")
     failures = [row for row in rows(config, "event") if row["event"] == "tasks_failed"]
@@ -227,7 +234,7 @@ def test_a_download_that_hangs_is_left_behind_once(base: Config, tmp_path: Path)
     assert "did not load within 1 s" in reasons[0] and "not tried again" in reasons[1]
 
 
-def test_a_stop_while_scoring_is_heard_and_the_scores_follow_after_the_resume(
+def test_a_stop_while_scoring_is_heard_and_the_resume_scores(
     scored: Config,
 ) -> None:
     stopped = changed(scored, "run=stopped")
@@ -269,6 +276,12 @@ def test_what_one_rank_raises_between_exchanges_is_met_by_both(
 
     for error in eval_runs.on_two_ranks(monkeypatch, checkpoint_gather(), work):
         assert isinstance(error, RankFailed) and str(error) == "KeyError: 'gone'"
+
+
+def test_a_task_that_ends_its_process_fails_as_any_other() -> None:
+    """Its rank alone would be gone, and the others would wait for it."""
+    with pytest.raises(RankFailed, match="SystemExit: no data"):
+        work_together(lambda exchange: sys.exit("no data"), ALONE, lambda: False)
 
 
 def test_a_rank_that_fails_tells_the_watchdog_as_often_as_the_others() -> None:

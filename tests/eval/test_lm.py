@@ -65,8 +65,8 @@ def gpt():
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 16])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_any_number_of_ranks_and_any_batch_gives_torchs_cross_entropy_sequence_by_sequence(
-    gpt, micro_batch, size
+def test_any_ranks_and_batch_give_torchs_cross_entropy_by_sequence(
+    gpt, micro_batch: int, size: int
 ):
     left = {"a": [], "b": []}
     # one after the other; the gather of the last hands out what the earlier ones left
@@ -98,7 +98,7 @@ def test_any_number_of_ranks_and_any_batch_gives_torchs_cross_entropy_sequence_b
 
 
 @pytest.mark.parametrize("answers, n", [([False, True], 16), ([False] * 10, 80)])
-def test_an_evaluation_stops_when_asked_to_and_not_before(gpt, answers, n):
+def test_an_evaluation_stops_when_asked_to_and_not_before(gpt, answers: list[bool], n: int):
     """A validation of minutes must not outlast the half minute that a stop request is given."""
     asked = iter(answers)
     found = evaluate(
@@ -159,7 +159,7 @@ def check(got, model, pairs):
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 64])
-def test_loglikelihood_is_the_models_own_token_by_token(micro_batch):
+def test_loglikelihood_is_the_models_own_token_by_token(micro_batch: int):
     lm = build_lm(model := build(), micro_batch)
     got = lm.loglikelihood([request(*pair) for pair in PAIRS])
     check(got, model, PAIRS)
@@ -196,7 +196,7 @@ def test_a_continuation_beyond_the_context_is_scored_whole():
     assert lm.n_truncated == 1  # all but the last token of the first one's context
 
 
-def test_rolling_loglikelihood_is_the_direct_sum_and_minus_the_training_loss():
+def test_rolling_loglikelihood_is_the_direct_sum_and_the_training_loss():
     model, text, wide = build(), words(random.Random(0), 60)[:150], build(replace(TINY, n_ctx=256))
     texts = [text[:n] for n in (1, 32, 33, 65, 150)]
     got = build_lm(model).loglikelihood_rolling([*map(request, texts)])
@@ -251,7 +251,7 @@ def test_a_tokenizer_that_begins_texts_does_so_as_in_hflm():
 def test_generate_until_is_greedy_and_stops_where_asked():
     model, calls = build(), []
 
-    def answers(lm, prompts, until=(), n=12):
+    def answers(lm, prompts, until=(), n: int = 12):
         return lm.generate_until(
             [request(prompt, {"until": until, "max_gen_toks": n}) for prompt in prompts]
         )
@@ -282,8 +282,8 @@ def test_generate_until_is_greedy_and_stops_where_asked():
 
 
 @pytest.mark.parametrize("micro_batch, n_shots", [(1, 12), (50, 12), (1, 0), (50, 0)])
-def test_shared_contexts_score_as_each_alone_for_little_more_than_half_of_the_tokens(
-    micro_batch, n_shots, monkeypatch
+def test_shared_contexts_score_as_each_alone_for_half_of_the_tokens(
+    micro_batch: int, n_shots: int, monkeypatch: pytest.MonkeyPatch
 ):
     """No forward pass is longer than micro_batch contexts, and of a long context as much as
     LONG_ROW counts. The head sees scored positions alone, a few at a time; lm-eval moves a
@@ -317,7 +317,7 @@ def test_shared_contexts_score_as_each_alone_for_little_more_than_half_of_the_to
     assert max(seen) == 2 * 90
 
 
-def test_ranks_share_the_batches_and_answer_as_one_bit_for_bit(monkeypatch):
+def test_ranks_share_the_batches_and_answer_as_one_bit_for_bit(monkeypatch: pytest.MonkeyPatch):
     """Ranks that are threads here; processes, by the command: tests/eval/test_harness.py."""
     rng, batches = random.Random(3), {}
     requests = [request(words(rng, 3), " " + words(rng, 1)) for _ in range(20)]

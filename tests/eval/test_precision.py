@@ -6,6 +6,8 @@ import os
 import shutil
 import types
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -37,7 +39,7 @@ EIGHT = [
 
 
 @pytest.fixture(scope="module")
-def trained(data_dir, tmp_path_factory):
+def trained(data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """A BF16 run and an FP8 run with a choice of Linears of its own, as train.py leaves them."""
     folder = tmp_path_factory.mktemp("inference")
     config = replace(
@@ -54,18 +56,18 @@ def trained(data_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def runs(trained, tmp_path):
+def runs(trained, tmp_path: Path):
     with mock.patch.dict(os.environ):  # which the harness changes
         yield shutil.copytree(trained, tmp_path / "out")
 
 
-def by_hand(run, recipe, names):
+def by_hand(run: Path, recipe: str, names):
     """The run's plain model, the named Linears replaced by a matmul in fp64, both operands
     quantised without any code of ours."""
     model, _ = load_model(run)
     for name in names:
 
-        def forward(self, x):
+        def forward(self, x: torch.Tensor):
             (of_x, of_weight, *_), rows = OPERANDS[recipe], x.reshape(-1, x.size(-1))
             y = quantised(rows, of_x, 1)[0] @ quantised(self.weight, of_weight, 1)[0].T
             return y.view(*x.shape[:-1], -1).to(x.dtype)
@@ -75,7 +77,7 @@ def by_hand(run, recipe, names):
     return model
 
 
-def load(run, recipe="off"):
+def load(run: Path, recipe: str = "off"):
     return inference.load_for_inference(str(run), "cpu", "bfloat16", recipe)
 
 
@@ -141,7 +143,9 @@ def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
     assert torch.equal(plain(torch.arange(20)[None]), cast_at_use(torch.arange(20)[None]))
 
 
-def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, capsys):
+def test_losses_are_those_that_training_reported_and_the_gap_is_paired(
+    runs, capsys: pytest.CaptureFixture[str]
+):
     call(precision, runs / "fp8", "recipes=tensorwise,rowwise")
     out = capsys.readouterr().out
     record, summary = (
@@ -172,7 +176,7 @@ def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, cap
     )
 
 
-def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
+def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys: pytest.CaptureFixture[str]):
     recipes = ["tensorwise", "cscale", "mxfp8", "auto"]
     call(precision, runs / "bf16", f"recipes={','.join(recipes)}", "micro_batch=5")
     record, out = read_json(runs / "bf16/eval/precision.json"), capsys.readouterr().out
@@ -213,7 +217,7 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
     assert [*rows[0]["activation"].values()] == seen[0], "the sources take turns in what is probed"
 
 
-def test_tasks_are_scored_through_fp8_matmuls(runs, capsys):
+def test_tasks_are_scored_through_fp8_matmuls(runs, capsys: pytest.CaptureFixture[str]):
     for arguments in ([], ["fp8=rowwise"], ["fp8=rowwise", "limit=3"]):
         call(harness, runs / "bf16", "tasks=val_ppl", *arguments)
     out = capsys.readouterr().out
@@ -230,7 +234,7 @@ def test_tasks_are_scored_through_fp8_matmuls(runs, capsys):
     assert a != b == pytest.approx(a, rel=0.02) and plain["step"] == 8
 
 
-def test_a_sample_in_fp8_is_the_converted_models(runs, capsys):
+def test_a_sample_in_fp8_is_the_converted_models(runs, capsys: pytest.CaptureFixture[str]):
     call(sample, runs / "bf16", "ab", "tokens=12", "temperature=0", "fp8=rowwise")
     out, err = capsys.readouterr()
     reference = by_hand(runs / "bf16", "rowwise", EIGHT)
@@ -238,12 +242,12 @@ def test_a_sample_in_fp8_is_the_converted_models(runs, capsys):
     assert "8 of 9 Linears" in err and "slower than BF16" in err and len(err.splitlines()) == 2
 
 
-def test_a_loss_that_is_no_number_and_all_arms_of_one_checkpoint_though_the_run_writes_another(
-    runs, monkeypatch, capsys
+def test_all_arms_are_of_one_checkpoint_though_the_run_writes_another(
+    runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """It is null in JSON and nan in the table."""
 
-    def broken(run, *arguments):
+    def broken(run: Path, *arguments: object):
         loaded = inference.load_for_inference(run, *arguments)
         if arguments[2] != "off":
             loaded.model.layers[0].mlp.down.weight.data.fill_(math.nan)
@@ -269,7 +273,11 @@ def test_a_loss_that_is_no_number_and_all_arms_of_one_checkpoint_though_the_run_
     [(harness, "fp8=rowwise"), (sample, "fp8=rowwise"), (precision, "recipes=rowwise")],
 )
 def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(
-    runs, capsys, monkeypatch, entry, argument
+    runs,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    entry: ModuleType,
+    argument: str,
 ):
     monkeypatch.setattr(
         inference, "load_model", lambda *a, **k: pytest.fail("the checkpoint was read")

@@ -4,8 +4,11 @@ transformers: eval/test_export.py."""
 import io
 import json
 import random
+from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +90,7 @@ class TwoEnds(Tokenizer):
     ends = (256, *b"E")
 
 
-def shown(steps, tokenizer, prompt="", n=1):
+def shown(steps, tokenizer, prompt: str = "", n: int = 1):
     """What stands on the screen after each step, and at the end."""
     out, seen = io.StringIO(), []
 
@@ -115,7 +118,7 @@ def test_continuations_stand_below_each_other_the_first_as_it_grows():
     ]
 
 
-def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_the_decoder():
+def test_streamed_pieces_are_whole_characters_that_add_up_to_the_text():
     """GPT-2's tokens cut characters; SentencePiece's decoder eats the very first blank and spells
     unknown bytes one by one."""
     # ends within a character
@@ -171,7 +174,9 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
         )
 
 
-def test_sample_prints_prompt_and_continuation(run, capsys):
+def test_sample_prints_prompt_and_continuation(
+    run: Callable[..., str], capsys: pytest.CaptureFixture[str]
+):
     text, texts = "hello" + greedy_text(build(), b"hello", 20), []
     for n in (1, 3):
         call(
@@ -205,7 +210,7 @@ def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
         assert [inference.prompt_ids(tokenizer, prompt) for prompt in ("ab", "")] == want
 
 
-def test_a_prompt_that_spells_a_special_token_holds_it_and_plain_text_does_not():
+def test_a_prompt_may_spell_a_special_token_and_plain_text_may_not():
     """As transformers and nanoGPT's sample.py read it; data that spells it stays text."""
     gpt2 = load_tokenizer("gpt2")
     assert inference.prompt_ids(gpt2, "<|endoftext|>Once<|endoftext|>") == [
@@ -219,7 +224,7 @@ def test_a_prompt_that_spells_a_special_token_holds_it_and_plain_text_does_not()
     )
 
 
-def test_a_folders_special_tokens_are_read_from_a_prompt_as_transformers_reads_them(tmp_path):
+def test_special_tokens_of_a_prompt_are_read_as_transformers_reads_them(tmp_path: Path):
     theirs = AutoTokenizer.from_pretrained(
         write_tokenizer(tmp_path / "tok", spare=3, post_processor=BEGINS)
     )
@@ -244,7 +249,7 @@ def test_a_continuation_ends_at_any_of_the_tokenizers_ends():
 
 
 @pytest.mark.parametrize("temperature, value", [(0, torch.nan), (0, torch.inf), (1, torch.nan)])
-def test_a_model_that_has_diverged_gets_a_sentence(temperature, value):
+def test_a_model_that_has_diverged_gets_a_sentence(temperature: int, value: float):
     model = rigged(lambda h: torch.zeros(len(h), 384).index_fill(1, torch.tensor([5]), value))
     with pytest.raises(UserError, match="the model's logits are not finite numbers"):
         generate(model, torch.zeros(1, 1, dtype=torch.int64), 1, temperature)
@@ -261,7 +266,9 @@ MANIFEST = "checkpoints/step_00000001/manifest.json"
         ("summary.json", {"tokenizer_sha256": "f" * 64}),
     ],
 )
-def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(run, capsys, name, content):
+def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(
+    run: Callable[..., str], capsys: pytest.CaptureFixture[str], name: str, content: dict[str, Any]
+):
     """As many ids, other text: nothing else would tell. The newest checkpoint decides, before a
     summary of another time."""
     (run / name).write_text(json.dumps(content))

@@ -6,6 +6,9 @@ import json
 import math
 import random
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +21,11 @@ N = 400
 out = pytest.fixture(lambda tmp_path: tmp_path / "out")
 
 
-def digest(*hashes):
+def digest(*hashes: object):
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def answers(task, seed, n=N):
+def answers(task: str, seed: int, n=N):
     """Logged samples of a multiple-choice task: a third of the questions is answered alike by
     everybody."""
     shared, own = random.Random(task), random.Random(f"{task}{seed}")
@@ -37,7 +40,7 @@ def answers(task, seed, n=N):
     ]
 
 
-def mean_row(rows, **more):
+def mean_row(rows: list[dict], **more: object):
     x = np.array([row["acc"] for row in rows])
     return {
         "acc": x.mean(),
@@ -49,11 +52,11 @@ def mean_row(rows, **more):
     }
 
 
-def write_log(path, rows):
+def write_log(path: Path, rows: list[dict]):
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
-def write(folder, name="core", summary=(), tasks=(), samples=(), **more):
+def write(folder, name: str = "core", summary=(), tasks=(), samples=(), **more: object):
     """A record below a run's eval/, its tasks given as rows of samples, whose log lies beside it,
     or as they stand there."""
     (folder / "eval").mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,7 @@ def write(folder, name="core", summary=(), tasks=(), samples=(), **more):
     edit(folder / "summary.json", **dict(summary))
 
 
-def summary(recipe, pair="p", size=10**8, **more):
+def summary(recipe: str, pair: str = "p", size=10**8, **more: object):
     return {
         "pair_id": pair,
         "precision": {"recipe": recipe},
@@ -93,11 +96,11 @@ def pair(out):
     return [*both.values()]
 
 
-def page(*paths):
+def page(*paths: object):
     return table.build(table_rows.read_models(paths))
 
 
-def cells(text, first):
+def cells(text: str, first):
     (line,) = (line for line in text.splitlines() if line.startswith(f"| {first} "))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -131,7 +134,7 @@ def test_an_fp8_run_stands_below_its_partner_with_the_paired_difference(out, pai
     assert cells(page(out), "run_tensorwise, FP8 inference (tensorwise)")[3] == "FP8 tensorwise"
 
 
-def test_what_is_no_partner_and_how_models_are_named(out, pair, monkeypatch):
+def test_what_is_no_partner_and_how_models_are_named(out, pair, monkeypatch: pytest.MonkeyPatch):
     """No repeat, branch that was switched to BF16, FP4, run of another pair, other dtype; all
     before run_bf16 by name."""
     rows = answers("arc_easy", 3)
@@ -172,7 +175,9 @@ def test_what_is_no_partner_and_how_models_are_named(out, pair, monkeypatch):
 
 
 @pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "perplexity"])
-def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(tmp_path, metric):
+def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(
+    tmp_path: Path, metric: str
+):
     rng, arms = np.random.default_rng(1), []
     hard, size = (
         rng.normal(3, 0.5, N),
@@ -213,7 +218,9 @@ def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(tmp_pa
         lambda path, rows: write_log(path, [row | {"acc": 1.0} for row in rows]),
     ],
 )
-def test_logs_that_do_not_belong_to_the_score_give_no_error_bar(out, pair, damage):
+def test_logs_that_do_not_belong_to_the_score_give_no_error_bar(
+    out, pair, damage: Callable[..., Any]
+):
     """Missing, cut, of other documents, in another order, of other answers."""
     damage(out / "run_tensorwise/eval/core_arc_easy.gz", pair[1])
     assert cells(page(out), "*minus run_bf16*")[-1] == shown(pair[1], pair[0]).partition(" ")[0]
@@ -277,7 +284,7 @@ def test_limited_scores_and_other_documents_never_share_a_column(out):
     )
 
 
-def test_scores_of_a_step_before_the_end_are_not_the_runs_and_of_two_scorings_the_newest_counts(
+def test_scores_of_an_earlier_step_or_an_older_scoring_do_not_count(
     out,
 ):
     """Scored at step 500 of 1,000, later once more; the partner at 1,000 only. Steps are compared
@@ -325,8 +332,8 @@ def test_scores_of_a_step_before_the_end_are_not_the_runs_and_of_two_scorings_th
     )
 
 
-def test_the_command_writes_the_page_and_figures_of_scores_errors_and_chance(
-    tmp_path, out, pair, capsys
+def test_the_command_writes_the_page_and_figures_of_scores(
+    tmp_path: Path, out, pair, capsys: pytest.CaptureFixture[str]
 ):
     (out / "run_bf16/eval/precision.json").write_text("{}")  # eval.precision's, no record
     call(table, out, f"out={tmp_path / 'table'}")
@@ -358,7 +365,10 @@ def test_the_command_writes_the_page_and_figures_of_scores_errors_and_chance(
 
 @pytest.mark.parametrize("content", ["{", "[1]", "{}", '{"tasks": {"piqa": 1}}', None])
 def test_damaged_records_and_paths_without_scores_get_a_sentence(
-    tmp_path, monkeypatch, capsys, content
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
 ):
     monkeypatch.chdir(tmp_path)
     (folder := tmp_path / "out" / "run" / "eval").mkdir(parents=True)

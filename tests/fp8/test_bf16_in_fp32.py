@@ -2,6 +2,7 @@
 and are evaluated by them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from fp8 import bf16_in_fp32
 from lib.errors import UserError
 from model import Attention, GPTConfig, Linear
 from runtime import parallel
+from runtime.config import Config
 from tests.conftest import changed
 
 SIZE = GPTConfig(n_layer=2, n_head=2, n_embd=64, n_ffn=96, n_ctx=32, vocab_size=257)
@@ -64,7 +66,9 @@ def test_attention_is_nearer_to_fp64_than_torchs_own_in_bf16():
 
 
 @pytest.mark.parametrize("recipe", ["off", "mxfp8"])
-def test_a_run_trains_as_one_with_the_cpus_own_matmuls(recipe, tiny, run):
+def test_a_run_trains_as_one_with_the_cpus_own_matmuls(
+    recipe: str, tiny: Config, run: Callable[..., str]
+):
     losses = {}
     for name, choice in ("own", "false"), ("fp32", "true"):
         config = changed(replace(tiny, run=name), f"fp8.recipe={recipe} parallel.cpu_fp32={choice}")
@@ -75,7 +79,7 @@ def test_a_run_trains_as_one_with_the_cpus_own_matmuls(recipe, tiny, run):
         assert losses["fp32"]["loss_bf16"] == losses["fp32"]["loss_as_trained"]
 
 
-def test_several_processes_are_refused(tiny, monkeypatch):
+def test_several_processes_are_refused(tiny: Config, monkeypatch: pytest.MonkeyPatch):
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "2",

@@ -60,7 +60,7 @@ def test_the_start_says_who_casts_and_why() -> None:
         ("auto", False, EmulatedLinear, EmulatedLinear),
     ],
 )
-def test_the_loss_of_a_head_is_within_its_matmul_only_where_kernels_are_asked_for(
+def test_a_heads_loss_is_within_its_matmul_only_with_kernels(
     kernels: bool | str, has_kernels: bool, block: type, head: type
 ) -> None:
     """The scale of its gradient is then a bound's, not torchao's: another arm."""

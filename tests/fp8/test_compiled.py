@@ -18,7 +18,7 @@ from fp8.recipes import RECIPES
 from fp8.rounding import noise_at
 from model import GPT, RMSNorm
 from runtime import parallel
-from runtime.config import FP8Config
+from runtime.config import Config, FP8Config
 from tests.helpers.fp8_models import distance, linear, operands, passes
 
 LABELS = ("cscale", "rowwise_with_gw_hp", "mxfp8", "tensorwise+kernels+delayed")
@@ -44,7 +44,7 @@ class Piece(torch.nn.Module):
         self.head = FP8Head(plain, RECIPES["tensorwise"], is_delayed=True)
         self.scales = DelayedScales(self)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor):
         x = self.norm(x)
         losses = self.token_losses(self.kernels(x), torch.arange(len(x)))
         return *(holder(x) for holder in self.linears), losses
@@ -106,7 +106,7 @@ def compiled() -> Piece:
 
 
 @pytest.fixture(scope="module")
-def steps(compiled) -> list[tuple[Taken, Taken]]:
+def steps(compiled: Piece) -> list[tuple[Taken, Taken]]:
     """Each of STEPS, compiled and eager. Fused kernels keep fp32 where eager ones round to BF16 in
     between, and a value at the edge of a float8 step then falls to the other side: those roundings
     are kept here, so that both agree closely."""
@@ -115,7 +115,7 @@ def steps(compiled) -> list[tuple[Taken, Taken]]:
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)), ids=["first", "after all has changed"])
-def test_outputs_and_gradients_are_those_of_eager(steps, number):
+def test_outputs_and_gradients_are_those_of_eager(steps: list[tuple[Taken, Taken]], number: int):
     computed, eager = steps[number]
     distances = list(map(distance, computed.numbers, eager.numbers))
     assert all(d < MOST for d in distances[:-2]), distances  # 1e-7 where sums are in one order
@@ -123,7 +123,7 @@ def test_outputs_and_gradients_are_those_of_eager(steps, number):
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)), ids=["first", "after all has changed"])
-def test_delayed_scales_are_those_of_eager(steps, number):
+def test_delayed_scales_are_those_of_eager(steps: list[tuple[Taken, Taken]], number: int):
     computed, eager = steps[number]
     # the head's gradient has a bound
     assert set(computed.scales) == {"linears.3.0.x", "linears.3.0.g", "head.x"}
@@ -132,7 +132,7 @@ def test_delayed_scales_are_those_of_eager(steps, number):
         assert computed.scales[name] == pytest.approx(history, rel=MOST), name
 
 
-def test_in_bf16_leaves_the_compiled_graph(compiled):
+def test_in_bf16_leaves_the_compiled_graph(compiled: Piece):
     (x, _, _), (_, w, _) = operands("opposed"), operands("random")
     expected = compiled.norm(x) @ w.bfloat16().T
     with in_bf16(compiled), torch.no_grad():
@@ -176,7 +176,11 @@ def test_compiled_noise_of_stochastic_rounding_has_eagers_bits():
     ],
 )
 def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(
-    tiny, monkeypatch, recipe, recipes_chosen, is_set
+    tiny: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    recipes_chosen: list[str],
+    is_set: bool,
 ):
     """Otherwise a compiled rowwise Linear after an RMSNorm turns NaN (pytorch#150859)."""
     compiling = replace(tiny.parallel, compile=True)

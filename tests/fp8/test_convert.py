@@ -12,17 +12,17 @@ WIDE = {"head_size": 64, "n_kv_head": 1}  # 128 channels of attention in a width
 
 
 @pytest.fixture(autouse=True)
-def no_float8_matmul(monkeypatch):
+def no_float8_matmul(monkeypatch: pytest.MonkeyPatch):
     """On a CPU recipes are emulated, always."""
 
-    def fail(*_, **__):
+    def fail(*_: object, **__: object):
         pytest.fail("torch._scaled_mm was called on a CPU")
 
     monkeypatch.setattr(torch, "_scaled_mm", fail)
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_names_dtypes_and_weights_are_those_of_the_plain_model(label):
+def test_names_dtypes_and_weights_are_those_of_the_plain_model(label: str):
     (plain, _), (model, _) = build(), build(label, head=True)
     expected, state = plain.state_dict(), model.state_dict()
     assert list(state) == list(expected)
@@ -33,7 +33,7 @@ def test_names_dtypes_and_weights_are_those_of_the_plain_model(label):
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_every_linear_gets_the_recipe(label):
+def test_every_linear_gets_the_recipe(label: str):
     _, layers = build(label, head=True)
     expected = (label.removesuffix("+kernels"), label in KERNELS)
     assert [(layer.recipe, layer.kernels) for layer in layers] == 9 * [expected]
@@ -41,7 +41,7 @@ def test_every_linear_gets_the_recipe(label):
 
 @pytest.mark.parametrize("sizes", [{}, WIDE], ids=["", "wide heads"])
 @pytest.mark.parametrize("label", LABELS)
-def test_the_loss_is_near_that_of_bf16_and_not_equal(label, sizes):
+def test_the_loss_is_near_that_of_bf16_and_not_equal(label: str, sizes: dict[str, int]):
     """Equal would be training in BF16 under an FP8 name."""
     (plain, _), (model, _) = build(**sizes), build(label, head=not sizes, **sizes)
     bf16, loss = plain(*tokens()).sum(), model(*tokens()).sum()
@@ -50,7 +50,7 @@ def test_the_loss_is_near_that_of_bf16_and_not_equal(label, sizes):
 
 @pytest.mark.parametrize("sizes", [{}, WIDE], ids=["", "wide heads"])
 @pytest.mark.parametrize("label", LABELS)
-def test_every_weight_has_a_finite_gradient_in_fp32(label, sizes):
+def test_every_weight_has_a_finite_gradient_in_fp32(label: str, sizes: dict[str, int]):
     model, _ = build(label, head=not sizes, **sizes)
     model(*tokens()).sum().backward()
     for name, weight in model.named_parameters():
@@ -66,7 +66,7 @@ def test_heads_wider_than_their_share_are_converted_whole():
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_in_bf16_it_is_the_plain_model_even_after_an_error(label):
+def test_in_bf16_it_is_the_plain_model_even_after_an_error(label: str):
     (plain, _), (model, _), (x, y) = build(), build(label, head=True), tokens()
     losses = model(x, y)
     with torch.no_grad():

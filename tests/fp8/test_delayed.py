@@ -4,6 +4,7 @@ resumes. A NaN on one rank: fp8/test_sharded.py; compiled: fp8/test_compiled.py.
 import json
 import math
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ QKV = "layers.0.attn.qkv.x"
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def made(label: str = "tensorwise+kernels+delayed", **changes) -> tuple[GPT, DelayedScales]:
+def made(label: str = "tensorwise+kernels+delayed", **changes: object) -> tuple[GPT, DelayedScales]:
     """A model of one block, and its scales."""
     model = build(label, n_layer=1, **changes)[0]
     return model, DelayedScales(model)
@@ -117,7 +118,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module", params=["tensorwise", "tensorwise_gw_hp", "amax"])
-def steps(request) -> list[Seen]:
+def steps(request: pytest.FixtureRequest) -> list[Seen]:
     """Nine steps of two micro-batches; loss scales differ, as numbers of targets do."""
     recipe = request.param
     model, scales = made(f"{recipe}+kernels+delayed", head=recipe != "amax")
@@ -144,14 +145,14 @@ def steps(request) -> list[Seen]:
 
 
 @pytest.mark.parametrize("number", range(9))
-def test_scales_follow_the_amaxes_of_four_steps_times_a_margin(steps, number):
+def test_scales_follow_the_amaxes_of_four_steps_times_a_margin(steps: list[Seen], number: int):
     seen = steps[number]
     expected = pytest.approx(seen.simulated, rel=1e-6)
     assert {key: seen.scales[key] for key in seen.simulated} == expected
 
 
 @pytest.mark.parametrize("number", range(9))
-def test_saturated_tensors_are_named_and_counted(steps, number):
+def test_saturated_tensors_are_named_and_counted(steps: list[Seen], number: int):
     seen = steps[number]
     assert seen.saturated == seen.simulated_saturated
     assert seen.count >= len(seen.saturated)
@@ -159,7 +160,7 @@ def test_saturated_tensors_are_named_and_counted(steps, number):
         assert ("layers.0.mlp.gate_up.x" in seen.saturated) == (number == SPIKE)
 
 
-def test_of_a_head_with_a_fused_loss_the_input_alone_has_a_scale(steps):
+def test_of_a_head_with_a_fused_loss_the_input_alone_has_a_scale(steps: list[Seen]):
     """Its gradient has a bound."""
     for seen in steps:
         assert set(seen.scales) - set(seen.simulated) <= {"head.x"}
@@ -169,7 +170,7 @@ def test_of_a_head_with_a_fused_loss_the_input_alone_has_a_scale(steps):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 0.0, float("inf")])
-def test_a_tensor_without_finite_values_leaves_no_trace(bad):
+def test_a_tensor_without_finite_values_leaves_no_trace(bad: float):
     """Infinity in one channel of many: the tensor is saturated."""
     model, scales = made()
     for seed in range(2):
@@ -196,7 +197,7 @@ def test_an_evaluation_changes_no_scale():
     assert set(buffers(model, "amax").values()) == {0.0}
 
 
-def test_the_largest_of_all_ranks_counts(monkeypatch):
+def test_the_largest_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch):
     (model, alone), other_amaxes = made(), torch.rand(8) * 1e4
     scales = DelayedScales(model, ranks=2)
     # by the other rank, none of whose values is NaN
@@ -226,27 +227,29 @@ def state(config: Config, step: int = 6) -> dict[str, list[float]]:
 
 
 @pytest.fixture
-def whole(tiny, run) -> Config:
+def whole(tiny: Config, run: Callable[..., str]) -> Config:
     """A finished run with delayed scales."""
     config = replace(tiny, run="whole", fp8=DELAYED, eval=replace(tiny.eval, every=3))
     run(config)
     return config
 
 
-def test_a_checkpoint_holds_the_history_of_each_tensor(whole):
+def test_a_checkpoint_holds_the_history_of_each_tensor(whole: Config):
     histories = [row[:4] for row in state(whole).values()]
     assert len(histories) == 16
     assert all(0 < min(history) < 1e4 for history in histories)
 
 
-def test_a_resume_is_bit_exact(whole, run):
+def test_a_resume_is_bit_exact(whole: Config, run: Callable[..., str]):
     expected = faults.record(whole), state(whole)
     faults.back_to(whole, 3)
     run(whole)
     assert (faults.record(whole), state(whole)) == expected
 
 
-def test_two_ranks_have_the_scales_of_one_and_one_goes_on_from_them(whole, run):
+def test_two_ranks_have_the_scales_of_one_and_one_goes_on_from_them(
+    whole: Config, run: Callable[..., str]
+):
     two = replace(whole, run="two", data=replace(whole.data, micro_batch=2))
     started = faults.Run(two, ranks=2)
     assert set(started.wait()) == {0}, started.output
@@ -262,7 +265,9 @@ def test_two_ranks_have_the_scales_of_one_and_one_goes_on_from_them(whole, run):
     assert state(two).keys() == state(whole).keys()
 
 
-def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, run, monkeypatch):
+def test_a_spike_is_a_row_and_the_loss_stays_finite(
+    tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
     delayed, original, begun = replace(tiny, fp8=DELAYED), DelayedScales.begin, []
 
     def begin(self, loss_scale):
@@ -281,7 +286,9 @@ def test_a_spike_is_a_row_and_the_loss_stays_finite(tiny, run, monkeypatch):
     assert all(row["loss"] < 10 for row in faults.rows(delayed))
 
 
-def test_a_rank_without_a_row_of_a_norm_takes_the_bounds_of_the_others(monkeypatch) -> None:
+def test_a_rank_without_a_row_of_a_norm_takes_the_bounds_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As FSDP2 leaves it on more ranks than rows: an empty shard."""
     model = build("tensorwise+kernels+bounded", n_layer=1)[0]
     whole = BoundedScales(model)

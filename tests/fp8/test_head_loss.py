@@ -62,12 +62,12 @@ class Computed:
 
 
 @pytest.fixture(params=[("tensorwise", True), ("tensorwise", False), ("amax", True)], ids=str)
-def computed(request, monkeypatch) -> Computed:
+def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Computed:
     name, masked = request.param
     recipe = replace(RECIPES[name], fast_backward=not masked)
     scales = []
 
-    def noted(*arguments):
+    def noted(*arguments: object):
         scales.append(arguments[-1].double())
         return cross_entropy_grad(*arguments)
 
@@ -87,32 +87,32 @@ def computed(request, monkeypatch) -> Computed:
     )
 
 
-def test_losses_are_those_of_fp64(computed):
+def test_losses_are_those_of_fp64(computed: Computed):
     torch.testing.assert_close(
         computed.losses.double(), computed.expected_losses, rtol=1e-6, atol=1e-6
     )
 
 
-def test_gradients_are_those_of_fp64(computed):
+def test_gradients_are_those_of_fp64(computed: Computed):
     scale = computed.scale
     grad = (computed.expected_grad.float() * scale.float()).to(E5M2).double() / scale
     assert distance(computed.grad_h, grad @ computed.qw) < 4e-3
     assert distance(computed.grad_w, grad.T @ computed.qh) < 1e-4
 
 
-def test_the_gradients_bound_holds_and_wastes_no_range(computed):
+def test_the_gradients_bound_holds_and_wastes_no_range(computed: Computed):
     assert (computed.expected_grad * computed.scale).abs().max() <= 57344
     assert computed.scale * computed.factors.max() > 28000
 
 
-def test_a_token_without_target_has_no_loss_and_no_gradient(computed):
+def test_a_token_without_target_has_no_loss_and_no_gradient(computed: Computed):
     has_target = computed.targets != -100
     assert torch.equal(computed.losses != 0, has_target)
     assert torch.equal(computed.grad_h.any(1), has_target)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_gradients_through_the_log_sum_exp_are_those_of_fp64(masked):
+def test_gradients_through_the_log_sum_exp_are_those_of_fp64(masked: bool):
     """Of 0.02 lse^2 beside the loss, by autograd from explicitly quantised operands; the logits'
     gradient is rounded once, with the scale of the bound."""
     recipe = RECIPES["tensorwise"]
@@ -138,14 +138,14 @@ def test_gradients_through_the_log_sum_exp_are_those_of_fp64(masked):
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
-def test_backward_matmuls_of_the_head_accumulate_fast_where_asked(is_fast, matmuls):  # noqa: F811
+def test_backward_matmuls_of_the_head_accumulate_fast_where_asked(is_fast: bool, matmuls):  # noqa: F811
     head_loss(*head_case(), replace(RECIPES["tensorwise"], fast_backward=is_fast))
     assert matmuls == due(is_fast)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("operand", ["h", "w", "factor"])
-def test_what_is_not_finite_reaches_the_loss_or_its_gradient(operand, bad):
+def test_what_is_not_finite_reaches_the_loss_or_its_gradient(operand: str, bad: float):
     h, w, targets, factors = head_case()
     {"h": h, "w": w, "factor": factors[None]}[operand][0, 3] = bad
     losses, *gradients = head_loss(h, w, targets, factors)
@@ -181,7 +181,7 @@ def test_a_head_in_chunks_has_the_losses_and_gradients_of_one_in_one_piece():
 
 @pytest.mark.parametrize("with_z", [False, True])
 @pytest.mark.parametrize("label", ["tensorwise+kernels", "amax+kernels"])
-def test_a_models_loss_is_the_same_whether_its_head_fuses_it_or_not(label, with_z):
+def test_a_models_loss_is_the_same_whether_its_head_fuses_it_or_not(label: str, with_z: bool):
     """Whatever GPT.token_losses() adds to the loss of logits, the fused head must add too; a head
     with hooks does not fuse."""
     fused, plain = (build(label, head=True)[0] for _ in range(2))

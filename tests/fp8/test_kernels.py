@@ -14,6 +14,7 @@ from fp8.matmul import scaled_mm
 from fp8.recipes import E4M3, E5M2, from_label
 from model import GPT, GPTConfig
 from runtime import parallel
+from runtime.config import Config
 from tests.conftest import ALONE
 from tests.helpers.fp8_models import (
     KERNELS,
@@ -42,12 +43,12 @@ Matmul = tuple[torch.dtype, torch.dtype, bool, torch.dtype]
 
 
 @pytest.fixture
-def matmuls(monkeypatch) -> list[Matmul]:
+def matmuls(monkeypatch: pytest.MonkeyPatch) -> list[Matmul]:
     """The float8 matmuls of our kernels. A CPU takes any layout; a GPU needs the second operand
     column-major, and fast accumulation changes only its numbers."""
     calls: list[Matmul] = []
 
-    def spy(a, a_inverse, b, b_inverse, dtype, fast=False):
+    def spy(a, a_inverse, b, b_inverse, dtype, fast: bool = False):
         assert a.is_contiguous() and b.t().is_contiguous()
         assert all(n % 16 == 0 for n in b.shape)
         calls.append((a.dtype, b.dtype, fast, dtype))
@@ -74,7 +75,7 @@ def torchao_label(label: str) -> str:
 @pytest.mark.parametrize("has_copies", [True, False], ids=["copies", "cast at each use"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", KERNELS)
-def test_every_bit_is_torchaos(label, kind, has_copies, emulated_scaled_mm):
+def test_every_bit_is_torchaos(label: str, kind: str, has_copies: bool, emulated_scaled_mm: None):
     """Except that our fp32 weight gradient is not rounded to BF16 in between; rounded, it is
     torchao's."""
     x, w, g = operands(kind)
@@ -90,7 +91,9 @@ def test_every_bit_is_torchaos(label, kind, has_copies, emulated_scaled_mm):
 
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("label", KERNELS)
-def test_backward_matmuls_accumulate_fast_where_that_is_asked_for(label, is_fast, matmuls):
+def test_backward_matmuls_accumulate_fast_where_that_is_asked_for(
+    label: str, is_fast: bool, matmuls: list[Matmul]
+):
     x, w, g = operands("random")
     passes(linear(w, f"{label}+fast_backward" if is_fast else label), x, g)
     assert matmuls == due(is_fast, "gw_hp" in label)
@@ -98,7 +101,9 @@ def test_backward_matmuls_accumulate_fast_where_that_is_asked_for(label, is_fast
 
 @pytest.mark.parametrize("n_tokens", [32, 5])
 @pytest.mark.parametrize("label", KERNELS)
-def test_without_gradients_any_number_of_tokens_is_multiplied(label, n_tokens, emulated_scaled_mm):
+def test_without_gradients_any_number_of_tokens_is_multiplied(
+    label: str, n_tokens: int, emulated_scaled_mm: None
+):
     """As sampling has them: nothing is transposed there."""
     x, w, _ = operands("random")
     ours, torchaos = linear(w, label), linear(w, torchao_label(label), "cuda")
@@ -109,7 +114,9 @@ def test_without_gradients_any_number_of_tokens_is_multiplied(label, n_tokens, e
 @pytest.mark.parametrize("bad", NOT_FINITE)
 @pytest.mark.parametrize("operand", range(3), ids=["input", "weight", "gradient"])
 @pytest.mark.parametrize("label", KERNELS)
-def test_what_is_not_finite_spreads_as_with_torchao(label, operand, bad, emulated_scaled_mm):
+def test_what_is_not_finite_spreads_as_with_torchao(
+    label: str, operand: int, bad: float, emulated_scaled_mm: None
+):
     tensors = operands("random")
     tensors[operand][5, 7] = bad
     x, w, g = tensors
@@ -123,7 +130,9 @@ def test_what_is_not_finite_spreads_as_with_torchao(label, operand, bad, emulate
 @pytest.mark.parametrize(
     "label, nbytes", [("tensorwise", 2), ("tensorwise+kernels", 1), ("tensorwise_gw_hp+kernels", 2)]
 )
-def test_one_byte_a_value_is_kept_for_the_backward_pass(label, nbytes, emulated_scaled_mm):
+def test_one_byte_a_value_is_kept_for_the_backward_pass(
+    label: str, nbytes: int, emulated_scaled_mm: None
+):
     """One Linear, eager: BF16 keeps x, 2 bytes a value, as torchao does; ours the FP8 transpose, 1;
     scales aside."""
     x, w, _ = operands("random")
@@ -158,12 +167,12 @@ LABELS = ["off", "tensorwise+kernels"]
 
 
 @pytest.fixture(params=LABELS)
-def label(request) -> str:
+def label(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def ours(tiny, label) -> GPT:
+def ours(tiny: Config, label: str) -> GPT:
     """A model of one block on our kernels, its head too, with lasting copies of its weights."""
     config = replace(
         tiny,
@@ -177,7 +186,7 @@ def ours(tiny, label) -> GPT:
 
 
 @pytest.fixture
-def plain(label) -> GPT:
+def plain(label: str) -> GPT:
     """The same model, which casts at each use."""
     return without_copies(build(label, head=label != "off", n_layer=1)[0])
 
@@ -196,7 +205,7 @@ def copies(model: GPT) -> list[torch.Tensor]:
     return buffers
 
 
-def test_with_lasting_copies_every_bit_stays_over_an_update(ours, plain):
+def test_with_lasting_copies_every_bit_stays_over_an_update(ours: GPT, plain: GPT):
     for _ in range(2):
         loss, gradients = step(ours, *tokens())
         expected_loss, expected_gradients = step(plain, *tokens())
@@ -208,7 +217,7 @@ def test_with_lasting_copies_every_bit_stays_over_an_update(ours, plain):
         refresh_weight_copies(ours)
 
 
-def test_copies_are_renewed_in_place(ours, label):
+def test_copies_are_renewed_in_place(ours: GPT, label: str):
     """A copy of each of 5 Linears; in FP8 its transpose and scale too."""
     step(ours, *tokens())
     earlier = copies(ours)
@@ -218,12 +227,12 @@ def test_copies_are_renewed_in_place(ours, label):
     assert [id(tensor) for tensor in copies(ours)] == [id(tensor) for tensor in earlier]
 
 
-def test_an_update_without_a_refresh_is_an_error(ours):
+def test_an_update_without_a_refresh_is_an_error(ours: GPT):
     step(ours, *tokens())
     update(ours)
     with pytest.raises(AssertionError, match="after_update"):
         ours(*tokens())
 
 
-def test_no_checkpoint_holds_a_copy(ours, plain):
+def test_no_checkpoint_holds_a_copy(ours: GPT, plain: GPT):
     assert ours.state_dict().keys() == plain.state_dict().keys()

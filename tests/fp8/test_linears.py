@@ -169,7 +169,7 @@ def reference(
     noise: of g's roundings for the two gradients; turned: what the operands of the weight gradient
     go through before."""
 
-    def q(*arguments) -> torch.Tensor:
+    def q(*arguments: object) -> torch.Tensor:
         return quantised(*arguments)[0]
 
     x_, w_, g_, w_again, g_again, x_again = OPERANDS[recipe]
@@ -202,7 +202,7 @@ def noises(recipe: Recipe, g: torch.Tensor, salt: int) -> Noises:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", [*RECIPES, *KERNELS])
-def test_the_three_matmuls_are_those_of_explicit_quantisation(label, kind):
+def test_the_three_matmuls_are_those_of_explicit_quantisation(label: str, kind: str):
     """Up to the rounding of the result: to BF16, or fp32 for FP8 weight gradients of our
     kernels."""
     recipe = RECIPES[from_label(label).recipe]
@@ -222,7 +222,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_fake_quantise_rounds_as_the_matmuls_do(name, kind):
+def test_fake_quantise_rounds_as_the_matmuls_do(name: str, kind: str):
     """By which probes measure."""
     recipe, bf16 = RECIPES[name], Operand(None)
     x, w, g = operands_for(name, kind)
@@ -255,12 +255,12 @@ def test_fake_quantise_rounds_as_the_matmuls_do(name, kind):
 
 
 @pytest.fixture
-def fast_sums(monkeypatch, emulated_scaled_mm) -> list[bool]:
+def fast_sums(monkeypatch: pytest.MonkeyPatch, emulated_scaled_mm: None) -> list[bool]:
     """Of each float8 matmul of torchao's, whether it was to accumulate fast."""
     asked_for: list[bool] = []
     multiply = torch._scaled_mm
 
-    def noted(*arguments, **options):
+    def noted(*arguments: object, **options: object):
         asked_for.append(options["use_fast_accum"])
         return multiply(*arguments, **options)
 
@@ -273,7 +273,9 @@ TORCHAO = [recipe.name for recipe in RECIPES.values() if recipe.on_gpu == "torch
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", TORCHAO)
-def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, kind, emulated_scaled_mm):
+def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(
+    recipe: str, kind: str, emulated_scaled_mm: None
+):
     """Same scales, same float8 values, same roundings of the result; another order of sums may tip
     a rounding to BF16."""
     x, w, g = operands(kind)
@@ -287,7 +289,9 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, kind, 
 
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("recipe", TORCHAO)
-def test_backward_matmuls_accumulate_fast_where_that_is_asked_for(recipe, is_fast, fast_sums):
+def test_backward_matmuls_accumulate_fast_where_that_is_asked_for(
+    recipe: str, is_fast: bool, fast_sums: list[bool]
+):
     x, w, g = operands("random")
     label = f"{recipe}+fast_backward" if is_fast else recipe
     passes(linear(w, label, "cuda"), x, g)
@@ -303,7 +307,9 @@ def assert_same_passes(ours, torchaos, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_emulation_of_mxfp8_is_what_torchaos_prototype_computes(kind, monkeypatch):
+def test_the_emulation_of_mxfp8_is_what_torchaos_prototype_computes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
     """Of weights in BF16, by torchao's own emulation."""
     from torchao.prototype.moe_training import mxfp8_linear
 
@@ -321,7 +327,9 @@ def test_the_emulation_of_mxfp8_is_what_torchaos_prototype_computes(kind, monkey
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_emulation_of_blockwise_is_what_torchaos_prototype_computes(kind, monkeypatch):
+def test_the_emulation_of_blockwise_is_what_torchaos_prototype_computes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
     """With its references in the place of its GPU kernels."""
     from torchao.prototype.blockwise_fp8_training import kernels
     from torchao.prototype.blockwise_fp8_training import linear as blockwise
@@ -344,7 +352,7 @@ def test_the_emulation_of_blockwise_is_what_torchaos_prototype_computes(kind, mo
     assert_same_passes(ours, torchaos, kind)
 
 
-def multiply_blocks(mat_a, mat_b, scale_a, scale_b, out_dtype, triton_scale_b=None, **_):
+def multiply_blocks(mat_a, mat_b, scale_a, scale_b, out_dtype, triton_scale_b=None, **_: object):
     """What torchao's GPU kernel computes of dequantised blocks."""
     a = dequantised(mat_a, scale_a)
     b = dequantised(mat_b, scale_b if triton_scale_b is None else triton_scale_b)

@@ -7,6 +7,7 @@ from torch._dynamo.utils import counters
 
 from fp8.kernels import KernelLinear
 from fp8.precision import Precision
+from runtime.config import Config
 from runtime.parallel import build
 from runtime.training_step import end_unjudged_step, forward_backward
 from tests.conftest import ALONE, changed
@@ -15,7 +16,7 @@ from tests.helpers.fp8_models import tokens
 LABELS = ["off", "fp8.recipe=tensorwise", "fp8.recipe=tensorwise fp8.kernels=true fp8.head=true"]
 
 
-def built_model(tiny, words):
+def built_model(tiny: Config, words):
     """A run's model, initialised, with its precision."""
     built = build(changed(tiny, words if "=" in words else f"fp8.recipe={words}"), ALONE)
     built.model.init_weights(0, built.assign)
@@ -25,7 +26,7 @@ def built_model(tiny, words):
 
 
 @pytest.mark.parametrize("words", ["off", "fp8.recipe=tensorwise fp8.kernels=true"])
-def test_a_step_after_weights_that_were_not_announced_is_an_error(tiny, words):
+def test_a_step_after_weights_that_were_not_announced_is_an_error(tiny: Config, words: str):
     built = built_model(tiny, words)
     with torch.no_grad():
         built.model.layers[0].attn.qkv.weight.mul_(2)
@@ -35,7 +36,7 @@ def test_a_step_after_weights_that_were_not_announced_is_an_error(tiny, words):
     built.precision.before_step(built.loss_scale)
 
 
-def test_a_step_after_gradients_that_the_optimizer_freed_is_an_error(tiny):
+def test_a_step_after_gradients_that_the_optimizer_freed_is_an_error(tiny: Config):
     built = built_model(tiny, "off")
     built.optimizer.zero_grad()
     with pytest.raises(AssertionError, match="zero_gradients"):
@@ -43,7 +44,7 @@ def test_a_step_after_gradients_that_the_optimizer_freed_is_an_error(tiny):
 
 
 @pytest.mark.parametrize("words", LABELS)
-def test_in_bf16_leaves_names_modules_and_weights_as_they_were(tiny, words):
+def test_in_bf16_leaves_names_modules_and_weights_as_they_were(tiny: Config, words: str):
     built = built_model(tiny, words)
     modules = dict(built.model.named_modules())
     parameters = {name: p.data_ptr() for name, p in built.model.named_parameters()}
@@ -54,7 +55,7 @@ def test_in_bf16_leaves_names_modules_and_weights_as_they_were(tiny, words):
     assert {name: p.data_ptr() for name, p in built.model.named_parameters()} == parameters
 
 
-def test_in_bf16_does_not_compile_the_step_again(tiny):
+def test_in_bf16_does_not_compile_the_step_again(tiny: Config):
     torch._dynamo.reset()
     counters.clear()
     built = built_model(tiny, LABELS[2])
@@ -69,7 +70,7 @@ def test_in_bf16_does_not_compile_the_step_again(tiny):
     assert torch.equal(first_loss, later_loss) and not torch.equal(first_loss, in_bf16)
 
 
-def test_after_an_unjudged_step_copies_are_of_the_new_weights(tiny):
+def test_after_an_unjudged_step_copies_are_of_the_new_weights(tiny: Config):
     built = built_model(tiny, "fp8.recipe=tensorwise_gw_hp fp8.kernels=true")
     weight = built.model.layers[0].attn.qkv.weight.detach().clone()
     forward_backward(built.model, *tokens(), built.loss_scale)

@@ -3,9 +3,11 @@ on two ranks and through recomputation: tests/runtime/test_two_ranks.py."""
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from fp8.recipes import Operand
 from fp8.rounding import noise_at
 from lib.errors import UserError
 from runtime.checkpoint import checkpoints, seal
+from runtime.config import Config
 from tests.conftest import changed
 from tests.fp8.test_linears import E4M3, E5M2, LARGEST, OPERANDS, quantised
 from tests.helpers.faults import summary
@@ -33,7 +36,9 @@ SATURATED, ERROR = probe.STATISTICS.index("saturated"), probe.STATISTICS.index("
 SCALE = 1 / 2048  # of the loss, as in a run with steps of 2,048 tokens
 
 
-def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
+def build(
+    recipe: str = "off", dtype=torch.bfloat16, seed: int = 0, head: bool = False, **changes: object
+):
     """A model, its recipes by layer, and a batch; weights of a size that makes attention and SwiGLU
     do something."""
     model, layers = build_model(
@@ -49,18 +54,18 @@ def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
     return model, selection.recipes(layers, SCALE), *tokens(seed)
 
 
-def probed(tmp_path, model, recipes, x, y, n_tokens=4096):
+def probed(tmp_path: Path, model, recipes, x: torch.Tensor, y: torch.Tensor, n_tokens: int = 4096):
     """All rows of the file after one more probe, read as strict JSON."""
     path = tmp_path / "probe.jsonl"
     Probe(path, model, recipes, n_tokens)(7, x, y, SCALE)
     return read(path)
 
 
-def read(path):
+def read(path: Path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def reference(x, operand, noise=None):
+def reference(x: torch.Tensor, operand, noise=None):
     """By the independent rounding of fp8/test_linears.py; scales sorted, the lower median of them."""
     x = x.detach().double().flatten(0, -2)
     q, scale = quantised(x, operand, 1, noise)
@@ -89,7 +94,7 @@ class Operands:
         for name in names:
             model.get_submodule(name).register_forward_hook(partial(self._note, name))
 
-    def _note(self, name, module, inputs, output):
+    def _note(self, name: str, module: torch.nn.Module, inputs, output):
         first = {"weight": module.weight, "activation": inputs[0]}
         first = self.tensors.setdefault(name, first)
         output.register_hook(lambda g: first.update({"gradient": g.clone()} | first))
@@ -123,7 +128,9 @@ class Probed:
 
 
 @pytest.fixture(scope="module", params=RECIPES_PROBED)
-def probed_model(request, tmp_path_factory) -> Probed:
+def probed_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Probed:
     model, recipes, x, y = build(request.param)
     set_position(model, 2**20, seed=3)
     operands = Operands(model, recipes)
@@ -133,14 +140,14 @@ def probed_model(request, tmp_path_factory) -> Probed:
     return Probed(request.param, model, recipes, operands.tensors, linears)
 
 
-def test_every_linear_of_a_block_has_a_row(probed_model):
+def test_every_linear_of_a_block_has_a_row(probed_model: Probed):
     assert set(probed_model.rows) == {f"layers.{i}.{name}" for i in (0, 1) for name in NAMES}
     for row in probed_model.rows.values():
         assert (row["step"], row["recipe"]) == (7, probed_model.recipe)
 
 
 @pytest.mark.parametrize("operand", ["weight", "activation", "gradient"])
-def test_statistics_are_those_of_an_independent_rounding(probed_model, operand):
+def test_statistics_are_those_of_an_independent_rounding(probed_model: Probed, operand: str):
     for name, row in probed_model.rows.items():
         expected, computed = probed_model.expected(name, operand), dict(row[operand])
         one_value = 2 / probed_model.operands[name][operand].numel()
@@ -149,7 +156,7 @@ def test_statistics_are_those_of_an_independent_rounding(probed_model, operand):
         assert computed == pytest.approx(expected, rel=1e-4), name
 
 
-def test_the_host_waits_for_the_device_once(tmp_path, monkeypatch):
+def test_the_host_waits_for_the_device_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model, recipes, x, y = build("tensorwise")
     lists, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(t) or tolist(t))
@@ -158,7 +165,7 @@ def test_the_host_waits_for_the_device_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sharing", ["tensor", "row", "block", "constant"])
-def test_statistics_of_zeros_are_finite(sharing):
+def test_statistics_of_zeros_are_finite(sharing: str):
     values = statistics(torch.zeros(32, 64), Operand(E4M3, sharing)).tolist()
     amax, *scales, underflow, saturated, error, kurtosis = values
     assert (amax, underflow, saturated, error, kurtosis) == (0, 0, 0, 0, 0)
@@ -186,12 +193,12 @@ HEADS = pytest.mark.parametrize(
 )
 
 
-def build_with_head(label):
+def build_with_head(label: str):
     return build(label, head=True, loss_chunk=32 if label == "rowwise" else None)
 
 
 @pytest.fixture
-def pieces(monkeypatch) -> list[torch.Tensor]:
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The targets of each loss that an FP8 head has computed in one piece."""
     calls, forward = [], FP8HeadLoss.forward
     monkeypatch.setattr(
@@ -202,7 +209,7 @@ def pieces(monkeypatch) -> list[torch.Tensor]:
 
 @HEADS
 def test_a_head_computes_its_loss_in_one_piece_unless_a_probe_watches(
-    label, n_pieces, pieces, tmp_path
+    label: str, n_pieces: int, pieces: list[torch.Tensor], tmp_path: Path
 ):
     """In which there is no output to watch; nor with BF16 weight gradients."""
     model, recipes, x, y = build_with_head(label)
@@ -214,7 +221,7 @@ def test_a_head_computes_its_loss_in_one_piece_unless_a_probe_watches(
 
 
 @HEADS
-def test_a_head_is_measured_once_or_by_its_first_chunk(label, n_pieces, tmp_path):
+def test_a_head_is_measured_once_or_by_its_first_chunk(label: str, n_pieces: int, tmp_path: Path):
     """Not again when the backward pass recomputes the chunk."""
     model, recipes, x, y = build_with_head(label)
     rows = probed(tmp_path, model, recipes, x, y)
@@ -226,7 +233,9 @@ def test_a_head_is_measured_once_or_by_its_first_chunk(label, n_pieces, tmp_path
 
 @pytest.mark.parametrize("is_writing", [False, True])
 @HEADS
-def test_only_a_rank_that_writes_measures(label, n_pieces, is_writing, tmp_path, monkeypatch):
+def test_only_a_rank_that_writes_measures(
+    label: str, n_pieces: int, is_writing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Three operands of each Linear."""
     calls = []
     monkeypatch.setattr(probe, "statistics", lambda *a: calls.append(a) or statistics(*a))
@@ -246,7 +255,12 @@ def test_only_a_rank_that_writes_measures(label, n_pieces, is_writing, tmp_path,
     ],
 )
 def test_block_rows_against_a_naive_computation(
-    changes, logits_at_once, seed, ahead, tmp_path, monkeypatch
+    changes: dict[str, Any],
+    logits_at_once: int,
+    seed: int,
+    ahead: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Each case must show a mask that lets the next token through (ahead 1), or hides the token
     itself (0)."""
@@ -269,7 +283,7 @@ def test_block_rows_against_a_naive_computation(
     assert n_shown
 
 
-def test_a_probe_of_half_the_tokens_is_one_of_half_the_batch(tmp_path):
+def test_a_probe_of_half_the_tokens_is_one_of_half_the_batch(tmp_path: Path):
     model, recipes, x, y = build("tensorwise")
     half = probed(tmp_path, model, recipes, x, y, n_tokens=95)
     assert probed(tmp_path, model, recipes, x[:2], y[:2]) == half * 2
@@ -286,11 +300,11 @@ def test_a_probe_of_half_the_tokens_is_one_of_half_the_batch(tmp_path):
         (3, 5, 1, 3),
     ],
 )
-def test_sequences_by_hand(B, T, n_tokens, expected):
+def test_sequences_by_hand(B: int, T: int, n_tokens: int, expected: int):
     assert sequences(B, T, n_tokens) == expected
 
 
-def test_a_last_line_that_a_kill_cut_short_is_removed(tmp_path):
+def test_a_last_line_that_a_kill_cut_short_is_removed(tmp_path: Path):
     model, recipes, x, y = build("tensorwise")
     whole = probed(tmp_path, model, recipes, x, y)
     with open(tmp_path / "probe.jsonl", "a") as file:
@@ -298,7 +312,7 @@ def test_a_last_line_that_a_kill_cut_short_is_removed(tmp_path):
     assert probed(tmp_path, model, recipes, x, y) == whole * 2
 
 
-def test_a_full_disk_ends_no_run(tmp_path, capsys):
+def test_a_full_disk_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model, recipes, x, y = build("tensorwise")
     probe = Probe(tmp_path / "probe.jsonl", model, recipes, 64)
     probe.path = "/dev/full"
@@ -310,11 +324,11 @@ def hooks_of(model) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def fail_in_forward(model, x):
+def fail_in_forward(model, x: torch.Tensor):
     return IndexError, x + 10_000
 
 
-def fail_in_backward(model, x):
+def fail_in_backward(model, x: torch.Tensor):
     model.layers[0].mlp.register_forward_hook(
         lambda module, inputs, output: output.register_hook(lambda g: 1 / 0) and None
     )
@@ -322,7 +336,9 @@ def fail_in_backward(model, x):
 
 
 @pytest.mark.parametrize("spoil", [fail_in_forward, fail_in_backward])
-def test_a_pass_that_fails_leaves_no_hook_no_gradient_and_no_row(tmp_path, spoil):
+def test_a_pass_that_fails_leaves_no_hook_no_gradient_and_no_row(
+    tmp_path: Path, spoil: Callable[..., Any]
+):
     model, recipes, x, y = build("tensorwise")
     error, x = spoil(model, x)
     n_hooks = hooks_of(model)
@@ -334,7 +350,7 @@ def test_a_pass_that_fails_leaves_no_hook_no_gradient_and_no_row(tmp_path, spoil
     assert not path.exists() or not read(path)
 
 
-def test_what_is_not_finite_becomes_null_from_its_layer_on(tmp_path):
+def test_what_is_not_finite_becomes_null_from_its_layer_on(tmp_path: Path):
     model, recipes, x, y = build("mxfp8")
     model.layers[1].attn.qkv.weight.data[3, 5] = math.nan
     rows = {}
@@ -347,7 +363,7 @@ def test_what_is_not_finite_becomes_null_from_its_layer_on(tmp_path):
     assert rows[0]["attention_logit_max"] > 0
 
 
-def test_a_compiled_model_is_not_compiled_again(tmp_path):
+def test_a_compiled_model_is_not_compiled_again(tmp_path: Path):
     torch._dynamo.reset()
     counters.clear()
     model, recipes, x, y = build("tensorwise", n_layer=1)
@@ -366,14 +382,16 @@ def test_a_compiled_model_is_not_compiled_again(tmp_path):
 
 
 @pytest.fixture
-def probed_run(tiny, run):
+def probed_run(tiny: Config, run: Callable[..., str]):
     """A finished run of six steps, probed at every second one."""
     config = changed(tiny, "fp8.recipe=cscale probe.every=2 probe.tokens=64")
     run(config)
     return config
 
 
-def test_a_run_is_probed_at_trainings_own_scale(tiny, run, monkeypatch):
+def test_a_run_is_probed_at_trainings_own_scale(
+    tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
     """Of the loss, over four micro-batches a step."""
     scales, call = [], Probe.__call__
     monkeypatch.setattr(Probe, "__call__", lambda self, *a: scales.append(a[-1]) or call(self, *a))
@@ -396,7 +414,7 @@ def test_a_summary_has_the_time_of_probes(probed_run):
     assert about["probe_share"] == pytest.approx(share) and 0 < share < 1
 
 
-def reseal(config, **changes) -> None:
+def reseal(config: Config, **changes: object) -> None:
     """Change the state in the last checkpoint of a run that is to go on from there."""
     (config.run_dir / "summary.json").unlink()
     checkpoint = checkpoints(config.run_dir)[-1]
@@ -404,7 +422,9 @@ def reseal(config, **changes) -> None:
     seal(checkpoint, content | {"state": content["state"] | changes})
 
 
-def test_a_resumed_run_adds_to_the_time_of_probes_and_to_no_row(probed_run, run):
+def test_a_resumed_run_adds_to_the_time_of_probes_and_to_no_row(
+    probed_run, run: Callable[..., str]
+):
     rows = read(probed_run.run_dir / "probe.jsonl")
     reseal(probed_run, probe_seconds=1000.0)
     run(probed_run)
@@ -412,7 +432,7 @@ def test_a_resumed_run_adds_to_the_time_of_probes_and_to_no_row(probed_run, run)
     assert read(probed_run.run_dir / "probe.jsonl") == rows
 
 
-def test_a_resume_with_other_linears_in_fp8_is_refused(probed_run, run):
+def test_a_resume_with_other_linears_in_fp8_is_refused(probed_run, run: Callable[..., str]):
     checkpoint = checkpoints(probed_run.run_dir)[-1]
     data = json.loads((checkpoint / "manifest.json").read_text())["state"]["data"]
     reseal(probed_run, data=data | {"fp8": "0" * 64})

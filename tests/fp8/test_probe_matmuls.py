@@ -38,7 +38,9 @@ def in_numpy(*tensors: torch.Tensor) -> list[np.ndarray]:
     return [tensor.double().numpy() for tensor in tensors]
 
 
-def test_the_output_is_held_against_the_exact_product(operands):
+def test_the_output_is_held_against_the_exact_product(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+):
     x, w, _ = operands
     recipe = RECIPES["tensorwise"]
     nx, nw = in_numpy(x, w)
@@ -46,7 +48,9 @@ def test_the_output_is_held_against_the_exact_product(operands):
     assert output_sqnr(x, w, recipe).item() == pytest.approx(expected, abs=0.01)
 
 
-def test_each_gradient_is_held_against_its_exact_product(operands):
+def test_each_gradient_is_held_against_its_exact_product(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+):
     x, w, g = operands
     recipe = RECIPES["tensorwise"]
     nx, nw, ng = in_numpy(x, w, g)
@@ -57,7 +61,9 @@ def test_each_gradient_is_held_against_its_exact_product(operands):
 
 
 @pytest.mark.parametrize("name, matmul", [("tensorwise_gi_hp", 0), ("tensorwise_gw_hp", 1)])
-def test_a_matmul_left_in_bf16_loses_far_less_than_in_fp8(operands, name, matmul):
+def test_a_matmul_left_in_bf16_loses_far_less_than_in_fp8(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], name: str, matmul: int
+):
     """24 dB are a factor of 16: BF16 keeps 8 bits, E4M3 4 and E5M2 3."""
     fp8 = gradient_sqnrs(*operands, RECIPES["tensorwise"], torch.nn.Module())
     in_bf16 = gradient_sqnrs(*(t.bfloat16() for t in operands), RECIPES[name], torch.nn.Module())
@@ -65,7 +71,9 @@ def test_a_matmul_left_in_bf16_loses_far_less_than_in_fp8(operands, name, matmul
     assert in_bf16[1 - matmul] == pytest.approx(fp8[1 - matmul].item(), abs=1)
 
 
-def test_an_output_left_in_bf16_loses_far_less_than_in_fp8(operands):
+def test_an_output_left_in_bf16_loses_far_less_than_in_fp8(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+):
     x, w, g = (t.bfloat16() for t in operands)
     fp8, in_bf16 = RECIPES["tensorwise"], RECIPES["tensorwise_o_hp"]
     assert output_sqnr(x, w, in_bf16) > output_sqnr(x, w, fp8) + 24
@@ -95,7 +103,7 @@ def test_one_outlier_row_costs_the_others_more_with_one_scale_a_tensor():
         ([1e-30, -1e-30], 1.0),  # whose fourth powers vanish in fp32
     ],
 )
-def test_kurtosis_of_magnitudes(values, expected):
+def test_kurtosis_of_magnitudes(values: list[float], expected: float):
     assert kurtosis(torch.tensor(values)).item() == pytest.approx(expected)
 
 

@@ -3,6 +3,7 @@ autograd; and compiled for an H100, without a GPU."""
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,19 +25,19 @@ from tests.helpers.triton_kernels import (
 
 
 def load_kernels(monkeypatch: pytest.MonkeyPatch):
-    load("triton_kernels", monkeypatch)
+    load("triton_kernels", monkeypatch).GROUP = 2
     return load("producer_kernels", monkeypatch)
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(monkeypatch: pytest.MonkeyPatch):
     """fp8/producer_kernels.py, interpreted."""
     with interpreter_repaired(monkeypatch):
         yield load_kernels(monkeypatch)
 
 
 # Tiles so small that even small tensors have many; or those in use.
-SMALL = {"ROWS": 32, "COLUMNS": 16, "NORM_ROWS": 16, "NORM_COLUMNS": 32, "GROUP": 2}
+SMALL = {"ROWS": 32, "COLUMNS": 16, "NORM_ROWS": 16, "NORM_COLUMNS": 32}
 TILES = pytest.mark.parametrize("tile", [SMALL, {}], ids=["small tiles", "those in use"])
 SCALE = torch.tensor(0.37)
 
@@ -75,7 +76,9 @@ def moderate(M: int, K: int, seed: int = 0) -> torch.Tensor:
 
 @TILES
 @pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_a_copy_has_torchs_values_in_both_layouts(kernels, tile, format):
+def test_a_copy_has_torchs_values_in_both_layouts(
+    kernels, tile: dict[str, int], format: torch.dtype
+):
     vars(kernels).update(tile)
     x = values_of_every_size(176, 112).nan_to_num(nan=5.0).bfloat16()
     written = Written(176, 112, format)
@@ -85,7 +88,7 @@ def test_a_copy_has_torchs_values_in_both_layouts(kernels, tile, format):
 
 @pytest.mark.parametrize("row", [36, 37])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -100.0])
-def test_a_single_value_reaches_the_amax(kernels, value, row):
+def test_a_single_value_reaches_the_amax(kernels, value: float, row: int):
     """Negative, or not finite, in an even or an odd row."""
     x = moderate(64, 64)
     x[row, 5] = value
@@ -103,7 +106,7 @@ def test_an_amax_is_only_raised(kernels):
 
 
 @TILES
-def test_swiglu_is_model_pys(kernels, tile):
+def test_swiglu_is_model_pys(kernels, tile: dict[str, int]):
     vars(kernels).update(tile)
     gate_up = moderate(176, 2 * 112)
     written = Written(176, 112, E4M3)
@@ -123,7 +126,7 @@ def test_swiglu_of_values_of_every_size(kernels):
 
 
 @TILES
-def test_swiglus_gradient_is_autograds(kernels, tile):
+def test_swiglus_gradient_is_autograds(kernels, tile: dict[str, int]):
     vars(kernels).update(tile)
     gate_up, grad = moderate(176, 2 * 112).requires_grad_(), moderate(176, 112, seed=1)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -139,7 +142,7 @@ def test_swiglus_gradient_is_autograds(kernels, tile):
 
 @TILES
 @pytest.mark.parametrize("H, K, D", [(2, 2, 16), (4, 2, 8), (2, 1, 48)])
-def test_ropes_gradient_is_autograds(kernels, tile, H, K, D):
+def test_ropes_gradient_is_autograds(kernels, tile: dict[str, int], H: int, K: int, D: int):
     """q's, k's and v's side by side, with fewer heads of k and v, and half a head no power of
     two."""
     vars(kernels).update(tile)
@@ -159,7 +162,7 @@ def test_ropes_gradient_is_autograds(kernels, tile, H, K, D):
 @TILES
 @pytest.mark.parametrize("has_branch", [True, False])
 @pytest.mark.parametrize("M, C", [(176, 112), (48, 80)])
-def test_a_norm_is_model_pys(kernels, tile, has_branch, M, C):
+def test_a_norm_is_model_pys(kernels, tile: dict[str, int], has_branch: bool, M: int, C: int):
     vars(kernels).update(tile)
     x, branch = moderate(M, C), moderate(M, C, seed=1)
     module = RMSNorm(C, 1e-5)
@@ -177,6 +180,29 @@ def test_a_norm_is_model_pys(kernels, tile, has_branch, M, C):
     torch.testing.assert_close(rstd.double(), exact, rtol=1e-6, atol=0.0)
 
 
+@TILES
+@pytest.mark.parametrize("programs", [1, 2, 8])
+@pytest.mark.parametrize("M, C", [(176, 112), (48, 80)])
+def test_a_norms_gradient_is_autograds(kernels, tile, programs, M, C):
+    """That of the residual stream is added; of a program's tiles some are empty. Sums of values of
+    few bits are exact in any order."""
+    vars(kernels).update(tile)
+    x, grad, grad_total = (moderate(M, C, seed).mul(4).round() / 4 for seed in range(3))
+    module = RMSNorm(C, 1e-5)
+    module.weight.data = 2.0 ** (torch.arange(C) % 3 - 1)
+    module(x.requires_grad_()).backward(grad)
+    x.requires_grad_(False)
+    rstd = x.float().square().mean(1).add(1e-5).rsqrt()
+    written = Written(M, C, E5M2)
+    grad_x, sums = torch.full_like(x, 7.0), torch.full((programs, C), 7.0)
+    inputs = grad, x, rstd, module.weight.data, grad_total, SCALE, written.amax
+    kernels.launch_norm_grad(*inputs, grad_x, sums, written.q, written.qt)
+    expected = grad_total + x.grad
+    assert torch.equal(grad_x, expected)
+    written.holds(expected)
+    torch.testing.assert_close(sums.sum(0), module.weight.grad, rtol=2**-8, atol=1e-3)
+
+
 def test_a_kernel_refuses_layouts_of_other_shapes(kernels):
     x, amax = moderate(64, 48), torch.tensor(0.0)
     q, qt = outputs(64, 48, E4M3)
@@ -190,7 +216,7 @@ def test_a_kernel_refuses_layouts_of_other_shapes(kernels):
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """(module, binaries), see compiled_for_an_h100()."""
     with compiled_for_an_h100(monkeypatch, tmp_path) as binaries:
         yield load_kernels(monkeypatch), binaries
@@ -200,7 +226,7 @@ WIDE = GPTConfig(n_layer=1, n_head=16, n_embd=2048, n_ffn=5632)  # as 1.5B is
 
 
 @pytest.mark.parametrize("name", producer_launches(WIDE))
-def test_kernels_compile_for_an_h100_without_spills(name, launched, tmp_path):
+def test_kernels_compile_for_an_h100_without_spills(name: str, launched, tmp_path: Path):
     """At most 128 registers; every value is rounded once, by the hardware's saturating
     instruction."""
     from triton import knobs

@@ -3,7 +3,9 @@ bound of a norm's output. The kernels: fp8/test_producer_kernels.py."""
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from fp8.recipes import E4M3, from_label
 from lib.errors import UserError
 from model import GPT, MLP, Attention, Block, GPTConfig, RMSNorm
 from runtime import parallel
-from runtime.config import FP8Config
+from runtime.config import Config, FP8Config
 from tests.conftest import ALONE
 from tests.helpers import faults
 from tests.helpers.fp8_models import SIZE, build, distance, tokens
@@ -96,7 +98,7 @@ def test_a_mask_reaches_attention_as_it_does_the_modules():
         (f"{LABEL}+head", {}),
     ],
 )
-def test_every_bit_is_that_of_the_blocks_modules(label, sizes):
+def test_every_bit_is_that_of_the_blocks_modules(label: str, sizes: dict[str, int]):
     """Over several steps: delayed scales too are the same."""
     has_head = label.endswith("+head")
     models = [build(label.removesuffix("+head"), head=has_head, **sizes)[0] for _ in range(2)]
@@ -108,7 +110,7 @@ def test_every_bit_is_that_of_the_blocks_modules(label, sizes):
 
 
 @pytest.mark.parametrize("skipped", ["layers.0.*", "layers.1.attn.out", "layers.2.mlp.down"])
-def test_a_block_with_a_linear_in_bf16_stays_as_it_is_among_others(skipped):
+def test_a_block_with_a_linear_in_bf16_stays_as_it_is_among_others(skipped: str):
     models = []
     for _ in range(2):
         model = GPT.on_meta(GPTConfig(**{**SIZE, "n_layer": 3}))
@@ -149,7 +151,9 @@ def test_all_blocks_but_the_last_leave_the_residual_sum_to_the_next_norm():
         ({"qk_norm": True}, "fp8: 0 of 2 blocks write FP8 themselves; not those with QK-norm"),
     ],
 )
-def test_the_start_says_how_many_blocks_write_fp8(tiny, changes, line):
+def test_the_start_says_how_many_blocks_write_fp8(
+    tiny: Config, changes: dict[str, bool], line: str
+):
     config = replace(tiny, model=GPTConfig(**{**SIZE, **changes}), fp8=BOUNDED)
     assert any(flag.startswith(line) for flag in parallel.build(config, ALONE).flags)
 
@@ -164,14 +168,14 @@ def test_other_scalings_have_no_producers():
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The passes that producers compute."""
     names = []
     for name in ("QKVPass", "OutPass", "MLPPass"):
         function = getattr(producers, name)
         apply = function.apply
 
-        def noted(*arguments, name=name, apply=apply):
+        def noted(*arguments: object, name=name, apply=apply):
             names.append(name)
             return apply(*arguments)
 
@@ -179,7 +183,7 @@ def calls(monkeypatch) -> list[str]:
     return names
 
 
-def test_without_gradients_the_modules_compute(calls):
+def test_without_gradients_the_modules_compute(calls: list[str]):
     model, _ = build(LABEL)
     DelayedScales(model).begin(LOSS_SCALE)
     with torch.no_grad():
@@ -189,7 +193,7 @@ def test_without_gradients_the_modules_compute(calls):
     assert calls == 2 * ["QKVPass", "OutPass", "MLPPass"]
 
 
-def test_where_a_module_has_a_hook_it_runs(calls):
+def test_where_a_module_has_a_hook_it_runs(calls: list[str]):
     """A probe's, which sees each Linear's input."""
     model, _ = build(LABEL)
     DelayedScales(model).begin(LOSS_SCALE)
@@ -207,7 +211,7 @@ def test_in_bf16_with_gradients_it_is_the_plain_model():
         assert torch.equal(model(*tokens()), plain(*tokens()))
 
 
-def test_recomputed_blocks_compute_the_same(tiny):
+def test_recomputed_blocks_compute_the_same(tiny: Config):
     size = GPTConfig(**SIZE)
     losses = []
     for recompute in (False, True):
@@ -242,7 +246,7 @@ def test_a_compiled_model_computes_what_eager_does():
 
 @pytest.mark.parametrize("C", [48, 64, 80])
 @pytest.mark.parametrize("is_power_of_2", [False, True])
-def test_no_output_of_a_norm_is_saturated(C, is_power_of_2):
+def test_no_output_of_a_norm_is_saturated(C: int, is_power_of_2: bool):
     """The worst case is a row of one value: sqrt(C) times the largest weight."""
     recipe = "amax" if is_power_of_2 else "tensorwise"
     model, _ = build(f"{recipe}+kernels+bounded", n_embd=C, n_head=1)
@@ -296,7 +300,7 @@ def state(config) -> dict[str, list[float]]:
     return json.loads(manifest.read_text())["state"]["fp8_scales"]
 
 
-def test_a_run_resumes_bit_exactly(tiny, run):
+def test_a_run_resumes_bit_exactly(tiny: Config, run: Callable[..., str]):
     config = replace(tiny, run="bounded", fp8=BOUNDED)
     run(config)
     expected = faults.record(config), state(config)
@@ -306,21 +310,25 @@ def test_a_run_resumes_bit_exactly(tiny, run):
 
 
 @pytest.mark.parametrize("label", [LABEL, f"{LABEL}+head"])
-def test_a_label_is_read_back(label):
+def test_a_label_is_read_back(label: str):
     assert from_label(label).label == label
 
 
 # ----------------------------------------------------------------------------- variants of model.py
 
 
-def parallel_block(self: Block, x, cos, sin, cache=None, mask=None) -> torch.Tensor:
+def parallel_block(
+    self: Block, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache=None, mask=None
+) -> torch.Tensor:
     """Attention and MLP side by side, as docs/extending.md has it."""
     after_attention = x + self.attn(self.norm1(x), cos, sin, cache, mask)
     mlp_input = x if self.is_parallel else after_attention
     return after_attention + self.mlp(self.norm2(mlp_input))
 
 
-def gated_attention(self: Attention, x, cos, sin, cache=None, mask=None) -> torch.Tensor:
+def gated_attention(
+    self: Attention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache=None, mask=None
+) -> torch.Tensor:
     return ATTENTION(self, x, cos, sin, cache, mask) * x.sigmoid()
 
 
@@ -346,7 +354,9 @@ ATTENTION, RMS_NORM = Attention.forward, RMSNorm.forward
         (RMSNorm, uncentred),
     ],
 )
-def test_a_changed_block_is_refused_in_a_sentence(module, forward, monkeypatch):
+def test_a_changed_block_is_refused_in_a_sentence(
+    module: type, forward: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
     """It would be trained as if it were model.py's."""
     monkeypatch.setattr(Block, "is_parallel", True, raising=False)
     monkeypatch.setattr(module, "forward", forward)
@@ -354,14 +364,16 @@ def test_a_changed_block_is_refused_in_a_sentence(module, forward, monkeypatch):
         build(LABEL)
 
 
-def test_a_changed_block_is_taken_where_blocks_run_their_own_modules(monkeypatch):
+def test_a_changed_block_is_taken_where_blocks_run_their_own_modules(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(Block, "is_parallel", True, raising=False)
     monkeypatch.setattr(Block, "forward", parallel_block)
     build("tensorwise+kernels+delayed")
     build(LABEL, qk_norm=True)
 
 
-def test_a_later_block_of_another_kind_is_refused_too(monkeypatch):
+def test_a_later_block_of_another_kind_is_refused_too(monkeypatch: pytest.MonkeyPatch):
     def initialise(self: GPT, *arguments: object) -> None:
         init(self, *arguments)
         self.layers[1].is_parallel = True
@@ -374,7 +386,7 @@ def test_a_later_block_of_another_kind_is_refused_too(monkeypatch):
         build(LABEL, n_layer=2)
 
 
-def test_a_variant_that_is_off_keeps_its_attributes(monkeypatch):
+def test_a_variant_that_is_off_keeps_its_attributes(monkeypatch: pytest.MonkeyPatch):
     """Training and evaluation; is_parallel is each block's own."""
 
     def initialise(self: Block, config: GPTConfig) -> None:

@@ -1,10 +1,11 @@
 """fp8/recipes.py holds every fact of a recipe, and what a stranger adds to it cannot be computed as
 something else without a word: it is refused, or a test here is red."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from fp8.linears import EmulatedLinear, emulation_dtype
 from fp8.recipes import E4M3, E5M2, RECIPES, FP8Config, Operand, Recipe, for_loss_scale, from_label
 from fp8.rounding import fake_quantise
 from lib.errors import UserError
-from lib.plots import name_recipe
 from model import GPT, GPTConfig
 from runtime import parallel, plan, run
+from runtime.config import Config
 from tests.conftest import ROOT, changed
 from tests.fp8.test_linears import OPERANDS
 from tests.helpers.fp8_models import KERNELS, SIZE
@@ -29,17 +30,17 @@ STRANGER = Recipe(name="stranger", input=WIDE, weight=WIDE, grad=WIDE)  # E5M2 f
 
 
 @pytest.fixture
-def add(monkeypatch):
+def add(monkeypatch: pytest.MonkeyPatch):
     """Adds a recipe to the table, for one test."""
 
-    def add_recipe(**facts):
+    def add_recipe(**facts: object):
         monkeypatch.setitem(RECIPES, "stranger", replace(STRANGER, **facts))
 
     return add_recipe
 
 
 @pytest.fixture
-def hopper(monkeypatch):
+def hopper(monkeypatch: pytest.MonkeyPatch):
     """What fp8 asks of a GPU, answered as on a H100; the device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
@@ -67,7 +68,7 @@ def test_a_recipe_that_nothing_computes_on_a_gpu_is_refused_there(add, hopper):
 
 @pytest.mark.parametrize("words, is_refused", [("", False), ("fp8.kernels=false", True)])
 def test_a_run_is_refused_by_who_will_cast_not_by_the_word_auto(
-    words, is_refused, hopper, tiny, monkeypatch
+    words: str, is_refused: bool, hopper, tiny: Config, monkeypatch: pytest.MonkeyPatch
 ):
     """Were `amax` a recipe that our kernels alone compute on a GPU; the run goes no further."""
     ours_alone = replace(RECIPES["amax"], on_gpu=None, torchao_name="")
@@ -87,7 +88,7 @@ def test_on_a_cpu_it_is_emulated(add):
     assert type(gpt.layers[0].attn.qkv) is EmulatedLinear
 
 
-def test_a_plan_says_that_it_is_refused(add, monkeypatch):
+def test_a_plan_says_that_it_is_refused(add, monkeypatch: pytest.MonkeyPatch):
     add()
     config = SimpleNamespace(
         fp8=FP8Config(recipe="stranger"), parallel=SimpleNamespace(recompute=False)
@@ -108,7 +109,7 @@ def test_torchao_is_not_asked_for_a_recipe_that_it_rounds_otherwise(add):
 
 @pytest.mark.parametrize("name", [r.name for r in RECIPES.values() if r.on_gpu == "torchao"])
 @pytest.mark.parametrize("side", ["input", "weight", "grad"])
-def test_each_operand_of_torchaos_recipes_is_compared(name, side):
+def test_each_operand_of_torchaos_recipes_is_compared(name: str, side: str):
     """A recipe with one operand in another format is refused."""
     linear = torch.nn.Linear(16, 16, bias=False)
     recipe = for_loss_scale(RECIPES[name], 2.0**-7)
@@ -135,7 +136,7 @@ def test_every_prototype_is_there():
         {"input": Operand(E4M3, "row"), "has_kernels": True},
     ],
 )
-def test_facts_that_contradict_each_other_are_refused(facts):
+def test_facts_that_contradict_each_other_are_refused(facts: dict[str, Any]):
     with pytest.raises(ValueError, match="recipe stranger: "):
         replace(STRANGER, **facts)
 
@@ -144,7 +145,7 @@ def test_facts_that_contradict_each_other_are_refused(facts):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_emulation_on_a_gpu_multiplies_the_very_values(name):
+def test_an_emulation_on_a_gpu_multiplies_the_very_values(name: str):
     """Dequantised operands are numbers of the dtype that multiplies them."""
     recipe = RECIPES[name]
     dtype = emulation_dtype(recipe, "cuda", torch.bfloat16)
@@ -161,7 +162,7 @@ def test_one_scale_a_tensor_is_emulated_in_fp32_on_a_gpu():
 
 
 @pytest.mark.parametrize("name", [*RECIPES, "stranger"])
-def test_tf32_rounds_no_emulated_matmul(name, tiny, monkeypatch):
+def test_tf32_rounds_no_emulated_matmul(name: str, tiny: Config, monkeypatch: pytest.MonkeyPatch):
     if name == "stranger":
         monkeypatch.setitem(RECIPES, name, replace(STRANGER, on_gpu="emulated"))
     precisions = []
@@ -178,7 +179,7 @@ def test_tf32_rounds_no_emulated_matmul(name, tiny, monkeypatch):
 
 class WithZLoss(GPT):
     @staticmethod
-    def loss_of_logits(logits, targets):
+    def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor):
         plain = GPT.loss_of_logits(logits, targets)
         return plain + 1e-4 * logits.logsumexp(-1) ** 2
 
@@ -190,7 +191,7 @@ def test_a_head_that_computes_its_loss_refuses_another_loss():
         convert(gpt, from_label("tensorwise+kernels+head"))
 
 
-def added_to_the_gradient_alone(logits, targets):
+def added_to_the_gradient_alone(logits: torch.Tensor, targets: torch.Tensor):
     """How a z-loss is kept out of the loss that is shown."""
     z = 1e-2 * logits.logsumexp(1) ** 2
     return GPT.loss_of_logits(logits, targets) + z - z.detach()
@@ -199,7 +200,7 @@ def added_to_the_gradient_alone(logits, targets):
 @pytest.mark.parametrize(
     "label", ["tensorwise+kernels", "tensorwise+head", "tensorwise_gw_hp+kernels+head"]
 )
-def test_another_loss_is_fine_where_the_head_computes_none(label):
+def test_another_loss_is_fine_where_the_head_computes_none(label: str):
     with torch.device("meta"):
         gpt = WithZLoss(GPTConfig(**SIZE))
     convert(gpt, from_label(label))
@@ -221,7 +222,7 @@ def test_another_loss_is_fine_where_the_head_computes_none(label):
     ],
     ids=["scaled", "gradient alone", "soft-capped", "smoothed", "mean", "small z-loss"],
 )
-def test_losses_that_are_no_plain_cross_entropy_are_told_from_it(loss):
+def test_losses_that_are_no_plain_cross_entropy_are_told_from_it(loss: Callable[..., Any]):
     check_is_cross_entropy(GPT.loss_of_logits)
     with pytest.raises(UserError):
         check_is_cross_entropy(loss)
@@ -241,7 +242,7 @@ def test_the_choices_of_a_config_are_the_recipes():
 
 
 @pytest.mark.parametrize("page", recipes.TABLES)
-def test_the_tables_of_the_documentation_are_those_of_the_recipes(page):
+def test_the_tables_of_the_documentation_are_those_of_the_recipes(page: str):
     """Else: python -m fp8.recipes --write."""
     text = (ROOT / page).read_text()
     assert recipes.with_table(text, recipes.TABLES[page]()) == text
@@ -252,21 +253,16 @@ def test_a_page_without_a_place_for_its_table_is_told_of():
         recipes.with_table("# FP8\n", "| a |")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_figures_name_it_with_its_format(name):
-    assert name_recipe(name) == RECIPES[name].display_name
-
-
 CASTS = [(r, settings) for r in RECIPES.values() for settings in r.casts]
 
 
 @pytest.mark.parametrize("recipe, settings", CASTS, ids=lambda value: getattr(value, "name", value))
-def test_modelled_casts_belong_to_a_label_and_have_its_matmuls(recipe, settings):
+def test_modelled_casts_belong_to_a_label_and_have_its_matmuls(recipe: Recipe, settings: str):
     casts: Casts = recipe.casts[settings]
     assert from_label(recipe.name + settings).label == recipe.name + settings
     assert sum(form.startswith("fp8") for form in casts.formats) == recipe.fp8_matmuls
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_says_what_it_is_for(name):
+def test_a_recipe_says_what_it_is_for(name: str):
     assert RECIPES[name].scales and RECIPES[name].use

@@ -22,7 +22,7 @@ def hard_values(format: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
-def test_rounding_is_torchs_cast(format):
+def test_rounding_is_torchs_cast(format: torch.dtype):
     """The same as a cast to float8 and back, bit for bit."""
     values, largest = hard_values(format), torch.finfo(format).max
     expected = values.clamp(-largest, largest).to(format).float()
@@ -43,7 +43,9 @@ def test_rounding_is_torchs_cast(format):
         (449.0, True, 0.5),
     ],
 )
-def test_a_scale_makes_the_largest_magnitude_the_formats_or_less(amax, is_power_of_2, scale):
+def test_a_scale_makes_the_largest_magnitude_the_formats_or_less(
+    amax: float, is_power_of_2: bool, scale: float
+):
     computed = scale_for(torch.tensor(amax), 448.0, is_power_of_2)
     assert computed.item() == pytest.approx(scale, rel=1e-7)
 
@@ -81,22 +83,22 @@ def noise() -> torch.Tensor:
     return noise_at((4096, 64), torch.tensor(0), 5)
 
 
-def test_noise_is_uniform_from_0_to_1(noise):
+def test_noise_is_uniform_from_0_to_1(noise: torch.Tensor):
     assert noise.min() >= 0 and noise.max() < 1
     assert noise.mean().item() == pytest.approx(0.5, abs=2e-3)
     assert noise.std().item() == pytest.approx(12**-0.5, abs=2e-3)
 
 
-def test_the_noise_of_neighbours_is_independent(noise):
+def test_the_noise_of_neighbours_is_independent(noise: torch.Tensor):
     correlation = np.corrcoef(noise[1:].flatten(), noise[:-1].flatten())[0, 1]
     assert abs(correlation) < 0.01
 
 
-def test_a_token_keeps_its_noise_in_any_batch(noise):
+def test_a_token_keeps_its_noise_in_any_batch(noise: torch.Tensor):
     assert torch.equal(noise[100:200], noise_at((100, 64), torch.tensor(100), 5))
 
 
-def test_each_salt_has_its_own_noise(noise):
+def test_each_salt_has_its_own_noise(noise: torch.Tensor):
     assert not torch.equal(noise[:100], noise_at((100, 64), torch.tensor(0), 6))
 
 

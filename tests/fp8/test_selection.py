@@ -17,7 +17,7 @@ from tests.helpers.fp8_models import NAMES, SIZE, build, tokens
 GPU = "NVIDIA H100 80GB HBM3"
 
 
-def verdicts(label: str, gpu: str | None = None, **changes) -> list[Layer]:
+def verdicts(label: str, gpu: str | None = None, **changes: object) -> list[Layer]:
     """On each Linear of a model of two blocks."""
     return selection.select(GPT.on_meta(GPTConfig(**{**SIZE, **changes})), from_label(label), gpu)
 
@@ -44,7 +44,7 @@ def blocks(*numbers: int) -> set[str]:
         ("rowwise+head+last_bf16=5", blocks(0, 1)),
     ],
 )
-def test_layers_are_selected_by_name(label, in_bf16):
+def test_layers_are_selected_by_name(label: str, in_bf16: set):
     assert {layer.name for layer in verdicts(label) if layer.recipe is None} == in_bf16
 
 
@@ -59,7 +59,9 @@ def test_layers_are_selected_by_name(label, in_bf16):
         ("rowwise+kernels", {}, "fp8.kernels=true .* fp8.recipe=rowwise"),
     ],
 )
-def test_a_recipe_that_does_not_fit_the_model_is_refused(label, changes, sentence):
+def test_a_recipe_that_does_not_fit_the_model_is_refused(
+    label: str, changes: dict[str, int], sentence: str
+):
     with pytest.raises(UserError, match=sentence):
         verdicts(label, **changes)
 
@@ -67,7 +69,7 @@ def test_a_recipe_that_does_not_fit_the_model_is_refused(label, changes, sentenc
 @pytest.mark.parametrize(
     "field", [f.name for f in fields(FP8Config) if f.name not in ("recipe", "all_gather")]
 )
-def test_a_label_names_every_setting_that_numbers_depend_on(field):
+def test_a_label_names_every_setting_that_numbers_depend_on(field: str):
     values = {bool: True, int: 2, tuple: ("attn.out", "layers.[01].*"), str: "delayed"}
     value = True if field == "kernels" else values[type(getattr(FP8Config(), field))]
     config, plain = FP8Config(recipe="tensorwise", **{field: value}), from_label("tensorwise")
@@ -90,7 +92,7 @@ MEASURED = (
 
 
 @pytest.fixture
-def h100(monkeypatch) -> None:
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 whose matmuls were measured."""
     timings = [dict(zip(("recipe", "K", "N", "ratio"), row, strict=True)) for row in MEASURED]
     table = {"measured": {"sm_90": [{"gpu": GPU, "rows": timings}]}}
@@ -101,7 +103,7 @@ def h100(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_auto_takes_of_each_layer_what_was_measured_to_be_fastest(h100, kernels):
+def test_auto_takes_of_each_layer_what_was_measured_to_be_fastest(h100: None, kernels: bool):
     layers = verdicts("auto+kernels" if kernels else "auto", GPU)
     by_auto = {layer.name.split(".", 2)[-1]: (layer.recipe, layer.kernels) for layer in layers}
     assert by_auto == {
@@ -115,7 +117,9 @@ def test_auto_takes_of_each_layer_what_was_measured_to_be_fastest(h100, kernels)
     assert ("(kernels, measured 1.30x at 64 x 192)" in first_line) is kernels
 
 
-def test_a_model_whose_layers_auto_gave_different_recipes_trains(h100, emulated_scaled_mm):
+def test_a_model_whose_layers_auto_gave_different_recipes_trains(
+    h100: None, emulated_scaled_mm: None
+):
     model, layers = build("auto", "cuda")
     recipes = {layer.recipe for layer in layers if layer.recipe}
     assert recipes == {"tensorwise", "rowwise_with_gw_hp"}
@@ -124,7 +128,7 @@ def test_a_model_whose_layers_auto_gave_different_recipes_trains(h100, emulated_
 
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA A100-SXM4-80GB"])
-def test_where_nothing_was_measured_auto_says_that_the_run_is_bf16(gpu):
+def test_where_nothing_was_measured_auto_says_that_the_run_is_bf16(gpu: str | None):
     layers = verdicts("auto", gpu)
     assert not any(layer.recipe for layer in layers)
     assert "THIS RUN IS BF16" in selection.verdict_lines(layers, "auto", "cpu")[-1]
@@ -159,7 +163,9 @@ def test_the_printed_table_counts_what_the_modules_hold():
         ("rowwise", (8, 9), "fp8.recipe=rowwise .*9.0.* has 8.9"),
     ],
 )
-def test_hardware_that_cannot_run_the_recipe_is_refused(monkeypatch, label, capability, sentence):
+def test_hardware_that_cannot_run_the_recipe_is_refused(
+    monkeypatch: pytest.MonkeyPatch, label: str, capability: tuple[int, int], sentence: str | None
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     is_refused = pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext()

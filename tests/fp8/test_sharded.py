@@ -93,7 +93,9 @@ def loss(model: GPT, rank: int) -> float:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def seen(request, data_dir, tmp_path_factory) -> list[dict]:
+def seen(
+    request: pytest.FixtureRequest, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict]:
     """What each of two ranks, or three, saw in each turn."""
     size = request.param
     folder = tmp_path_factory.mktemp("nan")
@@ -109,24 +111,24 @@ def seen(request, data_dir, tmp_path_factory) -> list[dict]:
     return [view | {"ranks": size} for view in views]
 
 
-def test_a_nan_on_any_rank_is_the_maximum_on_all_and_hides_no_other(seen):
+def test_a_nan_on_any_rank_is_the_maximum_on_all_and_hides_no_other(seen: list[dict]):
     """gloo's own MAX drops it or keeps it by its rank: [0, NaN, 2] becomes 0 on all three."""
     for view in seen:
         expected = [math.nan, view["ranks"] - 1.0, -math.inf, math.inf]
         assert str(view["maxima"]) == str(expected)
 
 
-def test_a_nan_on_any_rank_leaves_delayed_scales_alone(seen):
+def test_a_nan_on_any_rank_leaves_delayed_scales_alone(seen: list[dict]):
     for view in seen:
         assert view["history"] == 0.0
         assert view["other_history"] == float(view["ranks"]), "beside it"
 
 
-def test_the_scale_of_a_sharded_weight_is_nan_on_all_ranks(seen):
+def test_the_scale_of_a_sharded_weight_is_nan_on_all_ranks(seen: list[dict]):
     assert all(math.isnan(view["scale"]) for view in seen)
 
 
 @pytest.mark.parametrize("how", ["kernels", "all_gather"])
-def test_a_nan_in_one_shard_is_in_the_loss_of_all_ranks(seen, how):
+def test_a_nan_in_one_shard_is_in_the_loss_of_all_ranks(seen: list[dict], how: str):
     """Which the verdict on the step sums."""
     assert all(math.isnan(view[f"loss_by_{how}"]) for view in seen)

@@ -4,6 +4,7 @@ test_gpu.py."""
 import re
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -24,7 +25,7 @@ from tests.helpers.triton_kernels import (
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(monkeypatch: pytest.MonkeyPatch):
     """fp8/triton_kernels.py, interpreted."""
     with interpreter_repaired(monkeypatch):
         yield load("triton_kernels", monkeypatch)
@@ -48,7 +49,15 @@ SMALL, IN_USE = {"ROWS": 32, "CAST_COLUMNS": 16, "GRAD_COLUMNS": 16, "GROUP": 2}
         (144, 272, E4M3, torch.bfloat16, IN_USE),  # no multiples of it
     ],
 )
-def test_both_layouts_hold_torchs_values(kernels, M, K, format, dtype, tile, factor):
+def test_both_layouts_hold_torchs_values(
+    kernels,
+    M: int,
+    K: int,
+    format: torch.dtype,
+    dtype: torch.dtype,
+    tile: dict[str, int],
+    factor: float,
+):
     vars(kernels).update(tile)
     x, scale = values_of_every_size(M, K).to(dtype), torch.tensor(factor)
     q, qt = outputs(M, K, format)
@@ -96,7 +105,7 @@ class EntropyGradient:
 
 
 @pytest.fixture(params=[(48, 80, SMALL), (144, 208, IN_USE)], ids=["small tiles", "those in use"])
-def gradient(kernels, request) -> EntropyGradient:
+def gradient(kernels, request: pytest.FixtureRequest) -> EntropyGradient:
     """NaN in the logits of tokens 2 and 3, of which 3 has no target; infinities in those of 4 and
     6, and as the factor of 8."""
     M, V, tile = request.param
@@ -110,18 +119,18 @@ def gradient(kernels, request) -> EntropyGradient:
     return EntropyGradient(q, qt, entropy_grad(logits, lse, targets, grad, scale))
 
 
-def test_the_cross_entropys_gradient_is_that_of_its_definition(gradient):
+def test_the_cross_entropys_gradient_is_that_of_its_definition(gradient: EntropyGradient):
     """An infinity saturates, as torchao's casts do."""
     assert is_near(gradient.q, gradient.expected)
     assert same(gradient.qt, gradient.q.t().contiguous())
 
 
-def test_what_is_broken_stays_broken_but_in_ignored_rows(gradient):
+def test_what_is_broken_stays_broken_but_in_ignored_rows(gradient: EntropyGradient):
     rows_with_nan = gradient.q.float().isnan().any(1).nonzero().flatten()
     assert rows_with_nan.tolist() == [2, 4]
 
 
-def test_a_token_without_target_or_factor_has_no_gradient(gradient):
+def test_a_token_without_target_or_factor_has_no_gradient(gradient: EntropyGradient):
     assert not gradient.q[[3, 5, 15]].float().any()
 
 
@@ -129,7 +138,7 @@ def test_a_token_without_target_or_factor_has_no_gradient(gradient):
 
 
 @pytest.fixture
-def launched(monkeypatch, tmp_path):
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """(module, binaries) of the kernels, see compiled_for_an_h100()."""
     with compiled_for_an_h100(monkeypatch, tmp_path) as binaries:
         yield load("triton_kernels", monkeypatch), binaries
@@ -153,7 +162,9 @@ def bytes_of_a_thread(module: ModuleType, is_loss: bool) -> int:
         (torch.bfloat16, E5M2, True),
     ],
 )
-def test_kernels_compile_for_an_h100(source, format, is_loss, launched, tmp_path):
+def test_kernels_compile_for_an_h100(
+    source: torch.dtype, format: torch.dtype, is_loss: bool, launched, tmp_path: Path
+):
     """Rounded once, by the hardware's saturating instruction: ptxas 12.8 rounds a second time,
     wrongly; and every byte that is stored comes from there."""
     from triton import knobs

@@ -7,10 +7,12 @@ import queue
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from eval import inference
@@ -28,19 +30,19 @@ from tests.test_model import build_rough
 BYTES, CPU = load_tokenizer("byte"), torch.device("cpu")
 
 
-def call(command, *arguments):
+def call(command, *arguments: object):
     """A command that must succeed."""
     assert command.main([str(argument) for argument in arguments]) == 0
 
 
-def refused(capsys, command, *arguments):
+def refused(capsys: pytest.CaptureFixture[str], command, *arguments: object):
     """What a command says of the user's mistake, in one line."""
     said = asked(capsys, command.main, *arguments, code=2)
     assert said.count("\n") == 1
     return said
 
 
-def build(config=TINY, seed=1):
+def build(config=TINY, seed: int = 1):
     """A model that has opinions: each token of the past moves the logits."""
     return build_rough(config, seed).requires_grad_(False).eval()
 
@@ -52,25 +54,27 @@ def rigged(logits_of):
     return model
 
 
-def generate(model, ids, n_new, temperature=0.0, top_k=None, generator=None, **more):
+def generate(
+    model, ids, n_new: int, temperature: float = 0.0, top_k=None, generator=None, **more: object
+):
     """The new tokens of eval/sample.py's stream(), (B, at most n_new)."""
     return torch.stack(
         list(inference.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1
     )
 
 
-def greedy_text(model, prompt, n_new):
+def greedy_text(model, prompt, n_new: int):
     """What a model says after the bytes of `prompt` until it ends the text, replacement characters
     for what is none."""
     ids = generate(model, torch.tensor([list(prompt)]), n_new, ends=(256,))[0].tolist()
     return bytes(ids[: ids.index(256)] if 256 in ids else ids).decode(errors="replace")
 
 
-def build_lm(model, micro_batch=4, tokenizer=BYTES):
+def build_lm(model, micro_batch: int = 4, tokenizer=BYTES):
     return CheckpointLM(model, tokenizer, micro_batch, CPU, ALONE)
 
 
-def on_two_ranks(monkeypatch, module, work):
+def on_two_ranks(monkeypatch: pytest.MonkeyPatch, module, work):
     """What work(world) returns or raises on each of two ranks, threads that meet in gather()."""
     inbox = queue.Queue(), queue.Queue()
 
@@ -85,7 +89,7 @@ def on_two_ranks(monkeypatch, module, work):
         return [future.exception() or future.result() for future in done]
 
 
-def request(*args):
+def request(*args: object):
     return SimpleNamespace(args=args)
 
 
@@ -104,7 +108,7 @@ def directly(model, context, continuation):
     return total, greedy
 
 
-def expected_pair(model, context, continuation):
+def expected_pair(model, context: str, continuation: str):
     # lm-eval's rule: blanks at the end of a context belong to the continuation
     stripped = context.rstrip()
     return directly(
@@ -124,11 +128,11 @@ def rolled(model, prefix, ids):
     )
 
 
-def words(rng, n):
+def words(rng: random.Random, n: int):
     return " ".join("".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(n))
 
 
-def build_run(tmp_path, monkeypatch):
+def build_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A finished run of build()'s weights with its data, its checkpoint at step 1; the working
     directory is above it. What the harness sets in the environment is undone after the test."""
     monkeypatch.chdir(tmp_path)
@@ -147,16 +151,16 @@ def build_run(tmp_path, monkeypatch):
 
 
 def write_run(
-    folder,
-    tokenizer="byte",
+    folder: Path,
+    tokenizer: str = "byte",
     fp8=None,
-    step=6,
+    step: int = 6,
     mixture=None,
-    data_dir="data",
+    data_dir: str = "data",
     start_from=None,
     state=None,
-    seed=1,
-    **model,
+    seed: int = 1,
+    **model: object,
 ):
     """A Config and its rough GPT in fp32, after writing folder/config.json and
     folder/checkpoints/step_.."""
@@ -196,7 +200,14 @@ def write_run(
     return config, gpt
 
 
-def make_llama(folder, *, architecture="Llama", dtype=torch.bfloat16, shard_size="50GB", **changes):
+def make_llama(
+    folder: Path,
+    *,
+    architecture: str = "Llama",
+    dtype=torch.bfloat16,
+    shard_size: str = "50GB",
+    **changes: object,
+):
     """Write a tiny random Llama and a byte-level BPE with begin and end of text, as save_pretrained
     lays them out."""
     import transformers

@@ -35,6 +35,7 @@ from torch.distributed.run import main as torchrun
 import train
 from lib.files import read_rows
 from model import GPT
+from runtime import parallel
 from runtime.config import Config
 from runtime.data import Data
 from runtime.optim import local
@@ -190,6 +191,21 @@ def on_ranks(size: int, work: Callable, argument: object, log: Path) -> None:
         process.kill()  # one that hangs
     exit_codes = [process.exitcode for process in ranks]
     assert exit_codes == [0] * size, log.read_text(errors="replace")[-4000:]
+
+
+def train_on_ranks(size: int, *configs: Config) -> None:
+    """Runs of `size` processes, one after another on the ranks of one start: of configs that share
+    the weights alike."""
+    log = Path(configs[0].out).with_name(f"ranks_{configs[0].run}.log")
+    on_ranks(size, train_as_rank, configs, log)
+
+
+def train_as_rank(configs: Sequence[Config]) -> None:
+    """What one of them does."""
+    world = parallel.start(configs[0])
+    for config in configs:
+        train.train(config, world)
+    parallel.finish(world, 0)
 
 
 def launch_environment(rank: int, ranks: int, port: int) -> dict[str, object]:

@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer
 
-    def log_message(self, *_):
+    def log_message(self, *_: object):
         pass
 
     def do_GET(self):

@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import random
+from pathlib import Path
 
 
 def _zstandard(content: bytes) -> bytes:
@@ -20,7 +21,7 @@ PACK = {
 }
 
 
-def some_documents(n=40, seed=0):
+def some_documents(n: int = 40, seed: int = 0):
     rng = random.Random(seed)
     words = [
         "the",
@@ -44,7 +45,7 @@ def some_documents(n=40, seed=0):
 DOCUMENTS = some_documents()
 
 
-def write_rows(path, rows):
+def write_rows(path: Path, rows: list[dict]):
     """As the name says: .parquet, or a line of JSON a row, which may be packed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
@@ -58,7 +59,7 @@ def write_rows(path, rows):
     return path
 
 
-def write(path, documents):
+def write(path: Path, documents: list[str]):
     return write_rows(path, [{"id": i, "text": document} for i, document in enumerate(documents)])
 
 
@@ -74,7 +75,7 @@ BEGINS = {
 }
 
 
-def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):
+def write_tokenizer(folder: Path, roles=None, vocab: int = 400, spare: int = 0, **more: object):
     """A folder as Hugging Face keeps a tokenizer: byte-level BPE, <|begin|> is 0, <|end|> is 1,
     merges learned from DOCUMENTS; with `spare` tokens that no text becomes. `roles`: of
     tokenizer_config.json. `more`: keys of tokenizer.json."""
@@ -102,7 +103,7 @@ DIGITS_APART = {
 }
 
 
-def write_sentencepiece(folder, vocab=600, **roles):
+def write_sentencepiece(folder: Path, vocab: int = 600, **roles: object):
     """A folder with a tokenizer of SentencePiece's kind: BPE over the text with "▁" for each blank
     and one more before the first word, bytes for unknown letters; <s> is 1, </s> is 2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

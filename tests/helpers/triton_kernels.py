@@ -51,13 +51,13 @@ def interpreter_repaired(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         values = torch.from_numpy(np.ascontiguousarray(data)).to(format)
         return values.view(torch.uint8 if format.itemsize == 1 else torch.uint16).numpy()
 
-    def launched(self, *args, **options):
+    def launched(self, *args: object, **options: object):
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         spans[:] = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
         return launch(self, *args, **options)
 
     def checked(access, mask):
-        def wrapper(self, pointers, *arguments):
+        def wrapper(self, pointers, *arguments: object):
             inside = arguments[mask].data
             shape = np.broadcast_shapes(pointers.data.shape, inside.shape)
             addresses = np.broadcast_to(pointers.data, shape)[inside]

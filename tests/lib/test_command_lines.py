@@ -20,7 +20,7 @@ from lib.command import Frame, explain_known, read_options
 from lib.errors import MachineError, UserError
 from lib.help import field_lines, field_meanings
 from lib.values import FilePath, parse
-from runtime.config import KEYS, SECTIONS, apply_overrides, load_config
+from runtime.config import KEYS, SECTIONS, Config, apply_overrides, load_config
 from tests.conftest import ROOT, changed, write_config
 from tests.runtime.test_config import POSITIONAL, Options
 
@@ -65,7 +65,9 @@ def options_class(name: str):
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_home_is_expanded_in_the_paths_of_a_command_alone(name, monkeypatch):
+def test_home_is_expanded_in_the_paths_of_a_command_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HOME", "/home/me")
     cls = options_class(name)
     expanded = set()
@@ -111,7 +113,9 @@ def modules_with_commands() -> list[str]:
     return sorted(set(names) - {"train", "bench.compiler_plan"})
 
 
-def test_home_is_expanded_in_a_config_and_on_its_command_line(tiny, tmp_path, monkeypatch):
+def test_home_is_expanded_in_a_config_and_on_its_command_line(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HOME", "/home/me")
     file = tmp_path / "mine.py"
     write_config(tiny, file)
@@ -133,7 +137,7 @@ def test_home_is_expanded_in_a_config_and_on_its_command_line(tiny, tmp_path, mo
     assert changed(tiny, "out=/a/~").out == "/a/~", "only a leading one"
 
 
-def test_a_home_folder_of_nobody_is_refused(tiny):
+def test_a_home_folder_of_nobody_is_refused(tiny: Config):
     with pytest.raises(
         UserError, match=r"out='~nobody_here/x': there is no user 'nobody_here'.* \./~nobody_here/x"
     ):
@@ -143,7 +147,7 @@ def test_a_home_folder_of_nobody_is_refused(tiny):
 @pytest.mark.parametrize(
     "text, path", [("hf:~/llama", "hf:/home/me/llama"), ("hf:gpt2", "hf:gpt2"), ("a/~/b", "a/~/b")]
 )
-def test_a_model_of_the_hub_keeps_its_prefix(monkeypatch, text, path):
+def test_a_model_of_the_hub_keeps_its_prefix(monkeypatch: pytest.MonkeyPatch, text: str, path: str):
     monkeypatch.setenv("HOME", "/home/me")
     assert parse("run", text, FilePath) == path
 
@@ -170,7 +174,7 @@ WITHOUT_TORCH = ["-m", "scaling.report", "--help"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_goes_through_the_frame(name):
+def test_every_command_goes_through_the_frame(name: str):
     """By which its reader may go and its output may be full."""
     _, _, end = (ROOT / f"{name.replace('.', '/')}.py").read_text().partition("\nif __name__ ==")
     assert "run_command(main" in end
@@ -194,12 +198,12 @@ def python(*words: str | Path, stdout: int, stderr: int = subprocess.PIPE) -> tu
 
 
 @pytest.mark.parametrize("words", [["train.py", "--help"], WITHOUT_TORCH], ids=lambda w: w[-2])
-def test_a_command_ends_quietly_where_its_reader_has_gone(words):
+def test_a_command_ends_quietly_where_its_reader_has_gone(words: list[str]):
     with closed_pipe() as writing:
         assert python(*words, stdout=writing) == (1, "")
 
 
-def test_a_run_goes_on_without_a_reader_of_its_log(tiny, tmp_path):
+def test_a_run_goes_on_without_a_reader_of_its_log(tiny: Config, tmp_path: Path):
     file = write_config(tiny, tmp_path / "mine.py")
     with closed_pipe() as writing:
         assert python("train.py", file, stdout=writing, stderr=writing) == (0, "")
@@ -209,7 +213,7 @@ def test_a_run_goes_on_without_a_reader_of_its_log(tiny, tmp_path):
 @pytest.mark.parametrize(
     "words, serve", [("--serve false x", False), ("--serve x", True), ("x serve=yes", None)]
 )
-def test_a_flag_may_stand_alone_or_have_a_value(words, serve):
+def test_a_flag_may_stand_alone_or_have_a_value(words: str, serve: bool | None):
     if serve is None:
         with pytest.raises(UserError, match="serve='yes' is not bool .write true or"):
             read_options(Options, words.split(), POSITIONAL)
@@ -218,7 +222,7 @@ def test_a_flag_may_stand_alone_or_have_a_value(words, serve):
 
 
 @pytest.mark.parametrize("words", ["x n=", "x --n"])
-def test_an_option_without_its_value_is_refused(words):
+def test_an_option_without_its_value_is_refused(words: str):
     with pytest.raises(UserError, match="n needs a value"):
         read_options(Options, words.split(), POSITIONAL)
 
@@ -227,7 +231,7 @@ def test_an_option_without_its_value_is_refused(words):
     "key",
     [key for key in KEYS if key in ("out", "data.dir", "data.tokenizer", "optim.lr", "start_from")],
 )
-def test_an_empty_value_is_refused(tiny, key):
+def test_an_empty_value_is_refused(tiny: Config, key: str):
     """`out=` would be the current folder."""
     with pytest.raises(UserError, match=f"{key} needs a value: write {key}=VALUE"):
         apply_overrides(tiny, [f"{key}="])
@@ -259,7 +263,7 @@ def test_help_has_at_most_100_columns():
 @pytest.mark.parametrize(
     "words", [["train.py", "configs/demo_s_fp8.py", "--plan", "h100"], WITHOUT_TORCH]
 )
-def test_an_output_that_is_full_gets_a_sentence(words):
+def test_an_output_that_is_full_gets_a_sentence(words: list[str]):
     """It was a traceback, or blamed the run's folder."""
     with open("/dev/full", "w") as full:
         code, errors = python(*words, stdout=full.fileno())
@@ -287,24 +291,33 @@ def frame_of(explain=explain_known) -> Frame:
         (OSError("words alone"), 1, "me: OSError: words alone\n"),
     ],
 )
-def test_a_failure_ends_a_command_with_its_code_and_sentence(capsys, error, code, sentence):
+def test_a_failure_ends_a_command_with_its_code_and_sentence(
+    capsys: pytest.CaptureFixture[str], error: BaseException, code: int, sentence: str
+):
     assert frame_of().run(["word"], Mock(side_effect=error)) == code
     assert capsys.readouterr().err.startswith(sentence)
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), BrokenPipeError(), KeyboardInterrupt()])
-def test_what_is_no_mistake_of_the_user_passes_the_frame(error):
+def test_what_is_no_mistake_of_the_user_passes_the_frame(error: BaseException):
     with pytest.raises(type(error)):
         frame_of().run(["word"], Mock(side_effect=error))
 
 
 @pytest.mark.parametrize("words, code", [(["--help"], 0), (["x", "-h"], 0), ([], 2)])
-def test_help_is_printed_where_it_is_asked_for_or_nothing_is_said(capsys, words, code):
+def test_help_is_printed_where_it_is_asked_for_or_nothing_is_said(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int
+):
     assert frame_of().run(words, Mock(side_effect=AssertionError)) == code
     assert capsys.readouterr().out == "usage\n"
 
 
-def test_an_interrupted_training_says_how_to_go_on(monkeypatch, capsys, tiny, tmp_path):
+def test_an_interrupted_training_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tiny: Config,
+    tmp_path: Path,
+):
     monkeypatch.setattr(train, "check_device", Mock(side_effect=KeyboardInterrupt))
     assert train.main([str(write_config(tiny, tmp_path / "mine.py"))]) == 130
     assert "train.py: interrupted; what was saved stays" in capsys.readouterr().err

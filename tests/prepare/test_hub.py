@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,7 @@ WORDS = [
 OPTIONS = {"tokens": "10e6", "tokenizer": "byte", "val_share": 0.2, "processes": 1}
 
 
-def make_hub(folder, documents=60):
+def make_hub(folder: Path, documents: int = 60):
     """Writes the repositories of configs/sources.py as they lie on the Hub, `documents` rows a
     file, and returns what lies in them: repository -> file -> rows. There are copies within and
     across the sources, empty documents, odd Unicode."""
@@ -105,7 +106,7 @@ def make_hub(folder, documents=60):
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory):
+def hub(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("hub")
     with HubServer(folder) as server:
         server.known = make_hub(folder)
@@ -113,7 +114,7 @@ def hub(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def here(hub, tmp_path, monkeypatch):
+def here(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Small shards; all tries, none of the pauses between them; nothing that an earlier server
     said."""
     import datasets
@@ -137,7 +138,7 @@ def here(hub, tmp_path, monkeypatch):
     hub.faults.clear()
 
 
-def words(out, *names, **options):
+def words(out, *names: object, **options: object):
     return [
         *(names or ASKED),
         *(f"{key}={value}" for key, value in (OPTIONS | {"out": out} | options).items()),
@@ -145,7 +146,7 @@ def words(out, *names, **options):
 
 
 @pytest.fixture(scope="module")
-def calm(hub, tmp_path_factory):
+def calm(hub, tmp_path_factory: pytest.TempPathFactory):
     """What the command makes as a user starts it, in two processes, with small shards."""
     base = tmp_path_factory.mktemp("calm")
     code = (
@@ -165,7 +166,7 @@ def calm(hub, tmp_path_factory):
     return base / "out"
 
 
-def documents(folder):
+def documents(folder: Path):
     """The texts that byte-tokenised shards hold."""
     texts = "".join(chr(number) for ids in found(folder).values() for number in ids).split(
         chr(256)
@@ -213,7 +214,9 @@ def test_the_mixture_is_what_the_files_hold(hub, calm):
 @pytest.mark.parametrize(
     "kind, times, after", [("drop", 8, 2_000), ("503", 8, 0), ("403", 1, 0), ("short", 3, 3_000)]
 )
-def test_a_network_that_stumbles_costs_time_alone(hub, calm, tmp_path, kind, times, after):
+def test_a_network_that_stumbles_costs_time_alone(
+    hub, calm, tmp_path: Path, kind: str, times: int, after: int
+):
     """huggingface_hub itself asks six times. A 403 without the Hub's own code is no refusal."""
     for name, pattern in ("fineweb_edu", "*.parquet"), ("python", "*3.json.gz"):
         for path in sorted((hub.folder / SOURCES[name].dataset).rglob(pattern))[:2]:
@@ -223,7 +226,9 @@ def test_a_network_that_stumbles_costs_time_alone(hub, calm, tmp_path, kind, tim
 
 
 @pytest.mark.parametrize("kind", ["truncate", "corrupt", "503"])
-def test_a_file_that_cannot_be_read_is_listed_and_tried_again(hub, tmp_path, capsys, kind):
+def test_a_file_that_cannot_be_read_is_listed_and_tried_again(
+    hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+):
     out = tmp_path / "out"
     hub.fault(f"{ARXIV}/{BAD}", kind, after=2_000)
     assert main(words(out, "arxiv")) == 1
@@ -246,7 +251,9 @@ def test_a_file_that_cannot_be_read_is_listed_and_tried_again(hub, tmp_path, cap
 
 
 @pytest.mark.parametrize("kind", ["moved", "gated", "forbidden"])
-def test_a_data_set_that_is_gone_is_a_sentence(hub, tmp_path, capsys, kind):
+def test_a_data_set_that_is_gone_is_a_sentence(
+    hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+):
     hub.fault(ARXIV, kind)
     assert main(words(tmp_path / "out", "arxiv")) == 2
     said = capsys.readouterr().err
@@ -256,7 +263,9 @@ def test_a_data_set_that_is_gone_is_a_sentence(hub, tmp_path, capsys, kind):
     assert ARXIV in said and SOURCES["fineweb_edu"].dataset in out and "c: " in out
 
 
-def test_check_sources_shows_a_record_and_tells_of_a_hub_that_does_not_answer(hub, capsys):
+def test_check_sources_shows_a_record_or_says_that_the_hub_is_silent(
+    hub, capsys: pytest.CaptureFixture[str]
+):
     assert main(["--check-sources"]) == 0
     out = capsys.readouterr().out
     assert (
@@ -278,7 +287,9 @@ def test_check_sources_shows_a_record_and_tells_of_a_hub_that_does_not_answer(hu
 
 
 @pytest.mark.parametrize("form", [".parquet", ".jsonl", ".json.zst"])
-def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
+def test_any_data_set_of_the_hub(
+    hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+):
     rows = [{"body": f"text {n} " * 9, "more": {"n": str(n)}} for n in range(60)]
     rows += [{"body": None, "more": {"n": ""}}, {"more": {"n": ""}}]
     write_repository(
@@ -322,8 +333,8 @@ def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
     shutil.rmtree(hub.folder / "own")
 
 
-def test_the_train_split_is_found_and_a_resume_stays_at_the_commit_that_was_begun(
-    hub, tmp_path, capsys
+def test_the_train_split_is_found_and_a_resume_stays_at_its_commit(
+    hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Someone pushes meanwhile: what `main` means now is not asked for, unless revision= says
     so."""
@@ -350,14 +361,14 @@ def test_the_train_split_is_found_and_a_resume_stays_at_the_commit_that_was_begu
     )
 
 
-def test_a_budget_is_shared_by_weight(tmp_path):
+def test_a_budget_is_shared_by_weight(tmp_path: Path):
     assert main(words(tmp_path, tokens=150_000)) == 0
     for name, share in {"fineweb_edu": 0.8, "python": 0.07, "c": 0.03, "arxiv": 0.1}.items():
         index = json.loads((tmp_path / name / "index.json").read_text())
         assert 150_000 * share <= index["splits"]["train"]["tokens"] < 150_000 * share + 4_000
 
 
-def write_file(folder, repo, name, content: bytes):
+def write_file(folder: Path, repo, name: str, content: bytes):
     path = folder / repo / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -379,7 +390,9 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "pattern, chosen", [("{a,b}/*", "ab"), ("{a,{c,d}}/{array,stories}.*", "acd"), ("d/*.txt", "d")]
 )
-def test_layouts_of_the_hub_by_a_pattern_with_braces(hub, tmp_path, pattern, chosen):
+def test_layouts_of_the_hub_by_a_pattern_with_braces(
+    hub, tmp_path: Path, pattern: str, chosen: str
+):
     texts = {name: [f"{name} {n} " * 9 for n in range(40)] for name in LAYOUTS}
     for name, pack in LAYOUTS.items():
         write_file(hub.folder, "own/Layouts", name, pack([text.strip() for text in texts[name]]))
@@ -389,7 +402,9 @@ def test_layouts_of_the_hub_by_a_pattern_with_braces(hub, tmp_path, pattern, cho
 
 
 @pytest.mark.parametrize("odd", ['{"text": 3}', "no json"])
-def test_an_odd_row_of_the_hub_is_named_or_skipped(hub, tmp_path, capsys, odd):
+def test_an_odd_row_of_the_hub_is_named_or_skipped(
+    hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: str
+):
     """A line that is no JSON may be the transfer's fault: the file is opened again before it is
     skipped."""
     rows = [json.dumps({"text": f"text {n} " * 9}) for n in range(60)]

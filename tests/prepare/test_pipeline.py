@@ -17,6 +17,7 @@ from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -37,7 +38,7 @@ from tests.helpers.faults import flip_bit
 from tests.helpers.text_files import DOCUMENTS, PACK, some_documents, write, write_rows
 
 
-def split_of(data: bytes, val_per_10k=2000):
+def split_of(data: bytes, val_per_10k: int = 2000):
     """The split rule, told a second time."""
     return (
         "val"
@@ -46,7 +47,7 @@ def split_of(data: bytes, val_per_10k=2000):
     )
 
 
-def due(documents, tokenizer="byte", val_per_10k=2000, budget=math.inf):
+def due(documents: list[str], tokenizer: str = "byte", val_per_10k: int = 2000, budget=math.inf):
     """The ids that must lie in each split: of each text the first copy, in order, up to the one
     that fills the budget."""
     tok, ids = load_tokenizer(tokenizer), {"train": [], "val": []}
@@ -56,7 +57,7 @@ def due(documents, tokenizer="byte", val_per_10k=2000, budget=math.inf):
     return ids
 
 
-def found(folder):
+def found(folder: Path):
     return {
         split: (
             np.concatenate(
@@ -67,7 +68,7 @@ def found(folder):
     }
 
 
-def content(folder):
+def content(folder: Path):
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -75,7 +76,7 @@ def content(folder):
     }
 
 
-def local(*files, out, **options):
+def local(*files: object, out, **options: object):
     options = {
         "name": "mine",
         "tokenizer": "byte",
@@ -90,7 +91,7 @@ def local(*files, out, **options):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
-def test_shards_hold_the_documents_in_order(tmp_path, tokenizer):
+def test_shards_hold_the_documents_in_order(tmp_path: Path, tokenizer: str):
     first_train = next(
         text
         for text in map(str, range(10**6))
@@ -156,7 +157,7 @@ def test_shards_hold_the_documents_in_order(tmp_path, tokenizer):
     assert wanted.items() <= index.items() and "% 10000 < 2000" in index["split_rule"]
 
 
-def test_files_of_all_formats_and_packings_are_read(tmp_path):
+def test_files_of_all_formats_and_packings_are_read(tmp_path: Path):
     files = [write(tmp_path / "a.parquet", DOCUMENTS[:10])]
     for i, (packing, pack) in enumerate(PACK.items()):
         files += [
@@ -179,7 +180,9 @@ def test_files_of_all_formats_and_packings_are_read(tmp_path):
     )
 
 
-def test_odd_text(tmp_path, monkeypatch, capsys):
+def test_odd_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """Half characters, nulls, blank lines, byte order marks, bytes that are not UTF-8; a long .txt
     is cut at blank lines."""
     rows = b'\xef\xbb\xbf{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude42"}\n{"text": null}\n'
@@ -206,7 +209,9 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
     assert found(tmp_path / "cut") == due(paragraphs)
 
 
-def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys):
+def test_shards_are_cut_at_their_size_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
     monkeypatch.setattr(writing, "BLOCK", 70)
@@ -227,7 +232,7 @@ def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys
 
 
 def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(
-    tmp_path, capsys, monkeypatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(layout, "SORTED_AT_ONCE", 9)  # the hashes are taken in ranges
     texts = {
@@ -272,7 +277,9 @@ def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(
     )
 
 
-def test_a_budget_counts_training_tokens(tmp_path, monkeypatch, capsys):
+def test_a_budget_counts_training_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     files = [
         write(tmp_path / f"{i}.jsonl", DOCUMENTS[i * 10 : i * 10 + 10] + DOCUMENTS[:2] * 20)
         for i in range(4)
@@ -303,7 +310,7 @@ def test_a_budget_counts_training_tokens(tmp_path, monkeypatch, capsys):
     write(files[0], [DOCUMENTS[0]] * 200 + DOCUMENTS)
     write_json, ends = pieces.write_json, []
 
-    def stop_before_the_second_end(path, value):
+    def stop_before_the_second_end(path: Path, value):
         ends.extend(["an end"] * bool(value.get("end")))
         if len(ends) == 2:
             raise KeyboardInterrupt
@@ -319,7 +326,7 @@ def test_a_budget_counts_training_tokens(tmp_path, monkeypatch, capsys):
 
 
 def test_demo_writes_four_sources_and_stays_when_the_installation_ages(
-    tmp_path, monkeypatch, capsys
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     texts = {source: some_documents(300, len(source)) for source in harvest.LICENSES}
     monkeypatch.setattr(harvest, "documents", lambda source: iter(texts[source]))
@@ -367,7 +374,7 @@ if __name__ == '__main__':
 
 
 @pytest.fixture(scope="module")
-def big(tmp_path_factory):
+def big(tmp_path_factory: pytest.TempPathFactory):
     """Three files with copies among them; what one process makes of them; the command."""
     base = tmp_path_factory.mktemp("big")
     texts = [some_documents(900, seed) for seed in range(3)]
@@ -378,7 +385,7 @@ def big(tmp_path_factory):
     ]
     (base / "small.py").write_text(CHILD)
 
-    def command(out, processes=1, *more):
+    def command(out, processes: int = 1, *more: object):
         return [
             base / "small.py",
             "local",
@@ -402,12 +409,12 @@ def big(tmp_path_factory):
     return SimpleNamespace(command=command, calm=calm, files=files)
 
 
-def finish(command, cwd=ROOT, **environment):
+def finish(command, cwd=ROOT, **environment: object):
     done = process(*command, cwd=cwd, **environment)
     assert done.returncode == 0, done.stderr
 
 
-def start(command, **more):
+def start(command, **more: object):
     """In a group of its own: a kill reaches its processes through their parent's end alone."""
     return subprocess.Popen(
         [sys.executable, *command],
@@ -420,7 +427,7 @@ def start(command, **more):
     )
 
 
-def storm(big, out, kills, seed):
+def storm(big, out, kills, seed: int):
     """kill -9 at random moments until `kills` have struck; then to the end."""
     rng, killed = random.Random(seed), 0
     while killed < kills:
@@ -437,12 +444,12 @@ def storm(big, out, kills, seed):
     assert content(out) == big.calm
 
 
-def test_kills_at_random_moments_change_nothing(big, tmp_path):
+def test_kills_at_random_moments_change_nothing(big, tmp_path: Path):
     storm(big, tmp_path, 6, 1)
 
 
 @pytest.mark.parametrize("kind", ["kill", "full"])
-def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind):
+def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path: Path, kind: str):
     """At moments among the pieces and the shards; a full disk is a sentence, and the same command
     goes on."""
     for at in 30, 25, 20, 45:
@@ -459,7 +466,7 @@ def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind):
     assert content(tmp_path / "out") == big.calm
 
 
-def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_path):
+def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_path: Path):
     for victim in True, False:
         out = tmp_path / str(victim)
         run = start(big.command(out, 2), SLOW="1")
@@ -489,8 +496,8 @@ def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_pa
     assert content(out) == big.calm
 
 
-def test_two_commands_on_one_source_do_not_mix_and_after_sigterm_more_processes_make_the_same(
-    big, tmp_path, capsys
+def test_two_commands_on_one_source_do_not_mix_and_sigterm_is_a_pause(
+    big, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = start(big.command(tmp_path), SLOW="1")
     # behind np.load, where NumPy makes a TypeError of an exit
@@ -504,7 +511,9 @@ def test_two_commands_on_one_source_do_not_mix_and_after_sigterm_more_processes_
 
 
 @pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
-def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(tmp_path, capsys, packing):
+def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str
+):
     bad, others = f"b.jsonl{packing}", (DOCUMENTS, some_documents(40, 6))
     files = [
         write(tmp_path / "a.jsonl", others[0]),
@@ -532,7 +541,7 @@ def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(tmp_path, 
     assert found(tmp_path / "out/mine") == due([*others[0], *others[1]])
 
 
-def test_a_skipped_file_does_not_end_a_source_whose_copies_left_the_budget_unfilled(
+def test_a_skipped_file_does_not_end_a_source_below_its_budget(
     tmp_path: Path,
 ) -> None:
     """The first pieces hold tokens enough, but half of them are copies: more files are read."""
@@ -549,7 +558,7 @@ def test_a_skipped_file_does_not_end_a_source_whose_copies_left_the_budget_unfil
     assert found(tmp_path / "out/mine") == due(texts[0] + texts[1], budget=budget)
 
 
-def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
+def test_what_was_begun_otherwise_is_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "b.jsonl").write_text("no json")
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
     assert local(*files, out=tmp_path / "data") == 1
@@ -575,7 +584,9 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
 
 
-def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
+def test_a_finished_folder_is_left_alone_and_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     assert local(file, out=tmp_path) == 0
     before = content(tmp_path)
@@ -594,7 +605,9 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
     assert local(file, out=tmp_path) == 2 and "is of revision=" in capsys.readouterr().err
 
 
-def test_progress_is_told(tmp_path, monkeypatch, capsys):
+def test_progress_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(progress, "LOG_S", 0.0)
     monkeypatch.setattr(pieces, "TELL_S", 0.0)
     assert local(write(tmp_path / "a.jsonl", some_documents(300)), out=tmp_path) == 0
@@ -605,7 +618,7 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
     assert any(line.startswith("mine: 50%") and "left" in line for line in lines)
 
 
-def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
+def test_memory_does_not_grow_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
     monkeypatch.setattr(writing, "BLOCK", 1_000_000)
     rng = random.Random(0)
@@ -714,7 +727,7 @@ def grams_of(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + 13]) for i in range(len(words) - 12)}
 
 
-def compare(evaluation: list[str], documents: list[str], folder) -> int:
+def compare(evaluation: list[str], documents: list[str], folder: Path) -> int:
     """How many of the documents are found, by us and by sets of words alike."""
     (_, grams), wanted = (
         read_grams([write(folder / "eval.jsonl", evaluation)]),
@@ -727,7 +740,7 @@ def compare(evaluation: list[str], documents: list[str], folder) -> int:
     return sum(found)
 
 
-def test_what_is_found_is_what_sets_of_words_find(tmp_path):
+def test_what_is_found_is_what_sets_of_words_find(tmp_path: Path):
     """Few words, so that long matches, near misses and other cuts of the same letters all come by
     chance."""
     rng = random.Random(0)
@@ -738,7 +751,7 @@ def test_what_is_found_is_what_sets_of_words_find(tmp_path):
     assert 50 < compare(texts[:60], texts[60:], tmp_path) < 2500
 
 
-def test_case_punctuation_and_white_space_of_any_script(tmp_path):
+def test_case_punctuation_and_white_space_of_any_script(tmp_path: Path):
     rng = random.Random(1)
     pieces = [
         "don't",
@@ -794,7 +807,9 @@ LINES = "\n\n".join(map(json.dumps, ROWS))
         ("rows.parquet", None),
     ],
 )
-def test_every_string_of_a_file_is_looked_for(tmp_path, name, content, capsys):
+def test_every_string_of_a_file_is_looked_for(
+    tmp_path: Path, name: str, content: str | None, capsys: pytest.CaptureFixture[str]
+):
     path = tmp_path / name
     path.write_text(content) if content else write_rows(path, ROWS)
     (tmp_path / "more.txt").write_text(LONG + " fourteen")
@@ -823,7 +838,9 @@ def test_every_string_of_a_file_is_looked_for(tmp_path, name, content, capsys):
         ("a.parquet", b"PAR1 no", "cannot be read"),
     ],
 )
-def test_an_evaluation_file_that_cannot_serve_is_a_sentence(tmp_path, name, content, sentence):
+def test_an_evaluation_file_that_cannot_serve_is_a_sentence(
+    tmp_path: Path, name: str, content: bytes | None, sentence: str
+):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=sentence) as caught:
@@ -835,7 +852,7 @@ def test_an_evaluation_file_that_cannot_serve_is_a_sentence(tmp_path, name, cont
 
 
 @pytest.mark.parametrize("source", harvest.LICENSES)
-def test_the_installation_has_every_source_in_a_fixed_order(source):
+def test_the_installation_has_every_source_in_a_fixed_order(source: str):
     first, again = (list(islice(harvest.documents(source), 30)) for _ in range(2))
     assert len(first) == 30 and first == again and all(isinstance(text, str) for text in first)
     assert harvest.revision(source).startswith("CPython 3.")
@@ -851,7 +868,7 @@ def test_harvesting_imports_no_package():
     assert process("-c", code).returncode == 0
 
 
-def test_odd_files_are_read_or_left_out(tmp_path):
+def test_odd_files_are_read_or_left_out(tmp_path: Path):
     files = {
         "b/z.py": b"caf\xe9",
         "a.py": b"x = 1\n",
@@ -869,7 +886,7 @@ def test_odd_files_are_read_or_left_out(tmp_path):
     assert list(harvest.read_files(None, "*.py")) == []
 
 
-def test_docstrings_come_from_the_syntax_tree(monkeypatch):
+def test_docstrings_come_from_the_syntax_tree(monkeypatch: pytest.MonkeyPatch):
     source = (
         '"""Module."""\nclass A:\n    """Class\n\n    more\n      indented."""\n'
         '    async def f(self):\n        "f"\n    def g(self): 1\n'
@@ -881,7 +898,9 @@ def test_docstrings_come_from_the_syntax_tree(monkeypatch):
         assert harvest.docstrings(broken) in ([], ["\\d"])
 
 
-def test_a_rehearsal_of_the_benchmark_from_end_to_end(tmp_path, capsys):
+def test_a_rehearsal_of_the_benchmark_from_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert benchmark.main(["mb=1.5", "processes=2", "repeats=1", f"folder={tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert not list(tmp_path.iterdir()), "nothing stays behind"
@@ -931,7 +950,13 @@ def test_raw_is_tiktokens_own_encoding_of_each_document_once():
         (["fineweb_edu", "arxiv", "name=mine"], "name=mine can name one source, not 2"),
     ],
 )
-def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
+def test_a_wrong_command_line_is_a_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+):
     write(tmp_path / "a.jsonl", DOCUMENTS)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -967,7 +992,13 @@ PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
         ("chat.jsonl", PAIR_LINES + b"no json", ":41 is no line of JSON"),
     ],
 )
-def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, capsys, name, data, expected):
+def test_a_file_that_cannot_serve_is_a_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    data: bytes | list[dict[str, Any]] | list[dict[str, int]],
+    expected: str,
+):
     """Also from a worker process."""
     is_chat, files = name == "chat.jsonl", [tmp_path / name, tmp_path / f"more_{name}"]
     for file in files:

@@ -8,7 +8,10 @@ import lzma
 import os
 import re
 import tracemalloc
+from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -20,6 +23,8 @@ from prepare import hub, json_reader, pieces, text_reader
 from prepare import local as local_files
 from prepare import packed as packed_files
 from prepare.decontaminate import found_in, read_grams
+from prepare.readers import read_file
+from prepare.sources import Reading
 from prepare_data import main
 from runtime import shards
 from runtime.tokenizer import load_tokenizer
@@ -36,7 +41,9 @@ from tests.prepare.test_pipeline import due, found, local, split_of
 RUSSIAN = [f"Не было гвоздя, подкова пропала, номер {n}. " * 5 for n in range(20)]
 
 
-def said(capsys, code, *files, out, **options) -> str:
+def said(
+    capsys: pytest.CaptureFixture[str], code: int, *files: object, out, **options: object
+) -> str:
     """What the command prints on stderr where it ends with `code`."""
     capsys.readouterr()
     assert local(*files, out=out, **options) == code
@@ -45,13 +52,13 @@ def said(capsys, code, *files, out, **options) -> str:
     return errors
 
 
-def shown(capsys, folder) -> str:
+def shown(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     capsys.readouterr()
     assert main(["--show", str(folder)]) == 0
     return capsys.readouterr().out
 
 
-def write_parquet(path, **columns):
+def write_parquet(path: Path, **columns: object):
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
     return path
 
@@ -59,7 +66,7 @@ def write_parquet(path, **columns):
 # --------------------------------------------------------------------------------------- encodings
 
 
-def write_raw(path, texts: list[bytes]):
+def write_raw(path: Path, texts: list[bytes]):
     """The texts, which may be of any encoding, as .txt, .jsonl or strings of parquet."""
     if path.suffix == ".parquet":
         return write_parquet(path, text=pyarrow.array(texts).view(pyarrow.string()))
@@ -74,7 +81,9 @@ def write_raw(path, texts: list[bytes]):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("encoding", ["windows-1251", "gbk"])
-def test_text_of_another_encoding_is_a_bad_file(tmp_path, capsys, name, encoding):
+def test_text_of_another_encoding_is_a_bad_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, encoding: str
+):
     texts = ["钉子缺，蹄铁卸。" * 9, "战马蹶" * 30] if encoding == "gbk" else RUSSIAN
     file = write_raw(tmp_path / name, [text.encode(encoding) for text in texts])
     good = write(tmp_path / "good.jsonl", DOCUMENTS)
@@ -86,7 +95,9 @@ def test_text_of_another_encoding_is_a_bad_file(tmp_path, capsys, name, encoding
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
-def test_utf16_is_a_bad_file_with_and_without_a_byte_order_mark(tmp_path, capsys, encoding):
+def test_utf16_is_a_bad_file_with_and_without_a_byte_order_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], encoding: str
+):
     (tmp_path / "a.txt").write_bytes(("for want of a nail" * 50).encode(encoding))
     assert f"a.txt is {encoding[:6].upper()}: save it as UTF-8" in said(
         capsys, 1, tmp_path / "a.txt", out=tmp_path
@@ -94,7 +105,9 @@ def test_utf16_is_a_bad_file_with_and_without_a_byte_order_mark(tmp_path, capsys
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
-def test_replaced_characters_are_counted_and_shown(tmp_path, capsys, name):
+def test_replaced_characters_are_counted_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+):
     """Not those that the text holds itself, in UTF-8 or as JSON's escape."""
     texts = [f"{n} café \ufffd {'shoe ' * 500}\n".encode() for n in range(40)]
     if name == "a.jsonl":
@@ -112,7 +125,7 @@ def test_replaced_characters_are_counted_and_shown(tmp_path, capsys, name):
     assert f"replaced: 8 characters of {name}" in shown(capsys, tmp_path)
 
 
-def test_whole_utf8_is_not_remarked_on(tmp_path):
+def test_whole_utf8_is_not_remarked_on(tmp_path: Path):
     assert local(write(tmp_path / "a.jsonl", ["\ufffd" * 50, *DOCUMENTS]), out=tmp_path) == 0
     assert "replaced" not in json.loads((tmp_path / "mine/index.json").read_text())
 
@@ -131,7 +144,9 @@ ODD_ROWS = [
 
 
 @pytest.mark.parametrize("odd", ODD_ROWS)
-def test_an_odd_row_is_named_or_skipped_and_counted(tmp_path, capsys, odd):
+def test_an_odd_row_is_named_or_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], odd: str
+):
     rows = [json.dumps({"text": text}) for text in DOCUMENTS]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join([*rows[:5], "", odd, *rows[5:]]) + "\n")
@@ -146,7 +161,7 @@ def test_an_odd_row_is_named_or_skipped_and_counted(tmp_path, capsys, odd):
     assert "left out: 1 rows of a.jsonl, the first: " in shown(capsys, tmp_path)
 
 
-def test_an_odd_first_row_is_skipped_too(tmp_path):
+def test_an_odd_first_row_is_skipped_too(tmp_path: Path):
     write(tmp_path / "a.jsonl", DOCUMENTS)
     (tmp_path / "a.jsonl").write_text(
         '{"text": 3}\n{"id": 3}\n' + (tmp_path / "a.jsonl").read_text()
@@ -156,7 +171,9 @@ def test_an_odd_first_row_is_skipped_too(tmp_path):
     ) == due(DOCUMENTS)
 
 
-def test_rows_that_were_skipped_are_asked_about_again_without_skip_bad(tmp_path, capsys):
+def test_rows_that_were_skipped_are_asked_about_again_without_skip_bad(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     files = [write(tmp_path / "a.jsonl", DOCUMENTS[:9]), tmp_path / "b.jsonl"]
     files[0].write_text(files[0].read_text() + '{"text": 3}\n')
     files[1].write_text("")
@@ -166,7 +183,9 @@ def test_rows_that_were_skipped_are_asked_about_again_without_skip_bad(tmp_path,
     assert "a.jsonl:10" in said(capsys, 2, *files, out=tmp_path, val_share=0.0001)
 
 
-def test_a_file_without_a_row_of_use_is_skipped_as_a_whole(tmp_path, capsys):
+def test_a_file_without_a_row_of_use_is_skipped_as_a_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl", tmp_path / "c.parquet"]
     files[1].write_text('{"body": "x"}\n' * 1500)
     write_parquet(files[2], text=[1, 2])
@@ -199,7 +218,7 @@ PRESENT = [text for text in TEXTS if text]
         pyarrow.dictionary(pyarrow.int32(), "string"),
     ],
 )
-def test_text_of_every_type_of_parquet_is_read(tmp_path, kind):
+def test_text_of_every_type_of_parquet_is_read(tmp_path: Path, kind):
     is_binary = "binary" in str(kind)
     values = (
         pyarrow.array([text.encode() if text and is_binary else text for text in TEXTS])
@@ -216,7 +235,7 @@ def test_text_of_every_type_of_parquet_is_read(tmp_path, kind):
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_a_nested_column_is_read(tmp_path, form):
+def test_a_nested_column_is_read(tmp_path: Path, form: str):
     rows = [{"meta": {"source": {"text": text}, "when": 5}} for text in TEXTS] + [
         {"meta": None},
         {"meta": {"source": None}},
@@ -231,7 +250,7 @@ def test_a_nested_column_is_read(tmp_path, form):
     ) == due(PRESENT)
 
 
-def test_a_column_with_a_dot_in_its_own_name_is_read(tmp_path):
+def test_a_column_with_a_dot_in_its_own_name_is_read(tmp_path: Path):
     table = write_parquet(
         tmp_path / "a.parquet", **{"meta.text": TEXTS, "meta": [{"text": "other"}] * len(TEXTS)}
     )
@@ -241,7 +260,9 @@ def test_a_column_with_a_dot_in_its_own_name_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_lists_of_strings_become_lines(tmp_path, capsys, form):
+def test_lists_of_strings_become_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+):
     lists = [DOCUMENTS[:3], [], None, ["naïve"], *[[text, "end"] for text in DOCUMENTS[3:]]]
     file = tmp_path / f"a.{form}"
     if form == "parquet":
@@ -255,7 +276,7 @@ def test_lists_of_strings_become_lines(tmp_path, capsys, form):
     )
 
 
-def test_a_column_of_type_json_is_decoded(tmp_path, capsys):
+def test_a_column_of_type_json_is_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """As `datasets` writes columns of mixed types."""
     import datasets
 
@@ -274,7 +295,9 @@ def test_a_column_of_type_json_is_decoded(tmp_path, capsys):
     assert shards.read_index(tmp_path / "mine").odd_rows[0]["rows"] == 1
 
 
-def test_a_broken_value_of_type_json_is_an_odd_row(tmp_path, capsys):
+def test_a_broken_value_of_type_json_is_an_odd_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     storage = pyarrow.array([*map(json.dumps, DOCUMENTS), "{"])
     write_parquet(
         tmp_path / "a.parquet", text=pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)
@@ -289,7 +312,9 @@ NOWHERE = pyarrow.array([1, 2, 3], pyarrow.timestamp("ms", tz="Mars/Olympus"))
 
 
 @pytest.mark.parametrize("odd", [FAR, NOWHERE])
-def test_dates_that_python_has_not_are_no_traceback(tmp_path, capsys, odd):
+def test_dates_that_python_has_not_are_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], odd
+):
     file = write_parquet(tmp_path / "a.parquet", body=["a", "b", "c"], created=odd)
     errors = said(capsys, 2, file, out=tmp_path)
     assert (
@@ -313,14 +338,16 @@ def test_dates_that_python_has_not_are_no_traceback(tmp_path, capsys, odd):
         ([[{"a": "x"}]], "list<element: struct<a: string>>"),
     ],
 )
-def test_a_column_of_another_type_is_named(tmp_path, capsys, values, name):
+def test_a_column_of_another_type_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: list, name: str
+):
     file = write_parquet(tmp_path / "a.parquet", text=values)
     assert f"column 'text' holds {name}, not text: set column=" in said(
         capsys, 2, file, out=tmp_path
     )
 
 
-def test_parquet_packed_as_a_whole_is_refused(tmp_path, capsys):
+def test_parquet_packed_as_a_whole_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.parquet.gz").write_bytes(PACK[".gz"](b"PAR1"))
     assert "unpack it" in said(capsys, 2, tmp_path / "a.parquet.gz", out=tmp_path)
 
@@ -339,21 +366,23 @@ STORIES = [f"Once upon a time, {n}.\n\n{text.strip()}" for n, text in enumerate(
         "{}\r\n <|endoftext|> \r\n",
     ],
 )
-def test_a_line_that_is_only_the_marker_ends_a_document(tmp_path, layout):
+def test_a_line_that_is_only_the_marker_ends_a_document(tmp_path: Path, layout: str):
     (tmp_path / "a.txt").write_text("".join(map(layout.format, STORIES)), newline="")
     assert local(tmp_path / "a.txt", out=tmp_path) == 0
     assert found(tmp_path / "mine") == due(STORIES)
     assert shards.read_index(tmp_path / "mine").empty == 0
 
 
-def test_the_tokenizers_own_end_of_text_is_a_marker(tmp_path):
+def test_the_tokenizers_own_end_of_text_is_a_marker(tmp_path: Path):
     write_tokenizer(tmp_path / "tokenizer", {"eos_token": "<|end|>"})
     (tmp_path / "a.txt").write_text("\n<|end|>\n".join(STORIES))
     assert local(tmp_path / "a.txt", out=tmp_path, tokenizer=tmp_path / "tokenizer") == 0
     assert found(tmp_path / "mine") == due(STORIES, str(tmp_path / "tokenizer"))
 
 
-def test_a_marker_within_a_line_stays_text_and_is_told(tmp_path, capsys):
+def test_a_marker_within_a_line_stays_text_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "a.txt").write_text(
         "\n<|endoftext|>\n".join([*STORIES, "an end.<|endoftext|>\nThe next"])
     )
@@ -365,19 +394,19 @@ def test_a_marker_within_a_line_stays_text_and_is_told(tmp_path, capsys):
     )
 
 
-def paragraphs_of(book, count=8):
+def paragraphs_of(book, count: int = 8):
     return [f"Chapter {n} of book {book}. {'and so on ' * 20}\n\n" for n in range(count)]
 
 
 @pytest.fixture
-def short_pieces(monkeypatch):
+def short_pieces(monkeypatch: pytest.MonkeyPatch):
     """A text file is cut behind 100 characters, so that each paragraph becomes a piece."""
     monkeypatch.setattr(text_reader, "TXT_CHARS", 100)
 
 
 @pytest.mark.parametrize("is_one_file", [True, False])
 def test_all_pieces_of_a_document_are_in_the_split_of_its_first_piece(
-    tmp_path, capsys, short_pieces, is_one_file
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], short_pieces, is_one_file: bool
 ):
     books = [paragraphs_of(book) for book in range(12)]
     if is_one_file:
@@ -400,7 +429,7 @@ def test_all_pieces_of_a_document_are_in_the_split_of_its_first_piece(
 
 
 def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(
-    tmp_path, capsys, short_pieces
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], short_pieces
 ):
     (tmp_path / "book.txt").write_text("".join(paragraphs_of(0, 40)))
     assert local(tmp_path / "book.txt", out=tmp_path) == 0 and found(tmp_path / "mine") == due(
@@ -411,7 +440,7 @@ def test_the_pieces_of_an_only_document_fill_both_splits_and_that_is_told(
     )
 
 
-def test_a_budget_ends_within_a_document_that_was_cut(tmp_path, short_pieces):
+def test_a_budget_ends_within_a_document_that_was_cut(tmp_path: Path, short_pieces):
     """However much was read: whether there is another document behind the budget changes
     nothing."""
     (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 40)))
@@ -420,7 +449,26 @@ def test_a_budget_ends_within_a_document_that_was_cut(tmp_path, short_pieces):
     assert found(tmp_path / "one/mine") == due(paragraphs_of(0, 40), budget=3000)
 
 
-def test_text_files_of_a_half_made_folder_of_before_are_read_again(tmp_path, capsys):
+def test_a_file_that_is_read_again_has_the_cuts_of_its_last_reading(
+    tmp_path: Path, short_pieces: None
+):
+    """A kill before the piece's end left those of an earlier content."""
+    (tmp_path / "a.txt").write_text("".join(paragraphs_of(0, 30)))
+    (tmp_path / "b.jsonl").write_text("no json")
+    files = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    assert local(*files, out=tmp_path) == 1
+    piece = tmp_path / "mine/parts/00000.json"
+    assert piece.with_suffix(".cuts").exists()
+    piece.unlink()
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
+    write(tmp_path / "b.jsonl", DOCUMENTS)
+    assert local(*files, out=tmp_path) == 0
+    assert found(tmp_path / "mine") == due([*STORIES, *DOCUMENTS])
+
+
+def test_text_files_of_a_half_made_folder_of_before_are_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(STORIES))
     (tmp_path / "b.jsonl").write_text("no json")
     assert local(tmp_path / "a.txt", tmp_path / "b.jsonl", out=tmp_path) == 1
@@ -437,7 +485,9 @@ def test_text_files_of_a_half_made_folder_of_before_are_read_again(tmp_path, cap
 # --------------------------------------------------------------------------------------- the split
 
 
-def test_another_val_share_goes_on_with_what_was_read(tmp_path, capsys, monkeypatch):
+def test_another_val_share_goes_on_with_what_was_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """The first small file: nothing falls to validation by the default, and the sentence says which
     share would do."""
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
@@ -454,7 +504,9 @@ def test_another_val_share_goes_on_with_what_was_read(tmp_path, capsys, monkeypa
     assert shards.read_index(tmp_path / "mine").splits["val"].documents == int(count) >= 5
 
 
-def test_a_book_of_a_megabyte_needs_no_more_than_the_proposed_share(tmp_path, capsys):
+def test_a_book_of_a_megabyte_needs_no_more_than_the_proposed_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "input.txt").write_text(
         "".join(f"Line {n} of a play, spoken by someone.\n\n" for n in range(28_000))
     )
@@ -464,7 +516,9 @@ def test_a_book_of_a_megabyte_needs_no_more_than_the_proposed_share(tmp_path, ca
     assert local(tmp_path / "input.txt", out=tmp_path, val_share=share) == 0
 
 
-def test_few_long_documents_are_told_how_to_become_more(tmp_path, capsys, short_pieces):
+def test_few_long_documents_are_told_how_to_become_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], short_pieces
+):
     for n in range(2):
         (tmp_path / f"{n}.txt").write_text("".join(paragraphs_of(n)))
     errors = said(capsys, 2, tmp_path / "0.txt", tmp_path / "1.txt", out=tmp_path, val_share=0.0001)
@@ -474,7 +528,7 @@ def test_few_long_documents_are_told_how_to_become_more(tmp_path, capsys, short_
     )
 
 
-def test_one_document_cannot_fill_two_splits(tmp_path, capsys):
+def test_one_document_cannot_fill_two_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     errors = said(capsys, 2, write(tmp_path / "a.jsonl", ["x"]), out=tmp_path)
     assert "each split needs a document, and there is 1 beside those" in errors
 
@@ -486,7 +540,9 @@ ROWS = [{"id": n, "text": text, "more": {"list": [1, "]", {}]}} for n, text in e
 
 @pytest.mark.parametrize("packing", PACK)
 @pytest.mark.parametrize("layout", ["lines", "array", "indented", "strings"])
-def test_json_of_every_layout_and_packing_is_read(tmp_path, monkeypatch, packing, layout):
+def test_json_of_every_layout_and_packing_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str, layout: str
+):
     monkeypatch.setattr(json_reader, "JSON_CHARS", 50)  # elements are cut at every place
     content = {
         "lines": "".join(json.dumps(row) + "\n" for row in ROWS),
@@ -499,7 +555,7 @@ def test_json_of_every_layout_and_packing_is_read(tmp_path, monkeypatch, packing
     assert local(file, out=tmp_path) == 0 and found(tmp_path / "mine") == due(DOCUMENTS)
 
 
-def test_an_array_is_read_in_bounded_memory(tmp_path):
+def test_an_array_is_read_in_bounded_memory(tmp_path: Path):
     """15 MB of it, of which a part and an element are in memory at a time."""
     (tmp_path / "a.json").write_text(
         json.dumps([{"text": f"{n} " + "x" * 50_000} for n in range(300)])
@@ -525,19 +581,29 @@ def test_an_array_is_read_in_bounded_memory(tmp_path):
         ("[" * 200_000, "element 1 of its array"),
     ],
 )
-def test_an_array_that_is_no_json_is_a_bad_file(tmp_path, capsys, monkeypatch, content, sentence):
+def test_an_array_that_is_no_json_is_a_bad_file(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
+    sentence: str,
+):
     monkeypatch.setattr(json_reader, "JSON_CHARS", 8)
     (tmp_path / "a.json").write_text(content)
     assert sentence in said(capsys, 1, tmp_path / "a.json", out=tmp_path)
 
 
-def test_an_element_without_end_is_not_read_into_memory(tmp_path, capsys, monkeypatch):
+def test_an_element_without_end_is_not_read_into_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(json_reader, "JSON_CHARS_MOST", 1000)
     (tmp_path / "a.json").write_text('[{"text": "' + "x" * 600_000)
     assert "longer than 1,000 characters" in said(capsys, 1, tmp_path / "a.json", out=tmp_path)
 
 
-def test_an_odd_element_of_an_array_is_named_or_skipped(tmp_path, capsys):
+def test_an_odd_element_of_an_array_is_named_or_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "a.json").write_text(json.dumps([*ROWS[:5], 7, {"text": 3}, *ROWS[5:]]))
     assert "a.json, element 6 is no object but int" in said(
         capsys, 2, tmp_path / "a.json", out=tmp_path
@@ -548,7 +614,7 @@ def test_an_odd_element_of_an_array_is_named_or_skipped(tmp_path, capsys):
     assert shards.read_index(tmp_path / "mine").odd_rows[0]["rows"] == 2
 
 
-def test_replaced_characters_of_an_array_are_counted(tmp_path):
+def test_replaced_characters_of_an_array_are_counted(tmp_path: Path):
     content = json.dumps(
         [*ROWS, {"text": "caf!! " * 3 + "\ufffd" + "x" * 1000}], ensure_ascii=False
     ).encode()
@@ -560,7 +626,20 @@ def test_replaced_characters_of_an_array_are_counted(tmp_path):
     )
 
 
-def test_instructions_may_be_an_array(tmp_path):
+def test_a_row_that_is_kept_meets_every_condition(tmp_path: Path):
+    """A value that is wanted in one column does not make up for another column's."""
+    pairs = [(language, kind) for language in ("py", "c") for kind in ("test", "code", "data")]
+    rows = [
+        {"text": f"{language} {kind}", "language": language, "kind": kind}
+        for language, kind in pairs
+    ]
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    keep = {"language": ("py",), "kind": ("test", "code")}
+    read = read_file(lambda: file.open("rb"), "a.jsonl", ("text",), keep, True, Reading())
+    assert [row.texts for row in read] == [("py test",), ("py code",)]
+
+
+def test_instructions_may_be_an_array(tmp_path: Path):
     rows = [{"prompt": f"What is {n}?", "response": text} for n, text in enumerate(DOCUMENTS)]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     write_rows(tmp_path / "a.jsonl", rows)
@@ -573,7 +652,7 @@ def test_instructions_may_be_an_array(tmp_path):
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
-def zstd(data=LINES, **options):
+def zstd(data=LINES, **options: object):
     parameters = zstandard.ZstdCompressionParameters.from_level(3, **options)
     return zstandard.ZstdCompressor(compression_params=parameters).compress(data)
 
@@ -592,7 +671,7 @@ SKIPPABLE = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"
         zstd() + SKIPPABLE,
     ],
 )
-def test_zstd_of_any_window_and_any_frames_is_read(tmp_path, packed):
+def test_zstd_of_any_window_and_any_frames_is_read(tmp_path: Path, packed: bytes):
     (tmp_path / "a.jsonl.zst").write_bytes(packed)
     assert local(tmp_path / "a.jsonl.zst", out=tmp_path) == 0 and found(tmp_path / "mine") == due(
         DOCUMENTS
@@ -609,7 +688,9 @@ def test_zstd_of_any_window_and_any_frames_is_read(tmp_path, packed):
         b"no zstd",
     ],
 )
-def test_damaged_zstd_is_a_bad_file(tmp_path, capsys, packed):
+def test_damaged_zstd_is_a_bad_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bytes
+):
     (tmp_path / "a.jsonl.zst").write_bytes(packed)
     assert "a.jsonl.zst is damaged or was cut short" in said(
         capsys, 1, tmp_path / "a.jsonl.zst", out=tmp_path
@@ -624,7 +705,7 @@ def test_damaged_zstd_is_a_bad_file(tmp_path, capsys, packed):
         lzma.compress(LINES) + bytes(4),
     ],
 )
-def test_xz_of_any_frames_is_read(tmp_path, packed):
+def test_xz_of_any_frames_is_read(tmp_path: Path, packed: bytes):
     (tmp_path / "a.jsonl.xz").write_bytes(packed)
     assert local(tmp_path / "a.jsonl.xz", out=tmp_path) == 0 and found(tmp_path / "mine") == due(
         DOCUMENTS
@@ -640,7 +721,9 @@ def test_xz_of_any_frames_is_read(tmp_path, packed):
         bytes(5000),
     ],
 )
-def test_damaged_xz_is_a_bad_file(tmp_path, capsys, packed):
+def test_damaged_xz_is_a_bad_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bytes
+):
     """Also behind its first frame, where Python's own reader takes the damage for the end."""
     (tmp_path / "a.jsonl.xz").write_bytes(packed)
     assert "a.jsonl.xz is damaged or was cut short" in said(
@@ -674,21 +757,23 @@ def test_zeros_packed_by_zstd_are_unpacked_in_bounded_memory():
         ("{a}{b,c}", ["{a}b", "{a}c"]),
     ],
 )
-def test_braces_are_expanded_as_a_shell_does(pattern, expanded):
+def test_braces_are_expanded_as_a_shell_does(pattern: str, expanded: list[str]):
     assert hub.expand_braces(pattern) == expanded
 
 
 # -------------------------------------------------------------------- what was made of these files
 
 
-def touch(file, content=None):
+def touch(file: Path, content=None):
     """Give a file, with another content or its own, a time of its own."""
     file.write_bytes(content or file.read_bytes())
     os.utime(file, (1, len(file.read_bytes())))
 
 
 @pytest.mark.parametrize("options", [{}, {"tokens": 900}])
-def test_a_file_whose_time_alone_changed_is_still_the_same(tmp_path, capsys, options):
+def test_a_file_whose_time_alone_changed_is_still_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, int]
+):
     earlier = write(tmp_path / "earlier.jsonl", some_documents(9, 5) + DOCUMENTS[:4])
     assert local(earlier, out=tmp_path, name="earlier") == 0
     files = [write(tmp_path / "a.jsonl", [*DOCUMENTS[:30], "", *DOCUMENTS[:3]]), tmp_path / "b.txt"]
@@ -716,21 +801,23 @@ def test_a_file_whose_time_alone_changed_is_still_the_same(tmp_path, capsys, opt
         lambda texts: [*texts, texts[0]],
     ],
 )
-def test_a_file_with_other_documents_is_another_one(tmp_path, capsys, change):
+def test_a_file_with_other_documents_is_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[..., Any]
+):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     assert local(file, out=tmp_path) == 0
     touch(write(file, change(DOCUMENTS)))
     assert "and these hold other documents than it does" in said(capsys, 2, file, out=tmp_path)
 
 
-def test_a_broken_line_has_one_line_number(tmp_path, capsys):
+def test_a_broken_line_has_one_line_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.jsonl").write_text('\n\n{"text": "one"}\n\n{"text": "two"\n')
     sentence = said(capsys, 1, tmp_path / "a.jsonl", out=tmp_path)
     assert "a.jsonl:5 is no line of JSON (Expecting ',' delimiter, character 15" in sentence
     assert "line 2 column" not in sentence
 
 
-def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path):
+def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path: Path):
     """An imported model's data is called so, and no source of configs/sources.py."""
     with pytest.raises(UserError) as caught:
         shards.read_index(tmp_path / "imported")
@@ -741,10 +828,12 @@ def test_a_source_that_is_not_there_is_not_advised_to_be_a_command(tmp_path):
     assert "set data.mixture= and data.dir= to what there is" in str(caught.value)
 
 
-def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(tmp_path, capsys, monkeypatch):
+def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
 
-    def refuse(*_):
+    def refuse(*_: object):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(local_files, "open", refuse, raising=False)
@@ -768,7 +857,9 @@ def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again(tmp_path, capsys
         ),
     ],
 )
-def test_a_tokenizer_without_an_end_is_not_to_be_fetched_again(tmp_path, roles, sentence):
+def test_a_tokenizer_without_an_end_is_not_to_be_fetched_again(
+    tmp_path: Path, roles: dict[str, str], sentence: str
+):
     with pytest.raises(UserError, match=re.escape(sentence)) as caught:
         load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer", roles)))
     assert "fetch" not in str(caught.value)
@@ -790,22 +881,36 @@ LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
         ),
     ],
 )
-def test_evaluation_texts_of_every_type_of_parquet_are_looked_for(tmp_path, column):
+def test_evaluation_texts_of_every_type_of_parquet_are_looked_for(tmp_path: Path, column):
     file = write_parquet(tmp_path / "eval.parquet", when=FAR, where=NOWHERE, question=column)
     _, grams = read_grams([str(file)])
     assert len(grams) == 1 and found_in(grams, f"so: {LONG}!")
 
 
+@pytest.mark.parametrize("column", ["prompt", "response"])
+def test_evaluation_texts_are_looked_for_in_both_columns_of_an_instruction(tmp_path, column):
+    """The question of a benchmark most often stands in the prompt."""
+    rows = [{"prompt": f"What is {n}?", "response": text} for n, text in enumerate(DOCUMENTS)]
+    rows[7][column] = f"so: {LONG}?"
+    (tmp_path / "eval.txt").write_text(LONG)
+    file = write_rows(tmp_path / "a.jsonl", rows)
+    options = {"instruct": "true", "decontaminate": tmp_path / "eval.txt"}
+    assert local(file, out=tmp_path, **options) == 0
+    index = json.loads((tmp_path / "mine/index.json").read_text())
+    kept = sum(split["documents"] for split in index["splits"].values())
+    assert (index["contaminated"], kept) == (1, len(DOCUMENTS) - 1)
+
+
 @pytest.mark.parametrize(
     "name, content", [("a.txt", f"café {LONG}"), ("a.jsonl", f'{{"q": "café {LONG}"}}')]
 )
-def test_an_evaluation_file_that_is_not_utf8_is_a_sentence(tmp_path, name, content):
+def test_an_evaluation_file_that_is_not_utf8_is_a_sentence(tmp_path: Path, name: str, content: str):
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match="cannot be read .*utf-8"):
         read_grams([str(tmp_path / name)])
 
 
-def test_a_column_within_one_of_type_json_is_read(tmp_path):
+def test_a_column_within_one_of_type_json_is_read(tmp_path: Path):
     storage = pyarrow.array([json.dumps({"body": text, "other": 5}) for text in DOCUMENTS])
     column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), storage)
     file = write_parquet(tmp_path / "a.parquet", meta=column)
@@ -813,14 +918,16 @@ def test_a_column_within_one_of_type_json_is_read(tmp_path):
     assert found(tmp_path / "mine") == due(DOCUMENTS)
 
 
-def test_the_sentence_about_an_empty_split_names_markers_within_lines(tmp_path, capsys):
+def test_the_sentence_about_an_empty_split_names_markers_within_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "a.txt").write_text("".join(f"story {n}.<|endoftext|>\n" for n in range(9)))
     errors = said(capsys, 2, tmp_path / "a.txt", out=tmp_path)
     assert "put each end-of-text token of a.txt alone on its line" in errors
     assert "9 lines hold one beside other text" in errors and "files 0" in errors
 
 
-def test_a_bad_file_is_named_once(tmp_path, capsys):
+def test_a_bad_file_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "koi.jsonl").write_bytes(
         "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in RUSSIAN).encode(
             "koi8-r"

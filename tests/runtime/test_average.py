@@ -2,6 +2,8 @@
 exported and scored (average=), the same after a stop and on other numbers of ranks."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ MEAN = "checkpoint.every=2 checkpoint.average=3 checkpoint.keep=1 checkpoint.bes
 
 
 @pytest.fixture
-def trained(tiny, run) -> Config:
+def trained(tiny: Config, run: Callable[..., str]) -> Config:
     """Seven steps; the mean is of the checkpoints of steps 4, 6 and 7."""
     config = changed(tiny, MEAN)
     assert "of the mean of steps 4, 6, 7;" in run(config)
@@ -53,7 +55,7 @@ def loss_of(weights: dict[str, torch.Tensor], config: Config) -> float:
     return evaluate(model, data.val, data.weights, config.micro_batch, cpu).loss
 
 
-def test_a_summary_has_the_loss_of_the_mean_beside_that_of_the_last_weights(trained):
+def test_a_summary_has_the_loss_of_the_mean_and_of_the_last_weights(trained: Config):
     of_run = summary(trained)
     assert of_run["averaged_steps"] == [4, 6, 7]
     assert of_run["loss_bf16_average"] == loss_of(mean_in_fp64(trained, [4, 6, 7]), trained)
@@ -61,7 +63,9 @@ def test_a_summary_has_the_loss_of_the_mean_beside_that_of_the_last_weights(trai
     assert of_run["loss_bf16_average"] != of_run["loss_bf16"]
 
 
-def test_the_mean_changes_nothing_of_the_run(trained, tiny, run):
+def test_the_mean_changes_nothing_of_the_run(
+    trained: Config, tiny: Config, run: Callable[..., str]
+):
     without = changed(tiny, "run=without steps=7")
     run(without)
     of_run, of_other = summary(trained), summary(without)
@@ -73,7 +77,9 @@ def test_the_mean_changes_nothing_of_the_run(trained, tiny, run):
         assert torch.equal(p, q)
 
 
-def test_a_run_resumed_after_a_stop_between_checkpoints_has_the_same_mean(trained, tiny, run):
+def test_a_run_resumed_after_a_stop_between_checkpoints_has_the_same_mean(
+    trained: Config, tiny: Config, run: Callable[..., str]
+):
     """The stop saves step 5, which belongs to no mean."""
     stopped = changed(tiny, f"run=stopped {MEAN}")
     start = Run(stopped, faults=["signal_in_step:5:0:10"])
@@ -84,7 +90,9 @@ def test_a_run_resumed_after_a_stop_between_checkpoints_has_the_same_mean(traine
         assert summary(stopped)[key] == summary(trained)[key]
 
 
-def test_a_run_stopped_while_the_mean_is_validated_ends_with_it_later(trained, run):
+def test_a_run_stopped_while_the_mean_is_validated_ends_with_it_later(
+    trained: Config, run: Callable[..., str]
+):
     whole = summary(trained)
     (trained.run_dir / "summary.json").unlink()
     run(trained)
@@ -92,7 +100,7 @@ def test_a_run_stopped_while_the_mean_is_validated_ends_with_it_later(trained, r
     assert summary(trained)["loss_bf16"] == whole["loss_bf16"]
 
 
-def test_a_damaged_checkpoint_is_left_out_of_the_mean(trained, run):
+def test_a_damaged_checkpoint_is_left_out_of_the_mean(trained: Config, run: Callable[..., str]):
     flip_bit(next(checkpoint_folder(trained, 4).glob("*.distcp")), 5000)
     (trained.run_dir / "summary.json").unlink()
     out = run(trained)
@@ -103,7 +111,7 @@ def test_a_damaged_checkpoint_is_left_out_of_the_mean(trained, run):
     assert [row["event"] for row in rows(trained, "event")].count("bad_checkpoint") == 1
 
 
-def test_a_damaged_newest_checkpoint_is_left_to_the_next_start(trained):
+def test_a_damaged_newest_checkpoint_is_left_to_the_next_start(trained: Config):
     """Which trains its steps again: without it the run would have no last weights."""
     flip_bit(next(checkpoint_folder(trained, 7).glob("*.distcp")), 5000)
     with pytest.raises(DamagedError, match="step_00000007"):
@@ -112,19 +120,19 @@ def test_a_damaged_newest_checkpoint_is_left_to_the_next_start(trained):
 
 
 @pytest.mark.parametrize("words", ["parallel.shard=2", "parallel.shard=1 fp8.recipe=tensorwise"])
-def test_two_ranks_validate_the_mean_of_their_checkpoints(trained, words):
+def test_two_ranks_validate_the_mean_of_their_checkpoints(trained: Config, words: str):
     together = changed(trained, f"run=together {words}")
     assert Run(together, ranks=2).wait() == [0, 0]
     expected = loss_of(mean_in_fp64(together, [4, 6, 7]), together)
     assert summary(together)["loss_bf16_average"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_loaded_mean_is_that_of_fp64_rounded_once(trained):
+def test_a_loaded_mean_is_that_of_fp64_rounded_once(trained: Config):
     for name, t in load_model(trained.run_dir, average=3)[0].state_dict().items():
         assert torch.equal(t, mean_in_fp64(trained, [4, 6, 7])[name].float())
 
 
-def test_a_step_and_a_mean_end_with_that_step(trained):
+def test_a_step_and_a_mean_end_with_that_step(trained: Config):
     weights = load_model(trained.run_dir, step=6, average=2)[0].state_dict()
     expected = mean_in_fp64(trained, [4, 6])
     assert all(torch.equal(t, expected[name].float()) for name, t in weights.items())
@@ -137,7 +145,9 @@ def test_a_step_and_a_mean_end_with_that_step(trained):
         (0, "=0"),
     ],
 )
-def test_more_checkpoints_than_there_are_cannot_be_averaged(trained, average, sentence):
+def test_more_checkpoints_than_there_are_cannot_be_averaged(
+    trained: Config, average: int, sentence: str
+):
     with pytest.raises(UserError, match=sentence):
         load_model(trained.run_dir, average=average)
 
@@ -146,14 +156,16 @@ def test_more_checkpoints_than_there_are_cannot_be_averaged(trained, average, se
     "words, n_saved",
     [("checkpoint.every=4", 2), ("checkpoint.every=none", 0), ("checkpoint.every=9", 1)],
 )
-def test_a_mean_of_more_checkpoints_than_are_saved_is_refused(tiny, words, n_saved):
+def test_a_mean_of_more_checkpoints_than_are_saved_is_refused(
+    tiny: Config, words: str, n_saved: int
+):
     with pytest.raises(
         UserError, match=f"average=3 needs as many .* saves {n_saved} in steps 1 to"
     ):
         changed(tiny, f"{MEAN} {words}")
 
 
-def test_a_branch_counts_its_own_checkpoints(tiny):
+def test_a_branch_counts_its_own_checkpoints(tiny: Config):
     start = "start_from=out/trunk/checkpoints/step_00000004"
     with pytest.raises(UserError, match="saves 2 in steps 5 to 7"):
         changed(tiny, f"{MEAN} run=branch {start}")
@@ -168,7 +180,9 @@ def test_steps_of_a_mean_by_hand():
 # ----------------------------------------------------------------------------- export and scores
 
 
-def test_an_export_holds_the_mean_and_says_so(trained, tmp_path, capsys):
+def test_an_export_holds_the_mean_and_says_so(
+    trained: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     words = (trained.run_dir, tmp_path / "hf", "dtype=fp32", "average=3")
     assert "the mean of the last 3 checkpoints" in asked(capsys, export, *words)
     weights = load_file(tmp_path / "hf/model.safetensors")
@@ -177,7 +191,7 @@ def test_an_export_holds_the_mean_and_says_so(trained, tmp_path, capsys):
     assert "mean of the last 3 checkpoints" in (tmp_path / "hf/README.md").read_text()
 
 
-def test_scores_are_of_the_mean_and_lie_apart(trained, capsys):
+def test_scores_are_of_the_mean_and_lie_apart(trained: Config, capsys: pytest.CaptureFixture[str]):
     scores = {}
     for average in (1, 3):
         asked(capsys, harness.main, trained.run_dir, "tasks=val_ppl", f"average={average}")
@@ -189,6 +203,6 @@ def test_scores_are_of_the_mean_and_lie_apart(trained, capsys):
     assert scores[3] != scores[1]
 
 
-def test_means_of_public_models_are_refused(capsys):
+def test_means_of_public_models_are_refused(capsys: pytest.CaptureFixture[str]):
     words = ("hf:gpt2", "tasks=piqa", "average=2")
     assert "average= and the demo tasks" in asked(capsys, harness.main, *words, code=2)

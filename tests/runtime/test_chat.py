@@ -2,6 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +54,7 @@ TURNS = [
 CONVERSATIONS = [[{"role": role, "content": content} for role, content in turns] for turns in TURNS]
 
 
-def make_folder(folder, template, kind="byte level", **roles):
+def make_folder(folder: Path, template: str, kind: str = "byte level", **roles: object):
     roles = {"chat_template": template} | roles
     if kind == "sentencepiece":
         return write_sentencepiece(folder, **roles)
@@ -67,11 +70,11 @@ def make_folder(folder, template, kind="byte level", **roles):
     return folder
 
 
-def id_of(folder, content):
+def id_of(folder: Path, content):
     return Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(content)
 
 
-def prepare(tmp_path, rows, folder, *words, code=0):
+def prepare(tmp_path: Path, rows: list[dict], folder: Path, *words: object, code: int = 0):
     path = tmp_path / "chat.jsonl"
     if rows:  # else those that are there
         write_rows(path, rows)
@@ -89,7 +92,7 @@ def prepare(tmp_path, rows, folder, *words, code=0):
     assert main(words) == code
 
 
-def read_documents(folder, eot=LOSS_MASK_BIT | 1):
+def read_documents(folder: Path, eot=LOSS_MASK_BIT | 1):
     """(ids, whether each is learned) of every document of both splits, without its end-of-text
     token `eot`."""
     documents = []
@@ -102,7 +105,7 @@ def read_documents(folder, eot=LOSS_MASK_BIT | 1):
     return documents
 
 
-def spread(rows):
+def spread(rows: list[list[dict]]):
     """Rows enough for both splits, all different."""
     other_rows = [
         [{"role": "user", "content": str(n)}, {"role": "assistant", "content": f"say {n}"}]
@@ -111,7 +114,7 @@ def spread(rows):
     return [*rows, *other_rows]
 
 
-def marked_ids(transformers_own, messages):
+def marked_ids(transformers_own, messages: list[dict]):
     """Ids, and whether each is learned, by transformers' own mask."""
     made = transformers_own.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
@@ -119,7 +122,7 @@ def marked_ids(transformers_own, messages):
     return made["input_ids"], [bool(i) for i in made["assistant_masks"]]
 
 
-def ids_by_prefixes(transformers_own, messages):
+def ids_by_prefixes(transformers_own, messages: list[dict]):
     """Ids, and whether each is learned: what an answer adds to the messages before it."""
     ids = transformers_own.apply_chat_template(messages)["input_ids"]
     is_learned = [False] * len(ids)
@@ -142,7 +145,9 @@ def ids_by_prefixes(transformers_own, messages):
     [(PLAIN, ids_by_prefixes), (MARKED, marked_ids)],
     ids=["by prefixes", "marked"],
 )
-def test_of_a_conversation_the_answers_alone_are_learned(tmp_path, template, ids_of):
+def test_of_a_conversation_the_answers_alone_are_learned(
+    tmp_path: Path, template: str, ids_of: Callable[..., Any]
+):
     """Its ids are those of transformers."""
     folder = make_folder(tmp_path / "tokenizer", template)
     rows = spread(CONVERSATIONS)
@@ -152,7 +157,7 @@ def test_of_a_conversation_the_answers_alone_are_learned(tmp_path, template, ids
     assert sorted(read_documents(tmp_path / "data/chat")) == sorted(expected)
 
 
-def test_the_index_of_conversations_names_their_template(tmp_path):
+def test_the_index_of_conversations_names_their_template(tmp_path: Path):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     rows = [{"messages": messages} for messages in spread(CONVERSATIONS)]
     prepare(tmp_path, rows, folder)
@@ -165,7 +170,9 @@ def test_the_index_of_conversations_names_their_template(tmp_path):
     "template, kind", [(PLAIN, "byte level"), (MARKED, "byte level"), (BRACKETS, "sentencepiece")]
 )
 @pytest.mark.parametrize("extra", [{}, {"tools": [{"name": "f", "é": "<&>"}]}])
-def test_the_text_of_a_conversation_is_transformers_own(tmp_path, template, kind, extra):
+def test_the_text_of_a_conversation_is_transformers_own(
+    tmp_path: Path, template: str, kind: str, extra: dict[str, list[dict]]
+):
     folder = make_folder(tmp_path, template, kind)
     transformers_own = AutoTokenizer.from_pretrained(folder)
     for messages in CONVERSATIONS:
@@ -179,7 +186,7 @@ def test_the_text_of_a_conversation_is_transformers_own(tmp_path, template, kind
 
 
 def test_templates_by_file_and_by_name_are_those_of_transformers(
-    tmp_path,
+    tmp_path: Path,
 ):
     named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": BRACKETS}]
     folder = make_folder(tmp_path, named)
@@ -232,7 +239,9 @@ ALWAYS_BEGINS = PLAIN.replace("{% if add_generation_prompt %}", "").replace(
         (PLAIN, ["hello"], 'a message is "hello"'),
     ],
 )
-def test_what_cannot_be_learned_from_is_a_sentence(tmp_path, capsys, template, messages, words):
+def test_what_cannot_be_learned_from_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str | None, messages, words: str
+):
     folder = make_folder(tmp_path / "tokenizer", template)
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": messages}])
     output = asked(
@@ -250,7 +259,9 @@ def test_what_cannot_be_learned_from_is_a_sentence(tmp_path, capsys, template, m
     assert words in output and "Traceback" not in output
 
 
-def test_messages_need_a_folders_tokenizer_and_one_kind_of_rows(tmp_path, capsys):
+def test_messages_need_a_folders_tokenizer_and_one_kind_of_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     rows = [{"messages": CONVERSATIONS[0]}, {"prompt": "a", "response": "b"}]
     prepare(tmp_path, rows, "gpt2", code=2)
     assert "need a tokenizer with a chat template, which gpt2 has not" in capsys.readouterr().err
@@ -262,7 +273,7 @@ def test_messages_need_a_folders_tokenizer_and_one_kind_of_rows(tmp_path, capsys
 
 
 @pytest.mark.parametrize("name", ["folder", "gpt2", "byte"])
-def test_special_tokens_spelled_in_instructions_are_those_tokens(tmp_path, name):
+def test_special_tokens_spelled_in_instructions_are_those_tokens(tmp_path: Path, name: str):
     folder = make_folder(tmp_path / "tokenizer", PLAIN) if name == "folder" else name
     tokenizer = load_tokenizer(str(folder))
     word, number = (
@@ -282,7 +293,7 @@ def test_special_tokens_spelled_in_instructions_are_those_tokens(tmp_path, name)
     assert index.selection["special_tokens"] == "parsed"
 
 
-def test_plain_text_keeps_special_tokens_as_text(tmp_path):
+def test_plain_text_keeps_special_tokens_as_text(tmp_path: Path):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     texts = [f"<|turn|> {n} <|endoftext|>" for n in range(30)]
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
@@ -308,7 +319,9 @@ def test_plain_text_keeps_special_tokens_as_text(tmp_path):
     )
 
 
-def test_control_tokens_not_called_special_are_told(tmp_path, capsys):
+def test_control_tokens_not_called_special_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     rules = json.loads((folder / "tokenizer.json").read_text())
     rules["added_tokens"][-1]["special"] = False  # <|over|>
@@ -345,7 +358,9 @@ def test_control_tokens_not_called_special_are_told(tmp_path, capsys):
 FORMER = {"instruct": ["prompt", "response"]}
 
 
-def test_finished_instruct_shards_of_the_former_rule_stay_as_they_are(tmp_path, capsys):
+def test_finished_instruct_shards_of_the_former_rule_stay_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     prepare(tmp_path, PAIRS, folder)
     path = tmp_path / "data/chat/index.json"
@@ -362,10 +377,12 @@ def test_finished_instruct_shards_of_the_former_rule_stay_as_they_are(tmp_path, 
     assert path.read_bytes() == content
 
 
-def test_half_made_shards_of_the_former_rule_are_not_mixed(tmp_path, capsys, monkeypatch):
+def test_half_made_shards_of_the_former_rule_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
 
-    def interrupt(*_):
+    def interrupt(*_: object):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -390,7 +407,7 @@ ADDS_PARTS = PLAIN.replace("{{ message.content | trim }}", "{{ 'x' + message.con
 AS_JSON = PLAIN.replace("message.content | trim", "message.content | tojson")
 
 
-def in_parts(messages):
+def in_parts(messages: list[dict]):
     """The messages with each content in parts as OpenAI's format has it."""
     return [
         message | {"content": [{"type": "text", "text": message["content"]}]}
@@ -399,7 +416,7 @@ def in_parts(messages):
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, BRACKETS, KNOWS_PARTS, ADDS_PARTS, AS_JSON])
-def test_content_in_parts_is_the_text_of_its_parts(tmp_path, template):
+def test_content_in_parts_is_the_text_of_its_parts(tmp_path: Path, template: str):
     folder = make_folder(tmp_path, template)
     transformers_own, ours = AutoTokenizer.from_pretrained(folder), ChatTemplate(str(folder))
     for messages in CONVERSATIONS:
@@ -408,7 +425,7 @@ def test_content_in_parts_is_the_text_of_its_parts(tmp_path, template):
         ).text == transformers_own.apply_chat_template(messages, tokenize=False)
 
 
-def test_joined_parts_are_told(tmp_path, capsys):
+def test_joined_parts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     prepare(tmp_path, [{"messages": in_parts(messages)} for messages in spread([])], folder)
     assert "joined: 24 messages of chat.jsonl were lists of parts" in capsys.readouterr().out
@@ -450,7 +467,7 @@ ANSWER = {"role": "assistant", "content": "yes"}
     ],
 )
 def test_a_conversation_of_which_nothing_can_be_learned_is_an_odd_row(
-    tmp_path, capsys, messages, words
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], messages: list[dict[str, Any]], words: str
 ):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     prepare(
@@ -468,7 +485,7 @@ def test_a_conversation_of_which_nothing_can_be_learned_is_an_odd_row(
     assert "left out: 1 rows of chat.jsonl" in capsys.readouterr().out
 
 
-def test_an_answer_that_is_a_call_of_a_tool_needs_no_content(tmp_path):
+def test_an_answer_that_is_a_call_of_a_tool_needs_no_content(tmp_path: Path):
     folder = make_folder(
         tmp_path, PLAIN.replace("message.content | trim", "message.tool_calls or message.content")
     )
@@ -477,7 +494,7 @@ def test_an_answer_that_is_a_call_of_a_tool_needs_no_content(tmp_path):
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_an_answer_of_weight_0_is_context(tmp_path, template):
+def test_an_answer_of_weight_0_is_context(tmp_path: Path, template: str):
     folder = make_folder(tmp_path, template)
     messages = [QUESTION, ANSWER | {"weight": 0}, QUESTION, ANSWER | {"content": "no", "weight": 1}]
     without = [
@@ -491,7 +508,9 @@ def test_an_answer_of_weight_0_is_context(tmp_path, template):
 
 
 @pytest.mark.parametrize("template", [None, ALWAYS_BEGINS])
-def test_no_row_is_blamed_for_a_template_that_cannot_serve(tmp_path, capsys, template):
+def test_no_row_is_blamed_for_a_template_that_cannot_serve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str | None
+):
     prepare(
         tmp_path,
         [{"messages": CONVERSATIONS[0]}],
@@ -512,7 +531,9 @@ def test_no_row_is_blamed_for_a_template_that_cannot_serve(tmp_path, capsys, tem
 @pytest.mark.parametrize(
     "first_row", ['{"id": 1}', "[1]", "{", '{"prompt": null, "response": null}']
 )
-def test_an_odd_first_row_does_not_decide_of_what_kind_the_others_are(tmp_path, first_row):
+def test_an_odd_first_row_does_not_decide_of_what_kind_the_others_are(
+    tmp_path: Path, first_row: str
+):
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": messages} for messages in spread([])])
     path.write_text(first_row + "\n" + path.read_text())
     prepare(tmp_path, [], make_folder(tmp_path / "tokenizer", PLAIN), "skip_bad=true")
@@ -523,7 +544,9 @@ def test_an_odd_first_row_does_not_decide_of_what_kind_the_others_are(tmp_path, 
     )
 
 
-def test_rows_that_are_pairs_and_conversations_are_told(tmp_path, capsys):
+def test_rows_that_are_pairs_and_conversations_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     rows = [
         {"messages": messages, **pair} for messages, pair in zip(spread([]), PAIRS, strict=False)
     ]
@@ -535,7 +558,7 @@ def test_rows_that_are_pairs_and_conversations_are_told(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "messages", "messages in parts and not"])
-def test_instructions_of_parquet_are_those_of_json_lines(tmp_path, kind):
+def test_instructions_of_parquet_are_those_of_json_lines(tmp_path: Path, kind: str):
     import datasets
 
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
@@ -569,7 +592,7 @@ def test_instructions_of_parquet_are_those_of_json_lines(tmp_path, kind):
     assert documents[0] == documents[1]
 
 
-def test_a_prompt_by_apply_chat_template_begins_once(tmp_path):
+def test_a_prompt_by_apply_chat_template_begins_once(tmp_path: Path):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     transformers_own = AutoTokenizer.from_pretrained(folder)
     questions = [[{"role": "user", "content": f"q {n}?"}] for n in range(20)]
@@ -587,7 +610,9 @@ def test_a_prompt_by_apply_chat_template_begins_once(tmp_path):
     )
 
 
-def test_a_touched_file_of_conversations_is_compared(tmp_path, capsys):
+def test_a_touched_file_of_conversations_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     folder = make_folder(tmp_path / "tokenizer", PLAIN)
     rows = [{"messages": messages} for messages in spread([])]
     prepare(tmp_path, rows, folder)

@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +29,14 @@ from runtime.checkpoint import (
     seal,
     steps_to_keep,
 )
-from runtime.config import CheckpointConfig
+from runtime.config import CheckpointConfig, Config
 from tests.conftest import ALONE
 from tests.helpers.faults import flip_bit, saved_steps
 
 FILES = ["__0_0.distcp", ".metadata", "manifest.json", "DONE"]
 
 
-def tensors(step=0):
+def tensors(step: int = 0):
     generator = torch.Generator().manual_seed(step)
     return {
         name: torch.randn(*shape, generator=generator)
@@ -46,7 +48,7 @@ def tensors(step=0):
     }
 
 
-def saver_of(config, losses=None, **policy):
+def saver_of(config: Config, losses=None, **policy: object):
     return Saver(
         config.run_dir,
         CheckpointConfig(**{"every": 1, "keep": 9, **policy}),
@@ -55,14 +57,14 @@ def saver_of(config, losses=None, **policy):
     )
 
 
-def save(config, *steps):
+def save(config: Config, *steps: object):
     saver = saver_of(config)
     for step in steps:
         saver.save(step, tensors(step), {"updates": step}, config)
     saver.finish()
 
 
-def fill(config, say=pytest.fail, tensors_to_fill=None):
+def fill(config: Config, say=pytest.fail, tensors_to_fill=None):
     """The step of the checkpoint that restore() takes, whose tensors it must hold where all are
     wanted."""
     filled = tensors_to_fill or tensors()
@@ -71,17 +73,17 @@ def fill(config, say=pytest.fail, tensors_to_fill=None):
     return restored.step
 
 
-def same(filled, step):
+def same(filled, step: int):
     return all(torch.equal(filled[name], t) for name, t in tensors(step).items())
 
 
-def holds(path, step):
+def holds(path: Path, step: int):
     filled = tensors()
     load(path, read_manifest(path), filled)
     return same(filled, step)
 
 
-def test_what_was_saved_comes_back(tiny):
+def test_what_was_saved_comes_back(tiny: Config):
     save(tiny, 3)
     path = latest(tiny.run_dir)
     assert path.name == "step_00000003" and holds(path, 3)
@@ -90,7 +92,7 @@ def test_what_was_saved_comes_back(tiny):
     assert manifest["state"] == {"updates": 3}
 
 
-def test_a_checkpoint_of_python_3_13_is_read(tiny):
+def test_a_checkpoint_of_python_3_13_is_read(tiny: Config):
     """Whose pickles name another module for paths."""
     save(tiny, 3)
     path = latest(tiny.run_dir)
@@ -117,14 +119,14 @@ STATE_3 = {
 }
 
 
-def test_a_checkpoint_of_format_2_is_read_with_todays_names(tiny):
+def test_a_checkpoint_of_format_2_is_read_with_todays_names(tiny: Config):
     save(tiny, 3)
     path = latest(tiny.run_dir)
     seal(path, read_manifest(path) | {"format_version": 2, "state": STATE_2})
     assert holds(path, 3) and read_manifest(path)["state"] == STATE_3
 
 
-def test_a_checkpoint_of_a_later_format_is_refused_and_stays(tiny):
+def test_a_checkpoint_of_a_later_format_is_refused_and_stays(tiny: Config):
     save(tiny, 3)
     path = latest(tiny.run_dir)
     seal(path, read_manifest(path) | {"format_version": 7})
@@ -142,21 +144,23 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_stays(tiny):
     ],
     ids=["name", "shape", "dtype"],
 )
-def test_a_checkpoint_of_another_model_is_refused_and_stays(tiny, name, tensor):
+def test_a_checkpoint_of_another_model_is_refused_and_stays(
+    tiny: Config, name: str, tensor: torch.Tensor
+):
     save(tiny, 3)
     with pytest.raises(UserError, match="the configuration does not fit"):
         fill(tiny, tensors_to_fill={name: tensor})
     assert saved_steps(tiny) == [3]
 
 
-def test_steps_may_have_more_than_eight_digits(tiny):
+def test_steps_may_have_more_than_eight_digits(tiny: Config):
     save(tiny, 99_999_999, 100_000_000)
     assert saved_steps(tiny) == [99_999_999, 100_000_000]
     assert latest(tiny.run_dir).name == "step_100000000"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_to_any_file_is_noticed(tiny, name):
+def test_damage_to_any_file_is_noticed(tiny: Config, name: str):
     """A bit in a dozen places; half of it, none of it, a byte more."""
     save(tiny, 3)
     newest = latest(tiny.run_dir)
@@ -175,7 +179,7 @@ def test_damage_to_any_file_is_noticed(tiny, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tiny, name):
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tiny: Config, name: str):
     save(tiny, 2, 3)
     flip_bit(latest(tiny.run_dir) / name, 0)
     sentences = []
@@ -185,7 +189,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tiny, name
 
 
 @pytest.mark.parametrize("name", FILES[:-1])
-def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tiny, name):
+def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tiny: Config, name: str):
     """The step is trained again, and its file is lost."""
     save(tiny, 2, 3)
     newest = latest(tiny.run_dir)
@@ -200,7 +204,7 @@ def test_a_second_damaged_checkpoint_of_a_step_is_set_aside_too(tiny, name):
     assert sorted(os.listdir(newest.parent)) == folders
 
 
-def test_what_has_no_done_never_was_a_checkpoint_and_is_saved_over(tiny):
+def test_what_has_no_done_never_was_a_checkpoint_and_is_saved_over(tiny: Config):
     save(tiny, 2, 3)
     newest = latest(tiny.run_dir)
     (newest / "DONE").unlink()
@@ -209,7 +213,7 @@ def test_what_has_no_done_never_was_a_checkpoint_and_is_saved_over(tiny):
     assert holds(newest, 3)
 
 
-def forge(path, name, content):
+def forge(path: Path, name: str, content):
     """As an attacker would: the file, the manifest's hash of it, and DONE."""
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -218,7 +222,9 @@ def forge(path, name, content):
 
 
 @pytest.mark.parametrize("is_tensor, named", [(False, "mkdir"), (True, "BytesStorageMetadata")])
-def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, is_tensor, named):
+def test_a_hostile_checkpoint_runs_nothing(
+    tiny: Config, tmp_path: Path, is_tensor: bool, named: str
+):
     """A pickle that makes a folder: as the metadata, and as a tensor, since DCP unpickles an item
     of bytes though a tensor was asked for under its name."""
     save(tiny, 1)
@@ -248,7 +254,9 @@ def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, is_tensor, named):
     assert not canary.exists()
 
 
-def test_a_save_holds_what_was_at_the_call_and_returns_before_the_disk(tiny, monkeypatch):
+def test_a_save_holds_what_was_at_the_call_and_returns_before_the_disk(
+    tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
     hashing, file_sha256 = threading.Event(), checkpoint.file_sha256
     monkeypatch.setattr(
         checkpoint, "file_sha256", lambda path: hashing.wait(60) and file_sha256(path)
@@ -269,7 +277,9 @@ def test_a_save_holds_what_was_at_the_call_and_returns_before_the_disk(tiny, mon
     assert read_manifest(first)["state"] == {"guard": {"window": [1.0, 2.5]}}
 
 
-def test_all_is_synced_before_the_rename_and_the_rename_after_it(tiny, monkeypatch):
+def test_all_is_synced_before_the_rename_and_the_rename_after_it(
+    tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
     """What a power cut needs and a kill does not test: each file is synced, then its folder, then
     the folder of the rename."""
     done, fsync, rename = [], os.fsync, os.rename
@@ -327,7 +337,9 @@ MEAN = {"every": 10, "keep": 1, "best": False, "average": 3}
         (MEAN, [10, 20, 23, 30, 34], {}, [20, 30, 34]),
     ],
 )
-def test_the_keep_policy_by_hand(policy, steps, losses, expected):
+def test_the_keep_policy_by_hand(
+    policy: dict[str, Any], steps: list[int], losses: dict[int, float], expected: list[int]
+):
     """`steps` saved one after the other, each followed by its validation."""
     steps_on_disk = []
     for step in steps:
@@ -340,7 +352,7 @@ def test_the_keep_policy_by_hand(policy, steps, losses, expected):
     assert steps_on_disk == expected
 
 
-def test_the_policy_holds_on_disk_across_a_resume_and_a_rollback(tiny):
+def test_the_policy_holds_on_disk_across_a_resume_and_a_rollback(tiny: Config):
     saver = saver_of(tiny, losses := {1: 2.0}, keep=1, forever=3)
     for step, loss in enumerate((2.0, 5.0, 5.0, 4.0, 3.0, 6.0), 1):
         saver.save(step, tensors(step), {}, tiny)

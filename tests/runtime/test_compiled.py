@@ -2,6 +2,8 @@
 that are added up within their matmuls. On two ranks, by blocks: runtime/test_two_ranks.py; the FP8
 Linears: fp8/test_compiled.py."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,24 +33,26 @@ def gradients_of(model: GPT, *seeds: int) -> Gradients:
 
 
 @pytest.fixture(scope="module")
-def config(data_dir, tmp_path_factory) -> Config:
+def config(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     return tiny_config(data_dir, tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="module")
-def compiled(config) -> GPT:
+def compiled(config: Config) -> GPT:
     """What every test here looks at, since Inductor's code takes most of their time."""
     return build(one_block(config, "parallel.recompute=true parallel.compile=model")).model
 
 
 @pytest.mark.parametrize("how, is_whole", [("model", True), ("block", False)])
-def test_the_whole_model_or_each_block_is_one_compiled_piece(config, how, is_whole):
+def test_the_whole_model_or_each_block_is_one_compiled_piece(
+    config: Config, how: str, is_whole: bool
+):
     model = build(changed(config, f"parallel.compile={how}")).model
     compiled = [module._compiled_call_impl is not None for module in (model, *model.layers)]
     assert compiled == [is_whole, not is_whole, not is_whole]
 
 
-def test_compiled_it_differs_from_eager_by_rounding_alone(config, compiled):
+def test_compiled_it_differs_from_eager_by_rounding_alone(config: Config, compiled: GPT):
     """Inductor fuses operations between which eager rounds to BF16."""
     eager = build(one_block(config, "")).model
     loss, expected = eager(*tokens()).sum(), gradients_of(eager, 0)
@@ -58,7 +62,7 @@ def test_compiled_it_differs_from_eager_by_rounding_alone(config, compiled):
         assert error <= 0.02 * torch.linalg.norm(expected[name]), name
 
 
-def test_compiled_gradients_of_micro_batches_add_up_in_place(compiled):
+def test_compiled_gradients_of_micro_batches_add_up_in_place(compiled: GPT):
     """To the bits of their sum in fp32. Eager, against autograd: runtime/test_optim.py."""
     first, second = gradients_of(compiled, 0), gradients_of(compiled, 1)
     zero_gradients(compiled)

@@ -3,9 +3,11 @@ never a traceback."""
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Literal, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
 from unittest import mock
 
 import pytest
@@ -23,6 +25,7 @@ from runtime.config import (
     FREE_KEYS,
     KEYS,
     SECTIONS,
+    Config,
     FP8Config,
     OptimConfig,
     apply_overrides,
@@ -41,7 +44,7 @@ ALL_CONFIGS = sorted(
 )
 
 
-def refused(call, *arguments) -> str:
+def refused(call, *arguments: object) -> str:
     with pytest.raises(UserError) as error:
         call(*arguments)
     return str(error.value)
@@ -68,14 +71,14 @@ each_config = pytest.mark.parametrize("path", ALL_CONFIGS, ids=lambda p: p.stem)
 
 
 @each_config
-def test_a_shipped_config_is_named_after_its_file_and_precision(path):
+def test_a_shipped_config_is_named_after_its_file_and_precision(path: Path):
     config = load_config(path)
     assert config.run == path.stem
     assert (config.fp8.recipe != "off") == path.stem.endswith("_fp8")
 
 
 @pytest.mark.parametrize("name", IDENTITIES)
-def test_no_version_changes_the_identity_of_a_shipped_config(name):
+def test_no_version_changes_the_identity_of_a_shipped_config(name: str):
     config = load_config(ROOT / f"configs/{name}.py")
     assert (pair_id(config), digest(config.identity())[:8]) == IDENTITIES[name]
 
@@ -83,7 +86,7 @@ def test_no_version_changes_the_identity_of_a_shipped_config(name):
 @pytest.mark.parametrize(
     "path", [p for p in ALL_CONFIGS if p.stem.endswith("_fp8")], ids=lambda p: p.stem
 )
-def test_an_fp8_config_differs_from_its_bf16_one_in_run_and_fp8_alone(path):
+def test_an_fp8_config_differs_from_its_bf16_one_in_run_and_fp8_alone(path: Path):
     fp8 = asdict(load_config(path))
     bf16 = asdict(load_config(path.with_name(path.name.replace("_fp8", "_bf16"))))
     assert {key for key in fp8 if fp8[key] != bf16[key]} == {"run", "fp8"}
@@ -97,7 +100,7 @@ ARITHMETIC = r"20 x ([\d,]+) (?:parameters )?= .* = ([\d,]+) steps"  # in a comm
     [p for p in ALL_CONFIGS if re.search(ARITHMETIC, p.read_text())],
     ids=lambda p: p.stem,
 )
-def test_the_arithmetic_in_a_config_is_right(path):
+def test_the_arithmetic_in_a_config_is_right(path: Path):
     config = load_config(path)
     written = [int(n.replace(",", "")) for n in re.search(ARITHMETIC, path.read_text()).groups()]
     assert written == [config.model.params_total, config.total_steps]
@@ -106,7 +109,7 @@ def test_the_arithmetic_in_a_config_is_right(path):
 @pytest.mark.parametrize(
     "path", [p for p in ALL_CONFIGS if p.stem.startswith("gpt")], ids=lambda p: p.stem
 )
-def test_a_gpt_has_its_size_and_is_shared_by_eight_gpus(path):
+def test_a_gpt_has_its_size_and_is_shared_by_eight_gpus(path: Path):
     config = load_config(path)
     m = config.model
     size = m.n_layer, m.n_embd, m.n_ffn, m.n_head, round(m.params_total / 1e6)
@@ -115,7 +118,7 @@ def test_a_gpt_has_its_size_and_is_shared_by_eight_gpus(path):
 
 
 @each_config
-def test_a_shipped_config_trains_on_20_tokens_per_parameter(path):
+def test_a_shipped_config_trains_on_20_tokens_per_parameter(path: Path):
     """Those of h100_ outside the vocabulary; to the next step."""
     config = load_config(path)
     if config.start_from is not None:
@@ -148,7 +151,7 @@ def test_a_shipped_config_trains_on_20_tokens_per_parameter(path):
         ("start_from=o/r/checkpoints/step_00000002", "o/r/checkpoints/step_00000002"),
     ],
 )
-def test_overrides_are_parsed_by_annotation(tiny, text, value):
+def test_overrides_are_parsed_by_annotation(tiny: Config, text: str, value):
     config = apply_overrides(tiny, [text, *["fp8.recipe=tensorwise"] * text.startswith("fp8.skip")])
     value_found = attrgetter(text.removeprefix("--").partition("=")[0])(config)
     assert value_found == value and type(value_found) is type(value)
@@ -242,7 +245,9 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
         *[(COMPILED + f"model.loss_chunk={chunk}", None) for chunk in (16, 32, 64, "none")],
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, sentence):
+def test_what_cannot_be_is_refused_in_a_sentence(
+    tiny: Config, overrides: str, sentence: str | None
+):
     if sentence is None:
         apply_overrides(tiny, overrides.split())
     else:
@@ -251,7 +256,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, sentence):
 
 @pytest.mark.parametrize("kernels", ["auto", True, False])
 @pytest.mark.parametrize("recipe", ["off", "tensorwise"])
-def test_who_casts_is_no_part_of_a_run_and_stored_choices_load(tiny, recipe, kernels):
+def test_who_casts_is_no_part_of_a_run_and_stored_choices_load(
+    tiny: Config, recipe: str, kernels: bool | str
+):
     if recipe == "off" and kernels is True:
         return  # which converts nothing
     stored = json.loads(json.dumps(asdict(apply_overrides(tiny, [f"fp8.recipe={recipe}"]))))
@@ -262,7 +269,7 @@ def test_who_casts_is_no_part_of_a_run_and_stored_choices_load(tiny, recipe, ker
 
 
 @pytest.mark.parametrize("kernels, label", [("auto", "tensorwise"), (False, "tensorwise")])
-def test_an_arm_is_called_by_its_recipe_whoever_casts(kernels, label):
+def test_an_arm_is_called_by_its_recipe_whoever_casts(kernels: bool | str, label: str):
     assert FP8Config(recipe="tensorwise", kernels=kernels).label == label
 
 
@@ -282,7 +289,7 @@ def test_an_arm_is_called_by_its_recipe_whoever_casts(kernels, label):
         "fp8.scaling=current",  # the default of a key that came later
     ],
 )
-def test_what_no_weight_depends_on_is_not_in_the_identity(tiny, change):
+def test_what_no_weight_depends_on_is_not_in_the_identity(tiny: Config, change: str):
     assert apply_overrides(tiny, [change]).identity() == tiny.identity()
 
 
@@ -300,7 +307,7 @@ def test_what_no_weight_depends_on_is_not_in_the_identity(tiny, change):
         "start_from=o/llama/checkpoints/step_00000000",  # weights that came from elsewhere
     ],
 )
-def test_what_weights_depend_on_is_in_the_identity_and_that_of_the_pair(tiny, change):
+def test_what_weights_depend_on_is_in_the_identity_and_that_of_the_pair(tiny: Config, change: str):
     other_config = apply_overrides(tiny, [change])
     assert other_config.identity() != tiny.identity()
     assert pair_id(other_config) != pair_id(tiny)
@@ -313,14 +320,14 @@ def test_what_weights_depend_on_is_in_the_identity_and_that_of_the_pair(tiny, ch
         "start_from=o/r/checkpoints/step_00000002",  # a branch ends as from scratch
     ],
 )
-def test_precision_and_branch_are_in_the_identity_but_not_the_pairs(tiny, change):
+def test_precision_and_branch_are_in_the_identity_but_not_the_pairs(tiny: Config, change: str):
     other_config = apply_overrides(tiny, [change])
     assert other_config.identity() != tiny.identity()
     assert pair_id(other_config) == pair_id(tiny)
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "bounded"])
-def test_scales_known_before_are_in_the_identity(tiny, scaling):
+def test_scales_known_before_are_in_the_identity(tiny: Config, scaling: str):
     words = ["fp8.recipe=tensorwise", "fp8.kernels=true", f"fp8.scaling={scaling}"]
     assert apply_overrides(tiny, words).identity()["fp8.scaling"] == scaling
 
@@ -329,7 +336,9 @@ def test_scales_known_before_are_in_the_identity(tiny, scaling):
     "change, is_same_pair",
     [("run=b", True), ("model.head_size=16", True), ("data.micro_batch=2", False)],
 )
-def test_runs_of_a_pair_have_the_micro_batch_in_common(tiny, change, is_same_pair):
+def test_runs_of_a_pair_have_the_micro_batch_in_common(
+    tiny: Config, change: str, is_same_pair: bool
+):
     assert (pair_id(apply_overrides(tiny, [change])) == pair_id(tiny)) is is_same_pair
 
 
@@ -342,12 +351,14 @@ def test_runs_of_a_pair_have_the_micro_batch_in_common(tiny, change, is_same_pai
         ("o/llama/", (None, None, "llama")),
     ],
 )
-def test_the_lineage_tells_a_branch_from_a_run_on_anothers_weights(tiny, start_from, expected):
+def test_the_lineage_tells_a_branch_from_a_run_on_anothers_weights(
+    tiny: Config, start_from: str, expected: tuple[int | str | None, ...]
+):
     config = apply_overrides(tiny, [f"start_from={start_from}"])
     assert tuple(lineage(config).values()) == expected
 
 
-def test_a_micro_batch_of_auto_counts_as_one_sequence(tiny):
+def test_a_micro_batch_of_auto_counts_as_one_sequence(tiny: Config):
     assert apply_overrides(tiny, ["data.micro_batch=auto"]).accumulation(4) == 4
 
 
@@ -362,24 +373,24 @@ def test_a_micro_batch_of_auto_counts_as_one_sequence(tiny):
         ("\0", "Error"),
     ],
 )
-def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, sentence):
+def test_mistakes_in_a_file_get_a_sentence(tmp_path: Path, body: str, sentence: str):
     (tmp_path / "mine.py").write_text(f"import runtime.config as C\n{body}")
     sentence = refused(load_config, tmp_path / "mine.py")
     assert sentence.startswith(f"{tmp_path}/mine.py ") and sentence in sentence
     assert refused(load_config, tmp_path / "mint.py").endswith(f"did you mean {tmp_path}/mine.py?")
 
 
-def test_a_config_json_is_read_back(tiny):
+def test_a_config_json_is_read_back(tiny: Config):
     config = apply_overrides(tiny, ["data.micro_batch=auto", "checkpoint.at=2"])
     assert config_from_dict(json.loads(json.dumps(asdict(config)))) == config
 
 
-def test_a_stored_configuration_with_other_keys_is_refused(tiny):
+def test_a_stored_configuration_with_other_keys_is_refused(tiny: Config):
     other_version = {**asdict(tiny), "optim": {"momentum": 1}}
     assert "does not fit this version" in refused(config_from_dict, other_version)
 
 
-def test_a_folder_without_config_json_is_no_run(tmp_path):
+def test_a_folder_without_config_json_is_no_run(tmp_path: Path):
     assert "has no config.json" in refused(read_config, tmp_path / "nowhere")
 
 
@@ -391,13 +402,15 @@ def test_a_folder_without_config_json_is_no_run(tmp_path):
         ('{"architectures": ["LlamaForCausalLM"]}', "--from-hf FOLDER "),
     ],
 )
-def test_a_config_json_that_is_none_of_a_run_gets_a_sentence(tmp_path, content, sentence):
+def test_a_config_json_that_is_none_of_a_run_gets_a_sentence(
+    tmp_path: Path, content: str, sentence: str
+):
     (tmp_path / "config.json").write_text(content)
     assert sentence.replace("FOLDER", str(tmp_path)) in refused(read_config, tmp_path)
 
 
 @pytest.mark.parametrize("wrong", ["2", True, 2.0])
-def test_a_value_of_another_type_in_a_file_is_refused(tiny, wrong):
+def test_a_value_of_another_type_in_a_file_is_refused(tiny: Config, wrong: bool | float | str):
     with pytest.raises(UserError, match=f"model.n_layer={wrong!r} is not int"):
         replace(tiny, model=replace(tiny.model, n_layer=wrong))
 
@@ -419,7 +432,7 @@ def test_help_spells_out_the_choices():
     assert "optim.schedule: cosine | wsd = 'cosine'" in page
 
 
-def test_help_of_train_exits_with_0_and_no_config_with_2(capsys):
+def test_help_of_train_exits_with_0_and_no_config_with_2(capsys: pytest.CaptureFixture[str]):
     lines = (["--help"], ["configs/demo_s_bf16.py", "steps=1", "-h"], [])
     assert [train.main(line) for line in lines] == [0, 0, 2]
 
@@ -464,7 +477,7 @@ class Options:
     ],
 )
 def test_a_command_line_is_read_in_every_spelling_or_refused(
-    tmp_path, monkeypatch, words, expected
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected
 ):
     monkeypatch.chdir(tmp_path)
     for name in "a=b.txt", "n=2":  # files by these names; the second is a key first
@@ -475,7 +488,7 @@ def test_a_command_line_is_read_in_every_spelling_or_refused(
         assert read_options(Options, words, POSITIONAL) == Options(run="out/x", **expected)
 
 
-def test_a_full_memory_needs_no_traceback(capsys):
+def test_a_full_memory_needs_no_traceback(capsys: pytest.CaptureFixture[str]):
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory\n"))
     assert command("", Options, *POSITIONAL)(full)(["out/x"]) == 1
     assert (sentence := capsys.readouterr().err).startswith(
@@ -551,7 +564,13 @@ HOSTILE_LINES = [
 
 
 @pytest.mark.parametrize("line", HOSTILE_LINES, ids=ascii)
-def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys, line):
+def test_no_command_line_is_a_traceback(
+    tiny: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: list[str],
+):
     write_config(tiny, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     assert train.main(line) == 2
@@ -559,7 +578,7 @@ def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys, lin
     assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "__pycache__"}
 
 
-def accepts(config, key, value) -> bool:
+def accepts(config: Config, key: str, value) -> bool:
     """Whether a key may have this value, which every run then writes as JSON."""
     try:
         changed = apply_overrides(config, [f"{key}={value}"])
@@ -570,12 +589,12 @@ def accepts(config, key, value) -> bool:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_no_value_of_a_key_is_a_traceback(tiny, key):
+def test_no_value_of_a_key_is_a_traceback(tiny: Config, key: str):
     for value in VALUES:
         accepts(tiny, key, value)
 
 
-def test_no_number_but_the_seed_may_be_negative(tiny):
+def test_no_number_but_the_seed_may_be_negative(tiny: Config):
     texts = ["out", "data.dir", "data.tokenizer", "eval.tasks"]
     assert [key for key in KEYS if accepts(tiny, key, "-1")] == ["seed", *texts]
 
@@ -587,14 +606,14 @@ def numeric_fields(cls: type) -> list:
 
 
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "model"])
-def test_every_number_has_bounds_beside_its_field(section):
+def test_every_number_has_bounds_beside_its_field(section: str):
     """any_number() where it has none by choice."""
     unbounded = [f.name for f in numeric_fields(SECTIONS[section]) if "bounds" not in f.metadata]
     assert not unbounded
 
 
 @pytest.mark.parametrize("field", numeric_fields(SECTIONS["model"]), ids=lambda f: f.name)
-def test_every_number_of_a_model_is_positive(tiny, field):
+def test_every_number_of_a_model_is_positive(tiny: Config, field):
     """model.py imports nothing but torch: one rule there stands for all bounds."""
     model = replace(tiny.model, **{field.name: 0})
     assert f"model.{field.name}=0 must be a positive" in refused(lambda: replace(tiny, model=model))
@@ -608,7 +627,7 @@ def test_every_number_of_a_model_is_positive(tiny, field):
         (any_number, [-1e300, 0, 1e300], []),
     ],
 )
-def test_bounds_by_hand(bounds, inside, outside):
+def test_bounds_by_hand(bounds: Callable[..., Any], inside: list[float], outside: list[float]):
     number = bounds().metadata["bounds"]
     assert [number.problem("x", value) for value in inside] == [None] * len(inside)
     assert all(number.problem("x", value) for value in outside)
@@ -623,14 +642,14 @@ class LaterOptim(OptimConfig):
 
 @pytest.mark.parametrize("value, added", [(0.0, {}), (0.1, {"optim.key_that_came_later": 0.1})])
 def test_a_key_that_comes_later_leaves_the_identity_of_older_runs_alone(
-    tiny, monkeypatch, value, added
+    tiny: Config, monkeypatch: pytest.MonkeyPatch, value: float, added: dict[str, float]
 ):
     monkeypatch.setitem(DEFAULTS, "optim.key_that_came_later", 0.0)
     later = replace(tiny, optim=LaterOptim(**asdict(tiny.optim), key_that_came_later=value))
     assert later.identity() == tiny.identity() | added
 
 
-def test_a_config_json_of_the_first_version_is_the_run_of_today(tiny):
+def test_a_config_json_of_the_first_version_is_the_run_of_today(tiny: Config):
     """It lacks each key that came later; its run is resumed by the same command."""
     older = asdict(tiny)
     for key in DEFAULTS.keys() - FIRST_KEYS:
@@ -667,7 +686,7 @@ LATER_KEYS = [
 
 
 @pytest.mark.parametrize("key", LATER_KEYS)
-def test_the_default_of_a_later_key_is_what_the_code_did_before(key):
+def test_the_default_of_a_later_key_is_what_the_code_did_before(key: str):
     """A config.json of an older version lacks the key, and its run goes on with the default: any
     other value than what trained its first steps would change it without a word."""
     assert key in DONE_BEFORE, f"{key} is new: name in DONE_BEFORE what the code did without it"

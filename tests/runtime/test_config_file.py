@@ -10,7 +10,7 @@ import pytest
 
 import train
 from lib.errors import UserError
-from runtime.config import load_config, load_config_and_files
+from runtime.config import Config, load_config, load_config_and_files
 from runtime.config_file import OWN_NAMES
 from scaling.study import expand, load_study
 from tests.conftest import ROOT, changed, write_config
@@ -31,7 +31,7 @@ def copy_pair(folder: Path, lr: str) -> Path:
     return folder
 
 
-def test_a_copied_pair_has_one_parent_whichever_was_loaded_before(tmp_path):
+def test_a_copied_pair_has_one_parent_whichever_was_loaded_before(tmp_path: Path):
     rates = []
     for folder in (
         copy_pair(tmp_path / "a", "1e-3"),
@@ -43,7 +43,7 @@ def test_a_copied_pair_has_one_parent_whichever_was_loaded_before(tmp_path):
     assert rates == [[0.001] * 2, [0.006] * 2, [0.002] * 2, [0.001] * 2]
 
 
-def test_an_edit_within_a_second_is_seen(tmp_path):
+def test_an_edit_within_a_second_is_seen(tmp_path: Path):
     """Python's own cache would not: the size and the second are the same."""
     folder = copy_pair(tmp_path / "a", "1e-3")
     assert load_config(folder / "demo_s_fp8.py").optim.lr == 0.001
@@ -55,7 +55,7 @@ def test_an_edit_within_a_second_is_seen(tmp_path):
 @pytest.mark.parametrize(
     "name", ["demo_s_bf16", "configs.demo_s_bf16", "parts.base", "package.base"]
 )
-def test_a_config_imports_what_lies_beside_it(tmp_path, name):
+def test_a_config_imports_what_lies_beside_it(tmp_path: Path, name: str):
     folder = copy_pair(tmp_path / "a", "1e-3")
     for package in ("parts", "package"):  # without and with an __init__.py
         (folder / package).mkdir()
@@ -76,7 +76,7 @@ def test_a_config_imports_what_lies_beside_it(tmp_path, name):
     )
 
 
-def test_a_file_may_derive_from_the_repositorys_file_of_its_own_name(tmp_path):
+def test_a_file_may_derive_from_the_repositorys_file_of_its_own_name(tmp_path: Path):
     folder = copy_pair(tmp_path / "a", "1e-3")
     (folder / "demo_s_bf16.py").write_text(FP8_OF.format("configs.demo_s_bf16"))
     config, files = load_config_and_files(folder / "demo_s_fp8.py")
@@ -89,7 +89,7 @@ def test_a_file_may_derive_from_the_repositorys_file_of_its_own_name(tmp_path):
     assert load_config(folder / "demo_s_bf16.py").run == "child"
 
 
-def test_pythons_and_the_repositorys_own_modules_are_not_replaced(tmp_path):
+def test_pythons_and_the_repositorys_own_modules_are_not_replaced(tmp_path: Path):
     """Else a copied model.py would give a GPTConfig that Config refuses, and a random.py break
     torch."""
     folder = copy_pair(tmp_path / "a", "1e-3")
@@ -100,13 +100,15 @@ def test_pythons_and_the_repositorys_own_modules_are_not_replaced(tmp_path):
     assert folders - {"configs"} | {path.stem for path in ROOT.glob("*.py")} <= OWN_NAMES
 
 
-def test_an_exit_in_a_config_is_no_finished_run(tmp_path):
+def test_an_exit_in_a_config_is_no_finished_run(tmp_path: Path):
     (tmp_path / "mine.py").write_text("raise SystemExit(0)")
     with pytest.raises(UserError, match="mine.py could not be run: SystemExit: 0"):
         load_config(tmp_path / "mine.py")
 
 
-def test_the_start_and_env_json_say_which_files_a_config_was_made_from(tiny, tmp_path, capsys):
+def test_the_start_and_env_json_say_which_files_a_config_was_made_from(
+    tiny: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     write_config(tiny, tmp_path / "parent.py")
     (tmp_path / "child.py").write_text(FP8_OF.format("parent"))
     assert train.main([str(tmp_path / "child.py"), "steps=1", "checkpoint.every=none"]) == 0
@@ -116,14 +118,14 @@ def test_the_start_and_env_json_say_which_files_a_config_was_made_from(tiny, tmp
     assert [f'"{file}"' in env.read_text() for file in files] == [True, True]
 
 
-def test_a_relative_import_is_answered_with_the_import_that_works(tmp_path):
+def test_a_relative_import_is_answered_with_the_import_that_works(tmp_path: Path):
     folder = copy_pair(tmp_path / "a", "1e-3")
     (folder / "child.py").write_text("from .demo_s_bf16 import config\n")
     with pytest.raises(UserError, match="import the file beside it by its name, without a dot"):
         load_config_and_files(folder / "child.py")
 
 
-def test_a_copied_study_takes_the_sizes_beside_it(tmp_path):
+def test_a_copied_study_takes_the_sizes_beside_it(tmp_path: Path):
     folder = copy_pair(tmp_path / "a", "1e-3")
     study = folder / "study_mine.py"
     study.write_text(
@@ -144,7 +146,7 @@ def test_a_study_that_overrides_its_seeds_is_refused():
         expand(replace(study, overrides=("seed=7",)))
 
 
-def test_a_mistake_in_a_study_file_gets_a_sentence(tmp_path):
+def test_a_mistake_in_a_study_file_gets_a_sentence(tmp_path: Path):
     (tmp_path / "study_mine.py").write_text("import nonsense_not_there")
     with pytest.raises(UserError, match="study_mine.py could not be run: .*nonsense_not_there"):
         load_study(tmp_path / "study_mine.py")

@@ -11,6 +11,7 @@ import threading
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ OURS = {"tokenizer": "folder", "tokenizer_sha256": SHA, "vocab_size": VOCAB}
 WINDOWS = {"a": (20, 11), "b": (7,), "c": (40,)}  # train windows of each source's shards
 
 
-def write_numbered(folder, windows, offset, val_windows=5, **changes):
+def write_numbered(folder: Path, windows, offset, val_windows: int = 5, **changes: object):
     """Shards of consecutive token ids: a window's first id names it. The second lacks its last
     window's target alone."""
     splits, value = {"train": [], "val": []}, offset
@@ -47,13 +48,13 @@ def write_numbered(folder, windows, offset, val_windows=5, **changes):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path):
     for i, (name, windows) in enumerate(WINDOWS.items()):
         write_numbered(tmp_path / "data" / name, windows, 1000 * (i + 1))
     return tmp_path / "data"
 
 
-def config_of(folder, words=""):
+def config_of(folder: Path, words: str = ""):
     return conftest.changed(
         conftest.tiny_config(folder, folder.parent / "out"),
         "data.mixture=a:0.5,b:0.2,c:0.3 seed=1 data.tokenizer=./some/folder"
@@ -62,11 +63,11 @@ def config_of(folder, words=""):
     )
 
 
-def load(folder, words="", sha256=SHA):
+def load(folder: Path, words: str = "", sha256=SHA):
     return Data(config_of(folder, words), sha256)
 
 
-def refusal(*args, **kwargs):
+def refusal(*args: object, **kwargs: object):
     with pytest.raises(UserError) as caught:
         load(*args, **kwargs)
     return str(caught.value)
@@ -76,7 +77,7 @@ def firsts(batches):
     return [token for x, _ in batches for token in x[:, 0].tolist()]
 
 
-def read(data, steps, start=0):
+def read(data, steps: int, start: int = 0):
     """First tokens of all sequences of these steps, in order; of one rank."""
     return firsts(data.stream(start, steps, 0, 1, "cpu"))
 
@@ -85,7 +86,7 @@ def read(data, steps, start=0):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 1000, 65_537])
-def test_permute_is_a_permutation_that_spreads(n):
+def test_permute_is_a_permutation_that_spreads(n: int):
     images = [permute(np.arange(n), n, key) for key in (b"1/a/0", b"1/a/1", b"2/a/0")]
     assert all(sorted(image.tolist()) == list(range(n)) for image in images)
     if n >= 1000:  # rank correlation and fixed points near those of a random permutation
@@ -116,7 +117,7 @@ def test_permute_is_a_permutation_that_spreads(n):
     ],
     ids=str,
 )
-def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture):
+def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture: dict[str, Any]):
     counts = shares(mixture)
     period, n, total = sum(counts.values()), 20_000, sum(map(Fraction, mixture.values()))
     table, _ = schedule(list(counts.values()), min(period, n))
@@ -142,7 +143,7 @@ def test_a_micro_batch_is_consecutive_tokens_and_their_successors(folder):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_share_a_step_whatever_their_number(folder, size):
+def test_ranks_share_a_step_whatever_their_number(folder, size: int):
     data = load(folder)
     micros = range(4 // size)
     for step in range(6):
@@ -159,7 +160,7 @@ def test_ranks_share_a_step_whatever_their_number(folder, size):
         ("data.mixture=a:2,b:2,c:2", "data.mixture=c:1,b:1,a:1", True),
     ],
 )
-def test_the_order_depends_on_seed_and_mixture_alone(folder, a, b, is_same_order):
+def test_the_order_depends_on_seed_and_mixture_alone(folder, a: str, b: str, is_same_order: bool):
     assert (read(load(folder, a), 6) == read(load(folder, b), 6)) is is_same_order
 
 
@@ -169,7 +170,7 @@ def test_a_micro_batch_of_the_next_step_is_an_error(folder):
 
 
 @pytest.mark.parametrize("words", ["", "data.mixture=a:0.501,b:0.2,c:0.299"])
-def test_a_run_reads_on_past_its_plan_as_a_longer_run_does(folder, words):
+def test_a_run_reads_on_past_its_plan_as_a_longer_run_does(folder, words: str):
     """A rollback moves the data on. The second mixture's period is longer than the short run. A run
     that was begun by an older version goes on with the same tokens, too: as printed by commit
     4385f5b."""
@@ -204,7 +205,7 @@ def windows_of(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_each_epoch_reads_every_window_once_in_a_new_order(folder, name):
+def test_each_epoch_reads_every_window_once_in_a_new_order(folder, name: str):
     data, windows = load(folder, "steps=60"), windows_of(name)
     n, number = len(windows), windows[0] // 1000
     order = [token for token in read(data, 60) if token // 1000 == number]
@@ -273,7 +274,7 @@ FILES = SHARDS + [f"{source}/hashes.npy" for source in "abc"]
 PLACES = [0.0, 0.5, 1.0]  # of a flipped bit in a file
 
 
-def flip(path, place: float) -> None:
+def flip(path: Path, place: float) -> None:
     flip_bit(path, int(place * (path.stat().st_size - 1)))
 
 
@@ -285,7 +286,7 @@ def test_a_sound_folder_has_no_damage(folder):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_of_any_file_is_found_and_named(folder, name, place):
+def test_a_flipped_bit_of_any_file_is_found_and_named(folder, name: str, place: float):
     path = folder / name
     flip(path, place)
     (sentence,) = damage(path.parent)
@@ -294,7 +295,9 @@ def test_a_flipped_bit_of_any_file_is_found_and_named(folder, name, place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_flipped_bit_ends_the_stream_of_the_rank_that_verifies_it(folder, name, place):
+def test_a_flipped_bit_ends_the_stream_of_the_rank_that_verifies_it(
+    folder, name: str, place: float
+):
     path, notes = folder / name, []
     flip(path, place)
     for rank in range(3):
@@ -310,7 +313,7 @@ def test_a_flipped_bit_ends_the_stream_of_the_rank_that_verifies_it(folder, name
     assert len(notes) == 1
 
 
-def resize(path, change: str) -> None:
+def resize(path: Path, change: str) -> None:
     """Cut a byte off, add two, or delete the file."""
     content = path.read_bytes()
     path.unlink()
@@ -320,7 +323,7 @@ def resize(path, change: str) -> None:
 
 @pytest.mark.parametrize("change", ["cut", "longer", "gone"])
 @pytest.mark.parametrize("name", FILES)
-def test_another_size_of_any_file_is_found_and_named(folder, name, change):
+def test_another_size_of_any_file_is_found_and_named(folder, name: str, change: str):
     path = folder / name
     resize(path, change)
     (sentence,) = damage(path.parent)
@@ -329,14 +332,16 @@ def test_another_size_of_any_file_is_found_and_named(folder, name, change):
 
 @pytest.mark.parametrize("change", ["cut", "longer", "gone"])
 @pytest.mark.parametrize("name", SHARDS)
-def test_another_size_of_a_shard_is_refused_before_anything_is_read(folder, name, change):
+def test_another_size_of_a_shard_is_refused_before_anything_is_read(folder, name: str, change: str):
     """Training does without hashes.npy."""
     size = (folder / name).stat().st_size
     resize(folder / name, change)
     assert f"promises {size} bytes" in refusal(folder)
 
 
-def test_verification_delays_nothing_and_its_error_is_not_lost(folder, monkeypatch):
+def test_verification_delays_nothing_and_its_error_is_not_lost(
+    folder, monkeypatch: pytest.MonkeyPatch
+):
     go_on, data = threading.Event(), load(folder)
     monkeypatch.setattr(
         shards, "file_sha256", lambda path: go_on.wait(60) and {}["a shard that cannot be hashed"]
@@ -390,7 +395,7 @@ def test_more_than_the_data_allows_or_too_little_is_refused(folder):
 # -------------------------------------------------------------------------------------- index.json
 
 
-def test_the_index_is_read_as_it_is_written(tmp_path):
+def test_the_index_is_read_as_it_is_written(tmp_path: Path):
     write_numbered(
         tmp_path / "a",
         (20, 11),
@@ -461,7 +466,7 @@ def test_no_flipped_bit_and_no_edit_of_an_index_stays_unseen(folder):
         assert refusal(folder).startswith(f"{path} is damaged")
 
 
-def test_only_shards_hashes_and_index_are_removed(tmp_path):
+def test_only_shards_hashes_and_index_are_removed(tmp_path: Path):
     foreign = {"my_hashes.npy", "my_train_00000.bin", "notes.txt", "train.bin", "train_1.bin"}
     for name in {"train_00002.bin.tmp", "hashes.npy", "val_00000.bin", *foreign}:
         (tmp_path / name).touch()
@@ -473,13 +478,13 @@ def test_only_shards_hashes_and_index_are_removed(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory):
+def wide(tmp_path_factory: pytest.TempPathFactory):
     """A tokenizer of more than 2**16 ids, by its folder."""
     return str(write_tokenizer(tmp_path_factory.mktemp("wide"), spare=70_000))
 
 
 @pytest.fixture(scope="module")
-def wide_shards(tmp_path_factory, wide):
+def wide_shards(tmp_path_factory: pytest.TempPathFactory, wide):
     """The data folder of DOCUMENTS in its ids."""
     folder = tmp_path_factory.mktemp("wide_shards")
     file = write(folder / "a.jsonl", DOCUMENTS)
@@ -487,7 +492,7 @@ def wide_shards(tmp_path_factory, wide):
     return folder / "data"
 
 
-def wide_config(folder, tokenizer, vocab_size):
+def wide_config(folder: Path, tokenizer, vocab_size):
     words = f"data.mixture=mine:1 data.tokenizer={tokenizer} model.vocab_size={vocab_size}"
     return config_of(folder, words)
 
@@ -514,7 +519,9 @@ def test_batches_of_ids_beyond_16_bits_are_those_of_the_shards(wide, wide_shards
     assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
 
 
-def test_show_names_a_tokenizer_in_a_folder_by_hash_and_size(wide, wide_shards, capsys):
+def test_show_names_a_tokenizer_in_a_folder_by_hash_and_size(
+    wide, wide_shards, capsys: pytest.CaptureFixture[str]
+):
     tok = load_tokenizer(wide)
     page = conftest.asked(capsys, main, "--show", wide_shards)
     assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in page
@@ -585,7 +592,7 @@ class Chat:
 
 
 @pytest.fixture(scope="module", params=["byte", "gpt2", "folder"])
-def chat(request, tmp_path_factory) -> Chat:
+def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
     folder, name = tmp_path_factory.mktemp("chat"), request.param
     if name == "folder":
         name = str(write_tokenizer(folder / "tokenizer"))
@@ -607,12 +614,12 @@ def chat(request, tmp_path_factory) -> Chat:
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_tokens_of_prompts_are_marked_in_the_shards(chat, split):
+def test_tokens_of_prompts_are_marked_in_the_shards(chat: Chat, split: str):
     written = np.fromfile(chat.folder / f"chat/{split}_00000.bin", "<u4")
     assert written.tolist() == chat.ids[split].tolist()
 
 
-def test_the_index_of_a_masked_source_counts_responses(chat):
+def test_the_index_of_a_masked_source_counts_responses(chat: Chat):
     index = read_index(chat.folder / "chat")
     assert index.is_masked and index.dtype == "<u4"
     assert index.duplicates == {"chat": 1} and index.empty == 3
@@ -621,7 +628,7 @@ def test_the_index_of_a_masked_source_counts_responses(chat):
         assert (described.text_bytes, described.documents) == (sum(sizes), len(sizes))
 
 
-def test_prompts_are_context_and_responses_targets(chat):
+def test_prompts_are_context_and_responses_targets(chat: Chat):
     data, windows = chat.data, chat.windows("train")
     for step in range(6):
         targets = 0
@@ -632,7 +639,7 @@ def test_prompts_are_context_and_responses_targets(chat):
         assert data.targets(step) == targets < 8 * N_CTX
 
 
-def test_validation_counts_targets_alone(chat):
+def test_validation_counts_targets_alone(chat: Chat):
     val, windows = chat.data.val["chat"], chat.windows("val")
     x, y = val.batch(0, len(val))
     assert all(window in windows for window in zip(x.tolist(), y.tolist(), strict=True))
@@ -642,7 +649,7 @@ def test_validation_counts_targets_alone(chat):
     assert val.text_bytes == round(val.tokens * sum(chat.response_bytes["val"]) / targets)
 
 
-def test_tasks_on_a_masked_source_read_prompts_and_responses(chat):
+def test_tasks_on_a_masked_source_read_prompts_and_responses(chat: Chat):
     config = chat.config
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.json").write_text(json.dumps(asdict(config)))
@@ -652,12 +659,14 @@ def test_tasks_on_a_masked_source_read_prompts_and_responses(chat):
     assert set(picked) <= {prompt + response for prompt, response in UNIQUE}
 
 
-def test_show_says_what_is_learned_of_a_masked_source(chat, capsys):
+def test_show_says_what_is_learned_of_a_masked_source(
+    chat: Chat, capsys: pytest.CaptureFixture[str]
+):
     page = conftest.asked(capsys, main, "--show", chat.folder)
     assert "the responses and the ends of documents" in page
 
 
-def test_a_mark_is_no_token_id(chat, tmp_path):
+def test_a_mark_is_no_token_id(chat: Chat, tmp_path: Path):
     folder = shutil.copytree(chat.folder, tmp_path / "data")
     conftest.write_index(folder / "chat", is_masked=False)
     unmasked = replace(chat, folder=folder)
@@ -665,14 +674,14 @@ def test_a_mark_is_no_token_id(chat, tmp_path):
         read(unmasked.data, 6)
 
 
-def test_validation_tokens_that_are_prompts_alone_are_refused(tmp_path):
+def test_validation_tokens_that_are_prompts_alone_are_refused(tmp_path: Path):
     only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
     sentence = refusal(tmp_path, "data.mixture=prompts:1")
     assert re.search(r"none of the 12 .* holds a response to learn", sentence)
 
 
-def test_training_tokens_that_are_prompts_alone_are_refused(tmp_path):
+def test_training_tokens_that_are_prompts_alone_are_refused(tmp_path: Path):
     split = {"train": [np.full(1001, MASK)], "val": [np.full(1001, 97, "<u4")]}
     conftest.write_shards(tmp_path / "prompts", split, **OURS, is_masked=True)
     assert "prompts has no target in its 1001 training tokens" in refusal(

@@ -1,7 +1,9 @@
 """Tests of runtime/documents.py: which document a token belongs to, and that it attends to no
 other; runs with data.document_mask, killed, resumed and on two ranks."""
 
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import train
 from lib.errors import UserError
-from model import GPT, GPTConfig
+from model import GPT, NO_TARGET, GPTConfig
 from runtime import documents, parallel
 from runtime.checkpoint import load_model
 from runtime.config import Config
@@ -19,8 +21,7 @@ from runtime.shards import LOSS_MASK_BIT, read_index
 from runtime.tokenizer import load_tokenizer
 from runtime.training_step import forward_backward
 from tests.conftest import ALONE, changed, tiny_config, write_index, write_shards
-from tests.helpers.faults import Run, back_to, record, rows
-from tests.runtime.test_replicas import on_two_ranks
+from tests.helpers.faults import Run, back_to, record, rows, summary, train_on_ranks
 
 EOT = 256  # of the tokenizer `byte`
 SIZES = GPTConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_ffn=64, n_ctx=24, vocab_size=257)
@@ -225,6 +226,24 @@ def test_a_micro_batch_comes_with_the_documents_of_its_own_tokens(
     assert seen > 0
 
 
+def test_an_answer_that_ends_with_an_end_of_text_ends_no_document(tmp_path: Path) -> None:
+    """Of conversations: the token that is not learned begins one, the answer's own is a target."""
+    masked_eot, masked_text = LOSS_MASK_BIT | np.uint32(EOT), LOSS_MASK_BIT | np.uint32(7)
+    turn = [masked_text, masked_text, 8, EOT]
+    conversations = np.array([masked_eot, *turn, *turn] * 400, "<u4")
+    for name in ("web", "code"):
+        splits = {split: [conversations] for split in ("train", "val")}
+        write_shards(tmp_path / "data" / name, splits, is_masked=True)
+        write_index(tmp_path / "data" / name, selection={"instruct": ["messages"]})
+    config = changed(tiny_config(tmp_path / "data", tmp_path), "data.document_mask=true")
+    data = data_of(config)
+    x, y = data.batch(0, 0, 0, 1)
+    begins = (x[:, 1:] == EOT) & (y[:, :-1] == NO_TARGET)
+    numbers = data.documents(0, 0, 0, 1)
+    assert torch.equal(numbers[:, 1:] - numbers[:, :1], begins.cumsum(1))
+    assert ((x[:, 1:] == EOT) & ~begins).any(), "answers end with the same token"
+
+
 def test_validation_reads_whole_windows(masked: Config) -> None:
     model, _ = load_model(masked.run_dir, step=3)
     data, expected = data_of(masked), 0.0
@@ -236,15 +255,34 @@ def test_validation_reads_whole_windows(masked: Config) -> None:
     assert validations[3] == pytest.approx(expected, rel=1e-3)
 
 
-def test_compiled_fp8_blocks_train_with_the_mask(masked: Config) -> None:
-    losses = []
-    for compile in ("off", "block"):
-        words = f"run=fp8_{compile} steps=3 eval.every=none fp8.recipe=tensorwise"
-        config = changed(masked, f"{words} parallel.compile={compile}")
+FP8 = "fp8.recipe=tensorwise eval.every=none steps=3"
+
+
+def losses_of_steps(config: Config) -> list[float]:
+    """Of a run without its validation, whose graphs Inductor would need as long for again."""
+    with mock.patch.object(train.Run, "_validate", lambda run: True):
         train.train(config, ALONE)
-        losses.append([row["loss"] for row in rows(config)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert losses[0][0] == pytest.approx(rows(masked)[0]["loss"], rel=1e-3)
+    return [row["loss"] for row in rows(config)]
+
+
+def test_compiled_fp8_blocks_train_with_the_mask(masked: Config) -> None:
+    eager = losses_of_steps(changed(masked, f"run=fp8_eager {FP8}"))
+    compiled = losses_of_steps(changed(masked, f"run=fp8_block {FP8} parallel.compile=block"))
+    assert compiled == pytest.approx(eager, rel=1e-3)
+    assert eager[0] == pytest.approx(rows(masked)[0]["loss"], rel=1e-3), "in BF16"
+
+
+def test_compiled_blocks_validate_without_the_mask(
+    masked: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the compiler's front end alone."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    eager = changed(masked, f"run=whole_eager {FP8}")
+    compiled = changed(masked, f"run=whole_block {FP8} parallel.compile=block")
+    for config in (eager, compiled):
+        train.train(config, ALONE)
+    for key in ("loss_as_trained", "loss_bf16"):
+        assert summary(compiled)[key] == pytest.approx(summary(eager)[key], rel=1e-3)
 
 
 def test_the_mask_changes_what_is_trained(masked: Config) -> None:
@@ -264,16 +302,10 @@ def test_a_killed_run_goes_on_to_the_same_bits(masked: Config) -> None:
     assert record(killed) == record(masked)
 
 
-def go_on(rank: int, config: Config) -> None:
-    world = parallel.start(config)
-    train.train(config, world)
-    parallel.finish(world, 0)
-
-
 @pytest.mark.parametrize("words", ["parallel.shard=1", "parallel.shard=2 parallel.recompute=true"])
 def test_two_ranks_train_what_one_does(words: str, masked: Config) -> None:
     two = changed(masked, f"run=two_{words[15]} {words}")
-    on_two_ranks(go_on, two)
+    train_on_ranks(2, two)
     expected = [row["loss"] for row in rows(masked)]
     assert [row["loss"] for row in rows(two)] == pytest.approx(expected, rel=2e-3)
     assert rows(two)[0]["loss"] == pytest.approx(expected[0], rel=1e-5)

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +37,7 @@ STEPS, EVERY = 24, 2
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, data_dir):
+def base(tmp_path_factory: pytest.TempPathFactory, data_dir: Path):
     """24 steps of two micro-batches in FP8, a checkpoint every second one: a run is half a
     second."""
     yield changed(
@@ -57,7 +58,7 @@ def whole(base) -> dict[int, dict]:
     }
 
 
-def finish(config: Config, *overrides, **how) -> Config:
+def finish(config: Config, *overrides: object, **how: object) -> Config:
     run = faults.Run(config, *overrides, **how)
     assert set(run.wait()) == {0}, run.output
     assert (config.run_dir / "summary.json").exists(), run.output
@@ -65,14 +66,14 @@ def finish(config: Config, *overrides, **how) -> Config:
     return config
 
 
-def ended(codes: list[int], config: Config, *overrides, **how) -> faults.Run:
+def ended(codes: list[int], config: Config, *overrides: object, **how: object) -> faults.Run:
     """A start that ends with these exit codes."""
     run = faults.Run(config, *overrides, **how)
     assert run.wait() == codes, run.output
     return run
 
 
-def refused(codes: list[int], config: Config, *overrides, **how) -> str:
+def refused(codes: list[int], config: Config, *overrides: object, **how: object) -> str:
     """The sentence with which a run ends, which is no traceback."""
     run = ended(codes, config, *overrides, **how)
     assert "Traceback" not in run.output and "a collective failed" not in run.output, run.output
@@ -82,7 +83,7 @@ def refused(codes: list[int], config: Config, *overrides, **how) -> str:
 # ------------------------------------------------------------------------------- kills, full disks
 
 
-def test_kill_9_anywhere_costs_steps_and_nothing_else(base, whole):
+def test_kill_9_anywhere_costs_steps_and_nothing_else(base, whole: dict[int, dict]):
     """Every third of the 25 changes that a save makes on disk, from its folder to the deletion of
     an older checkpoint, of which the last eight are; all of them: tests/soak.py."""
     config = replace(base, run="killed")
@@ -108,7 +109,7 @@ def test_kill_9_anywhere_costs_steps_and_nothing_else(base, whole):
     ids=["killed", "full", "policy"],
 )
 def test_a_run_without_a_complete_checkpoint_begins_at_step_0_again(
-    base, whole, request, words, what
+    base, whole: dict[int, dict], request: pytest.FixtureRequest, words: str, what: list[str]
 ):
     config = replace(base, run=f"first_{request.node.callspec.id}")
     ended([-signal.SIGKILL], config, *words.split(), faults=what)
@@ -121,7 +122,7 @@ def test_a_run_without_a_complete_checkpoint_begins_at_step_0_again(
     assert record(config) == whole[1]
 
 
-def test_three_failed_saves_in_a_row_end_a_run_that_room_resumes(base, whole):
+def test_three_failed_saves_in_a_row_end_a_run_that_room_resumes(base, whole: dict[int, dict]):
     """No space left, from every stage of a save in turn on to its end; then files that may not
     grow, as on a full disk."""
     config = replace(base, run="no_space")
@@ -156,7 +157,7 @@ def full_disks(base) -> Config:
     return config
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_once_and_by_its_name(full_disks):
+def test_a_save_that_fails_on_one_rank_fails_on_all_once_and_by_its_name(full_disks: Config):
     failed = [row["reason"] for row in events(full_disks, "save_failed")]
     assert [reason.split()[1] for reason in failed] == [
         "step_00000004",
@@ -167,11 +168,11 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_once_and_by_its_name(full_di
     assert all("rank 0: " in reason and "No space left" in reason for reason in failed[1:])
 
 
-def test_a_load_that_fails_on_one_rank_fails_on_all(full_disks):
+def test_a_load_that_fails_on_one_rank_fails_on_all(full_disks: Config):
     assert "Errno 9" in refused([1, 1], full_disks, ranks=2, faults=["fail_load:1"])
 
 
-def test_two_ranks_use_the_checkpoint_before_a_damaged_one(base, whole):
+def test_two_ranks_use_the_checkpoint_before_a_damaged_one(base, whole: dict[int, dict]):
     config = finish(replace(base, run="damaged"), ranks=2)
     (config.run_dir / "summary.json").unlink()
     flip_bit(faults.checkpoint_folder(config, STEPS) / "__1_0.distcp", 4321)
@@ -183,14 +184,14 @@ def test_two_ranks_use_the_checkpoint_before_a_damaged_one(base, whole):
     assert record(config) == whole[2]
 
 
-def test_two_ranks_go_on_after_saves_that_failed(full_disks, whole):
+def test_two_ranks_go_on_after_saves_that_failed(full_disks: Config, whole: dict[int, dict]):
     assert record(finish(full_disks, ranks=2)) == whole[2]
 
 
 # ------------------------------------------------------------------------------- signals and ranks
 
 
-def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
+def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole: dict[int, dict]):
     """The genuine torchrun: it restarts the ranks, which resume; SIGTERM then ends them with a
     save; the rest is bit-equal."""
     config = replace(base, run="torchrun")
@@ -207,7 +208,7 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole):
     assert record(finish(config, ranks=2)) == whole[2]
 
 
-def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole):
+def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole: dict[int, dict]):
     """As SIGUSR1 to it does, which it does not handle: no signal reaches the ranks. A step lasts
     longer than the ranks take to look for torchrun, or one of them could leave by the other's
     request before it has seen the end itself."""
@@ -230,7 +231,9 @@ def test_ranks_whose_torchrun_is_killed_save_and_leave(base, whole):
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(base, whole, is_ignored):
+def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(
+    base, whole: dict[int, dict], is_ignored: bool
+):
     config = replace(base, run=f"terminal{is_ignored}")
     disposition = "ignore" if is_ignored else "default"
     fault = f"{disposition}:{signal.SIGHUP:d}"
@@ -259,7 +262,7 @@ def test_a_second_signal_of_its_kind_ends_a_rank_in_a_collective(base):
 
 
 @pytest.mark.parametrize("words", ["", "parallel.shard=1"], ids=["shards", "replicas"])
-def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base, words):
+def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base, words: str):
     """Killed twice, in BF16, to rounding, which so small a learning rate keeps small: one other
     sequence in a step is 1e-3 of its loss."""
     config, calm = (
@@ -290,7 +293,7 @@ def test_what_rank_0_looks_for_alone_is_told(base):
     assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
 
 
-def test_an_error_of_one_rank_is_told_by_it(base, data_dir, tmp_path):
+def test_an_error_of_one_rank_is_told_by_it(base, data_dir: Path, tmp_path: Path):
     """A token beyond the vocabulary, read by the second of two ranks alone."""
     own_data = shutil.copytree(data_dir, tmp_path / "data")
     config = changed(base, f"run=spoilt_data data.dir={own_data} data.mixture=web:1")
@@ -359,7 +362,14 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
     ],
 )
 def test_a_skip_or_a_rollback_ends_as_a_run_that_did_at_once_what_is_due(
-    request, base, fault, due, back, killed_at, ranks, changes
+    request: pytest.FixtureRequest,
+    base,
+    fault: str,
+    due: str,
+    back: list[tuple[int, int]],
+    killed_at: int | None,
+    ranks: int,
+    changes: str,
 ):
     """A run under `fault` ends in the bits of one that at once does what is due: without the update
     of step 5, or, where it goes `back` from a step to another, with the data from behind the first.
@@ -382,7 +392,7 @@ def test_a_skip_or_a_rollback_ends_as_a_run_that_did_at_once_what_is_due(
     )
 
 
-def test_after_a_rollback_losses_are_means_over_the_later_data(base, tmp_path):
+def test_after_a_rollback_losses_are_means_over_the_later_data(base, tmp_path: Path):
     """At a learning rate of nothing each step's loss can be told from its data alone, of which each
     has other targets."""
     rng = np.random.default_rng(0)
@@ -413,7 +423,7 @@ def test_after_a_rollback_losses_are_means_over_the_later_data(base, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def long_prompts(base, tmp_path_factory):
+def long_prompts(base, tmp_path_factory: pytest.TempPathFactory):
     """Prompts of 90 tokens, responses of 10, two sequences of 32 tokens a step: of 24 steps many
     have no target."""
     folder, rng = tmp_path_factory.mktemp("long_prompts"), np.random.default_rng(0)
@@ -448,7 +458,7 @@ class WithoutTargets:
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def without_targets(request, long_prompts) -> WithoutTargets:
+def without_targets(request: pytest.FixtureRequest, long_prompts) -> WithoutTargets:
     ranks = request.param
     config = replace(long_prompts, run=f"long_prompts{ranks}")
     output = ended([0] * ranks, config, ranks=ranks).output
@@ -458,26 +468,26 @@ def without_targets(request, long_prompts) -> WithoutTargets:
     return WithoutTargets(config, output, targets)
 
 
-def test_steps_without_targets_are_marked_and_no_others_skipped(without_targets):
+def test_steps_without_targets_are_marked_and_no_others_skipped(without_targets: WithoutTargets):
     """Their loss of 0 filled the guard's window, by which the others were skipped as spikes."""
     verdicts = [row["verdict"] for row in rows(without_targets.config)]
     expected = ["OK" if count else "NO_TARGET" for count in without_targets.targets]
     assert verdicts == expected
 
 
-def test_steps_without_targets_have_no_loss(without_targets):
+def test_steps_without_targets_have_no_loss(without_targets: WithoutTargets):
     losses = [row["loss"] for row in rows(without_targets.config)]
     has_loss = [loss is not None for loss in losses]
     assert has_loss == [count > 0 for count in without_targets.targets]
 
 
-def test_steps_without_targets_change_no_weight_and_no_moment(without_targets):
+def test_steps_without_targets_change_no_weight_and_no_moment(without_targets: WithoutTargets):
     saved = [weights_and_moments(without_targets.config, step) for step in range(1, STEPS + 1)]
     is_unchanged = [earlier == later for earlier, later in pairwise(saved)]
     assert is_unchanged == [count == 0 for count in without_targets.targets[1:]]
 
 
-def test_steps_without_targets_are_counted_and_said(without_targets):
+def test_steps_without_targets_are_counted_and_said(without_targets: WithoutTargets):
     about, number = summary(without_targets.config), without_targets.targets.count(0)
     assert (about["steps_without_targets"], about["skipped_steps"]) == (number, 0)
     output = without_targets.output
@@ -485,7 +495,7 @@ def test_steps_without_targets_are_counted_and_said(without_targets):
     assert f"{number} had no target ->" in output
 
 
-def test_the_share_of_tokens_that_are_targets_is_said(without_targets):
+def test_the_share_of_tokens_that_are_targets_is_said(without_targets: WithoutTargets):
     tokens = np.fromfile(f"{without_targets.config.data.dir}/chat/train_00000.bin", "<u4")
     # a window's first token is no target
     share = (tokens[1 : (len(tokens) - 1) // 32 * 32 + 1] < 1 << 31).mean()
@@ -517,7 +527,7 @@ def test_a_resume_among_steps_without_targets_ends_in_the_same_bits(long_prompts
     ],
 )
 def test_a_run_that_rollbacks_do_not_cure_stops_and_says_why(
-    base, spoilt, rollbacks, replicas, sentence, saved
+    base, spoilt: list[str], rollbacks: int, replicas: int, sentence: str, saved: int
 ):
     config = changed(
         base,
@@ -544,7 +554,7 @@ LONG, SHORT, FORK = 12, 8, 6
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def arm(request, base):
+def arm(request: pytest.FixtureRequest, base):
     """Trunk, the run of the branch's length from scratch, branch. The trunk decays over its last 3
     steps, the others over 2."""
     ranks = request.param
@@ -581,7 +591,7 @@ def arm(request, base):
     return trunk, scratch, branch
 
 
-def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
+def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm: int):
     trunk, scratch, branch = arm
     assert saved_steps(trunk) == [6, 8, 12]  # checkpoint.at outlives the keep policy
     of_branch, of_scratch = record(branch), record(scratch)
@@ -617,7 +627,7 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     assert b["is_annealed"] and b["pair_id"] == a["pair_id"] != summary(trunk)["pair_id"]
 
 
-def test_a_branch_without_a_checkpoint_goes_back_to_its_branch_point(arm, tmp_path):
+def test_a_branch_without_a_checkpoint_goes_back_to_its_branch_point(arm: int, tmp_path: Path):
     ranks, branch = int(arm[2].run[-1]), arm[2]
     config = changed(branch, f"run={branch.run}_back guard.skips=1 checkpoint.every=none")
     finish(config, faults=[f"nan_weight:{FORK + 1}:0"], ranks=ranks)
@@ -651,7 +661,9 @@ def test_a_branch_without_a_checkpoint_goes_back_to_its_branch_point(arm, tmp_pa
 
 
 @pytest.mark.parametrize("arm", [1], indirect=True)
-def test_what_is_no_branch_is_refused_before_anything_is_written(tmp_path, run, arm):
+def test_what_is_no_branch_is_refused_before_anything_is_written(
+    tmp_path: Path, run: Callable[..., str], arm: int
+):
     trunk, _, branch = arm
     own_config, branch = replace(branch, start_from=None), replace(branch, run="refused")
     unfinished, damaged, renamed = (
@@ -759,7 +771,7 @@ def jobs(base):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_watched_job_ends_with_its_codes_and_names_the_rank_to_blame(jobs, name):
+def test_a_watched_job_ends_with_its_codes_and_names_the_rank_to_blame(jobs, name: str):
     """One that was suspended as a whole goes on."""
     run, (_, _, codes, sentence) = jobs[name], JOBS[name]
     assert run.wait() == codes and re.search(sentence, run.output), run.output
@@ -768,13 +780,13 @@ def test_a_watched_job_ends_with_its_codes_and_names_the_rank_to_blame(jobs, nam
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_stacks_are_written_where_a_job_hangs(jobs, name):
+def test_stacks_are_written_where_a_job_hangs(jobs, name: str):
     is_hanging = name not in ("fail", "kill", "request", "suspend")
     assert (jobs[name].config.run_dir / "stacks").exists() is is_hanging
 
 
 @pytest.mark.parametrize("rank, place", [(0, "train.py"), (1, "in next_batch")])
-def test_stacks_say_where_each_rank_hangs_on_stderr_too(jobs, rank, place):
+def test_stacks_say_where_each_rank_hangs_on_stderr_too(jobs, rank: int, place: str):
     run = jobs["stuck"]
     assert place in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text()
     assert place in run.output
@@ -789,7 +801,7 @@ def test_the_flight_recorder_of_a_stuck_job_has_its_collectives(jobs):
 # of the exit, in its thread
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_place_may_last_as_long_as_it_asks_and_a_moving_loop_for_ever(
-    tmp_path, monkeypatch, capfd
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
     """In this process, with the exit replaced. A folder that is no run yet is left alone."""
     ended = []

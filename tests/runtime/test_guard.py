@@ -6,7 +6,10 @@ A diagnosis of several ranks: tests/runtime/test_faults.py."""
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,18 +24,18 @@ SMALL = GuardConfig(window=16, skips=4, rollbacks=2)
 OK, SPIKE, SKIP, ROLLBACK, STOP, NO_TARGET = Verdict
 
 
-def quiet(rng, loss=3.0, norm=1.0):
+def quiet(rng: random.Random, loss: float = 3.0, norm: float = 1.0):
     return loss * math.exp(rng.gauss(0, 0.01)), norm * math.exp(rng.gauss(0, 0.05))
 
 
-def filled(settings=SMALL, steps=64):
+def filled(settings=SMALL, steps: int = 64):
     """A guard that has seen a quiet run of so many steps."""
     guard, rng = Guard(settings), random.Random(0)
     assert all(guard.judge(step, *quiet(rng)) is OK for step in range(steps))
     return guard
 
 
-def run(settings, steps, values, sickening=(), save_every=8, is_resumed=False):
+def run(settings, steps: int, values, sickening=(), save_every: int = 8, is_resumed: bool = False):
     """A run as train.py has it: `values(sick, data_step)` gives the factors of loss and norm; the
     updates on the data steps `sickening` damage the weights. is_resumed: before each step anew.
     Returns its verdicts and the guard."""
@@ -59,7 +62,9 @@ def run(settings, steps, values, sickening=(), save_every=8, is_resumed=False):
 
 @pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.08, 0.9])
 @pytest.mark.parametrize("norm_scatter", [0.0, 0.2, 2.0])
-def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(loss_scatter, norm_scatter):
+def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(
+    loss_scatter: float, norm_scatter: float
+):
     """Of 0.02 to 0.15 for the loss; for the norm 0.1 to 0.3, the more the loss scatters the
     larger."""
     logs = np.random.default_rng(0).normal(0, 1, (128, 2)) * (loss_scatter, norm_scatter) + (1, 0)
@@ -91,7 +96,7 @@ ESCALATIONS = pytest.mark.parametrize(
 
 @ESCALATIONS
 def test_what_is_not_finite_is_skipped_then_rolled_back_in_every_mode(
-    mode, rollbacks, verdict, sentence
+    mode: str, rollbacks: int, verdict: Verdict, sentence: str
 ):
     guard = filled(replace(SMALL, mode=mode, rollbacks=rollbacks))
     verdicts = [guard.judge(80 + i, *values) for i, values in enumerate(NOT_FINITE)]
@@ -102,7 +107,7 @@ def test_what_is_not_finite_is_skipped_then_rolled_back_in_every_mode(
 
 @ESCALATIONS
 def test_a_validation_that_is_not_finite_is_rolled_back_without_a_skip(
-    mode, rollbacks, verdict, sentence
+    mode: str, rollbacks: int, verdict: Verdict, sentence: str
 ):
     guard = filled(replace(SMALL, mode=mode, rollbacks=rollbacks))
     assert guard.judge(79, 0.0, 0.0) is OK
@@ -111,7 +116,7 @@ def test_a_validation_that_is_not_finite_is_rolled_back_without_a_skip(
     assert (guard.skipped, guard.consecutive, guard.suspect_since) == (0, 0, 80)
 
 
-def no_level(sick, step):
+def no_level(sick, step: int):
     return random.Random(step).choice((4, 40, 400)) if step >= 60 else 1, 1
 
 
@@ -122,7 +127,7 @@ def no_level(sick, step):
         pytest.param(no_level, (), id="no level at all"),
     ],
 )
-def test_what_rollbacks_do_not_cure_ends_the_run(values, sickening):
+def test_what_rollbacks_do_not_cure_ends_the_run(values: Callable[..., Any], sickening):
     verdicts, _ = run(SMALL, 300, values, set(sickening))
     assert verdicts[-1] is STOP
     assert verdicts.count(ROLLBACK) == SMALL.rollbacks and verdicts.count(SPIKE) == 0
@@ -145,7 +150,9 @@ def loss_times(factor):
         (lambda sick, step: (1.001**step, 1.002**step), (0, 0, 0, 0)),
     ],
 )
-def test_a_shift_of_the_data_is_accepted_and_then_guarded(values, counts):
+def test_a_shift_of_the_data_is_accepted_and_then_guarded(
+    values: Callable[..., Any], counts: tuple[int, int, int, int]
+):
     verdicts, guard = run(SMALL, 300, values)
     assert tuple(map(verdicts.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts
     assert verdicts[-200:] == [OK] * 200
@@ -153,7 +160,7 @@ def test_a_shift_of_the_data_is_accepted_and_then_guarded(values, counts):
 
 
 @pytest.mark.parametrize("steps, verdict", [(7, OK), (8, SKIP)])
-def test_no_step_is_a_spike_before_half_the_window_is_known(steps, verdict):
+def test_no_step_is_a_spike_before_half_the_window_is_known(steps: int, verdict: Verdict):
     assert filled(steps=steps).judge(steps, 300.0, 100.0) is verdict
 
 
@@ -169,8 +176,8 @@ def test_mode_log_follows_a_shift_and_ends_a_row_at_what_is_not_finite():
     "mode, seen",
     [("off", {OK, SKIP}), ("log", {OK, SKIP, SPIKE}), ("act", set(Verdict) - {NO_TARGET})],
 )
-def test_a_resume_at_any_step_changes_no_verdict_and_no_count(mode, seen):
-    def values(sick, step):
+def test_a_resume_at_any_step_changes_no_verdict_and_no_count(mode: str, seen: set):
+    def values(sick, step: int):
         loss = math.nan if step % 53 == 0 else 4 if step % 90 > 80 or step % 41 == 0 else 1
         return loss, 9.0 if step % 37 < 3 else 1.0
 
@@ -183,7 +190,7 @@ def test_a_resume_at_any_step_changes_no_verdict_and_no_count(mode, seen):
 
 
 @pytest.mark.parametrize("mode", ["act", "log", "off"])
-def test_a_step_without_targets_leaves_no_trace_but_its_count(mode):
+def test_a_step_without_targets_leaves_no_trace_but_its_count(mode: str):
     guard = filled(replace(SMALL, mode=mode))
     state_before = guard.state()
     assert [guard.judge(64 + i, math.nan, 0.0, targets=0) for i in range(50)] == [NO_TARGET] * 50
@@ -255,7 +262,7 @@ SPOILT = {
 HEALTHY = {"weights": {}, "moments": {}, "gradients": {}}
 
 
-def diagnosis(tmp_path, recipe="off", fault=None, **changes):
+def diagnosis(tmp_path: Path, recipe: str = "off", fault=None, **changes: object):
     """What is printed and what is written of a model with a fault."""
     model, (x, y) = build(recipe, **changes)[0], tokens()
     model(x, y).sum().backward()
@@ -287,7 +294,11 @@ def not_finite(named):
     ],
 )
 def test_the_diagnosis_names_what_is_not_finite_and_nothing_else(
-    tmp_path, recipe, changes, fault, bad
+    tmp_path: Path,
+    recipe: str,
+    changes: dict[str, int],
+    fault: Callable[..., Any] | None,
+    bad: dict[str, Any],
 ):
     text, written = diagnosis(tmp_path, recipe, fault, **changes)
     assert {kind: not_finite(written[kind]) for kind in HEALTHY} == HEALTHY | bad
@@ -305,7 +316,7 @@ def test_the_diagnosis_names_what_is_not_finite_and_nothing_else(
     ],
 )
 def test_the_diagnosis_names_the_first_output_that_is_not_finite(
-    tmp_path, recipe, fault, module, values
+    tmp_path: Path, recipe: str, fault: Callable[..., Any], module: str, values: int | None
 ):
     text, written = diagnosis(tmp_path, recipe, fault)
     first, *_ = not_finite(written["modules"]).items()
@@ -313,17 +324,17 @@ def test_the_diagnosis_names_the_first_output_that_is_not_finite(
     assert f"modules are not finite ({module}: " in text
 
 
-def test_the_diagnosis_of_a_healthy_model_names_no_output(tmp_path):
+def test_the_diagnosis_of_a_healthy_model_names_no_output(tmp_path: Path):
     assert not not_finite(diagnosis(tmp_path)[1]["modules"])
 
 
-def test_the_diagnosis_says_when_why_and_where_it_was_written(tmp_path):
+def test_the_diagnosis_says_when_why_and_where_it_was_written(tmp_path: Path):
     text, written = diagnosis(tmp_path)
     assert text.startswith("loss nan: ") and str(tmp_path / "diagnosis.json") in text
     assert (written["step"], written["reason"], written["problem"]) == (41, "loss nan", "")
 
 
-def test_the_diagnosis_counts_every_value_in_the_order_of_the_model(tmp_path):
+def test_the_diagnosis_counts_every_value_in_the_order_of_the_model(tmp_path: Path):
     _, written = diagnosis(tmp_path)
     sizes = {name: weight.numel() for name, weight in build()[0].named_parameters()}
     assert {name: c["values"] for name, c in written["weights"].items()} == sizes
@@ -333,7 +344,7 @@ def test_the_diagnosis_counts_every_value_in_the_order_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path, exists):
+def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path: Path, exists: bool):
     folder = tmp_path if exists else tmp_path / "gone"
     broken = {"model.x": torch.zeros(3), "optim.x": None}
     text = diagnose(build()[0], broken, *tokens(), 3, "loss inf", folder, True)
@@ -344,13 +355,13 @@ def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path, exists):
 # -------------------------------------------------------------------------------------- guard.layers
 
 
-def layers_of(rng, factor=1.0):
+def layers_of(rng: random.Random, factor: float = 1.0):
     """Norms of three layers, of which the second is small: `factor` of it hardly shows in all."""
     norms = {"wte": 1.0, "layers.0": 0.01 * factor, "norm": 0.3}
     return {name: norm * math.exp(rng.gauss(0, 0.05)) for name, norm in norms.items()}
 
 
-def filled_with_layers(settings=SMALL, steps=64):
+def filled_with_layers(settings=SMALL, steps: int = 64):
     guard, rng = Guard(settings), random.Random(0)
     verdicts = {guard.judge(step, *quiet(rng), None, layers_of(rng)) for step in range(steps)}
     assert verdicts == {OK}
@@ -368,8 +379,8 @@ def test_a_layer_over_its_own_past_is_a_spike_that_the_global_norm_hides():
 
 @pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.9])
 @pytest.mark.parametrize("scatter", [0.0, 0.2, 2.0])
-def test_a_layers_spike_begins_ten_robust_standard_deviations_above_its_median(
-    scatter, loss_scatter
+def test_a_layers_spike_begins_ten_robust_deviations_above_its_median(
+    scatter: float, loss_scatter: float
 ):
     """Of 0.1 to 0.3, the more the loss scatters the larger."""
     logs = np.random.default_rng(0).normal(0, 1, (128, 4)) * (loss_scatter, 0.01, scatter, 0.3)

@@ -3,8 +3,11 @@ sentences."""
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ import train
 from lib.errors import UserError
 from runtime import parallel, run_folder
 from runtime.command_line import read_command_line
-from runtime.config import load_config, read_config
+from runtime.config import Config, load_config, read_config
 from runtime.data import Data
 from runtime.parallel import World, read_launch
 from runtime.plan import cpu_estimate
@@ -93,7 +96,9 @@ DEMO = "configs/demo_s_bf16.py"
         ),
     ],
 )
-def test_a_beginners_words_get_the_words_that_work(monkeypatch, capsys, words, sentence):
+def test_a_beginners_words_get_the_words_that_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, sentence: str
+):
     monkeypatch.chdir(ROOT)
     assert train.main(words.split()) == 2
     assert re.match(
@@ -117,7 +122,9 @@ def test_a_beginners_words_get_the_words_that_work(monkeypatch, capsys, words, s
         ),
     ],
 )
-def test_words_of_a_command_line_may_come_in_any_order(monkeypatch, words, plan_for, overrides):
+def test_words_of_a_command_line_may_come_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, words: str, plan_for: str | None, overrides: list[str]
+):
     monkeypatch.chdir(ROOT)
     line = read_command_line(words.split())
     assert (line.file, line.plan_for, line.overrides) == (DEMO, plan_for, overrides)
@@ -155,8 +162,11 @@ def test_two_ranks_of_torchrun_tell_a_mistake_once():
         ({}, False),
     ],
 )
-def test_a_rank_whose_first_one_does_not_end_the_job_tells_the_mistake_itself(
-    monkeypatch, capsys, variables, waits
+def test_a_rank_tells_a_mistake_itself_where_the_first_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    variables: dict[str, str],
+    waits: bool,
 ):
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -170,7 +180,9 @@ def test_a_rank_whose_first_one_does_not_end_the_job_tells_the_mistake_itself(
 
 
 @pytest.mark.parametrize("local_rank", [0, 3])
-def test_more_ranks_than_gpus_are_the_mistake_of_every_rank(monkeypatch, tiny, local_rank):
+def test_more_ranks_than_gpus_are_the_mistake_of_every_rank(
+    monkeypatch: pytest.MonkeyPatch, tiny: Config, local_rank: int
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     launched = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "4"}
@@ -181,7 +193,9 @@ def test_more_ranks_than_gpus_are_the_mistake_of_every_rank(monkeypatch, tiny, l
         parallel.start(tiny)
 
 
-def test_a_launcher_may_show_each_process_a_gpu_of_its_own(monkeypatch, tiny):
+def test_a_launcher_may_show_each_process_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tiny: Config
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     parallel.check_machine(tiny, torch.device("cuda", 0), local_size=8)
@@ -220,7 +234,9 @@ def test_a_launcher_may_show_each_process_a_gpu_of_its_own(monkeypatch, tiny):
         ),
     ],
 )
-def test_a_launch_that_is_none_is_told(variables, sentence):
+def test_a_launch_that_is_none_is_told(
+    variables: dict[str, str], sentence: str | tuple[int, int, int]
+):
     if isinstance(sentence, tuple):
         assert read_launch(variables) == sentence
     else:
@@ -228,7 +244,9 @@ def test_a_launch_that_is_none_is_told(variables, sentence):
             read_launch(variables)
 
 
-def test_a_large_model_without_a_gpu_is_announced_with_an_estimate(tiny, monkeypatch):
+def test_a_large_model_without_a_gpu_is_announced_with_an_estimate(
+    tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
     """130 s of silence before. The speed is set here: 100 GFLOP/s."""
     monkeypatch.setattr("runtime.plan.cpu_matmul_speed", lambda dtype: 1e11)
     large = load_config(ROOT / "configs/gpt350m_fp8.py")
@@ -245,7 +263,9 @@ def test_a_large_model_without_a_gpu_is_announced_with_an_estimate(tiny, monkeyp
     assert cpu_estimate(large, World(0, 0, 1, torch.device("cuda"))) is None
 
 
-def test_a_log_that_was_opened_before_the_start_keeps_no_run_out(tiny, run):
+def test_a_log_that_was_opened_before_the_start_keeps_no_run_out(
+    tiny: Config, run: Callable[..., str]
+):
     """`python train.py FILE | tee out/RUN/log.txt`, and a refused start leaves the folder as it
     was."""
     tiny.run_dir.mkdir(parents=True)
@@ -261,7 +281,7 @@ def test_a_log_that_was_opened_before_the_start_keeps_no_run_out(tiny, run):
 @pytest.mark.parametrize(
     "content", [b"", b"{ half", b"[]", b'{"t_start": 3}', b'{"torch": "2"}', b"\xff"]
 )
-def test_a_damaged_env_json_gets_a_sentence(tiny, content):
+def test_a_damaged_env_json_gets_a_sentence(tiny: Config, content: bytes):
     """Any other time of the first start would change what predictions are scored."""
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / "env.json").write_bytes(content)
@@ -269,14 +289,14 @@ def test_a_damaged_env_json_gets_a_sentence(tiny, content):
         run_folder.read_first_start(tiny.run_dir)
 
 
-def test_an_env_json_that_is_gone_is_told_on_a_resume(tiny, run):
+def test_an_env_json_that_is_gone_is_told_on_a_resume(tiny: Config, run: Callable[..., str]):
     run(tiny)
     faults.back_to(tiny, 3)
     (tiny.run_dir / "env.json").unlink()
     assert "env.json was gone: this start counts as the run's first" in run(tiny)
 
 
-def test_a_mixture_of_the_same_ratio_resumes_as_it_was_begun(tiny, run):
+def test_a_mixture_of_the_same_ratio_resumes_as_it_was_begun(tiny: Config, run: Callable[..., str]):
     run(tiny)
     whole = faults.summary(tiny)
     faults.back_to(tiny, 3)
@@ -289,8 +309,10 @@ def test_a_mixture_of_the_same_ratio_resumes_as_it_was_begun(tiny, run):
     assert "data.mixture was" in run(tiny, "data.mixture=web:6,code:3", code=2)
 
 
-def test_a_full_disk_at_the_start_names_the_runs_folder(tiny, run, monkeypatch):
-    def full(*_, **__):
+def test_a_full_disk_at_the_start_names_the_runs_folder(
+    tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object, **__: object):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_folder.os, "getpid", full)  # called as the lock is written
@@ -298,7 +320,9 @@ def test_a_full_disk_at_the_start_names_the_runs_folder(tiny, run, monkeypatch):
     assert not tiny.run_dir.exists()
 
 
-def test_wandb_says_which_steps_it_will_show_twice(tiny, run, monkeypatch):
+def test_wandb_says_which_steps_it_will_show_twice(
+    tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
     fake = SimpleNamespace(
         log=lambda row: None, define_metric=lambda *_, **__: None, finish=lambda: None
     )
@@ -316,12 +340,16 @@ def test_wandb_says_which_steps_it_will_show_twice(tiny, run, monkeypatch):
 
 
 @pytest.mark.parametrize("main", [fit.main, report.main])
-def test_a_command_without_words_prints_its_usage(capsys, main):
+def test_a_command_without_words_prints_its_usage(
+    capsys: pytest.CaptureFixture[str], main: Callable[..., Any]
+):
     assert main([]) == 2
     assert capsys.readouterr().out.startswith("usage: python ")
 
 
-def test_a_runs_name_in_the_place_of_its_folder_is_told(tiny, tmp_path, monkeypatch):
+def test_a_runs_name_in_the_place_of_its_folder_is_told(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/mine").mkdir(parents=True)
     (tmp_path / "out/mine/config.json").touch()
@@ -331,7 +359,7 @@ def test_a_runs_name_in_the_place_of_its_folder_is_told(tiny, tmp_path, monkeypa
         read_config("mine")
 
 
-def write_masked(folder, targets_from: int) -> None:
+def write_masked(folder: Path, targets_from: int) -> None:
     """A masked source whose validation windows hold targets from the `targets_from`-th on, of 16
     windows of 32 tokens."""
     train_ids, val_ids = (np.full(n, 7, np.uint32) for n in (8_000, 513))
@@ -363,7 +391,7 @@ def write_masked(folder, targets_from: int) -> None:
     ],
 )
 def test_masked_validation_with_few_eval_tokens_is_told_how_many_it_needs(
-    tiny, tmp_path, targets_from, tokens, sentence
+    tiny: Config, tmp_path: Path, targets_from: int, tokens: int, sentence: str | None
 ):
     """Not to prepare more text, of which there is enough."""
     write_masked(tmp_path / "data/chat", targets_from)

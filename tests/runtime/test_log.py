@@ -12,6 +12,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -22,7 +23,7 @@ from lib.errors import UserError
 from lib.files import read_rows, write_json
 from lib.text import duration, si
 from runtime import log
-from runtime.config import LogConfig
+from runtime.config import Config, LogConfig
 from runtime.environment import environment
 from tests.conftest import ALONE
 from tests.helpers.changes import on_change
@@ -31,7 +32,7 @@ from tests.helpers.faults import wait_for
 refuse = MagicMock(side_effect=OSError(28, "No space left on device"))
 
 
-def row(step, **changes):
+def row(step: int, **changes: object):
     return {
         "step": step,
         "tokens": step * 512,
@@ -45,11 +46,11 @@ def row(step, **changes):
     }
 
 
-def val(step, loss=1.5):
+def val(step: int, loss: float = 1.5):
     return {"step": step, "tokens": step * 512, "loss": loss, "sources": {"web": loss}}
 
 
-def open_log(config, resume=0):
+def open_log(config: Config, resume: int = 0):
     config.run_dir.mkdir(parents=True, exist_ok=True)
     return log.Log(config, resume)
 
@@ -58,7 +59,7 @@ def go_back(run_log, to):
     run_log.roll_back(to, {"event": "rollback", "step": 6, "to": to})
 
 
-def rolled_back(config):
+def rolled_back(config: Config):
     """Steps 1 to 6, validated after 2, 4 and 6; back from 6 to 4; 5 and 6 again."""
     run_log = open_log(config)
     for step in range(1, 7):
@@ -82,11 +83,11 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def steps_of(run_log, kind):
+def steps_of(run_log, kind: str):
     return [row["step"] for row in read_rows(run_log.path) if row["kind"] == kind]
 
 
-def test_rows_are_strict_json(tiny):
+def test_rows_are_strict_json(tiny: Config):
     run_log = open_log(tiny)
     run_log.step(row(5, loss=float("nan"), grad_norm=float("inf"), verdict="SKIP"))
     rows = [json.loads(line, parse_constant=pytest.fail) for line in run_log.path.open()]
@@ -94,7 +95,7 @@ def test_rows_are_strict_json(tiny):
     assert rows == [{"kind": "train", **expected, "since_start": 1}]
 
 
-def test_a_file_that_cannot_be_json_leaves_the_old_one(tiny):
+def test_a_file_that_cannot_be_json_leaves_the_old_one(tiny: Config):
     run_log = open_log(tiny)
     run_log.step(row(1))
     with pytest.raises(ValueError, match="Out of range float"):
@@ -103,7 +104,7 @@ def test_a_file_that_cannot_be_json_leaves_the_old_one(tiny):
     assert os.listdir(tiny.run_dir) == [run_log.path.name]
 
 
-def test_a_rollback_relabels_what_it_undid(tiny):
+def test_a_rollback_relabels_what_it_undid(tiny: Config):
     run_log = open_log(tiny, resume=4)
     run_log.step(row(5))
     go_back(run_log, 2)
@@ -115,7 +116,7 @@ def test_a_rollback_relabels_what_it_undid(tiny):
     ]
 
 
-def test_validations_that_stand_are_known_after_a_rollback_and_a_resume(tiny):
+def test_validations_that_stand_are_known_after_a_rollback_and_a_resume(tiny: Config):
     run_log = rolled_back(tiny)
     run_log.validation(val(6, loss=2.5))
     assert run_log.validated == open_log(tiny, 6).validated == {2: 1.5, 4: 1.5, 6: 2.5}
@@ -128,7 +129,9 @@ AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val eve
 
 
 @pytest.mark.parametrize("step, n_rows", [(6, 12), (5, 11), (4, 6), (3, 4), (2, 3), (1, 1)])
-def test_a_resume_keeps_the_rows_up_to_its_step_and_what_directly_follows(tiny, step, n_rows):
+def test_a_resume_keeps_the_rows_up_to_its_step_and_what_directly_follows(
+    tiny: Config, step: int, n_rows: int
+):
     """In file order; at 4 those from before the rollback: it will happen again."""
     run_log = rolled_back(tiny)
     run_log.close()
@@ -142,7 +145,9 @@ CUTS = {"in a row": lambda line: line[:9], "at its end": lambda line: line[:-1],
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("n_whole", range(12))
-def test_a_row_that_a_kill_cut_is_dropped_and_no_training_row_before_it(tiny, n_whole, cut):
+def test_a_row_that_a_kill_cut_is_dropped_and_no_training_row_before_it(
+    tiny: Config, n_whole: int, cut: str
+):
     run_log = rolled_back(tiny)
     run_log.close()
     lines = run_log.path.read_bytes().splitlines(True)
@@ -154,7 +159,7 @@ def test_a_row_that_a_kill_cut_is_dropped_and_no_training_row_before_it(tiny, n_
     assert not [line for line in whole[len(lines_left) :] if b'"train"' in line]
 
 
-def test_damaged_rows_are_dropped(tiny):
+def test_damaged_rows_are_dropped(tiny: Config):
     run_log = open_log(tiny)
     run_log.step(row(1))
     run_log.step(row(2))
@@ -165,7 +170,7 @@ def test_damaged_rows_are_dropped(tiny):
     assert run_log.path.read_bytes().splitlines(True) == sound
 
 
-def test_a_start_at_step_0_empties_the_file(tiny):
+def test_a_start_at_step_0_empties_the_file(tiny: Config):
     run_log = rolled_back(tiny)
     assert not open_log(tiny).validated
     assert run_log.path.read_bytes() == b""
@@ -174,7 +179,9 @@ def test_a_start_at_step_0_empties_the_file(tiny):
 @pytest.mark.parametrize(
     "resume, n_rows", [(9, 7), (2, 5), (1, 3)], ids=["rows were lost", "late event", "validated"]
 )
-def test_events_behind_a_step_stay_and_its_first_validation_counts(tiny, resume, n_rows):
+def test_events_behind_a_step_stay_and_its_first_validation_counts(
+    tiny: Config, resume: int, n_rows: int
+):
     run_log, failed = open_log(tiny), {"event": "save_failed", "step": 1}
     run_log.step(row(1))
     run_log.event(failed)
@@ -190,7 +197,7 @@ def test_events_behind_a_step_stay_and_its_first_validation_counts(tiny, resume,
     assert rows[2]["loss"] == 1.5
 
 
-def test_kill_9_leaves_the_file_before_or_after_a_rollback(tiny):
+def test_kill_9_leaves_the_file_before_or_after_a_rollback(tiny: Config):
     def rolled_back_or_killed():
         on_change(
             lambda path: "metrics" in path,
@@ -214,7 +221,9 @@ def test_kill_9_leaves_the_file_before_or_after_a_rollback(tiny):
 
 
 @pytest.mark.parametrize("spare", [0, 10, 300])  # bytes by which a file may grow; 10: part of a row
-def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, spare):
+def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(
+    tiny: Config, capsys: pytest.CaptureFixture[str], spare: int
+):
     run_log, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
     intact = run_log.path.read_bytes()
     for each_log, size in (run_log, len(intact) + spare), (twin, 10**9):
@@ -247,7 +256,9 @@ def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, sp
     )
 
 
-def test_a_log_file_gets_a_line_now_and_then(tiny, capsys, monkeypatch):
+def test_a_log_file_gets_a_line_now_and_then(
+    tiny: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     run_log = open_log(replace(tiny, steps=1000, log=LogConfig(every=50)))
     for step in range(1, 51):
         run_log.step(row(step, step_s=0.2 if step <= log.WARM_UP_STEPS else 0.1))
@@ -274,7 +285,7 @@ def test_a_log_file_gets_a_line_now_and_then(tiny, capsys, monkeypatch):
 
 
 @pytest.fixture
-def wandb(tiny, monkeypatch):
+def wandb(tiny: Config, monkeypatch: pytest.MonkeyPatch):
     """The package, which keeps its calls; and what W&B names a run after."""
     package = MagicMock()
     package.init.return_value = package
@@ -286,7 +297,7 @@ def wandb(tiny, monkeypatch):
     return package
 
 
-def mirrored(config):
+def mirrored(config: Config):
     """rolled_back(), mirrored to W&B, with a skipped step; closed."""
     run_log = rolled_back(replace(config, log=LogConfig(to=("wandb",))))
     run_log.step(row(7, verdict="SKIP"))
@@ -294,7 +305,7 @@ def mirrored(config):
     return run_log
 
 
-def test_wandb_gets_the_rows_through_a_rollback(tiny, wandb):
+def test_wandb_gets_the_rows_through_a_rollback(tiny: Config, wandb):
     mirrored(tiny)
     sent = [call.args[0] for call in wandb.log.call_args_list]
     assert sent[0]["train/loss"] == 2.0
@@ -305,7 +316,7 @@ def test_wandb_gets_the_rows_through_a_rollback(tiny, wandb):
     assert sent[-1]["event/SKIP"] == 1 and wandb.finish.called
 
 
-def test_wandbs_run_is_named_after_ours_and_its_first_start(tiny, wandb):
+def test_wandbs_run_is_named_after_ours_and_its_first_start(tiny: Config, wandb):
     mirrored(tiny)
     options = wandb.init.call_args.kwargs
     assert (options["project"], options["name"]) == ("mine", "tiny")
@@ -313,14 +324,20 @@ def test_wandbs_run_is_named_after_ours_and_its_first_start(tiny, wandb):
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
-def test_wandb_that_is_down_is_told_once_and_ends_no_run(tiny, wandb, capsys, monkeypatch, broken):
+def test_wandb_that_is_down_is_told_once_and_ends_no_run(
+    tiny: Config,
+    wandb,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+):
     monkeypatch.setattr(wandb, broken, refuse)
     run_log = mirrored(tiny)
     assert len(read_rows(run_log.path)) == 13
     assert capsys.readouterr().out.count("log.to=wandb") == 1
 
 
-def test_trackio_gets_the_rows_of_a_run_by_its_name(tiny, monkeypatch):
+def test_trackio_gets_the_rows_of_a_run_by_its_name(tiny: Config, monkeypatch: pytest.MonkeyPatch):
     package = MagicMock()
     monkeypatch.setitem(sys.modules, "trackio", package)
     monkeypatch.setenv("TRACKIO_PROJECT", "mine")
@@ -335,16 +352,20 @@ def test_trackio_gets_the_rows_of_a_run_by_its_name(tiny, monkeypatch):
     assert package.init.return_value.finish.called
 
 
-def test_a_mirror_whose_package_is_missing_is_refused(tiny, monkeypatch):
+def test_a_mirror_whose_package_is_missing_is_refused(
+    tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         log.check_mirrors(replace(tiny, log=LogConfig(to=("wandb",))))
 
 
-def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
+def test_tensorboard_shows_neither_undone_nor_repeated_steps(
+    tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
     points = []
 
-    def writer(folder, purge_step):
+    def writer(folder: Path, purge_step):
         # as TensorBoard does when it reads
         points[:] = [event for event in points if event[0] < purge_step]
         return SimpleNamespace(
@@ -369,8 +390,10 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
     assert [s for s, k, _ in points if k == "val/loss"] == [2, 4]
 
 
-def test_env_json_leaks_no_secret_and_keeps_changes_whatever_a_file_holds(tmp_path, monkeypatch):
-    def shell(commands, **options):
+def test_env_json_leaks_no_secret_and_keeps_changes_whatever_a_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def shell(commands, **options: object):
         subprocess.run(commands, shell=True, cwd=tmp_path, check=True, **options)
 
     allowed = {
@@ -468,7 +491,9 @@ def test_throughput_by_hand():
     assert {name: (log.peak_flops(name) or (None,))[0] for name in peaks} == peaks
 
 
-def test_the_meter_waits_for_no_driver_and_reads_what_the_gpu_supports(monkeypatch):
+def test_the_meter_waits_for_no_driver_and_reads_what_the_gpu_supports(
+    monkeypatch: pytest.MonkeyPatch,
+):
     hanging = threading.Event()
     for name, read in (
         ("device_memory_used", lambda gpu: hanging.wait() and 60 * 2**30),
@@ -484,7 +509,7 @@ def test_the_meter_waits_for_no_driver_and_reads_what_the_gpu_supports(monkeypat
     meter.close()
 
 
-def traced_steps(run_dir):
+def traced_steps(run_dir: Path):
     path = run_dir / "profile/trace_rank0.pt.trace.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if path.exists() else []
     return sorted(
@@ -504,7 +529,7 @@ def traced_steps(run_dir):
         ([1, 2, 3, 2, 3, 4, 5], "3:4", [2, 3, 3, 4]),
     ],
 )  # a rollback in between
-def test_the_steps_asked_for_are_traced(tiny, steps, asked, traced):
+def test_the_steps_asked_for_are_traced(tiny: Config, steps, asked: str, traced: list[int]):
     output = []
     profiler = log.Profiler(replace(tiny, steps=9, profile=asked), ALONE, output.append)
     for step in steps:

@@ -21,7 +21,7 @@ from fp8.matmul import add_weight_grad
 from fp8.recipes import E4M3, E5M2
 from model import GPT, GPTConfig
 from runtime import optim, parallel
-from runtime.config import OptimConfig
+from runtime.config import Config, OptimConfig
 from tests.conftest import changed
 from tests.helpers.faults import back_to, on_ranks, record, rows, summary
 from tests.runtime.test_faults import finish
@@ -51,7 +51,7 @@ def test_wsd_stays_at_the_full_rate_and_decays_on_a_line():
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_no_step_of_a_short_run_has_a_rate_of_zero(schedule, steps):
+def test_no_step_of_a_short_run_has_a_rate_of_zero(schedule: str, steps: int):
     assert all(0 < lr <= 1 for lr in rates(steps, schedule=schedule))
 
 
@@ -135,7 +135,7 @@ def three_updates(kind: str, is_filled: bool = True) -> Updated:
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
-def test_adamws_weights_and_moments_are_those_of_its_equations(is_filled):
+def test_adamws_weights_and_moments_are_those_of_its_equations(is_filled: bool):
     updated = three_updates("adamw", is_filled)
     moments = optim.state_tensors(updated.optimizer, updated.model)
     assert len(moments) == 2 * len(updated.expected)
@@ -175,7 +175,7 @@ def test_muon_keeps_one_momentum_of_matrices_and_adamws_two_of_others():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_an_update_marks_every_weight_as_changed(kind):
+def test_an_update_marks_every_weight_as_changed(kind: str):
     """By which FP8 copies of weights are known to be stale."""
     updated = three_updates(kind)
     versions = {name: weight._version for name, weight in updated.model.named_parameters()}
@@ -185,7 +185,7 @@ def test_an_update_marks_every_weight_as_changed(kind):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_number_of_updates_can_be_set(kind):
+def test_the_number_of_updates_can_be_set(kind: str):
     optimizer = three_updates(kind).optimizer
     optim.set_updates(optimizer, 7)
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
@@ -213,7 +213,9 @@ ADDING = {
 
 
 @pytest.fixture(params=ADDING.values(), ids=ADDING)
-def accumulating(request, tiny, monkeypatch) -> Accumulating:
+def accumulating(
+    request: pytest.FixtureRequest, tiny: Config, monkeypatch: pytest.MonkeyPatch
+) -> Accumulating:
     calls: list[tuple] = []
 
     def noted(*tensors: torch.Tensor) -> None:
@@ -253,7 +255,7 @@ def micro_batches(model: GPT, seed: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (2, 2, 4, model.config.n_ctx))
 
 
-def test_gradients_of_micro_batches_add_up_to_autograds_bits(accumulating):
+def test_gradients_of_micro_batches_add_up_to_autograds_bits(accumulating: Accumulating):
     """In their order; twice, as the first sum must be gone then. Compiled: test_compiled.py."""
     model, plain = accumulating.model, accumulating.plain
     for seed in range(2):
@@ -266,7 +268,7 @@ def test_gradients_of_micro_batches_add_up_to_autograds_bits(accumulating):
         zero_gradients(model)
 
 
-def test_gradients_of_linears_are_added_within_their_matmul(accumulating):
+def test_gradients_of_linears_are_added_within_their_matmul(accumulating: Accumulating):
     model = accumulating.model
     for x, y in micro_batches(model, 0):
         model(x, y).sum().backward()
@@ -276,7 +278,7 @@ def test_gradients_of_linears_are_added_within_their_matmul(accumulating):
     assert lasting_gradients(model) == accumulating.lasting
 
 
-def test_gradients_that_the_optimizer_freed_are_an_error(accumulating):
+def test_gradients_that_the_optimizer_freed_are_an_error(accumulating: Accumulating):
     model = accumulating.model
     model.zero_grad()
     with pytest.raises(AssertionError, match="zero_gradients"):
@@ -287,14 +289,16 @@ def test_gradients_that_the_optimizer_freed_are_an_error(accumulating):
     "device, has_function, can_add",
     [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
 )
-def test_float8_products_are_added_where_torch_can(monkeypatch, device, has_function, can_add):
+def test_float8_products_are_added_where_torch_can(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_function: bool, can_add: bool
+):
     monkeypatch.delattr(F, "scaled_addmm_", raising=False)
     if has_function:
         monkeypatch.setattr(F, "scaled_addmm_", lambda *_: None, raising=False)
     assert matmul.adds_scaled_products(torch.device(device)) == can_add
 
 
-def test_the_operator_that_adds_float8_products_keeps_torchs_rules_and_their_sum():
+def test_the_operator_that_adds_float8_products_keeps_torchs_rules():
     torch.manual_seed(0)
     g, x = torch.randn(4, 16).to(E5M2), torch.randn(8, 16).to(E4M3).t()
     g_inverse, x_inverse = torch.tensor(0.5), torch.tensor(3.0)
@@ -324,7 +328,7 @@ def test_muon_updates_q_k_and_v_of_heads_wider_than_their_share_apart():
 
 # FLOPs by hand: runtime/test_plan.py
 @pytest.mark.parametrize("ranks, most", [(1, 1), (3, 1.01), (8, 1.03), (64, 1.5)])
-def test_the_work_of_muon_is_dealt_evenly(ranks, most):
+def test_the_work_of_muon_is_dealt_evenly(ranks: int, most: float):
     parts = optim.muon_parts(GPT.on_meta(GPTConfig(n_layer=28, n_head=16, n_embd=2048, n_ffn=5632)))
     costs = [optim.newton_schulz_flops(weight.shape[1], sizes) for weight, sizes in parts.items()]
     shares = [0.0] * ranks
@@ -338,7 +342,7 @@ def test_the_work_of_muon_is_dealt_evenly(ranks, most):
 
 
 @pytest.fixture
-def muon(tiny, run):
+def muon(tiny: Config, run: Callable[..., str]):
     """A finished run with Muon."""
     config = changed(tiny, "optim.kind=muon")
     run(config)
@@ -350,14 +354,14 @@ def test_a_run_with_muon_learns_and_its_summary_says_so(muon):
     assert losses[-1] < losses[0] and summary(muon)["optimizer"] == "Muon"
 
 
-def test_a_resumed_run_with_muon_ends_in_the_same_bits(muon, run):
+def test_a_resumed_run_with_muon_ends_in_the_same_bits(muon, run: Callable[..., str]):
     whole = record(muon)
     back_to(muon, 3)
     run(muon)
     assert record(muon) == whole
 
 
-def test_a_run_with_muon_does_not_go_on_with_adamw(muon, run):
+def test_a_run_with_muon_does_not_go_on_with_adamw(muon, run: Callable[..., str]):
     back_to(muon, 3)
     assert "optim.kind was muon" in run(muon, "optim.kind=adamw", code=2)
 
@@ -380,7 +384,7 @@ def is_of_muon(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory) -> Callable[[tuple[int, int]], dict]:
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int]], dict]:
     """What ranks_of_muon() saw with each layout."""
     folder = tmp_path_factory.mktemp("muon")
     on_ranks(4, ranks_of_muon, folder, folder / "log")
@@ -388,7 +392,9 @@ def layouts(tmp_path_factory) -> Callable[[tuple[int, int]], dict]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_muon_has_the_bits_of_one_process(layouts, layout):
+def test_sharded_muon_has_the_bits_of_one_process(
+    layouts: Callable[[tuple[int, int]], dict], layout: tuple[int, int]
+):
     seen = layouts(layout)
     assert seen["sharded"].keys() == seen["whole"].keys()
     for name, due in seen["whole"].items():
@@ -400,13 +406,15 @@ def test_sharded_muon_has_the_bits_of_one_process(layouts, layout):
 @pytest.mark.parametrize(
     "layout, most", [((1, 2), 4), ((1, 3), 4), ((2, 2), 4), ((4, 1), 7)], ids=str
 )
-def test_each_part_of_muon_is_computed_by_one_rank(layouts, layout, most):
+def test_each_part_of_muon_is_computed_by_one_rank(
+    layouts: Callable[[tuple[int, int]], dict], layout: tuple[int, int], most: int
+):
     parts = layouts(layout)["parts"]
     assert len(parts) == math.prod(layout)
     assert sum(parts) == 7 and max(parts) <= most
 
 
-def test_ranks_without_a_part_of_muon_get_the_others(layouts):
+def test_ranks_without_a_part_of_muon_get_the_others(layouts: Callable[[tuple[int, int]], dict]):
     assert layouts((4, 1))["parts"] == [0, 0, 7, 0]
 
 

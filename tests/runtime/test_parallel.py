@@ -4,6 +4,7 @@ runtime/test_two_ranks.py; compiled: runtime/test_compiled.py; slurm.sh: runtime
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +81,9 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, names: str, values: dict[st
         monkeypatch.setenv(name, value)
 
 
-def test_a_command_of_ranks_that_never_joined_ends_with_its_own_code(monkeypatch):
+def test_a_command_of_ranks_that_never_joined_ends_with_its_own_code(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """torchrun .. -m eval.harness --help, or --fetch."""
     ended = mock.Mock()
     monkeypatch.setattr(os, "_exit", ended)
@@ -100,7 +103,9 @@ def test_a_command_of_ranks_that_never_joined_ends_with_its_own_code(monkeypatch
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2)),
     ],
 )
-def test_a_rank_shares_its_machine_only_where_the_launcher_says_so(monkeypatch, environment, share):
+def test_a_rank_shares_its_machine_only_where_the_launcher_says_so(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], share: tuple[int, int]
+):
     """Else ranks of a pod each, started with RANK and WORLD_SIZE alone, all hash the same half of
     the shards."""
     set_environment(monkeypatch, "LOCAL_RANK LOCAL_WORLD_SIZE", environment)
@@ -120,7 +125,9 @@ def test_a_rank_shares_its_machine_only_where_the_launcher_says_so(monkeypatch, 
         (["--shutdown_timeout", "45"], {}, 45),
     ],
 )
-def test_a_rank_knows_after_which_time_torchrun_kills_it(monkeypatch, words, environment, seconds):
+def test_a_rank_knows_after_which_time_torchrun_kills_it(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], environment: dict[str, str], seconds: int
+):
     """As torchrun itself reads its options and variables."""
     set_environment(monkeypatch, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT PET_SHUTDOWN_TIMEOUT", environment)
     options = torchrun_options([*words, "train.py"])
@@ -138,7 +145,7 @@ def test_without_torchrun_nothing_kills_a_rank():
 
 
 @pytest.fixture
-def adopted(monkeypatch) -> dict[str, str]:
+def adopted(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """A rank of torchrun whose parent is process 1, of which it reads these files."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(parallel, "launcher_pid", lambda: 1)
@@ -149,13 +156,15 @@ def adopted(monkeypatch) -> dict[str, str]:
     return files
 
 
-def test_a_rank_whose_torchrun_is_process_1_trains(tiny, adopted):
+def test_a_rank_whose_torchrun_is_process_1_trains(tiny: Config, adopted: dict[str, str]):
     """As in a container."""
     adopted["/proc/1/maps"] = "7f00 r-xp /lib/libtorch_cpu.so"
     assert parallel.start(tiny).launcher.pid == 1
 
 
-def test_a_rank_whose_torchrun_ended_while_it_started_does_not_train(tiny, adopted):
+def test_a_rank_whose_torchrun_ended_while_it_started_does_not_train(
+    tiny: Config, adopted: dict[str, str]
+):
     """It would count the process that has adopted it as its torchrun."""
     adopted["/proc/1/maps"] = "7f00 r-xp /lib/libc.so.6"
     with pytest.raises(MachineError, match="torchrun, which started this process, has ended"):
@@ -182,14 +191,18 @@ RESTARTS_ON_TWO_NODES = {
     ],
 )
 def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(
-    tiny, monkeypatch, environment, changes, sentence
+    tiny: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    changes: str,
+    sentence: str,
 ):
     set_environment(monkeypatch, "", environment)
     with pytest.raises(UserError, match=sentence):
         parallel.start(changed(tiny, f"fp8.recipe=tensorwise {changes}"))
 
 
-def test_rows_that_ranks_cannot_share_are_refused_with_float8_all_gather(tiny):
+def test_rows_that_ranks_cannot_share_are_refused_with_float8_all_gather(tiny: Config):
     """torchao would not pad them."""
     mesh = {"shard": SimpleNamespace(size=lambda: 3)}
     three = SimpleNamespace(size=3, device=torch.device("cpu"), mesh=mesh, has_whole_weights=False)
@@ -248,33 +261,37 @@ def watch(config: Config, recompute: bool, probe_file: Path) -> Watched:
 
 
 @pytest.fixture
-def watched(tiny, tmp_path) -> tuple[Watched, Watched]:
+def watched(tiny: Config, tmp_path: Path) -> tuple[Watched, Watched]:
     """Without recomputation, and with it."""
     off, on = (watch(tiny, recompute, tmp_path / f"{recompute}.jsonl") for recompute in (0, 1))
     return off, on
 
 
-def test_recomputation_runs_a_block_twice_but_for_attention(watched):
+def test_recomputation_runs_a_block_twice_but_for_attention(watched: tuple[Watched, Watched]):
     """Two blocks, in a step and in a pass without gradients, which is not recomputed."""
     off, on = watched
     assert (off.activations, off.attentions) == (4, 4)
     assert (on.activations, on.attentions) == (6, 4)
 
 
-def test_recomputation_keeps_less_than_half(watched):
+def test_recomputation_keeps_less_than_half(watched: tuple[Watched, Watched]):
     """Of a block its input and attention's output alone."""
     off, on = watched
     assert on.kept_values < off.kept_values / 2
 
 
-def test_recomputation_changes_no_name_and_nothing_that_a_probe_sees(watched):
+def test_recomputation_changes_no_name_and_nothing_that_a_probe_sees(
+    watched: tuple[Watched, Watched],
+):
     """The bits of every recipe: runtime/test_two_ranks.py."""
     off, on = watched
     assert on.names == off.names
     assert on.probe == off.probe and '"gradient"' in on.probe
 
 
-def test_recomputation_takes_over_what_a_variant_adds_to_a_block(tiny, monkeypatch):
+def test_recomputation_takes_over_what_a_variant_adds_to_a_block(
+    tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
     """As docs/extending.md's: an attribute and a module that the forward pass reads."""
 
     def initialise(self: Block, config: GPTConfig) -> None:
@@ -310,7 +327,9 @@ def switches() -> tuple[bool, bool, bool]:
     )
 
 
-def test_a_recomputed_deterministic_run_is_the_same_run(tiny, run, monkeypatch):
+def test_a_recomputed_deterministic_run_is_the_same_run(
+    tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
     """From config key to weights; on a CPU neither changes a bit. What was switched on is switched
     off again."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -331,7 +350,7 @@ def test_a_recomputed_deterministic_run_is_the_same_run(tiny, run, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", SHARDED)
-def test_a_micro_batch_without_targets_has_a_loss_and_gradients_of_zero(tiny, recipe):
+def test_a_micro_batch_without_targets_has_a_loss_and_gradients_of_zero(tiny: Config, recipe: str):
     """As one rank of several may have it: no 0 / 0, and no scale of a gradient that is zero."""
     model = build(tiny, f"fp8.recipe={recipe}").model
     x, y = tokens()

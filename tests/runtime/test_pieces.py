@@ -3,6 +3,7 @@ splitting."""
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -20,7 +21,7 @@ LLAMA = (
 CASED = r"[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+|[^\s\p{L}]+[\r\n/]*|\s+(?!\S)|\s|\p{L}"
 
 
-def split_by(pattern, **more):
+def split_by(pattern, **more: object):
     split = {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -70,7 +71,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_ids_are_those_of_the_package(tmp_path, name):
+def test_ids_are_those_of_the_package(tmp_path: Path, name: str):
     folder = write_tokenizer(tmp_path, **RULES[name])
     ours, packages = (
         load_tokenizer(str(folder)),
@@ -86,7 +87,7 @@ def test_ids_are_those_of_the_package(tmp_path, name):
             ), ascii(text)
 
 
-def test_spelled_tokens_that_are_not_special_stay_tokens(tmp_path):
+def test_spelled_tokens_that_are_not_special_stay_tokens(tmp_path: Path):
     folder = write_tokenizer(tmp_path, pre_tokenizer=split_by(LLAMA))
     rules = json.loads((folder / "tokenizer.json").read_text())
     token = rules["added_tokens"][0] | {"id": 500, "content": "<tool>", "special": False}
@@ -102,7 +103,9 @@ def test_spelled_tokens_that_are_not_special_stay_tokens(tmp_path):
         assert ours.encode(text).tolist() == packages.encode(text, add_special_tokens=False).ids
 
 
-def test_a_character_that_both_cut_otherwise_is_left_to_the_package(tmp_path, monkeypatch):
+def test_a_character_that_both_cut_otherwise_is_left_to_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     ours = load_tokenizer(str(write_tokenizer(tmp_path)))
     encoder, whole = ours._encode, []
     monkeypatch.setattr(encoder, "_whole", lambda text: whole.append(text) or [7])
@@ -111,7 +114,9 @@ def test_a_character_that_both_cut_otherwise_is_left_to_the_package(tmp_path, mo
     assert whole == ["café"]
 
 
-def test_a_long_piece_and_a_full_table_change_nothing(tmp_path, monkeypatch):
+def test_a_long_piece_and_a_full_table_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(pieces, "KEPT_PIECES", 3)
     monkeypatch.setattr(pieces, "BLOCK", 5)
     folder = write_tokenizer(tmp_path, pre_tokenizer=split_by(LLAMA))

@@ -4,8 +4,11 @@ read back by start_from=; over HTTP from a server that cuts its answers short.""
 import hashlib
 import http.server
 import json
+import math
 import shutil
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,28 +21,39 @@ from runtime import remote
 from runtime.checkpoint import latest, read_manifest
 from runtime.config import Config
 from runtime.remote import CheckpointCopies, fetch
+from runtime.validation import evaluate
 from tests.conftest import changed
 from tests.helpers.faults import Run, back_to, record, rows, saved_steps, wait_for
 
 
 class FaultyStore(MemoryFileSystem):
     """In memory, under faulty://. `faults`: for each open of a file whose name ends so, in turn,
-    what happens: "drop" after half of it, "flip" of a bit, or a threading.Event to wait for."""
+    what happens: "drop" after half of it, "flip" of a bit, or a threading.Event to wait for.
+    `removal_faults`: "drop" or a threading.Event for each removal of a file, in turn."""
 
     protocol = "faulty"
     cachable = False
     faults: dict[str, list] = {}
+    removal_faults: list = []
 
     @classmethod
     def _strip_protocol(cls, path):
         return MemoryFileSystem._strip_protocol(path.replace("faulty://", "memory://"))
 
-    def _open(self, path, mode="rb", **options):
+    def _open(self, path, mode: str = "rb", **options: object):
         file = super()._open(path, mode, **options)
         for ending, faults in self.faults.items():
             if path.endswith(ending) and faults:
                 return Faulty(file, faults.pop(0))
         return file
+
+    def rm_file(self, path):
+        fault = self.removal_faults.pop(0) if self.removal_faults else None
+        if isinstance(fault, threading.Event):
+            assert fault.wait(60)
+        if fault == "drop":
+            raise ConnectionResetError("the store has closed the connection")
+        super().rm_file(path)
 
 
 class Faulty:
@@ -52,7 +66,7 @@ class Faulty:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object):
         self.file.close()
 
     def _spoilt(self, piece: bytes) -> bytes:
@@ -72,11 +86,12 @@ class Faulty:
 
 
 @pytest.fixture
-def store(monkeypatch) -> FaultyStore:
+def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setattr(FaultyStore, "faults", {})
+    monkeypatch.setattr(FaultyStore, "removal_faults", [])
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     return FaultyStore()
 
@@ -111,13 +126,15 @@ def events(config: Config) -> list[str]:
 
 
 @pytest.fixture
-def trained(store, tiny, run) -> Config:
+def trained(store: FaultyStore, tiny: Config, run: Callable[..., str]) -> Config:
     config = changed(tiny, COPIES)
     run(config)
     return config
 
 
-def test_checkpoints_of_a_run_are_in_the_store_and_the_run_is_the_same(trained, store, tiny, run):
+def test_checkpoints_of_a_run_are_in_the_store_and_the_run_is_the_same(
+    trained: Config, store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     assert copied_steps(store)[-1] == 6
     assert events(trained).count("copied") == len(copied_steps(store))
     without = changed(tiny, "run=without")
@@ -133,7 +150,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_copy_is_tried_again_until_it_is_what_was_written(store, tiny, run, name):
+def test_a_copy_is_tried_again_until_it_is_what_was_written(
+    store: FaultyStore, tiny: Config, run: Callable[..., str], name: str
+):
     faults = {ending: list(faults) for ending, faults in FAULTS[name].items()}
     store.faults.update(faults)
     config = changed(tiny, f"{COPIES} checkpoint.every=none")
@@ -142,7 +161,9 @@ def test_a_copy_is_tried_again_until_it_is_what_was_written(store, tiny, run, na
     assert not any(store.faults.values()), "each fault was met"
 
 
-def test_a_store_that_stays_away_is_reported_and_costs_no_step(store, tiny, run):
+def test_a_store_that_stays_away_is_reported_and_costs_no_step(
+    store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     store.faults[".distcp"] = ["drop"] * 99
     config = changed(tiny, COPIES)
     out = run(config)
@@ -165,11 +186,11 @@ def make_checkpoint(folder: Path, step: int, weights: str = "weights") -> Path:
     return checkpoint
 
 
-def test_where_the_store_is_slow_the_newest_checkpoint_waits(store, tmp_path):
+def test_where_the_store_is_slow_the_newest_checkpoint_waits(store: FaultyStore, tmp_path: Path):
     """And what is under way stays on disk."""
     gate = threading.Event()
     store.faults["step_00000001/__0_0.distcp"] = [gate]
-    copies = CheckpointCopies(URL, "tiny")
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     paths = [make_checkpoint(tmp_path, step) for step in (1, 2, 3)]
     copies.copy(paths[0])
     wait_for(lambda: not any(store.faults.values()))
@@ -183,10 +204,10 @@ def test_where_the_store_is_slow_the_newest_checkpoint_waits(store, tmp_path):
     assert names == ["copy_skipped", "copied", "copied"] and copies.under_way() == []
 
 
-def test_a_copy_that_is_not_finished_in_time_is_reported(store, tmp_path):
+def test_a_copy_that_is_not_finished_in_time_is_reported(store: FaultyStore, tmp_path: Path):
     gate = threading.Event()
     store.faults[".distcp"] = [gate]
-    copies = CheckpointCopies(URL, "tiny")
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     copies.copy(make_checkpoint(tmp_path, 1))
     copies.finish(0.05)
     ((event, sentence),) = copies.reports()
@@ -195,13 +216,16 @@ def test_a_copy_that_is_not_finished_in_time_is_reported(store, tmp_path):
     gate.set()
 
 
-def test_a_removal_that_is_not_finished_in_time_is_reported(store, tmp_path):
-    copies = CheckpointCopies(URL, "tiny")
+def test_a_removal_that_is_not_finished_in_time_is_reported(
+    store: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     copies.copy(make_checkpoint(tmp_path, 2))
     copies.finish(60)
     gate = threading.Event()
     store.faults["DONE"] = [gate]
-    later = CheckpointCopies(URL, "tiny")  # which looks first whose copies there are
+    later = CheckpointCopies(URL, "tiny", tmp_path)  # which looks first whose copies there are
+    monkeypatch.setattr(remote, "REMOVAL_PATIENCE_S", 0.05)
     later.roll_back(1)
     later.finish(0.05)
     ((_, sentence),) = later.reports()
@@ -209,7 +233,9 @@ def test_a_removal_that_is_not_finished_in_time_is_reported(store, tmp_path):
     gate.set()
 
 
-def test_a_finished_run_is_copied_by_the_same_command(tiny, store, run):
+def test_a_finished_run_is_copied_by_the_same_command(
+    tiny: Config, store: FaultyStore, run: Callable[..., str]
+):
     """Where its end did not wait long enough for the store."""
     store.faults[".distcp"] = ["drop"] * 99
     config = changed(tiny, COPIES)
@@ -222,15 +248,15 @@ def test_a_finished_run_is_copied_by_the_same_command(tiny, store, run):
     assert "copied to" not in run(config)
 
 
-def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny, tmp_path):
+def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny: Config, tmp_path: Path):
     config = changed(tiny, f"checkpoint.copy_to=file://{tmp_path}/store guard.window=8 steps=12")
     assert Run(config, faults=["nan_gradient:12"]).wait() == [0]
     assert rows(config)[-1]["verdict"] == "SKIP"
     assert (tmp_path / "store/tiny/checkpoints/step_00000012/DONE").exists()
 
 
-def test_after_a_rollback_no_later_step_is_in_the_store(store, tmp_path):
-    copies = CheckpointCopies(URL, "tiny")
+def test_after_a_rollback_no_later_step_is_in_the_store(store: FaultyStore, tmp_path: Path):
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     for step in (1, 2, 3):
         copies.copy(make_checkpoint(tmp_path, step))
         copies.finish(60)
@@ -243,10 +269,112 @@ def test_after_a_rollback_no_later_step_is_in_the_store(store, tmp_path):
     assert copied_steps(store) == [1, 3]
 
 
-def test_what_is_there_already_is_not_copied_again(store, tmp_path):
+def copy_steps(copies: CheckpointCopies, folder: Path, *steps: int) -> None:
+    for step in steps:
+        copies.copy(make_checkpoint(folder, step))
+        copies.finish(60)
+
+
+def test_a_rollback_returns_when_the_store_holds_no_later_step(store: FaultyStore, tmp_path: Path):
+    """The run's own checkpoints are deleted after it: a kill leaves none in the store alone."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path, 1, 2, 3)
+    gate = threading.Event()
+    store.removal_faults += [gate]
+    threading.Timer(0.3, gate.set).start()
+    copies.roll_back(1)
+    assert copied_steps(store) == [1]
+
+
+class Killed(BaseException):
+    """In the place of kill -9: nothing of the run catches it."""
+
+
+def test_a_rollback_empties_the_store_before_the_folder(store, tiny, run, monkeypatch):
+    """Step 6 is saved and copied, then its validation is not finite. The store is slow."""
+
+    def fail(*arguments):
+        val = evaluate(*arguments)
+        wait_for(lambda: 6 in copied_steps(store))
+        threading.Timer(0.3, gate.set).start()
+        return replace(val, sequences={s: losses * math.nan for s, losses in val.sequences.items()})
+
+    def kill(path):
+        raise Killed
+
+    gate = threading.Event()
+    store.removal_faults += [gate]
+    monkeypatch.setattr("runtime.run.evaluate", fail)
+    monkeypatch.setattr("runtime.checkpoint._remove", kill)
+    config = changed(tiny, f"{COPIES} steps=9 eval.every=6")
+    with pytest.raises(Killed):
+        run(config)
+    assert saved_steps(config) == [3, 6]
+    assert copied_steps(store) == [3]
+
+
+def test_a_removal_that_the_store_refused_is_made_at_the_next_start(
+    store: FaultyStore, tmp_path: Path
+):
+    """Before its copies of the steps that were trained anew, which stay."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path / "undone", 1, 2, 3)
+    store.removal_faults += ["drop"] * remote.ATTEMPTS
+    copies.roll_back(1)
+    assert copied_steps(store) == [1, 2, 3]
+    ((_, sentence),) = [r for r in copies.reports() if r[0] == "copy_failed"]
+    assert "removing copies of undone steps, after 1, failed" in sentence
+    resumed = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(resumed, tmp_path / "anew", 2)
+    assert copied_steps(store) == [1, 2]
+    copy_steps(CheckpointCopies(URL, "tiny", tmp_path), tmp_path / "anew", 3)
+    assert copied_steps(store) == [1, 2, 3]
+
+
+def test_nothing_is_copied_while_undone_steps_cannot_be_removed(store: FaultyStore, tmp_path: Path):
+    """A later removal would take it for one of them."""
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path / "undone", 1, 2)
+    store.removal_faults += ["drop"] * 2 * remote.ATTEMPTS
+    copies.roll_back(1)
+    copy_steps(copies, tmp_path / "anew", 3)
+    assert copied_steps(store) == [1, 2]
+    assert copies.reports()[-1] == (
+        "copy_failed",
+        f"step_00000003 was not copied: {URL}/tiny still holds steps that a rollback has undone",
+    )
+    copy_steps(copies, tmp_path / "anew", 4)
+    assert copied_steps(store) == [1, 4]
+
+
+def test_a_removal_is_noted_for_the_store_that_it_is_of(store: FaultyStore, tmp_path: Path):
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copy_steps(copies, tmp_path / "undone", 1, 2)
+    store.removal_faults += ["drop"] * remote.ATTEMPTS
+    copies.roll_back(1)
+    elsewhere = CheckpointCopies("faulty://bucket/elsewhere", "tiny", tmp_path)
+    copy_steps(elsewhere, tmp_path / "anew", 2)
+    assert store.exists("/bucket/elsewhere/tiny/checkpoints/step_00000002/DONE")
+    CheckpointCopies(URL, "tiny", tmp_path).finish(60)
+    assert copied_steps(store) == [1]
+
+
+def test_a_copy_of_an_undone_step_is_given_up(store: FaultyStore, tmp_path: Path):
+    gate = threading.Event()
+    store.faults["step_00000002/__0_0.distcp"] = [gate]
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
+    copies.copy(make_checkpoint(tmp_path, 2))
+    wait_for(lambda: not store.faults["step_00000002/__0_0.distcp"])
+    threading.Timer(0.3, gate.set).start()
+    copies.roll_back(1)
+    assert not store.exists("/bucket/runs/tiny/checkpoints/step_00000002/manifest.json")
+    assert copies.reports() == []
+
+
+def test_what_is_there_already_is_not_copied_again(store: FaultyStore, tmp_path: Path):
     checkpoint = make_checkpoint(tmp_path, 1)
     for _ in range(2):
-        copies = CheckpointCopies(URL, "tiny")
+        copies = CheckpointCopies(URL, "tiny", tmp_path)
         copies.copy(checkpoint)
         copies.finish(60)
         written = store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE")
@@ -254,9 +382,9 @@ def test_what_is_there_already_is_not_copied_again(store, tmp_path):
     assert store.modified("/bucket/runs/tiny/checkpoints/step_00000001/DONE") == written
 
 
-def test_a_copy_is_none_while_it_is_written_anew(store, tmp_path):
+def test_a_copy_is_none_while_it_is_written_anew(store: FaultyStore, tmp_path: Path):
     """As after a rollback whose removal the store has refused."""
-    copies = CheckpointCopies(URL, "tiny")
+    copies = CheckpointCopies(URL, "tiny", tmp_path)
     copies.copy(make_checkpoint(tmp_path / "undone", 1))
     copies.finish(60)
     store.faults[".distcp"] = ["drop"] * 99
@@ -265,7 +393,9 @@ def test_a_copy_is_none_while_it_is_written_anew(store, tmp_path):
     assert copied_steps(store) == []
 
 
-def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, run):
+def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     whole = record(trained)
     back_to(trained, 3)
     store.rm("/bucket", recursive=True)
@@ -274,7 +404,9 @@ def test_a_killed_run_copies_its_checkpoint_when_it_is_resumed(trained, store, r
     assert record(trained) == whole
 
 
-def test_copies_of_another_run_are_not_replaced(trained, store, run):
+def test_copies_of_another_run_are_not_replaced(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     """Its own folder is gone: they are all that is left of it."""
     before = contents(store)
     shutil.rmtree(trained.run_dir)
@@ -284,7 +416,9 @@ def test_copies_of_another_run_are_not_replaced(trained, store, run):
     assert not trained.run_dir.exists(), "nothing half-written"
 
 
-def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(trained, store, run):
+def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     before = contents(store)
     shutil.rmtree(trained.run_dir)
     error = run(trained, code=2)
@@ -292,7 +426,9 @@ def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(trained, store,
     assert contents(store) == before
 
 
-def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(store, tiny, run):
+def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(
+    store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     wsd = "optim.schedule=wsd optim.warmup_share=0 optim.decay_share=0.5"
     trunk = changed(tiny, f"run=trunk {wsd}")
     run(trunk)
@@ -303,7 +439,9 @@ def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(store, tiny,
     assert "holds checkpoints of this run up to step 6" in run(branch, code=2)
 
 
-def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(trained, store, run):
+def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
     """Also after a stop, which finds copies from before and after the loss."""
     whole = record(trained)
     shutil.rmtree(trained.run_dir)
@@ -317,7 +455,9 @@ def test_a_lost_run_goes_on_from_its_copies_and_is_copied_on(trained, store, run
     assert copied_steps(store) == [3, 6] and "copy_failed" not in events(trained)
 
 
-def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(trained, store, run, tmp_path):
+def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(
+    trained: Config, store: FaultyStore, run: Callable[..., str], tmp_path: Path
+):
     """Before anything is written there: it holds another run's."""
     before = contents(store)
     other = changed(trained, f"seed=7 out={tmp_path}/other")
@@ -328,7 +468,7 @@ def test_a_store_that_cannot_be_read_at_the_start_is_asked_again(trained, store,
     assert contents(store) == before
 
 
-def test_two_ranks_copy_what_both_have_written(tiny, tmp_path):
+def test_two_ranks_copy_what_both_have_written(tiny: Config, tmp_path: Path):
     """To a folder, since ranks are processes."""
     config = changed(tiny, f"checkpoint.copy_to=file://{tmp_path}/store")
     assert Run(config, ranks=2).wait() == [0, 0]
@@ -340,7 +480,7 @@ def test_two_ranks_copy_what_both_have_written(tiny, tmp_path):
 # -------------------------------------------------------------------------------------------- back
 
 
-def test_a_branch_starts_from_a_url(store, tiny, run):
+def test_a_branch_starts_from_a_url(store: FaultyStore, tiny: Config, run: Callable[..., str]):
     """To the bits of a branch off the same checkpoint on disk."""
     wsd = "optim.schedule=wsd optim.warmup_share=0 optim.decay_share=0.5"
     trunk = changed(tiny, f"run=trunk {wsd} {COPIES}")
@@ -356,7 +496,9 @@ def test_a_branch_starts_from_a_url(store, tiny, run):
     assert near == far
 
 
-def test_the_weights_of_a_run_are_taken_from_a_url(trained, tiny, run):
+def test_the_weights_of_a_run_are_taken_from_a_url(
+    trained: Config, tiny: Config, run: Callable[..., str]
+):
     """Those of its newest checkpoint; a second start fetches nothing."""
     for name in ("first", "second"):
         out = run(changed(tiny, f"run={name} start_from={URL}/tiny"))
@@ -375,7 +517,9 @@ def put(store: FaultyStore, checkpoint: Path) -> None:
     store.put(str(checkpoint), target, recursive=True)
 
 
-def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(store, tmp_path):
+def test_what_was_fetched_is_fetched_anew_where_the_store_has_another(
+    store: FaultyStore, tmp_path: Path
+):
     """As after a rollback of the run that was copied."""
     step = f"{URL}/tiny/checkpoints/step_00000001"
     put(store, make_checkpoint(tmp_path / "undone", 1, "undone weights"))
@@ -386,7 +530,7 @@ def test_what_was_fetched_before_is_fetched_anew_where_the_store_holds_another(s
         assert (fetched / "__0_0.distcp").read_bytes() == b"other weights of step 1"
 
 
-def test_the_newest_checkpoint_is_that_of_the_store(store, tmp_path):
+def test_the_newest_checkpoint_is_that_of_the_store(store: FaultyStore, tmp_path: Path):
     """Not the newest one that was ever fetched."""
     for step in (1, 2):
         put(store, make_checkpoint(tmp_path / "run", step))
@@ -395,7 +539,9 @@ def test_the_newest_checkpoint_is_that_of_the_store(store, tmp_path):
     assert fetch(f"{URL}/tiny", tmp_path).name == "step_00000001"
 
 
-def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(trained, store, tiny, run):
+def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(
+    trained: Config, store: FaultyStore, tiny: Config, run: Callable[..., str]
+):
     """Fetched while they were there; the sentence names the URL."""
     fetch(f"{URL}/tiny", Path(tiny.out))
     store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
@@ -404,19 +550,23 @@ def test_weights_of_a_run_that_the_store_has_rolled_back_are_not_taken(trained, 
 
 
 @pytest.mark.parametrize("ending", ["", "/checkpoints/step_00000004"])
-def test_what_is_not_in_the_store_is_the_users_mistake(store, tiny, run, ending):
+def test_what_is_not_in_the_store_is_the_users_mistake(
+    store: FaultyStore, tiny: Config, run: Callable[..., str], ending: str
+):
     config = changed(tiny, f"start_from={URL}/nothing{ending}")
     assert f"start_from={URL}/nothing{ending} holds no finished checkpoint" in run(config, code=2)
 
 
-def test_a_store_that_gives_other_bytes_is_the_machines_fault(trained, store, tmp_path):
+def test_a_store_that_gives_other_bytes_is_the_machines_fault(
+    trained: Config, store: FaultyStore, tmp_path: Path
+):
     store.faults[".distcp"] = ["flip"] * 99
     with pytest.raises(MachineError, match="could not be read .*is not what was written"):
         fetch(f"{URL}/tiny", tmp_path / "far")
     assert not list((tmp_path / "far").rglob("*.distcp")), "nothing half-written"
 
 
-def test_a_manifest_that_names_files_elsewhere_is_refused(store, tmp_path):
+def test_a_manifest_that_names_files_elsewhere_is_refused(store: FaultyStore, tmp_path: Path):
     checkpoint = make_checkpoint(tmp_path / "bad", 1)
     manifest = json.dumps({"files": {"../evil": {"sha256": "0"}}}).encode()
     (checkpoint / "manifest.json").write_bytes(manifest)
@@ -434,7 +584,9 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(store, tmp_path):
         ("checkpoint.copy_to=/a/folder", "checkpoint.copy_to='/a/folder' is no URL: write it"),
     ],
 )
-def test_a_url_that_nothing_opens_is_refused_before_the_first_step(tiny, run, words, sentence):
+def test_a_url_that_nothing_opens_is_refused_before_the_first_step(
+    tiny: Config, run: Callable[..., str], words: str, sentence: str
+):
     assert sentence in run(tiny, *words.split(), code=2)
     assert not (tiny.run_dir / "checkpoints").exists()
 
@@ -460,12 +612,12 @@ class CuttingHandler(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(content[: len(content) // 2])
         self.close_connection = True
 
-    def log_message(self, *_):
+    def log_message(self, *_: object):
         pass
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The URL of an HTTP server of tmp_path / "store"."""
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
     (tmp_path / "store").mkdir()
@@ -477,7 +629,7 @@ def server(tmp_path, monkeypatch):
 
 
 def test_a_run_starts_from_an_http_server_that_cuts_answers_short(
-    tiny, run, server, tmp_path, monkeypatch
+    tiny: Config, run: Callable[..., str], server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     trunk = changed(tiny, f"run=trunk checkpoint.copy_to=file://{tmp_path}/store")
     run(trunk)

@@ -3,15 +3,18 @@ decides between replicas and shards, and that a run goes on between the two."""
 
 import itertools
 import json
-from collections.abc import Callable
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.profiler import ProfilerActivity, profile
 
 import train
 from lib.errors import MachineError, UserError
@@ -19,8 +22,8 @@ from lib.machine import GIB
 from runtime import parallel, plan, replicas
 from runtime.checkpoint import latest, read_manifest
 from runtime.config import Config, load_config
-from tests.conftest import ALONE, ROOT, changed
-from tests.helpers.faults import FORKS, back_to, digest, rows
+from tests.conftest import ALONE, ROOT, changed, tiny_config
+from tests.helpers.faults import back_to, digest, on_ranks, rows, train_as_rank, train_on_ranks
 
 ARMS = {
     "bf16": "fp8.recipe=off",
@@ -31,6 +34,8 @@ ARMS = {
     "muon": "fp8.recipe=off optim.kind=muon",
 }
 TWO_MICRO_BATCHES = "data.micro_batch=2 data.tokens_per_step=256 model.n_ctx=32"
+
+Arms = dict[str, tuple[Config, Config]]  # arm -> its run on two replicas, and on one process
 
 
 # ------------------------------------------------------------------------------ what is decided
@@ -49,7 +54,7 @@ TWO_MICRO_BATCHES = "data.micro_batch=2 data.tokens_per_step=256 model.n_ctx=32"
         ("", 1, True, (1, 1)),
     ],
 )
-def test_ranks_are_replicas_where_the_model_fits_each_and_the_config_decides(
+def test_ranks_are_replicas_where_the_model_fits_each(
     words: str, size: int, fits: bool, shape: tuple[int, int], tiny: Config
 ) -> None:
     assert parallel.mesh_shape(changed(tiny, words), size, fits_whole=fits) == shape
@@ -61,9 +66,7 @@ def test_shards_that_do_not_divide_the_ranks_are_refused(words: str, tiny: Confi
         parallel.check_world(changed(tiny, words), 4, torch.device("cpu"))
 
 
-def test_a_model_is_sharded_where_a_gpu_does_not_hold_it_and_refused_where_shards_do_not_help() -> (
-    None
-):
+def test_a_model_is_sharded_where_a_gpu_does_not_hold_it_or_refused() -> None:
     """1.5B parameters and what a micro-batch keeps: about 60 GiB whole, 21 of them the model's."""
     config = load_config(ROOT / "configs/gpt1p5b_fp8.py")
     assert plan.fits_memory(config, 8, 80 * GIB)
@@ -117,46 +120,15 @@ def test_a_cpus_memory_is_not_asked(tiny: Config) -> None:
 # -------------------------------------------------------------------------------- what two ranks do
 
 
-def on_two_ranks(work: Callable[..., None], *arguments: object) -> None:
-    """Call work(rank, *arguments) in two processes that can meet."""
-    port = str(get_free_port())
-    ranks = [
-        FORKS.Process(target=_as_rank, args=(work, rank, port, *arguments)) for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(300)
-    assert [process.exitcode for process in ranks] == [0, 0]
-
-
-def _as_rank(work: Callable[..., None], rank: int, port: str, *arguments: object) -> None:
-    import os
-
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    torch.set_num_threads(1)
-    work(rank, *arguments)
-
-
-def train_on(config: Config) -> None:
-    """Train on the ranks of the process group, which the first call makes."""
-    train.train(config, parallel.start(config))
-
-
-def train_arms(rank: int, base: Config, folder: Path) -> None:
-    """Each arm on two replicas; then what a step sends, by its buckets."""
+def train_arms(base: Config) -> None:
+    """Each arm on two replicas; then what a step sends, by its buckets. One of the two ranks."""
     world = parallel.start(base)
     assert world.has_whole_weights
     for name, words in ARMS.items():
         train.train(changed(base, f"run={name} {words}"), world)
     sent = bytes_sent(changed(base, "fp8.recipe=off"), world)
     if world.is_main:
-        (folder / "sent.json").write_text(json.dumps(sent))
+        (Path(base.out) / "sent.json").write_text(json.dumps(sent))
     parallel.finish(world, 0)
 
 
@@ -185,18 +157,14 @@ def bytes_sent(config: Config, world: parallel.World) -> list[int]:
 
 @pytest.fixture(scope="module")
 def base(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    from tests.conftest import tiny_config
-
     folder = tmp_path_factory.mktemp("replicas")
     return changed(tiny_config(data_dir, folder / "out"), f"run=base {TWO_MICRO_BATCHES}")
 
 
 @pytest.fixture(scope="module")
-def arms(base: Config) -> dict[str, tuple[Config, Config]]:
+def arms(base: Config) -> Arms:
     """Arm -> its run on two replicas, and on one process, whose micro-batches are the same."""
-    folder = Path(base.out)
-    folder.mkdir()
-    on_two_ranks(train_arms, base, folder)
+    on_ranks(2, train_arms, base, Path(base.out).with_name("arms.log"))
     alone = {}
     for name, words in ARMS.items():
         alone[name] = changed(base, f"run={name}_alone {words}")
@@ -205,9 +173,7 @@ def arms(base: Config) -> dict[str, tuple[Config, Config]]:
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_replicas_train_what_one_process_trains(
-    arm: str, arms: dict[str, tuple[Config, Config]]
-) -> None:
+def test_replicas_train_what_one_process_trains(arm: str, arms: Arms) -> None:
     """The same tokens in each micro-batch: up to the order in which gradients are summed."""
     two, one = (rows(config) for config in arms[arm])
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6)
@@ -218,41 +184,62 @@ def test_replicas_train_what_one_process_trains(
 
 
 def test_a_step_sends_one_fp32_gradient_after_its_last_micro_batch(
-    arms: dict[str, tuple[Config, Config]],
+    arms: Arms,
 ) -> None:
     config, _ = arms["bf16"]
     sent = json.loads((Path(config.out) / "sent.json").read_text())
     assert sent == [0, 0, 4 * config.model.params_total]
 
 
-def go_on(rank: int, config: Config) -> None:
-    world = parallel.start(config)
-    train.train(config, world)
-    parallel.finish(world, 0)
+RESUMED = ("bf16", "delayed", "bounded")
 
 
-@pytest.mark.parametrize("then", ["parallel.shard=2", "parallel.shard=1"])
-@pytest.mark.parametrize("arm", ["bf16", "delayed", "bounded"])
-def test_a_run_goes_on_between_replicas_shards_and_one_process(
-    arm: str, then: str, arms: dict[str, tuple[Config, Config]]
+@pytest.fixture(scope="module")
+def resumed(arms: Arms) -> dict[tuple[str, int], Config]:
+    """(arm, shards) -> the replicas' run, of which two ranks have trained steps 4 to 6 again: as
+    replicas, 1, or as 2 shards."""
+    runs = {}
+    for shards in 1, 2:
+        for arm in RESUMED:
+            whole, _ = arms[arm]
+            config = changed(whole, f"run={arm}_then_{shards} parallel.shard={shards}")
+            shutil.copytree(whole.run_dir, config.run_dir)
+            back_to(config, 3)
+            runs[arm, shards] = config
+        train_on_ranks(2, *(runs[arm, shards] for arm in RESUMED))
+    return runs
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("arm", RESUMED)
+def test_a_run_of_replicas_goes_on_as_replicas_or_shards(
+    arm: str, shards: int, arms: Arms, resumed: dict[tuple[str, int], Config]
 ) -> None:
-    """From step 3 of the replicas' run on; with the bits of the whole run on as many replicas."""
-    import shutil
+    _, alone = arms[arm]
+    losses = [row["loss"] for row in rows(alone)]
+    assert [row["loss"] for row in rows(resumed[arm, shards])] == pytest.approx(losses, rel=2e-3)
 
-    whole, alone = arms[arm]
-    config = changed(whole, f"run={whole.run}_then_{then[-1]} {then}")
-    shutil.copytree(whole.run_dir, config.run_dir)
+
+@pytest.mark.parametrize("arm", RESUMED)
+def test_replicas_resume_to_the_bits_of_the_whole_run(
+    arm: str, arms: Arms, resumed: dict[tuple[str, int], Config]
+) -> None:
+    whole, _ = arms[arm]
+    assert digest(resumed[arm, 1]) == digest(whole)
+
+
+@pytest.mark.parametrize("words", ["parallel.shard=1", "parallel.shard=none"])
+@pytest.mark.parametrize("arm", RESUMED)
+def test_one_process_goes_on_from_a_checkpoint_of_ranks(
+    arm: str, words: str, arms: Arms, resumed: dict[tuple[str, int], Config], tmp_path: Path
+) -> None:
+    """From step 3, which replicas have saved; parallel.shard=1 is that of the resumed replicas."""
+    _, alone = arms[arm]
+    of_ranks = resumed[arm, 1 if words == "parallel.shard=1" else 2]
+    config = changed(of_ranks, f"out={tmp_path} {words}")
+    shutil.copytree(of_ranks.run_dir, config.run_dir)
     back_to(config, 3)
-    on_two_ranks(go_on, config)
-    assert [r["loss"] for r in rows(config)] == pytest.approx(
-        [r["loss"] for r in rows(alone)], rel=2e-3
-    )
-    if then == "parallel.shard=1":
-        assert digest(config) == digest(whole)
-    back_to(config, 3)
-    train.train(
-        config if then == "parallel.shard=1" else changed(config, "parallel.shard=none"), ALONE
-    )
+    train.train(config, ALONE)
     assert rows(config)[-1]["loss"] == pytest.approx(rows(alone)[-1]["loss"], rel=2e-3)
 
 
@@ -262,14 +249,16 @@ def test_a_run_goes_on_between_replicas_shards_and_one_process(
 FLIP = "layers.1.mlp.down.weight"
 
 
-def train_with_a_fault(rank: int, config: Config, faulty_rank: int, folder: Path) -> None:
-    """Train two replicas, of which one has a bit of a weight flipped; what each of them raises."""
+def train_with_a_fault(config: Config) -> None:
+    """Train two replicas, of which rank 1 has a bit of a weight flipped; what each of them raises
+    is in the file rankN of config.out."""
     clip = parallel.clip_gradients
     steps = itertools.count(1)
+    rank = int(os.environ["RANK"])
 
     def clip_and_flip(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         norm = clip(model, max_norm)
-        if next(steps) == 4 and rank == faulty_rank:
+        if next(steps) == 4 and rank == 1:
             weight = dict(model.module.named_parameters())[FLIP]
             weight.data.view(torch.int32)[0, 0] ^= 1
         return norm
@@ -279,7 +268,7 @@ def train_with_a_fault(rank: int, config: Config, faulty_rank: int, folder: Path
     try:
         train.train(config, world)
     except MachineError as error:
-        (folder / f"rank{rank}").write_text(str(error))
+        (Path(config.out) / f"rank{rank}").write_text(str(error))
     parallel.finish(world, 0)
 
 
@@ -288,7 +277,7 @@ def test_replicas_with_unequal_weights_are_neither_saved_nor_validated(
     every: str, base: Config, tmp_path: Path
 ) -> None:
     config = changed(base, f"run=fault out={tmp_path} {every}")
-    on_two_ranks(train_with_a_fault, config, 1, tmp_path)
+    on_ranks(2, train_with_a_fault, config, tmp_path / "log")
     sentences = {(tmp_path / f"rank{rank}").read_text() for rank in range(2)}
     step = 6 if "eval" not in every else 5
     (sentence,) = sentences
@@ -296,6 +285,38 @@ def test_replicas_with_unequal_weights_are_neither_saved_nor_validated(
     assert f"to begin with {FLIP}," in sentence
     saved = latest(config.run_dir)
     assert saved is None if "eval" in every else read_manifest(saved)["step"] == 3
+
+
+def test_a_run_whose_key_says_so_goes_on_with_unequal_weights(base: Config, tmp_path: Path) -> None:
+    config = changed(base, f"run=fault out={tmp_path} parallel.check_replicas=false")
+    on_ranks(2, train_with_a_fault, config, tmp_path / "log")
+    assert not list(tmp_path.glob("rank*"))
+    assert (config.run_dir / "summary.json").exists()
+
+
+def train_with_another_norm(config: Config) -> None:
+    """Train with clipping in every step, on ranks of which the last sums its norm otherwise."""
+    genuine = torch.nn.utils.get_total_norm
+    rank, last_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+
+    def norm_of_another_gpu(*arguments: Any, **options: Any) -> torch.Tensor:
+        norm = genuine(*arguments, **options)
+        return norm * (1 + 2**-20) if rank == last_rank else norm
+
+    torch.nn.utils.get_total_norm = norm_of_another_gpu
+    train_as_rank([config])
+
+
+@pytest.mark.parametrize("ranks, words", [(2, "shard=1"), (4, "replicate=2")])
+def test_replicas_clip_by_one_norm_also_where_theirs_differ(
+    ranks: int, words: str, base: Config, tmp_path: Path
+) -> None:
+    """As on GPUs of two kinds, whose sums differ in the last bits: a save compares all weights."""
+    config = changed(
+        base, f"run=clip out={tmp_path} parallel.{words} optim.clip=0.05 data.micro_batch=1"
+    )
+    on_ranks(ranks, train_with_another_norm, config, tmp_path / "log")
+    assert (config.run_dir / "summary.json").exists()
 
 
 def unequal_replicas(
@@ -363,6 +384,13 @@ def test_a_checksum_sees_one_bit_and_not_the_order_of_sums() -> None:
     flipped = weights.clone()
     flipped.view(torch.int32)[999, 76] ^= 1
     whole, with_flip = replicas.checksums([weights, flipped]).tolist()
-    parts = replicas.checksums(weights.split(13)).sum().item()
-    assert parts == whole == sum(weights.view(torch.int32).flatten().tolist())
+    parts = replicas.checksums(weights.split(13)).sum(dtype=torch.int32).item()
+    assert parts == whole == weights.numpy().view(np.int32).sum(dtype=np.int32)
     assert with_flip != whole
+
+
+def test_a_checksum_copies_no_tensor() -> None:
+    weights = torch.ones(1000, 1000)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        replicas.checksums([weights])
+    assert max(event.self_cpu_memory_usage for event in seen.events()) < 1000

@@ -13,9 +13,11 @@ import resource
 import shutil
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -25,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from fp8.trained_precision import read_precision
 from lib import machine
 from lib.errors import MachineError
 from runtime import memory, run_folder, shards
@@ -47,7 +50,7 @@ PAIR["kernels"] = PAIR["fp8"] + " fp8.kernels=true"
 
 
 @pytest.fixture(scope="module")
-def pair(data_dir, tmp_path_factory) -> dict[str, Config]:
+def pair(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
     """A run in BF16 and two in FP8, finished."""
     folder = tmp_path_factory.mktemp("pair")
     configs = {}
@@ -68,12 +71,12 @@ def log_of(config: Config) -> str:
     "key",
     ["pair_id", "data_sha256", "val_sha256", "params_total", "flops_per_token", "seed", "tokens"],
 )
-def test_the_runs_of_a_pair_have_this_in_common(pair, key):
+def test_the_runs_of_a_pair_have_this_in_common(pair: dict[str, Config], key: str):
     values = [summary(config)[key] for config in pair.values()]
     assert values == values[:1] * 3
 
 
-def test_a_summary_says_which_linears_are_in_fp8(pair):
+def test_a_summary_says_which_linears_are_in_fp8(pair: dict[str, Config]):
     bf16, fp8, kernels = (summary(config)["precision"] for config in pair.values())
     recipes = [precision["recipe"] for precision in (bf16, fp8, kernels)]
     assert recipes == ["bf16", "tensorwise", "tensorwise+kernels"]
@@ -83,7 +86,15 @@ def test_a_summary_says_which_linears_are_in_fp8(pair):
     assert "fp8: 8 of 9 Linears" in log_of(pair["fp8"])
 
 
-def test_losses_of_a_pair_are_near_and_not_equal(pair):
+def test_a_summary_holds_the_settings_of_its_precision(pair: dict[str, Config]):
+    """As JSON has them; no settings in BF16."""
+    for config in pair.values():
+        stored = json.loads(json.dumps(asdict(config.fp8))) if config.fp8.is_on else None
+        precision = read_precision(summary(config))
+        assert (precision.settings, precision.bits) == ((stored,), config.fp8.bits)
+
+
+def test_losses_of_a_pair_are_near_and_not_equal(pair: dict[str, Config]):
     bf16, fp8, kernels = (summary(config) for config in pair.values())
     assert bf16["loss_as_trained"] == bf16["loss_bf16"]
     assert 0 < abs(fp8["loss_bf16"] - bf16["loss_bf16"]) < 0.05
@@ -91,15 +102,15 @@ def test_losses_of_a_pair_are_near_and_not_equal(pair):
     assert abs(kernels["loss_bf16"] - fp8["loss_bf16"]) < 0.01
 
 
-def test_the_steps_of_profile_are_traced(pair):
+def test_the_steps_of_profile_are_traced(pair: dict[str, Config]):
     assert traced_steps(pair["bf16"].run_dir) == [2, 3]
 
 
-def test_only_delayed_scaling_keeps_scales_in_a_checkpoint(pair):
+def test_only_delayed_scaling_keeps_scales_in_a_checkpoint(pair: dict[str, Config]):
     assert "fp8_scales" not in read_manifest(latest(pair["kernels"].run_dir))["state"]
 
 
-def test_the_loss_is_the_mixtures_mean_of_the_losses_of_its_sources(pair):
+def test_the_loss_is_the_mixtures_mean_of_the_losses_of_its_sources(pair: dict[str, Config]):
     """Of val_losses.npz, nats a sequence."""
     saved, about = np.load(pair["fp8"].run_dir / "val_losses.npz"), summary(pair["fp8"])
     nats, targets = (np.bincount(saved["source"], saved[key]) for key in ("bf16", "n_tokens"))
@@ -113,7 +124,7 @@ def files_of(config: Config) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")}
 
 
-def test_a_finished_run_has_nothing_to_do(tiny, run):
+def test_a_finished_run_has_nothing_to_do(tiny: Config, run: Callable[..., str]):
     run(tiny)
     files = files_of(tiny)
     assert "nothing to do" in run(tiny)
@@ -121,7 +132,7 @@ def test_a_finished_run_has_nothing_to_do(tiny, run):
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_run_goes_on_only_as_it_began(tiny, run, is_finished):
+def test_a_run_goes_on_only_as_it_began(tiny: Config, run: Callable[..., str], is_finished: bool):
     """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
     run(tiny)
     if not is_finished:
@@ -134,7 +145,9 @@ def test_a_run_goes_on_only_as_it_began(tiny, run, is_finished):
 
 
 @pytest.fixture
-def moved(tiny, data_dir, tmp_path, run) -> tuple[Config, list[str]]:
+def moved(
+    tiny: Config, data_dir: Path, tmp_path: Path, run: Callable[..., str]
+) -> tuple[Config, list[str]]:
     """A run that a kill after step 3 ended, and what another machine's command says of it: where
     the data lies and how it is dealt out may change."""
     folder = tmp_path / "moved"
@@ -146,13 +159,17 @@ def moved(tiny, data_dir, tmp_path, run) -> tuple[Config, list[str]]:
     return config, words
 
 
-def test_data_and_micro_batch_may_change_in_a_run(moved, run):
+def test_data_and_micro_batch_may_change_in_a_run(
+    moved: tuple[Config, list[str]], run: Callable[..., str]
+):
     config, words = moved
     run(config, *words)
     assert summary(config)["steps"] == 6
 
 
-def test_other_tokens_in_the_folder_are_refused(moved, tmp_path, run):
+def test_other_tokens_in_the_folder_are_refused(
+    moved: tuple[Config, list[str]], tmp_path: Path, run: Callable[..., str]
+):
     config, words = moved
     shutil.rmtree(tmp_path / "moved/code")
     write_source(tmp_path / "moved/code", seed=9)
@@ -163,7 +180,7 @@ VALIDATIONS = [(1, 4), (2, 6), (3, 6)]  # number, step; the last is in BF16
 
 
 @pytest.fixture
-def validated(tiny, run) -> Config:
+def validated(tiny: Config, run: Callable[..., str]) -> Config:
     """A finished run with these validations, whose last steps were traced."""
     config = changed(tiny, "run=whole eval.every=4 profile=4:6")
     run(config)
@@ -175,7 +192,7 @@ def val_losses(config: Config) -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def stop_in(run, monkeypatch):
+def stop_in(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
     """stop_in(config, number): what train.main() prints where that validation is interrupted."""
 
     def stop(config: Config, number: int) -> str:
@@ -191,7 +208,7 @@ def stop_in(run, monkeypatch):
 
 @pytest.mark.parametrize("number, step", VALIDATIONS)
 def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(
-    validated, run, stop_in, number, step
+    validated: Config, run: Callable[..., str], stop_in, number: int, step: int
 ):
     config = replace(validated, run=f"stopped{number}")
     assert f"stopped on request at step {step}; saved" in stop_in(config, number)
@@ -203,12 +220,14 @@ def test_a_stop_in_any_validation_saves_and_the_next_start_makes_up_for_it(
 
 
 @pytest.mark.parametrize("number, traced", [(1, [4]), (2, [4, 5, 6])])
-def test_a_stop_writes_what_was_traced_so_far(tiny, stop_in, number, traced):
+def test_a_stop_writes_what_was_traced_so_far(
+    tiny: Config, stop_in, number: int, traced: list[int]
+):
     stop_in(changed(tiny, "eval.every=4 profile=4:6"), number)
     assert traced_steps(tiny.run_dir) == traced
 
 
-def test_a_stopped_run_closes_its_log(tiny, stop_in, monkeypatch):
+def test_a_stopped_run_closes_its_log(tiny: Config, stop_in, monkeypatch: pytest.MonkeyPatch):
     closed, close = [], room.Log.close
     monkeypatch.setattr(room.Log, "close", lambda log: closed.append(log) or close(log))
     stop_in(tiny, 1)
@@ -219,7 +238,7 @@ FIRST_START = {"t_start": "2026-01-01T00:00:00Z", "torch": "1.0"}
 
 
 @pytest.fixture
-def resumed(tiny, run) -> Config:
+def resumed(tiny: Config, run: Callable[..., str]) -> Config:
     """A run whose first validation is its best, at such a learning rate; resumed after step 6 by
     another version of torch."""
     config = changed(tiny, "steps=8 optim.lr=1 eval.every=2 checkpoint.every=2 checkpoint.keep=1")
@@ -231,17 +250,19 @@ def resumed(tiny, run) -> Config:
     return config
 
 
-def test_a_resumed_run_still_keeps_the_best_checkpoint(resumed):
+def test_a_resumed_run_still_keeps_the_best_checkpoint(resumed: Config):
     assert faults.saved_steps(resumed) == [2, 6, 8]
 
 
-def test_a_resumed_run_still_knows_its_first_start(resumed):
+def test_a_resumed_run_still_knows_its_first_start(resumed: Config):
     assert summary(resumed)["t_start"] == FIRST_START["t_start"]
     environment = json.loads((resumed.run_dir / "env.json").read_text())
     assert environment["torch"] == torch.__version__
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(
+    tiny: Config, run: Callable[..., str]
+):
     """A purged scratch disk, a link to one that is not mounted: the rows of days must not be
     written over."""
     config = changed(tiny, "checkpoint.every=none checkpoint.rolling=2")
@@ -259,7 +280,9 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, run):
     assert "yet no checkpoint" in run(config, code=2), "however far its rows say that it came"
 
 
-def test_a_run_of_a_version_without_saved_json_is_judged_by_its_rows(tiny, run):
+def test_a_run_of_a_version_without_saved_json_is_judged_by_its_rows(
+    tiny: Config, run: Callable[..., str]
+):
     config = changed(tiny, "checkpoint.every=none checkpoint.rolling=2")
     run(config)
     rows_before = (config.run_dir / "metrics.jsonl").read_bytes()
@@ -281,7 +304,9 @@ def test_a_run_of_a_version_without_saved_json_is_judged_by_its_rows(tiny, run):
     assert "starting at step 0; the 3 rows of an earlier start" in run(config)
 
 
-def test_a_resumed_run_of_a_version_without_saved_json_gets_one(tiny, run):
+def test_a_resumed_run_of_a_version_without_saved_json_gets_one(
+    tiny: Config, run: Callable[..., str]
+):
     run(tiny)
     faults.back_to(tiny, 3)
     (tiny.run_dir / "saved.json").unlink()
@@ -293,7 +318,11 @@ def test_a_resumed_run_of_a_version_without_saved_json_gets_one(tiny, run):
 
 
 def test_damaged_data_ends_a_run_before_its_first_checkpoint(
-    tiny, data_dir, tmp_path, run, monkeypatch
+    tiny: Config,
+    data_dir: Path,
+    tmp_path: Path,
+    run: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Damage is looked for in the background; a checkpoint that is due before all is hashed waits
     for it."""
@@ -314,19 +343,23 @@ def test_damaged_data_ends_a_run_before_its_first_checkpoint(
     "setting, sentence",
     [("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs")],
 )
-def test_a_setting_that_cannot_be_writes_nothing(tiny, run, setting, sentence):
+def test_a_setting_that_cannot_be_writes_nothing(
+    tiny: Config, run: Callable[..., str], setting: str, sentence: str
+):
     assert sentence in run(tiny, setting, code=2)
     assert not tiny.run_dir.exists()
 
 
-def test_a_missing_shard_is_told_before_anything_is_written(tiny, data_dir, tmp_path, run):
+def test_a_missing_shard_is_told_before_anything_is_written(
+    tiny: Config, data_dir: Path, tmp_path: Path, run: Callable[..., str]
+):
     own_data = shutil.copytree(data_dir, tmp_path / "data")
     os.remove(own_data / "code/train_00000.bin")
     assert "train_00000.bin is missing" in run(tiny, f"data.dir={own_data}", code=2)
     assert not tiny.run_dir.exists()
 
 
-def test_a_folder_that_is_no_run_is_left_alone(tiny, run):
+def test_a_folder_that_is_no_run_is_left_alone(tiny: Config, run: Callable[..., str]):
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / ".config.json.tmp").write_text("{")  # as a kill before config.json leaves it
     assert not run_folder.is_finished(tiny)
@@ -342,7 +375,9 @@ def test_a_folder_that_is_no_run_is_left_alone(tiny, run):
         ("tensorwise", {"recipe": "tensorwise", "skip": ("attn.out",)}, "tensorwise"),
     ],
 )
-def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, recipe_before, fp8_after, label):
+def test_a_branch_may_switch_its_precision_and_says_so(
+    tiny: Config, run: Callable[..., str], recipe_before: str, fp8_after: dict[str, Any], label: str
+):
     trunk = changed(
         tiny,
         "run=trunk steps=8 optim.schedule=wsd optim.decay_share=0.25 optim.warmup_share=0.25 "
@@ -367,12 +402,14 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, run, recipe_before,
         None,
         label,
     ]
+    settings = read_precision(summary(switched)).settings
+    assert [part is not None for part in settings] == [trunk.fp8.is_on, switched.fp8.is_on]
     assert summary(switched)["pair_id"] == pair_id(branch), "a pair: all but the precision is equal"
     assert [row["loss"] for row in faults.rows(switched)] == losses
 
 
 @pytest.fixture
-def pretrained(tiny, run) -> Config:
+def pretrained(tiny: Config, run: Callable[..., str]) -> Config:
     """A finished run."""
     config = changed(tiny, "run=pretrained fp8.recipe=tensorwise")
     run(config)
@@ -380,7 +417,7 @@ def pretrained(tiny, run) -> Config:
 
 
 @pytest.fixture
-def tuned(tiny, pretrained) -> Config:
+def tuned(tiny: Config, pretrained: Config) -> Config:
     """A run on its weights alone, with other data, schedule, context and number of steps."""
     return changed(
         tiny,
@@ -393,7 +430,9 @@ def losses_of(config: Config) -> list[float]:
     return [row["loss"] for row in faults.rows(config)]
 
 
-def test_the_first_loss_on_anothers_weights_is_theirs(tuned, pretrained, run):
+def test_the_first_loss_on_anothers_weights_is_theirs(
+    tuned: Config, pretrained: Config, run: Callable[..., str]
+):
     """On the new run's first tokens."""
     assert f"on from {pretrained.run_dir}/checkpoints/step_00000006" in run(tuned)
     model, data = load_model(pretrained.run_dir)[0], Data(tuned, load_tokenizer("byte").sha256)
@@ -402,14 +441,18 @@ def test_the_first_loss_on_anothers_weights_is_theirs(tuned, pretrained, run):
     assert losses_of(tuned)[0] == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_summary_names_the_run_whose_weights_it_began_with(tuned, run):
+def test_a_summary_names_the_run_whose_weights_it_began_with(
+    tuned: Config, run: Callable[..., str]
+):
     run(tuned)
     about = summary(tuned)
     assert (about["continued_from"], about["parent_run"]) == ("pretrained", None)
     assert about["steps"] == 5
 
 
-def test_a_run_on_anothers_weights_resumes_without_them(tuned, pretrained, run):
+def test_a_run_on_anothers_weights_resumes_without_them(
+    tuned: Config, pretrained: Config, run: Callable[..., str]
+):
     run(tuned)
     losses = losses_of(tuned)
     faults.back_to(tuned, 3)
@@ -418,7 +461,9 @@ def test_a_run_on_anothers_weights_resumes_without_them(tuned, pretrained, run):
     assert losses_of(tuned) == losses
 
 
-def test_the_weights_of_an_unfinished_run_are_refused(tuned, pretrained, run):
+def test_the_weights_of_an_unfinished_run_are_refused(
+    tuned: Config, pretrained: Config, run: Callable[..., str]
+):
     faults.back_to(pretrained, 3)
     assert "step_00000003 as the last of its checkpoints" in run(tuned, code=2)
     shutil.rmtree(pretrained.run_dir)
@@ -426,13 +471,15 @@ def test_the_weights_of_an_unfinished_run_are_refused(tuned, pretrained, run):
     assert not tuned.run_dir.exists()
 
 
-def test_a_checkpoint_of_another_model_is_no_branch_point(tuned, pretrained, run):
+def test_a_checkpoint_of_another_model_is_no_branch_point(
+    tuned: Config, pretrained: Config, run: Callable[..., str]
+):
     branch_point = f"start_from={pretrained.run_dir}/checkpoints/step_00000003"
     sentence = run(tuned, branch_point, code=2)
     assert "alone; start_from=out/pretrained takes its weights" in sentence
 
 
-def test_a_branch_of_a_run_on_anothers_weights_names_both(tuned, run):
+def test_a_branch_of_a_run_on_anothers_weights_names_both(tuned: Config, run: Callable[..., str]):
     """And pairs with a run on the same weights alone: it is in no law."""
     run(tuned)
     branch = changed(
@@ -447,12 +494,12 @@ def test_a_branch_of_a_run_on_anothers_weights_names_both(tuned, run):
     assert about["pair_id"] == pair_id(from_scratch) != pair_id(branch)
 
 
-def watched_steps(monkeypatch):
+def watched_steps(monkeypatch: pytest.MonkeyPatch):
     """[number of the step that train.py is in, from its first micro-batch to its log line, else
     None]."""
     current_step, beat = [None], Watchdog.at
 
-    def noted(self, what, step, *args, **kwargs):
+    def noted(self, what, step, *args: object, **kwargs: object):
         current_step[0] = (
             step
             if what.startswith("reading")
@@ -483,7 +530,9 @@ READS = {
 }
 
 
-def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, monkeypatch):
+def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(
+    tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
     """Reads by Python's calls, and by what torch calls beneath its functions."""
     seen, frozen, current_step = [], [], watched_steps(monkeypatch)
 
@@ -504,7 +553,11 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, run, 
 
 @pytest.mark.parametrize("timeout_s, is_told", [(None, False), (0.0, True), (600.0, False)])
 def test_a_step_and_a_save_that_torchrun_would_cut_short_are_told_once(
-    tiny, run, monkeypatch, timeout_s, is_told
+    tiny: Config,
+    run: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float | None,
+    is_told: bool,
 ):
     monkeypatch.setattr(room.parallel, "shutdown_timeout", lambda world: timeout_s)
     monkeypatch.setattr(room, "WARM_UP_STEPS", 0)
@@ -524,7 +577,12 @@ def hold(run_dir, is_held):
         time.sleep(60)
 
 
-def test_a_second_run_is_told_who_has_the_folder(tiny, run, monkeypatch, capsys):
+def test_a_second_run_is_told_who_has_the_folder(
+    tiny: Config,
+    run: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     """Not until its children end: a compile worker or data loader may outlive it. The first has
     waited for the folder while a start that was refused removed it."""
     is_held = faults.FORKS.Event()
@@ -548,7 +606,7 @@ def test_a_second_run_is_told_who_has_the_folder(tiny, run, monkeypatch, capsys)
         assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 
-def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
+def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path: Path):
     tokenizer_folder, run_dir = tmp_path / "llama", tmp_path / "run"
     (run_dir / ".tokenizer.tmp").mkdir(parents=True)  # a kill in the middle of it
     write_tokenizer(tokenizer_folder)
@@ -570,7 +628,9 @@ def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
     "gpus, is_usable, visible, is_refused",
     [(0, False, "0", False), (2, True, "0", False), (2, False, "", False), (1, False, "0", True)],
 )
-def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, is_usable, visible, is_refused):
+def test_a_gpu_that_torch_cannot_use_is_refused(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, is_usable: bool, visible: str, is_refused: bool
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_usable)
@@ -609,7 +669,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, is_usable, vi
         (False, lambda: {}["memory"]),
     ],
 )
-def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, call):
+def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny: Config, is_memory: bool, call):
     with pytest.raises(ValueError) as caught:
         try:
             call()
@@ -623,7 +683,7 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings(tiny, is_memory, cal
     )
 
 
-def test_a_run_limited_in_memory_says_so_before_it_writes_anything(tiny):
+def test_a_run_limited_in_memory_says_so_before_it_writes_anything(tiny: Config):
     """RLIMIT_AS, as a batch system sets it, and a model that outgrows it."""
     size = "model.n_layer=8", "model.n_embd=8192", "model.n_ffn=32768"
     run = faults.Run(tiny, *size, faults=[f"limit:{resource.RLIMIT_AS}:{20 * 2**30}"])

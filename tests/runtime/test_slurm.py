@@ -68,7 +68,7 @@ class Ended:
 
 
 @pytest.fixture
-def job(tiny, tmp_path) -> Job:
+def job(tiny: Config, tmp_path: Path) -> Job:
     """A job of two tasks on two nodes."""
     stubs = tmp_path / "stubs"
     stubs.mkdir()
@@ -105,7 +105,7 @@ def submit(job: Job, task: str = "exit 0", words: Sequence[str] = (), **environm
     return Ended(done.returncode, done.stdout + done.stderr, calls.read_text().splitlines())
 
 
-def test_each_task_learns_its_rank_and_the_settings(job):
+def test_each_task_learns_its_rank_and_the_settings(job: Job):
     settings = ["optim.lr=3e-4", "run=job"]
     slurm = {"SLURM_RESTART_COUNT": "3", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
     ended = submit(job, words=settings, **slurm)
@@ -127,7 +127,7 @@ SAVES = 'mkdir -p "$RUN/checkpoints/step_00000007"; '  # what was saved before t
         pytest.param("kill -USR1 $$", "code 138): requeued", id="warned before it could listen"),
     ],
 )
-def test_a_job_that_can_go_on_is_requeued(job, task, sentence):
+def test_a_job_that_can_go_on_is_requeued(job: Job, task: str, sentence: str):
     ended = submit_after_a_save(job, task)
     assert ended.is_requeued() and sentence in ended.output, ended.output
     assert ended.code == 0
@@ -144,13 +144,13 @@ def test_a_job_that_can_go_on_is_requeued(job, task, sentence):
         ),
     ],
 )
-def test_a_job_that_cannot_go_on_is_not_requeued(job, task, code, sentence):
+def test_a_job_that_cannot_go_on_is_not_requeued(job: Job, task: str, code: int, sentence: str):
     ended = submit_after_a_save(job, task)
     assert not ended.is_requeued() and sentence in ended.output, ended.output
     assert ended.code == code
 
 
-def test_a_requeue_that_fails_is_told(job):
+def test_a_requeue_that_fails_is_told(job: Job):
     ended = submit_after_a_save(job, "exit 0", NO_REQUEUE="1")
     assert ended.code == 1 and "scontrol requeue failed" in ended.output
 
@@ -169,13 +169,15 @@ def submit_after_a_save(job: Job, task: str, **environment: str) -> Ended:
         ([], {"SLURM_SUBMIT_DIR": "/"}, "submit it from the repository's folder"),
     ],
 )
-def test_a_mistake_is_told_before_any_task_is_started(job, words, environment, sentence):
+def test_a_mistake_is_told_before_any_task_is_started(
+    job: Job, words: list[str], environment: dict[str, str], sentence: str
+):
     ended = submit(job, words=words, **environment)
     assert ended.code == 2 and sentence in ended.output
     assert not ended.calls
 
 
-def test_warned_the_real_train_py_saves_and_is_requeued(job):
+def test_warned_the_real_train_py_saves_and_is_requeued(job: Job):
     """Two gloo ranks; SIGUSR1 to both, as Slurm sends it."""
     long = "steps=10_000 checkpoint.every=4 data.max_epochs=1000"
     write_config(changed(job.config, long), job.file)

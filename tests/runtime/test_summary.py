@@ -2,10 +2,12 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 
+from runtime.config import Config
 from runtime.metrics_file import EVENTS
 from runtime.summary import PrecisionSummary, SourceSummary, Summary, schema_page
 from tests.conftest import ROOT, changed
@@ -36,7 +38,7 @@ def test_the_page_names_the_events_that_a_run_writes():
 
 
 @pytest.fixture
-def summary(tiny, run) -> dict:
+def summary(tiny: Config, run: Callable[..., str]) -> dict:
     """summary.json of a run in FP8."""
     config = changed(tiny, "fp8.recipe=tensorwise")
     run(config)
@@ -54,7 +56,7 @@ JSON_TYPES = {
 }
 
 
-def test_summary_json_has_the_keys_order_and_types_of_the_schema(summary):
+def test_summary_json_has_the_keys_order_and_types_of_the_schema(summary: dict):
     parts = {
         Summary: summary,
         PrecisionSummary: summary["precision"],

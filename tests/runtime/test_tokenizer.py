@@ -6,7 +6,10 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +67,7 @@ def merged(parts, ranks):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
@@ -92,13 +95,13 @@ def official_ids() -> dict[str, int]:
     return ids
 
 
-def test_ranks_of_gpt2_are_the_official_ids(official_ids):
+def test_ranks_of_gpt2_are_the_official_ids(official_ids: dict[str, int]):
     letters = letters_of_bytes()
     spelled = ["".join(letters[byte] for byte in token) for token in token_bytes()]
     assert [official_ids[token] for token in spelled] == list(range(50256))
 
 
-def test_gpt2_has_the_official_size_and_end_of_text(official_ids):
+def test_gpt2_has_the_official_size_and_end_of_text(official_ids: dict[str, int]):
     gpt2 = load_tokenizer("gpt2")
     assert gpt2.eot == official_ids["<|endoftext|>"] == 50256
     assert gpt2.vocab_size == len(official_ids) == VOCAB_SIZE["gpt2"]
@@ -116,7 +119,7 @@ def test_a_tokenizers_hash_is_that_of_its_rules():
         ("<|endoftext|>", [27, 91, 437, 1659, 5239, 91, 29]),
     ],
 )
-def test_examples_of_gpt2s_ids(text, ids):
+def test_examples_of_gpt2s_ids(text: str, ids: list[int]):
     assert load_tokenizer("gpt2").encode(text).tolist() == ids
 
 
@@ -124,7 +127,7 @@ FRAMES = {"byte": "<|endoftext|>", "gpt2": "<|endoftext|>", "folder": "<|end|><|
 
 
 @pytest.fixture(params=FRAMES)
-def tok(request, folder):
+def tok(request: pytest.FixtureRequest, folder):
     """A tokenizer of each kind."""
     return load_tokenizer(str(folder) if request.param == "folder" else request.param)
 
@@ -136,7 +139,7 @@ def noise(n: int = 500) -> list[str]:
     return ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(k)) for k in lengths]
 
 
-def test_text_returns_unchanged(tok):
+def test_text_returns_unchanged(tok: str):
     for text in TEXTS + noise():
         ids = tok.encode(text)
         assert ids.dtype == np.uint16 and ids.ndim == 1
@@ -157,21 +160,21 @@ def test_ids_of_bytes_are_the_bytes():
     ],
     ids=ascii,
 )
-def test_surrogates_become_the_characters_that_they_spell(tok, text, expected):
+def test_surrogates_become_the_characters_that_they_spell(tok: str, text: str, expected: str):
     assert tok.decode(tok.encode(text)) == expected
 
 
-def test_half_a_character_is_decoded_to_the_replacement_character(tok):
+def test_half_a_character_is_decoded_to_the_replacement_character(tok: str):
     assert tok.decode(tok.encode("👩")[:-1]) == "\ufffd"
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_the_prefix_of_a_text_is_decoded_to_its_special_tokens(folder, name):
+def test_the_prefix_of_a_text_is_decoded_to_its_special_tokens(folder, name: str):
     tok = load_tokenizer(str(folder) if name == "folder" else name)
     assert tok.decode([]) == "" and tok.decode(tok.prefix) == FRAMES[name]
 
 
-def test_ids_that_are_none_are_refused(tok):
+def test_ids_that_are_none_are_refused(tok: str):
     for ids in [tok.vocab_size], [-1], [3, 60000]:
         with pytest.raises(ValueError, match=f"ids 0 to {tok.vocab_size - 1}"):
             tok.decode(ids)
@@ -210,14 +213,18 @@ LONG_RUNS = ["x" + " " * 2_000_000, "\n" * 2_000_000, "a" * 100_000]
     [random_texts, texts_of_every_character, lambda: LONG_RUNS],
     ids=["random", "every character", "long runs"],
 )
-def test_ids_are_those_of_tiktokens_own_pattern(tiktokens, texts):
+def test_ids_are_those_of_tiktokens_own_pattern(
+    tiktokens: tiktoken.Encoding, texts: Callable[..., Any]
+):
     gpt2 = load_tokenizer("gpt2")
     for text in texts():
         expected = tiktokens.encode_to_numpy(text, disallowed_special=())
         assert np.array_equal(gpt2.encode(text), expected), text[:200]
 
 
-def test_a_run_of_a_million_blanks_before_a_word_is_cut_before_its_last(monkeypatch):
+def test_a_run_of_a_million_blanks_before_a_word_is_cut_before_its_last(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """tiktoken 0.14 fails at it. All but the last are one piece, the last is the word's where it is
     a space."""
     gpt2 = load_tokenizer("gpt2")
@@ -245,7 +252,9 @@ def texts_of_blanks(n: int = 1000) -> list[str]:
     return texts
 
 
-def test_where_runs_of_blanks_are_cut_no_id_changes(tiktokens, monkeypatch):
+def test_where_runs_of_blanks_are_cut_no_id_changes(
+    tiktokens: tiktoken.Encoding, monkeypatch: pytest.MonkeyPatch
+):
     """Every run is cut here."""
     monkeypatch.setattr(room, "LONG_RUN_LENGTH", 0)
     monkeypatch.setattr(room, "LONG_RUN", re.compile(room.LONG_RUN.pattern.replace("500000", "1")))
@@ -258,7 +267,7 @@ def test_where_runs_of_blanks_are_cut_no_id_changes(tiktokens, monkeypatch):
 # --------------------------------------------------------------------- tokenizers that are folders
 
 
-def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder, tmp_path):
+def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder, tmp_path: Path):
     """Merges by hand; the pieces are GPT-2's, which ByteLevel takes too. Truncation, padding and
     tokens put around a text are for a model's input, not for documents."""
     tok = load_tokenizer(str(folder))
@@ -302,7 +311,9 @@ def test_ids_are_the_merges_whatever_the_folder_says_of_length_and_frame(folder,
         ({"eos_token": "<|begin|>", "bos_token": "<|begin|>"}, (0,)),
     ],
 )
-def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, prefix):
+def test_roles_and_identity_which_is_rules_and_roles(
+    folder, tmp_path: Path, roles: dict[str, Any], prefix: tuple[int, ...]
+):
     usual, tok = (
         load_tokenizer(str(path))
         for path in (folder, write_tokenizer(tmp_path, roles | {"padding_side": 9}))
@@ -329,14 +340,16 @@ def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, pr
         ),
     ],
 )
-def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, sentence):
+def test_a_folder_that_is_no_tokenizer_is_a_sentence(
+    tmp_path: Path, file: str, content: str | None, sentence: str
+):
     path = write_tokenizer(tmp_path) / file
     path.write_text(content) if content else path.unlink()
     with pytest.raises(UserError, match=sentence):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_tokenizer_that_drops_merges_by_chance_is_refused(tmp_path):
+def test_a_tokenizer_that_drops_merges_by_chance_is_refused(tmp_path: Path):
     path = write_tokenizer(tmp_path) / "tokenizer.json"
     rules = json.loads(path.read_text())
     rules["model"]["dropout"] = 0.1
@@ -346,7 +359,7 @@ def test_a_tokenizer_that_drops_merges_by_chance_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"bos_token": None}, {"added_tokens_decoder": {}}, None])
-def test_roles_of_special_tokens_map_are_those_of_transformers(folder, tmp_path, settings):
+def test_roles_of_special_tokens_map_are_those_of_transformers(folder, tmp_path: Path, settings):
     write_tokenizer(tmp_path, settings or {})
     roles = {"eos_token": "<|end|>", "bos_token": {"content": "<|begin|>", "lstrip": False}}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(roles))
@@ -361,7 +374,7 @@ def test_roles_of_special_tokens_map_are_those_of_transformers(folder, tmp_path,
     assert (transformers_own.eos_token_id, transformers_own.bos_token_id) == (1, 0)
 
 
-def test_roles_of_tokenizer_config_go_before_those_of_special_tokens_map(folder, tmp_path):
+def test_roles_of_tokenizer_config_go_before_those_of_special_tokens_map(folder, tmp_path: Path):
     write_tokenizer(tmp_path)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|begin|>"}))
     assert load_tokenizer(str(tmp_path)).prefix == (1, 0)
@@ -383,13 +396,15 @@ ENDS = [
 ]
 
 
-def write_files(folder, files):
+def write_files(folder: Path, files):
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("files, ends", ENDS)
-def test_the_ends_are_those_of_the_tokenizer_generation_config_and_config(tmp_path, files, ends):
+def test_the_ends_are_those_of_the_tokenizer_generation_config_and_config(
+    tmp_path: Path, files: dict[str, Any], ends: tuple[int, ...]
+):
     write_files(write_tokenizer(tmp_path / "hub"), files)
     hub = load_tokenizer(str(tmp_path / "hub"))
     assert hub.ends == ends and hub.eot == 1
@@ -400,7 +415,7 @@ def test_the_ends_are_those_of_the_tokenizer_generation_config_and_config(tmp_pa
     assert load_tokenizer("gpt2").ends == (50256,) and load_tokenizer("byte").ends == (256,)
 
 
-def test_a_copy_of_a_folder_that_names_its_ends_keeps_its_bytes(tmp_path):
+def test_a_copy_of_a_folder_that_names_its_ends_keeps_its_bytes(tmp_path: Path):
     folder = write_tokenizer(tmp_path / "hub")
     (folder / "generation_config.json").write_text('{"eos_token_id":[5,\t1], "top_p": 0.9}')
     write_files(folder, {"config.json": {"eos_token_id": 5}})
@@ -415,7 +430,7 @@ def test_a_copy_of_a_folder_that_names_its_ends_keeps_its_bytes(tmp_path):
     "content", ["{", "[]", '{"eos_token_id": "<|end|>"}', '{"eos_token_id": [1, true]}']
 )
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_ends_that_cannot_be_read_are_a_sentence(tmp_path, name, content):
+def test_ends_that_cannot_be_read_are_a_sentence(tmp_path: Path, name: str, content: str):
     (write_tokenizer(tmp_path) / name).write_text(content)
     with pytest.raises(UserError, match=f"{name} (cannot be read|holds list|has eos_token_id=)"):
         load_tokenizer(str(tmp_path))
@@ -424,7 +439,7 @@ def test_ends_that_cannot_be_read_are_a_sentence(tmp_path, name, content):
 # ------------------------------------------------------------------------------------ identity
 
 
-def respell(folder, target, change):
+def respell(folder: Path, target, change):
     shutil.copytree(folder, target)
     path = target / "tokenizer.json"
     rules = json.loads(path.read_text())
@@ -471,11 +486,13 @@ def with_padding(rules):
 @pytest.mark.parametrize(
     "change", [merges_as_words, merges_as_pairs, without_defaults, with_padding]
 )
-def test_a_tokenizer_that_is_only_written_another_way_is_the_same(folder, tmp_path, change):
+def test_a_tokenizer_that_is_only_written_another_way_is_the_same(
+    folder, tmp_path: Path, change: Callable[..., Any]
+):
     assert respell(folder, tmp_path / "a", change).sha256 == load_tokenizer(str(folder)).sha256
 
 
-def test_what_save_pretrained_writes_is_the_same_tokenizer(folder, tmp_path):
+def test_what_save_pretrained_writes_is_the_same_tokenizer(folder, tmp_path: Path):
     shutil.copytree(folder, source := tmp_path / "source")
     merges_as_words(rules := json.loads((source / "tokenizer.json").read_text()))
     (source / "tokenizer.json").write_text(json.dumps(rules))
@@ -496,7 +513,9 @@ def test_what_save_pretrained_writes_is_the_same_tokenizer(folder, tmp_path):
         lambda rules: rules.update(post_processor=BEGINS),
     ],
 )
-def test_a_tokenizer_with_other_rules_is_another(folder, tmp_path, change):
+def test_a_tokenizer_with_other_rules_is_another(
+    folder, tmp_path: Path, change: Callable[..., Any]
+):
     assert respell(folder, tmp_path / "a", change).sha256 != load_tokenizer(str(folder)).sha256
 
 
@@ -508,7 +527,7 @@ def test_a_tokenizer_goes_by_the_hash_of_its_bytes_that_older_shards_carry(folde
     assert not tok.goes_by(None) and not tok.goes_by("0" * 64)
 
 
-def test_the_identity_does_not_change_from_version_to_version(tmp_path):
+def test_the_identity_does_not_change_from_version_to_version(tmp_path: Path):
     """A hash that another version of the package gives would disown all shards made before."""
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
     tokenizers.Tokenizer(

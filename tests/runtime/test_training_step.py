@@ -3,6 +3,7 @@ layers, the same on any number of ranks. Tested elsewhere: the z-loss in one ker
 (tests/fp8/test_head_loss.py), and how the guard judges the norms (tests/runtime/test_guard.py)."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,7 +33,7 @@ def masked_tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_gradients_are_those_of_the_sum_of_both_in_fp64(chunk):
+def test_gradients_are_those_of_the_sum_of_both_in_fp64(chunk: int | None):
     """By autograd of the definition, from the logits of the same model without the option."""
     model, reference = (build(dtype=torch.float64, loss_chunk=n)[0].double() for n in (chunk, None))
     x, y = masked_tokens()
@@ -60,13 +61,15 @@ def test_without_a_weight_the_loss_is_summed_alone():
 
 
 @pytest.fixture
-def trained(tiny, run) -> Config:
+def trained(tiny: Config, run: Callable[..., str]) -> Config:
     config = changed(tiny, f"optim.z_loss={WEIGHT}")
     run(config)
     return config
 
 
-def test_the_loss_of_a_row_is_without_the_z_loss_beside_it(trained, tiny, run):
+def test_the_loss_of_a_row_is_without_the_z_loss_beside_it(
+    trained: Config, tiny: Config, run: Callable[..., str]
+):
     """At the first step, whose weights no z-loss has moved yet: the definition, over its tokens."""
     run(replace(tiny, run="without"))
     first, first_without = rows(trained)[0], rows(replace(tiny, run="without"))[0]
@@ -81,7 +84,7 @@ def test_the_loss_of_a_row_is_without_the_z_loss_beside_it(trained, tiny, run):
     assert first["z_loss"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_z_loss_shrinks_and_the_validation_loss_is_without_it(trained):
+def test_the_z_loss_shrinks_and_the_validation_loss_is_without_it(trained: Config):
     z_losses = [row["z_loss"] for row in rows(trained)]
     assert z_losses[-1] < 0.9 * z_losses[0]
     validation_loss = summary(trained)["loss_as_trained"]
@@ -90,7 +93,7 @@ def test_the_z_loss_shrinks_and_the_validation_loss_is_without_it(trained):
     assert last["z_loss"] > 0.2, "it would show"
 
 
-def test_killed_and_resumed_a_run_ends_in_the_same_bits(trained, run):
+def test_killed_and_resumed_a_run_ends_in_the_same_bits(trained: Config, run: Callable[..., str]):
     whole = record(trained)
     back_to(trained, 3)
     run(trained)
@@ -98,7 +101,7 @@ def test_killed_and_resumed_a_run_ends_in_the_same_bits(trained, run):
 
 
 @pytest.mark.parametrize("parallel", ["parallel.shard=2", "parallel.shard=1"])
-def test_two_ranks_train_what_one_process_trains(trained, parallel):
+def test_two_ranks_train_what_one_process_trains(trained: Config, parallel: str):
     together = changed(trained, f"run=together {parallel}")
     assert Run(together, ranks=2).wait() == [0, 0]
     for key in ("loss", "z_loss", "grad_norm"):
@@ -106,12 +109,14 @@ def test_two_ranks_train_what_one_process_trains(trained, parallel):
         assert [row[key] for row in rows(together)] == pytest.approx(alone, rel=2e-3), key
 
 
-def test_a_run_goes_on_only_with_the_weight_that_it_began_with(trained, run):
+def test_a_run_goes_on_only_with_the_weight_that_it_began_with(
+    trained: Config, run: Callable[..., str]
+):
     back_to(trained, 3)
     assert "optim.z_loss was 0.01, now None" in run(trained, "optim.z_loss=0", code=2)
 
 
-def test_a_fused_head_trains_on_it_too(trained, run):
+def test_a_fused_head_trains_on_it_too(trained: Config, run: Callable[..., str]):
     words = "run=fused fp8.recipe=tensorwise fp8.kernels=true fp8.head=true"
     fused = changed(trained, words)
     run(fused)
@@ -124,7 +129,7 @@ def test_a_fused_head_trains_on_it_too(trained, run):
 
 
 @pytest.mark.parametrize("words", ["", "model.tied=false parallel.recompute=true"])
-def test_norms_of_layers_are_those_of_their_gradients(tiny, words):
+def test_norms_of_layers_are_those_of_their_gradients(tiny: Config, words: str):
     built = parallel.build(changed(tiny, words), ALONE)
     built.model.init_weights(0, built.assign)
     built.precision.after_update()
@@ -146,13 +151,15 @@ def norms_of_layers(config: Config) -> list[list[float]]:
 
 
 @pytest.fixture
-def judged(tiny, run) -> Config:
+def judged(tiny: Config, run: Callable[..., str]) -> Config:
     config = changed(tiny, "guard.layers=true")
     run(config)
     return config
 
 
-def test_norms_of_layers_add_up_to_the_global_one_and_change_nothing(judged, tiny, run):
+def test_norms_of_layers_add_up_to_the_global_one_and_change_nothing(
+    judged: Config, tiny: Config, run: Callable[..., str]
+):
     run(replace(tiny, run="without"))
     assert record(judged)["trajectory"] == record(replace(tiny, run="without"))["trajectory"]
     norms = torch.tensor(norms_of_layers(judged), dtype=torch.float64)
@@ -162,14 +169,14 @@ def test_norms_of_layers_add_up_to_the_global_one_and_change_nothing(judged, tin
 
 
 @pytest.mark.parametrize("ranks, words", [(2, "shard=2"), (2, "shard=1"), (4, "replicate=2")])
-def test_ranks_have_the_norms_of_layers_of_one_process(judged, ranks, words):
+def test_ranks_have_the_norms_of_layers_of_one_process(judged: Config, ranks: int, words: str):
     together = changed(judged, f"run=together data.micro_batch=2 parallel.{words}")
     assert Run(together, ranks=ranks).wait() == [0] * ranks
     for norms, alone in zip(norms_of_layers(together), norms_of_layers(judged), strict=True):
         assert norms == pytest.approx(alone, rel=5e-3)
 
 
-def test_a_run_judged_by_layers_resumes_to_the_same_bits(judged, run):
+def test_a_run_judged_by_layers_resumes_to_the_same_bits(judged: Config, run: Callable[..., str]):
     whole = record(judged)
     back_to(judged, 3)
     run(judged)

@@ -107,7 +107,7 @@ def one_forward(built: parallel.Built, world: World) -> dict[str, object]:
     model, precision, (x, y) = built.model, Precision(built.model), tokens(world.rank)
     sizes: list[int] = []
 
-    def counted(output: torch.Tensor, sent_tensor: torch.Tensor, *args, **kwargs):
+    def counted(output: torch.Tensor, sent_tensor: torch.Tensor, *args: object, **kwargs: object):
         sizes.append(sent_tensor.numel() * sent_tensor.itemsize)
         return original(output, sent_tensor, *args, **kwargs)
 
@@ -301,7 +301,7 @@ def look(job: Job) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(data_dir, tmp_path_factory) -> SimpleNamespace:
+def ranks(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The configs of the runs, with `alone`, trained by this process; and what LOOKS returned."""
     folder = tmp_path_factory.mktemp("ranks")
     whole = changed(
@@ -322,7 +322,7 @@ def ranks(data_dir, tmp_path_factory) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("number", range(len(UNSHARDED)), ids=UNSHARDED)
-def test_loss_gradients_and_norm_are_those_of_one_process(ranks, number):
+def test_loss_gradients_and_norm_are_those_of_one_process(ranks: SimpleNamespace, number: int):
     equal = ranks.unsharded[number]
     assert len(equal) > 10
     assert [name for name, is_equal in equal.items() if not is_equal] == []
@@ -331,28 +331,30 @@ def test_loss_gradients_and_norm_are_those_of_one_process(ranks, number):
 @pytest.mark.parametrize(
     "way, source", [("whole", "fp32"), ("gathered", "bf16"), ("gathered as float8", "fp32")]
 )
-def test_a_summary_says_what_weights_are_cast_from(ranks, way, source):
+def test_a_summary_says_what_weights_are_cast_from(ranks: SimpleNamespace, way: str, source: str):
     assert ranks.cast_from[way] == [source, source]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", SHARDED)
-def test_recomputed_or_kept_gathered_a_step_has_the_same_bits(ranks, recipe, way):
+def test_recomputed_or_kept_gathered_a_step_has_the_same_bits(
+    ranks: SimpleNamespace, recipe: str, way: str
+):
     assert ranks.same[recipe][way]
 
 
-def test_our_kernels_follow_torchao(ranks):
+def test_our_kernels_follow_torchao(ranks: SimpleNamespace):
     torchao, ours = torch.tensor(ranks.kernels["torchao"]), torch.tensor(ranks.kernels["ours"])
     assert ours[2, 0] < 0.99 * ours[0, 0], "it descends"
     torch.testing.assert_close(ours[0, 0], torchao[0, 0], rtol=1e-6, atol=0)
     torch.testing.assert_close(ours[:, 0], torchao[:, 0], rtol=3e-3, atol=0)
 
 
-def test_our_kernels_recomputed_have_the_same_bits(ranks):
+def test_our_kernels_recomputed_have_the_same_bits(ranks: SimpleNamespace):
     assert ranks.kernels["recomputed"] == ranks.kernels["ours"]
 
 
-def test_compiled_by_blocks_ranks_follow_eager_ones(ranks):
+def test_compiled_by_blocks_ranks_follow_eager_ones(ranks: SimpleNamespace):
     """The default of every GPU config: blocks, head and loss compiled apart, under FSDP2."""
     eager, compiled = (torch.tensor(ranks.compiled[how]) for how in ("eager", "compiled"))
     assert not torch.equal(compiled[:3], eager[:3]) and eager[2, 0] < eager[0, 0]
@@ -360,33 +362,33 @@ def test_compiled_by_blocks_ranks_follow_eager_ones(ranks):
     torch.testing.assert_close(compiled[:, 1], eager[:, 1], rtol=2e-2, atol=0)
 
 
-def test_a_block_and_the_head_are_compiled_once_each(ranks):
+def test_a_block_and_the_head_are_compiled_once_each(ranks: SimpleNamespace):
     assert ranks.compiled["graphs"] == [2]
 
 
-def test_no_collective_times_out_before_the_watchdog(ranks):
+def test_no_collective_times_out_before_the_watchdog(ranks: SimpleNamespace):
     """One that did would end the run before the cause is printed."""
     assert set(ranks.timeouts) == {2.0 * START_TIMEOUT}
 
 
-def test_ranks_know_how_many_of_them_share_the_machine(ranks):
+def test_ranks_know_how_many_of_them_share_the_machine(ranks: SimpleNamespace):
     assert ranks.local_size == 2
 
 
-def test_a_resumed_run_ends_in_the_same_bits_though_it_is_probed(ranks):
+def test_a_resumed_run_ends_in_the_same_bits_though_it_is_probed(ranks: SimpleNamespace):
     """Scales not renewed after the load or an update would show here, and any trace of the
     probes."""
     assert record(ranks.whole) == record(ranks.halves)
 
 
-def test_each_micro_batch_has_its_own_positions_of_stochastic_rounding(ranks):
+def test_each_micro_batch_has_its_own_positions_of_stochastic_rounding(ranks: SimpleNamespace):
     """Six steps of 512 tokens in micro-batches of 128, then steps 4 to 6 again."""
     for rank, positions in enumerate(ranks.trained):
         whole = list(range(128 * rank, 6 * 512, 2 * 128))
         assert positions == whole + whole[6:]
 
 
-def test_one_rank_writes_the_probes_of_all_linears(ranks):
+def test_one_rank_writes_the_probes_of_all_linears(ranks: SimpleNamespace):
     probes = read_rows(ranks.halves.run_dir / "probe.jsonl")
     linears = [row for row in probes if row["kind"] == "linear"]
     assert [row["step"] for row in linears] == 8 * [4] + 8 * [6]
@@ -397,7 +399,7 @@ def test_one_rank_writes_the_probes_of_all_linears(ranks):
         assert row["gradient"]["amax"] > 0
 
 
-def test_ranks_train_what_one_process_trains(ranks):
+def test_ranks_train_what_one_process_trains(ranks: SimpleNamespace):
     """One process rounds its weights from fp32 to float8 as well, so that the first loss agrees to
     the last bit; without the float8 all-gather, the ranks would round to BF16 in between."""
     alone, together = rows(ranks.alone), rows(ranks.whole)
@@ -408,18 +410,18 @@ def test_ranks_train_what_one_process_trains(ranks):
     assert losses[-1] < losses[0] - 0.5, "there was something to learn"
 
 
-def test_the_checkpoint_of_ranks_is_that_of_one_process(ranks):
+def test_the_checkpoint_of_ranks_is_that_of_one_process(ranks: SimpleNamespace):
     """Names, shapes and dtypes of its tensors."""
     alone, together = (read_manifest(latest(c.run_dir)) for c in (ranks.alone, ranks.whole))
     assert alone["tensors"] == together["tensors"]
 
 
-def test_no_class_of_torchao_is_in_a_checkpoint(ranks):
+def test_no_class_of_torchao_is_in_a_checkpoint(ranks: SimpleNamespace):
     for file in latest(ranks.whole.run_dir).iterdir():
         assert b"torchao" not in file.read_bytes(), file
 
 
-def test_one_process_and_bf16_weights_give_the_summarys_loss(ranks):
+def test_one_process_and_bf16_weights_give_the_summarys_loss(ranks: SimpleNamespace):
     model, config = load_model(ranks.whole.run_dir)
     data = Data(config, load_tokenizer("byte").sha256)
     loss = evaluate(model, data.val, data.weights, config.data.micro_batch, torch.device("cpu"))
@@ -428,7 +430,7 @@ def test_one_process_and_bf16_weights_give_the_summarys_loss(ranks):
 
 
 @pytest.mark.parametrize("way", ["kept", "gw_hp", "wide_heads"])
-def test_an_evaluation_in_bf16_ends_even_after_an_error(ranks, way):
+def test_an_evaluation_in_bf16_ends_even_after_an_error(ranks: SimpleNamespace, way: str):
     """Weights that are gathered as float8 evaluate in BF16 as plain ones, and train on as before."""
     float8, plain = ranks.gathered[way]["float8"], ranks.gathered[way]["plain"]
     assert float8["in_bf16"] == plain["in_bf16"] == plain["as_trained"] == plain["after_bf16"]
@@ -436,7 +438,7 @@ def test_an_evaluation_in_bf16_ends_even_after_an_error(ranks, way):
 
 
 @pytest.mark.parametrize("way", ["kept", "gw_hp", "wide_heads"])
-def test_weights_gathered_as_float8_send_half(ranks, way):
+def test_weights_gathered_as_float8_send_half(ranks: SimpleNamespace, way: str):
     """Each of the 2 ranks sends half: a byte less for each of the Linears' values, BF16 else, three
     less for the head's, fp32."""
     model = changed(ranks.whole, GATHERED[way][2]).model
@@ -450,9 +452,9 @@ def test_weights_gathered_as_float8_send_half(ranks, way):
 
 
 @pytest.mark.parametrize("way", GATHERED)
-def test_scales_of_all_gathered_weights_take_one_all_reduce(ranks, way):
+def test_scales_of_all_gathered_weights_take_one_all_reduce(ranks: SimpleNamespace, way: str):
     assert ranks.gathered[way]["float8"]["all_reduces"] == 1
 
 
-def test_weights_freed_after_use_have_the_bits_of_kept_ones(ranks):
+def test_weights_freed_after_use_have_the_bits_of_kept_ones(ranks: SimpleNamespace):
     assert ranks.gathered["tensorwise"] == ranks.gathered["kept"]

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from scaling.budgets import Size, optimum, tokens
+from scaling.budgets import SizeOnGPU, optimum, tokens
 from scaling.paired.cost import EPOCH
 
 # 6 N a token, one speed for all sizes
-PLAIN = [Size(str(N), int(N), 6 * N, 0.5, 1.25) for N in (1e8, 1e9, 1e10)]
+PLAIN = [SizeOnGPU(str(N), int(N), 6 * N, 0.5, 1.25) for N in (1e8, 1e9, 1e10)]
 # a token costs what its size counts
-TWO = [Size("a", 10**8, 8.5e8, 0.3, 1.1), Size("b", 10**9, 7e9, 0.5, 1.3)]
+TWO = [SizeOnGPU("a", 10**8, 8.5e8, 0.3, 1.1), SizeOnGPU("b", 10**9, 7e9, 0.5, 1.3)]
 
 
 @pytest.mark.parametrize("flops", [1e19, 1e23])

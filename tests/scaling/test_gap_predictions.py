@@ -1,9 +1,14 @@
 """scaling/gap_predictions.py: predictions of gaps are frozen once and scored."""
 
+import io
 import json
 import math
+import shutil
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +17,9 @@ from scipy.stats import t
 from lib.errors import UserError
 from scaling import gap_predictions, precision
 from scaling.paired.gap_cells import GapPoints
-from scaling.paired.gap_law import fit_gap
+from scaling.paired.gap_law import GapLaw, fit_gap
 from scaling.precision_result import read_precision
-from tests.conftest import asked
+from tests.conftest import asked, figures_off
 from tests.helpers.paired_runs import FakeRun
 from tests.helpers.scaling_runs import edit, strict, surface, write_run
 from tests.law_trials import (
@@ -29,6 +34,7 @@ NOISY = GapDesign((4, 3, 3), (5, 10, 20), 0.15)
 # --------------------------------------------------------------------- a study, frozen and scored
 
 SIZES, RATIOS, HELD = (30_000, 100_000, 300_000), (5, 10, 20), 1_000_000
+HELD_NAME = f"s{HELD}_tensorwise_t20_s1"  # the run that is held out and predicted
 
 
 def write_pairs(
@@ -38,7 +44,7 @@ def write_pairs(
     truth: GapTruth = STEEP,
     noise: float = 0.05,
     recipe: str = "tensorwise",
-    **changes,
+    **changes: object,
 ):
     """A BF16 and an FP8 trunk of each size and seed, their shorter budgets as branches."""
     for N in sizes:
@@ -76,145 +82,277 @@ def plan_of(name: str, recipe: str = "tensorwise", N: int = HELD, ratio: int = 2
     return {"run": name, "recipe": recipe, "tokens": ratio * N, "flops_per_token": 6 * N, **counts}
 
 
-def write_study(folder: Path, **changes):
-    name = f"s{HELD}_tensorwise_t20_s1"
+def write_study(folder: Path, **changes: object):
     edit(
         folder / "study.json",
         margin_percent=0.25,
         declared="2026-11-19T00:00:00Z",
-        held_out=[name],
-        runs=[plan_of(name)],
+        held_out=[HELD_NAME],
+        runs=[plan_of(HELD_NAME)],
     )
     write_pairs(folder, SIZES, **changes)
-    return name
+    return HELD_NAME
 
 
-def test_a_study_shows_a_law_of_each_recipe_and_stores_it_typed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
-) -> None:
-    write_study(tmp_path)
-    write_pairs(tmp_path, SIZES, truth=GapTruth(0, 0, 0), recipe="rowwise")
-    output = asked(capsys, precision.main, tmp_path)
-    assert "tensorwise: gap = " in output and "rowwise: no trend of the gap can be told" in output
-    assert "As effective parameters f = " in output
-    typed = read_precision(tmp_path / "law/precision.json").gap_laws["tensorwise"]
-    assert typed.a.low < 0.2 < typed.a.high and typed.trajectory_count == 9
-    content = strict(tmp_path / "law/precision.json")["gap_laws"]["tensorwise"]
+def printed(*words: object) -> str:
+    """What scaling/precision.py prints, without its figures."""
+    page = io.StringIO()
+    with figures_off(), redirect_stdout(page):
+        assert precision.main([str(word) for word in words]) == 0
+    return page.getvalue()
+
+
+@pytest.fixture(scope="module")
+def two_recipes(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The page and the folder of a study whose gap grows in one recipe and is none in the other."""
+    folder = tmp_path_factory.mktemp("two_recipes")
+    write_study(folder)
+    write_pairs(folder, SIZES, truth=GapTruth(0, 0, 0), recipe="rowwise")
+    return printed(folder), folder
+
+
+def test_a_study_shows_a_law_of_each_recipe(two_recipes: tuple[str, Path]) -> None:
+    page, _ = two_recipes
+    assert "tensorwise: gap = " in page
+    assert "rowwise: no trend of the gap can be told" in page
+
+
+def test_a_study_shows_the_gap_as_effective_parameters(two_recipes: tuple[str, Path]) -> None:
+    page, folder = two_recipes
+    assert "As effective parameters f = " in page
+    content = strict(folder / "law/precision.json")["gap_laws"]["tensorwise"]
     assert content["effective"]["law"] == "own"
 
 
-def test_a_prediction_is_frozen_once_and_scored_when_its_pairs_have_come(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+def test_a_law_of_the_gap_is_stored_typed(two_recipes: tuple[str, Path]) -> None:
+    _, folder = two_recipes
+    law = typed_law(folder)
+    assert law.a.low < 0.2 < law.a.high
+    assert law.trajectory_count == 9
+
+
+@dataclass
+class Frozen:
+    """A study with a prediction of its held-out run: its folder, that run, the page, the file."""
+
+    folder: Path
+    name: str
+    page: str
+    prediction: gap_predictions.GapPrediction
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Frozen:
+    """No test may change it."""
+    folder = tmp_path_factory.mktemp("frozen")
+    name = write_study(folder)
+    page = printed(folder, f"predict={name}")
+    path = folder / f"law/gap_prediction_{name}.json"
+    return Frozen(folder, name, page, gap_predictions.read_prediction(path))
+
+
+@pytest.fixture
+def own_frozen(frozen: Frozen, tmp_path: Path) -> Frozen:
+    """A copy, which a test may change."""
+    shutil.copytree(frozen.folder, tmp_path, dirs_exist_ok=True)
+    return replace(frozen, folder=tmp_path)
+
+
+def test_a_prediction_says_how_far_it_extrapolates(frozen: Frozen) -> None:
+    assert "extrapolated 3.33-fold beyond the sizes of the pairs" in frozen.page
+
+
+def test_the_true_gap_is_within_the_predicted_interval(frozen: Frozen) -> None:
+    forecast = frozen.prediction.forecast
+    assert forecast.low < STEEP.at(HELD, 20 * HELD) < forecast.high
+
+
+def test_a_prediction_holds_its_pairs_and_the_law_of_bf16(frozen: Frozen) -> None:
+    assert len(frozen.prediction.inputs) == 27
+    assert frozen.prediction.bf16_law.name == "own"
+
+
+def test_a_prediction_is_not_made_anew(
+    frozen: Frozen, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:
-    name = write_study(tmp_path)
-    output = asked(capsys, precision.main, tmp_path, f"predict={name}")
-    assert "extrapolated 3.33-fold beyond the sizes of the pairs" in output
-    path = tmp_path / f"law/gap_prediction_{name}.json"
-    frozen = gap_predictions.read_prediction(path)
-    assert frozen.forecast.low < STEEP.at(HELD, 20 * HELD) < frozen.forecast.high
-    assert len(frozen.inputs) == 27 and frozen.bf16_law.name == "own"
-    output = asked(capsys, precision.main, tmp_path, f"predict={name}", code=2)
-    assert "is not made anew" in output
-    assert "not there yet" in asked(capsys, precision.main, tmp_path, "--score")
-    before = typed_law(tmp_path)
-    write_pairs(tmp_path, (HELD,), seeds=(1, 2), t_start="2100-01-01T00:00:00Z")
-    output = asked(capsys, precision.main, tmp_path, "--score")
-    assert "of 2 independent pairs" in output and ": inside the interval" in output
-    scored = strict(tmp_path / f"law/gap_score_{name}.json")
-    assert scored["is_inside"] and scored["prediction_sha256"] == frozen.sha256
-    law_half = frozen.forecast.high - frozen.forecast.gap
-    of_two = t.ppf(0.975, 6) * frozen.law.noise.pair_sd / math.sqrt(2)
-    assert scored["predicted_high"] - scored["predicted"] == pytest.approx(
-        math.hypot(law_half, of_two)
-    )
-    shift = scored["measured"] - scored["predicted"]
-    end = scored["predicted_high"] if shift > 0 else scored["predicted_low"]
-    assert scored["z"] == pytest.approx(1.959964 * shift / abs(end - scored["predicted"]), rel=1e-6)
-    # only the budgets that nobody predicted enter the law
-    after = typed_law(tmp_path)
-    assert (before.pair_count, after.pair_count) == (27, 27 + 4)
+    words = (frozen.folder, f"predict={frozen.name}")
+    assert "is not made anew" in asked(capsys, precision.main, *words, code=2)
+
+
+def test_a_prediction_whose_pairs_have_not_come_is_named(own_frozen: Frozen) -> None:
+    assert "not there yet" in printed(own_frozen.folder, "--score")
+
+
+@dataclass
+class Scored:
+    """The same, scored when pairs of two seeds have come: the page, the file, the law."""
+
+    page: str
+    score: dict[str, Any]
+    law: GapLaw
+
+
+@pytest.fixture(scope="module")
+def scored(frozen: Frozen, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    folder = tmp_path_factory.mktemp("scored")
+    shutil.copytree(frozen.folder, folder, dirs_exist_ok=True)
+    write_pairs(folder, (HELD,), seeds=(1, 2), t_start="2100-01-01T00:00:00Z")
+    page = printed(folder, "--score")
+    score = strict(folder / f"law/gap_score_{frozen.name}.json")
+    return Scored(page, score, typed_law(folder))
+
+
+def test_a_prediction_is_scored_by_the_pairs_that_have_come(frozen: Frozen, scored: Scored) -> None:
+    assert "of 2 independent pairs" in scored.page
+    assert ": inside the interval" in scored.page
+    assert scored.score["is_inside"]
+    assert scored.score["prediction_sha256"] == frozen.prediction.sha256
+
+
+def test_the_noise_of_the_pairs_widens_the_interval_of_a_score(
+    frozen: Frozen, scored: Scored
+) -> None:
+    """Two pairs, whose noise is estimated with 6 degrees of freedom."""
+    forecast = frozen.prediction.forecast
+    of_two = t.ppf(0.975, 6) * frozen.prediction.law.noise.pair_sd / math.sqrt(2)
+    half_width = scored.score["predicted_high"] - scored.score["predicted"]
+    assert half_width == pytest.approx(math.hypot(forecast.high - forecast.gap, of_two))
+
+
+def test_a_scores_z_is_in_units_of_the_interval(scored: Scored) -> None:
+    score = scored.score
+    shift = score["measured"] - score["predicted"]
+    end = score["predicted_high"] if shift > 0 else score["predicted_low"]
+    z = 1.959964 * shift / abs(end - score["predicted"])
+    assert score["z"] == pytest.approx(z, rel=1e-6)
+
+
+def test_only_the_budgets_that_nobody_predicted_enter_the_law(
+    frozen: Frozen, scored: Scored
+) -> None:
+    assert typed_law(frozen.folder).pair_count == 27
+    assert scored.law.pair_count == 27 + 4
 
 
 def typed_law(folder: Path):
     return read_precision(folder / "law/precision.json").gap_laws["tensorwise"]
 
 
-def test_a_place_is_frozen_for_every_recipe_and_scored_within_five_per_cent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+PLACE = "law/gap_prediction_tensorwise_n1.5e+09_r20.json"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The page and the folder of a study with a prediction at a place, which no run is at."""
+    folder = tmp_path_factory.mktemp("place")
+    write_study(folder)
+    return printed(folder, "at=1.5e9:20"), folder
+
+
+def test_a_place_is_frozen_for_every_recipe(place: tuple[str, Path]) -> None:
+    page, folder = place
+    assert "extrapolated 5e+03-fold beyond the sizes" in page
+    assert (folder / PLACE).exists()
+
+
+@pytest.mark.parametrize(
+    "recipe, N, D, is_of",
+    [
+        ("tensorwise", 1.53e9, 30.9e9, True),
+        ("rowwise", 1.5e9, 30e9, False),
+        ("tensorwise", 1.5e9, 33e9, False),
+        ("tensorwise", 1.6e9, 32e9, False),
+    ],
+)
+def test_a_place_is_scored_within_five_per_cent(
+    recipe: str, N: float, D: float, is_of: bool, place: tuple[str, Path]
 ) -> None:
-    write_study(tmp_path)
-    output = asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
-    assert "extrapolated 5e+03-fold beyond the sizes" in output
-    path = tmp_path / "law/gap_prediction_tensorwise_n1.5e+09_r20.json"
-    target = gap_predictions.read_prediction(path).target
-    assert target.is_of("tensorwise", 1.53e9, 30.9e9) and not target.is_of("rowwise", 1.5e9, 30e9)
-    assert not target.is_of("tensorwise", 1.5e9, 33e9) and not target.is_of(
-        "tensorwise", 1.6e9, 32e9
-    )
+    _, folder = place
+    target = gap_predictions.read_prediction(folder / PLACE).target
+    assert target.is_of(recipe, N, D) == is_of
 
 
 def test_a_place_within_five_per_cent_of_a_frozen_one_is_not_frozen_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+    place: tuple[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    no_figures: None,
 ) -> None:
     """Both would be scored by the same pairs, and the better one could be shown."""
-    write_study(tmp_path)
-    asked(capsys, precision.main, tmp_path, "at=1.5e9:20")
+    shutil.copytree(place[1], tmp_path, dirs_exist_ok=True)
     output = asked(capsys, precision.main, tmp_path, "at=1.53e9:20", code=2)
     assert "gap_prediction_tensorwise_n1.5e+09_r20.json predicts the same pairs" in output
     asked(capsys, precision.main, tmp_path, "at=1.7e9:20")
 
 
-def test_what_has_begun_is_not_predicted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
-) -> None:
-    name = write_study(tmp_path)
-    output = asked(capsys, precision.main, tmp_path, "at=300000:20", code=2)
-    assert "has begun or is finished" in output
-    edit(tmp_path / name / "metrics.jsonl")
-    output = asked(capsys, precision.main, tmp_path, f"predict={name}", code=2)
-    assert f"{name} has begun or is finished" in output
-    edit(tmp_path / "study.json", runs=[plan_of("twin", recipe="bf16")])
-    assert "has no gap" in asked(capsys, precision.main, tmp_path, "predict=twin", code=2)
-    assert not list((tmp_path / "law").glob("gap_*"))
+@pytest.fixture
+def unpredicted(place: tuple[str, Path], tmp_path: Path) -> Path:
+    """A study without predictions, which a test may change."""
+    ignore = shutil.ignore_patterns("law")
+    return shutil.copytree(place[1], tmp_path / "study", ignore=ignore)
 
 
-def test_an_edited_prediction_and_one_younger_than_its_run_are_not_scored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+@pytest.mark.parametrize(
+    "file, changes, words, message",
+    [
+        (None, {}, "at=300000:20", "has begun or is finished"),
+        (
+            f"{HELD_NAME}/metrics.jsonl",
+            {},
+            f"predict={HELD_NAME}",
+            f"{HELD_NAME} has begun or is finished",
+        ),
+        (
+            "study.json",
+            {"runs": [plan_of("twin", recipe="bf16")]},
+            "predict=twin",
+            "has no gap",
+        ),
+    ],
+    ids=["finished", "begun", "in BF16"],
+)
+def test_what_has_begun_or_has_no_gap_is_not_predicted(
+    file: str | None,
+    changes: dict[str, Any],
+    words: str,
+    message: str,
+    unpredicted: Path,
+    capsys: pytest.CaptureFixture[str],
+    no_figures: None,
 ) -> None:
-    name = write_study(tmp_path)
-    asked(capsys, precision.main, tmp_path, f"predict={name}")
-    path = tmp_path / f"law/gap_prediction_{name}.json"
-    original = path.read_text()
-    content = json.loads(original)
+    if file:
+        edit(unpredicted / file, **changes)
+    assert message in asked(capsys, precision.main, unpredicted, words, code=2)
+    assert not list((unpredicted / "law").glob("gap_*"))
+
+
+def test_an_edited_prediction_is_not_scored(
+    own_frozen: Frozen, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    path = own_frozen.folder / f"law/gap_prediction_{own_frozen.name}.json"
+    content = json.loads(path.read_text())
     content["forecast"]["high"] *= 2
     path.write_text(json.dumps(content))
-    assert "was edited" in asked(capsys, precision.main, tmp_path, "--score", code=2)
-    path.write_text(original)
-    write_pairs(tmp_path, (HELD,), seeds=(1,))
-    assert "is not older than its run" in asked(capsys, precision.main, tmp_path, "--score", code=2)
-    for summary in tmp_path.glob("*/summary.json"):
-        edit(summary, tokenizer_sha256="u" * 64)
-    assert "has another tokenizer" in asked(capsys, precision.main, tmp_path, "--score", code=2)
+    output = asked(capsys, precision.main, own_frozen.folder, "--score", code=2)
+    assert "was edited" in output
 
 
-def test_a_table_with_sizes_and_tokens_has_a_law_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+def test_a_prediction_that_is_younger_than_its_run_is_not_scored(
+    own_frozen: Frozen, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:
-    points = gap_points(0, NOISY, STEEP)
-    lines = ["precision,seed,loss,N,D"]
-    for N, D, percent, label in zip(
-        points.N, points.D, points.percent, points.trajectory, strict=True
-    ):
-        lines += [f"bf16,{label},2.0,{N:.0f},{D:.0f}"]
-        lines += [f"fp8,{label},{2 * math.exp(percent / 100):.9f},{N:.0f},{D:.0f}"]
-    (tmp_path / "losses.csv").write_text("\n".join(lines))
-    columns = ["arm=precision", "pair=seed", "loss=loss", "n=N", "d=D"]
-    words = [f"points={tmp_path / 'losses.csv'}", *columns]
-    out = f"out={tmp_path / 'report'}"
-    assert "fp8: gap = " in asked(capsys, precision.main, *words, out)
-    typed = read_precision(tmp_path / "report/precision.json").gap_laws["fp8"]
-    expected = fit_gap(points, None).law
-    assert typed.a.value == pytest.approx(expected.a.value, abs=1e-3)
+    write_pairs(own_frozen.folder, (HELD,), seeds=(1,))
+    output = asked(capsys, precision.main, own_frozen.folder, "--score", code=2)
+    assert "is not older than its run" in output
+
+
+def test_a_prediction_is_not_scored_by_runs_with_another_tokenizer(
+    own_frozen: Frozen, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    write_pairs(own_frozen.folder, (HELD,), seeds=(1,))
+    for summary in own_frozen.folder.glob("*/summary.json"):
+        edit(summary, tokenizer_sha256="u" * 64)
+    output = asked(capsys, precision.main, own_frozen.folder, "--score", code=2)
+    assert "has another tokenizer" in output
 
 
 @pytest.mark.parametrize(
@@ -251,6 +389,17 @@ def write_table(path: Path, points: GapPoints) -> list[str]:
     path.write_text("\n".join(lines))
     out = f"out={path.parent / 'report'}"
     return [f"points={path}", "arm=precision", "pair=seed", "loss=loss", "n=N", "d=D", out]
+
+
+def test_a_table_with_sizes_and_tokens_has_a_law_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    points = gap_points(0, NOISY, STEEP)
+    words = write_table(tmp_path / "losses.csv", points)
+    assert "fp8: gap = " in asked(capsys, precision.main, *words)
+    typed = read_precision(tmp_path / "report/precision.json").gap_laws["fp8"]
+    expected = fit_gap(points, None).law
+    assert typed.a.value == pytest.approx(expected.a.value, abs=1e-3)
 
 
 def test_a_gap_of_a_tables_arm_is_frozen(

@@ -16,7 +16,7 @@ from scipy.stats import ttest_1samp
 
 from scaling.groups import Group, fit_group, fit_points
 from scaling.law_figure import AXES, draw, smooth
-from scaling.law_lines import Line, lines_of
+from scaling.law_lines import LawLine, lines_of
 from scaling.laws import Fit, Points, minima_of
 from scaling.paired.gaps import Pair
 from scaling.pairing import pair_runs
@@ -518,7 +518,7 @@ def test_a_wide_prediction_leaves_the_panel_instead_of_squeezing_the_data(branch
 # ------------------------------------------------------------------------- lines without such a law
 
 
-def places(lines: Sequence[Line]) -> list[tuple[float, ...]]:
+def places(lines: Sequence[LawLine]) -> list[tuple[float, ...]]:
     return [(line.label or math.nan, *line.x) for line in lines]
 
 

@@ -180,7 +180,7 @@ def test_a_larger_sizes_own_optimum_is_held_against_the_rule(two_sizes: RateResu
 
 
 @pytest.mark.parametrize("N", [h100.NONEMBED, 25_402_240])
-def test_the_h100_configs_take_their_rates_from_the_smallest_size_by_the_rule(N: int) -> None:
+def test_the_h100_configs_take_their_rates_from_the_smallest_size(N: int) -> None:
     config = h100.build(run="one", n_layer=4, n_embd=256, n_ffn=704, nonembed=N)
     assert config.optim.lr == pytest.approx(h100.LR * (h100.NONEMBED / N) ** 0.5, abs=1e-6)
 

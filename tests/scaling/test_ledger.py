@@ -15,9 +15,9 @@ from lib.files import read_rows
 from model import GPTConfig
 from runtime.config import Config
 from scaling import ledger, precision, sweep
-from scaling.ledger import compare, machine_kind, read_entries
+from scaling.ledger import Entry, compare, machine_kind, read_entries
 from scaling.study import Row
-from tests.conftest import asked, changed, tiny_config, write_config
+from tests.conftest import asked, changed, figures_off, tiny_config, write_config
 from tests.helpers.scaling_runs import strict
 
 RUNS = ["a_bf16_t1_s1", "a_bf16_t0.5_s1", "a_tensorwise_t1_s1", "a_tensorwise_t0.5_s1"]
@@ -84,7 +84,7 @@ def command(
     trained, file = [], write_study(tmp_path, tiny)
     train_row = in_process(trained)
 
-    def quietly(*arguments):
+    def quietly(*arguments: object):
         ended = train_row(*arguments)
         capsys.readouterr()
         return ended
@@ -92,7 +92,7 @@ def command(
     monkeypatch.setattr(ledger, "train", quietly)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def call(*words, study: Path = file, code: int = 0):
+    def call(*words: object, study: Path = file, code: int = 0):
         return asked(
             capsys,
             ledger.main,
@@ -115,64 +115,84 @@ def done(command: Callable[..., str], finished: Path, tmp_path: Path):
     return functools.partial(command, study=finished / "study_tiny.py")
 
 
-def rows_of(tmp_path: Path):
+def rows_of(tmp_path: Path) -> list[dict]:
     return read_rows(tmp_path / "rows/runs.jsonl")
 
 
-def test_every_finished_run_has_a_row_and_is_not_trained_again(
+def write_rows(tmp_path: Path, rows: list[dict]) -> None:
+    (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_every_finished_run_has_a_row(finished: Path) -> None:
+    assert [row["run"] for row in rows_of(finished)] == RUNS
+
+
+def test_a_run_that_has_a_row_is_not_trained_again(
     done: Callable[..., str], tmp_path: Path
 ) -> None:
-    first = rows_of(tmp_path)
+    before = rows_of(tmp_path)
     done("--run")
-    assert (
-        [row["run"] for row in first] == RUNS
-        and rows_of(tmp_path) == first
-        and not done.func.trained
-    )
-    assert not list((tmp_path / "out/tiny").glob("*/checkpoints")), (
-        "a trunk with all its branches needs none"
-    )
+    assert not done.func.trained
+    assert rows_of(tmp_path) == before
 
 
-def test_on_another_machine_the_rows_alone_go_on_and_a_branch_ends_in_the_same_loss(
+def test_a_trunk_with_all_its_branches_keeps_no_checkpoint(
     done: Callable[..., str], tmp_path: Path
 ) -> None:
+    done("--run")
+    assert not list((tmp_path / "out/tiny").glob("*/checkpoints"))
+
+
+def test_the_rows_alone_go_on_on_another_machine(done: Callable[..., str], tmp_path: Path) -> None:
+    """A branch, whose trunk has a row, is trained from scratch and ends in the same loss."""
     rows = rows_of(tmp_path)
-    kept = [row for row in rows if row["run"] != "a_bf16_t0.5_s1"]
-    (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    write_rows(tmp_path, [row for row in rows if row["run"] != "a_bf16_t0.5_s1"])
     (tmp_path / "out").rename(tmp_path / "lost")
     done("--run")
     assert done.func.trained == ["a_bf16_t0.5_s1"]
-    again = rows_of(tmp_path)[-1]["summary"]
-    assert again["parent_step"] is None and again["loss_bf16"] == rows[1]["summary"]["loss_bf16"]
+    repeated = rows_of(tmp_path)[-1]["summary"]
+    assert repeated["parent_step"] is None
+    assert repeated["loss_bf16"] == rows[1]["summary"]["loss_bf16"]
+
+
+def precision_of(tmp_path: Path) -> dict:
+    """The law/precision.json of the study's runs."""
+    with figures_off():
+        assert precision.main([str(tmp_path / "out/tiny")]) == 0
+    return strict(tmp_path / "out/tiny/law/precision.json")
 
 
 def test_restored_runs_give_precision_the_gaps_of_the_runs_themselves(
-    done: Callable[..., str], tmp_path: Path, no_figures: None, capsys: pytest.CaptureFixture[str]
+    done: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def gaps():
-        asked(capsys, precision.main, tmp_path / "out/tiny")
-        found = strict(tmp_path / "out/tiny/law/precision.json")
-        return {pair["fp8"]: pair["gap_bf16"]["percent"] for pair in found["pairs"]}, found[
-            "margin"
-        ]["source"]
+    def gaps() -> dict[str, float]:
+        pairs = precision_of(tmp_path)["pairs"]
+        capsys.readouterr()
+        return {pair["fp8"]: pair["gap_bf16"]["percent"] for pair in pairs}
 
-    own, _ = gaps()
+    own = gaps()
     (tmp_path / "out").rename(tmp_path / "lost")
     done("--restore")
-    restored, margin = gaps()
-    assert restored == pytest.approx(own, abs=1e-4) and len(own) == 2
-    assert "before the runs" in margin, "the declaration keeps its date"
+    assert len(own) == 2
+    assert gaps() == pytest.approx(own, abs=1e-4)
 
 
-def test_a_repeat_is_equal_to_the_bit_or_says_how_far_it_is(
+def test_a_restored_declaration_keeps_its_date(done: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "out").rename(tmp_path / "lost")
+    done("--restore")
+    assert "before the runs" in precision_of(tmp_path)["margin"]["source"]
+
+
+def test_a_repeat_is_equal_to_the_bit(done: Callable[..., str]) -> None:
+    assert "equal to the bit" in done("repeat=a_tensorwise_t0.5_s1")
+
+
+def test_a_repeat_that_is_not_equal_says_how_far_it_is(
     done: Callable[..., str], tmp_path: Path
 ) -> None:
-    assert "equal to the bit" in done("repeat=a_tensorwise_t0.5_s1")
-    path = tmp_path / "rows/runs.jsonl"
     rows = rows_of(tmp_path)
     rows[3]["summary"]["loss_bf16"] *= 1 + 1e-6
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path, rows)
     assert "the largest relative difference is 1e-06" in done("repeat=a_tensorwise_t0.5_s1", code=1)
 
 
@@ -196,23 +216,33 @@ def test_other_training_tokens_are_no_repeat(done: Callable[..., str], tmp_path:
     assert not found.is_equal and "training tokens are others" in found.text
 
 
-def test_a_study_may_grow_but_not_change(
-    done: Callable[..., str], tiny: Config, tmp_path: Path
+def test_a_study_may_grow(done: Callable[..., str], tiny: Config, tmp_path: Path) -> None:
+    assert "4 of 8 runs are done" in done(study=write_study(tmp_path, tiny, seeds=(1, 2)))
+
+
+@pytest.mark.parametrize(
+    "words, margin, message",
+    [
+        ("optim.lr=0.02", 1.0, "which the study no longer has as it was trained"),
+        ("", 2.0, "margin_percent is another now"),
+    ],
+)
+def test_a_study_may_not_change(
+    words: str,
+    margin: float,
+    message: str,
+    done: Callable[..., str],
+    tiny: Config,
+    tmp_path: Path,
 ) -> None:
-    grown = write_study(tmp_path, tiny, seeds=(1, 2))
-    assert "4 of 8 runs are done" in done(study=grown)
-    other = write_study(tmp_path, changed(tiny, "optim.lr=0.02"))
-    assert "which the study no longer has as it was trained" in done("--run", study=other, code=2)
-    margin = write_study(tmp_path, tiny, margin=2.0)
-    assert "margin_percent is another now" in done("--run", study=margin, code=2)
+    other = write_study(tmp_path, changed(tiny, words), margin=margin)
+    assert message in done("--run", study=other, code=2)
 
 
 def test_the_table_counts_hours_by_size_and_arm(done: Callable[..., str]) -> None:
     table = done()
-    assert (
-        "| a    | bf16       | 2    | 2    | 0.00       | 0.00       |" in table
-        and "4 of 4 runs are done" in table
-    )
+    assert "| a    | bf16       | 2    | 2    | 0.00       | 0.00       |" in table
+    assert "4 of 4 runs are done" in table
 
 
 def test_pairs_of_two_kinds_of_machines_are_counted(
@@ -221,7 +251,7 @@ def test_pairs_of_two_kinds_of_machines_are_counted(
     assert "different kinds" not in done()
     rows = rows_of(tmp_path)
     rows[2]["machine"]["vendor"] = "Another"
-    (tmp_path / "rows/runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path, rows)
     assert "so that their gap holds rounding too: 1." in done()
 
 
@@ -264,7 +294,7 @@ def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(
 ) -> None:
     train_run = ledger.train
 
-    def failing(row: Row, *more):
+    def failing(row: Row, *more: object):
         return (1, 0.0) if row.run == RUNS[0] else train_run(row, *more)
 
     monkeypatch.setattr(ledger, "train", failing)
@@ -272,16 +302,20 @@ def test_a_run_that_fails_leaves_no_row_and_the_next_family_goes_on(
     assert [row["run"] for row in rows_of(tmp_path)] == RUNS[2:]
 
 
-def test_a_row_holds_what_its_fields_say(done: Callable[..., str], tmp_path: Path) -> None:
-    entry = read_entries(tmp_path / "rows/runs.jsonl")[RUNS[2]]
-    blocks = entry.val_blocks
-    assert (
-        entry.cpu_s == 1.5
-        and entry.machine == machine_kind()
-        and asdict(entry)["schema_version"] == 1
-    )
-    weights = {name: source["weight"] for name, source in entry.summary["sources"].items()}
-    mean = sum(
-        weights[name] * sum(own["bf16"]) / sum(own["n_tokens"]) for name, own in blocks.items()
-    )
-    assert mean == pytest.approx(entry.summary["loss_bf16"], rel=1e-6)
+@pytest.fixture
+def entry(finished: Path) -> Entry:
+    return read_entries(finished / "rows/runs.jsonl")[RUNS[2]]
+
+
+def test_a_row_has_its_cpu_time_machine_and_version(entry: Entry) -> None:
+    assert entry.cpu_s == 1.5
+    assert entry.machine == machine_kind()
+    assert asdict(entry)["schema_version"] == 1
+
+
+def test_the_validation_blocks_of_a_row_give_its_loss(entry: Entry) -> None:
+    sources = entry.summary["sources"]
+    loss = 0.0
+    for name, block in entry.val_blocks.items():
+        loss += sources[name]["weight"] * sum(block["bf16"]) / sum(block["n_tokens"])
+    assert loss == pytest.approx(entry.summary["loss_bf16"], rel=1e-6)

@@ -79,6 +79,28 @@ def test_two_bf16_runs_of_a_pair_are_refused(runs: list[Record], tmp_path: Path)
         pair_runs(records)
 
 
+COMPILED = {"recipe": "tensorwise", "compile": True, "layers_converted": ["head"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ratio"),
+    [
+        ({}, 1.25),
+        ({"device": "another"}, None),
+        ({"n_gpu": 8}, None),
+        ({"precision": COMPILED}, None),
+    ],
+    ids=["alike", "device", "ranks", "compiled"],
+)
+def test_speeds_are_compared_where_the_precision_alone_differs(
+    tmp_path: Path, changes: dict, ratio: float | None
+) -> None:
+    write_run(tmp_path / "bf16", tok_per_s_median=1000.0)
+    write_run(tmp_path / "fp8", recipe="tensorwise", tok_per_s_median=1250.0, **changes)
+    (pair,), _ = pair_runs(read_runs([tmp_path])[0])
+    assert pair.tok_per_s_ratio == ratio
+
+
 def test_a_decay_in_another_precision_is_switched(tmp_path: Path) -> None:
     """It converts no Linear itself: its trunk did."""
     write_run(tmp_path / "bf16")

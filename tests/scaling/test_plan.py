@@ -16,7 +16,7 @@ from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
 from runtime.plan import plan as train_plan
 from scaling import plan, precision
-from scaling.budgets import Size, optimum, tokens
+from scaling.budgets import SizeOnGPU, optimum, tokens
 from scaling.designs import Point, bound
 from scaling.paired.cost import EPOCH
 from scaling.plan import Options
@@ -43,7 +43,7 @@ def expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "expand", expand_once)
 
 
-def read_sizes(*more: str) -> list[Size]:
+def read_sizes(*more: str) -> list[SizeOnGPU]:
     return plan.read_sizes(read_options(Options, [*BUDGET, *more]))[0]
 
 

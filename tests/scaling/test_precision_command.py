@@ -161,7 +161,7 @@ def test_a_recipe_that_converts_nothing_is_called_bf16(
     assert "Best: tensorwise has the lowest gap" in page and "Not ranked: auto" in page
 
 
-def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(
+def test_without_a_law_the_runs_of_one_size_say_what_tokens_gain(
     tmp_path: Path, capsys: Capsys, no_figures: None
 ) -> None:
     for ratio, loss, params in ((10, 2.2, 30_000), (20, 2.0, 30_000), (20, 1.9, 60_000)):

@@ -245,7 +245,7 @@ def test_a_word_overrides_what_the_study_counts(counted: Path):
     assert read_runs([counted / "y"], "nonembed")[0][0].N == record.N
 
 
-def test_runs_that_count_differently_are_refused_with_the_word_that_mends_it(counted: Path):
+def test_runs_that_count_differently_are_refused_with_the_remedy(counted: Path):
     x, y = (read_record(counted / name / name) for name in "xy")
     with pytest.raises(UserError, match="x and y differ in convention .*n=total"):
         check_comparable([x, y])
@@ -276,6 +276,17 @@ def test_a_record_says_what_weights_were_cast_from(
     tmp_path: Path, precision: dict, n_gpu: int, source: str | None
 ):
     write_run(tmp_path / "run", precision=precision, n_gpu=n_gpu)
+    assert read_record(tmp_path / "run").weights_cast_from == source
+
+
+@pytest.mark.parametrize(
+    "device, source", [("NVIDIA B200", None), ("NVIDIA H100", None), ("cpu test", "fp32")]
+)
+def test_an_older_summary_does_not_tell_what_a_prototype_cast_from(
+    tmp_path: Path, device: str, source: str | None
+):
+    """torchao's mxfp8 on Blackwell rounds weights to BF16 first, an emulation does not."""
+    write_run(tmp_path / "run", precision=cast_from(..., "mxfp8"), device=device)
     assert read_record(tmp_path / "run").weights_cast_from == source
 
 

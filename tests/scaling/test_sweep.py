@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,17 +32,17 @@ from scaling import scheduler, sweep
 from scaling.declaration import content_of
 from scaling.run_states import (
     ENDED,
-    Cost,
-    cost_of,
+    RunTime,
     format_grid,
     placed,
+    run_time_of,
     state_of,
     tokens_left,
 )
 from scaling.scheduler import is_ready
 from scaling.study import Row, Size, Study, expand, load_study
 from scaling.sweep import Options, declare
-from tests.conftest import ROOT, asked, write_config
+from tests.conftest import ROOT, asked, tiny_config, write_config
 from tests.helpers.faults import wait_for
 from tests.helpers.scaling_runs import cells, edit, strict, write_prediction
 
@@ -120,7 +121,7 @@ def tiny_study(
     return file
 
 
-def finish(row: Row, folder: Path, **changes):
+def finish(row: Row, folder: Path, **changes: object):
     edit(
         folder / row.run / "summary.json",
         **{
@@ -146,34 +147,39 @@ def rows(tiny: Config, tmp_path: Path):
     return expand(load_study(tiny_study(tiny, tmp_path)))
 
 
+@contextmanager
+def train_py_in(folder: Path) -> Iterator[None]:
+    """sweep.main() starts the train.py of this folder, and looks at its runs often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "ROOT", folder)
+        patch.setattr(scheduler, "ROOT", folder)
+        patch.setattr(scheduler, "POLL_S", 0.02)
+        patch.setattr(scheduler, "LEAVE_S", 0.3)
+        # handlers of sweep.main() would outlive the test
+        patch.setattr(signal, "signal", lambda *_: None)
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        yield
+
+
 @pytest.fixture
 def fake(
-    tiny: Config,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+    tiny: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
     """sweep.main() on a tiny study whose train.py is the given text; the call returns what it
     printed as it ended in `code`."""
-    monkeypatch.setattr(sweep, "ROOT", tmp_path)
-    monkeypatch.setattr(scheduler, "ROOT", tmp_path)
-    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
-    monkeypatch.setattr(scheduler, "LEAVE_S", 0.3)
-    # handlers of sweep.main() would outlive the test
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def call(body: str, *arguments, code: int = 0, began: float | None = None, **study):
+    def call(
+        body: str, *arguments: object, code: int = 0, began: float | None = None, **study: object
+    ) -> str:
         (tmp_path / "train.py").write_text(TRAIN + body)
-        ended = sweep.main(
-            [str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments],
-            began,
-        )
+        file = tiny_study(tiny, tmp_path, **study)
+        ended = sweep.main([str(file), "--run", f"out={tmp_path}/out", *arguments], began)
         told = "".join(capsys.readouterr())
         assert ended == code, told
         return told
 
-    return call
+    with train_py_in(tmp_path):
+        yield call
 
 
 def summaries(tmp_path: Path):
@@ -197,109 +203,160 @@ def config_of(row: Row, out: Path = Path("out")):
     return apply_overrides(file_config(path), overrides)
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
-def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(
-    path: Path, tmp_path: Path
-) -> None:
-    study = load_study(path)
+@dataclass
+class Shipped:
+    """A study of configs/, its rows, and the config that train.py makes of each, by run."""
+
+    path: Path
+    study: Study
+    rows: dict[str, Row]
+    configs: dict[str, Config]
+
+    def branches(self) -> list[tuple[Row, Config, Config]]:
+        """Each branch, its config and its trunk's."""
+        rows = [row for row in self.rows.values() if row.parent]
+        return [(row, self.configs[row.run], self.configs[row.parent]) for row in rows]
+
+
+@pytest.fixture(scope="module", params=STUDIES, ids=lambda path: path.stem)
+def shipped(request: pytest.FixtureRequest) -> Shipped:
+    study = load_study(request.param)
     rows = {row.run: row for row in expand(study)}
-    assert f"study_{study.name}" == path.stem
-    for row in rows.values():
-        config = config_of(row, tmp_path)
+    configs = {run: config_of(row) for run, row in rows.items()}
+    return Shipped(request.param, study, rows, configs)
+
+
+def test_a_shipped_study_has_the_name_of_its_file(shipped: Shipped) -> None:
+    assert f"study_{shipped.study.name}" == shipped.path.stem
+
+
+def test_train_accepts_every_row_and_trains_what_it_says(shipped: Shipped) -> None:
+    for row in shipped.rows.values():
+        config = shipped.configs[row.run]
+        trained = (config.run, config.seed, config.total_steps, config.total_tokens)
+        assert trained == (row.run, row.seed, row.steps, row.tokens)
+        assert row.params_total == config.model.params_total
+
+
+def test_the_pair_of_a_row_is_its_configs(shipped: Shipped) -> None:
+    for row in shipped.rows.values():
+        assert row.pair_id == pair_id(shipped.configs[row.run])
+
+
+def test_a_row_has_the_tokens_a_parameter_that_the_study_asks_for(shipped: Shipped) -> None:
+    """To the step; of all parameters, or of those that are no embedding."""
+    for row in shipped.rows.values():
+        config = shipped.configs[row.run]
         m = config.model
-        assert (config.run, config.seed, config.total_steps, config.total_tokens) == (
-            row.run,
-            row.seed,
-            row.steps,
-            row.tokens,
-        )
-        assert row.params_total == m.params_total and row.pair_id == pair_id(config)
-        counted = (
-            row.params_total
-            if study.params == "total"
-            else m.params_total - m.vocab_padded * m.n_embd * (2 - m.tied)
-        )
-        assert (
-            row.tokens - config.data.tokens_per_step < row.tokens_per_param * counted <= row.tokens
-        )
-        assert (
-            row.flops_per_token
-            == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_dim * m.n_ctx
-        )
+        counted = row.params_total
+        if shipped.study.params != "total":
+            counted = m.params_total - m.vocab_padded * m.n_embd * (2 - m.tied)
+        asked_for = row.tokens_per_param * counted
+        assert row.tokens - config.data.tokens_per_step < asked_for <= row.tokens
+
+
+def test_a_rows_flops_are_six_a_parameter_and_those_of_attention(shipped: Shipped) -> None:
+    for row in shipped.rows.values():
+        m = shipped.configs[row.run].model
+        attention = 12 * m.n_layer * m.n_head * m.head_dim * m.n_ctx
+        assert row.flops_per_token == 6 * row.params_matmul + attention
+
+
+def test_a_row_warms_up_for_as_many_steps_as_its_config_file(shipped: Shipped) -> None:
+    for row in shipped.rows.values():
         base = file_config(ROOT / row.config)
-        assert config.optim.warmup_steps(row.steps) == base.optim.warmup_steps(base.total_steps)
-        if row.parent:
-            trunk = config_of(rows[row.parent], tmp_path)
-            assert (
-                config.parent == (row.parent, row.parent_step)
-                and row.parent_step in trunk.checkpoint.at
-            )
-            assert trunk.seed == row.seed and (trunk.fp8 == config.fp8) == (">" not in row.recipe)
-            check_branch(config, trunk, row.parent_step)
-            # not a step too early
-            assert learning_rate(row.parent_step, row.steps, config.optim) < config.optim.lr
-            assert row.own_tokens == pytest.approx(0.2 * row.tokens, rel=0.02)
-    # neither more nor fewer
-    pairs = {(row.pair_id, row.size, row.seed, row.tokens, row.lr) for row in rows.values()}
-    assert len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1:] for pair in pairs})
+        steps = shipped.configs[row.run].optim.warmup_steps(row.steps)
+        assert steps == base.optim.warmup_steps(base.total_steps)
 
 
-def test_sizes_may_have_arms_null_runs_and_rates_of_their_own(
-    study: Study,
-) -> None:
+def test_a_branch_starts_from_a_checkpoint_that_its_trunk_keeps(shipped: Shipped) -> None:
+    for row, config, trunk in shipped.branches():
+        assert config.parent == (row.parent, row.parent_step)
+        assert row.parent_step in trunk.checkpoint.at
+
+
+def test_a_branch_trains_as_its_trunk_does_but_for_a_switched_recipe(shipped: Shipped) -> None:
+    for row, config, trunk in shipped.branches():
+        check_branch(config, trunk, row.parent_step)
+        assert trunk.seed == row.seed
+        assert (trunk.fp8 == config.fp8) == (">" not in row.recipe)
+
+
+def test_a_branch_starts_as_the_rate_decays_and_not_a_step_too_early(shipped: Shipped) -> None:
+    for row, config, _ in shipped.branches():
+        assert learning_rate(row.parent_step, row.steps, config.optim) < config.optim.lr
+        assert row.own_tokens == pytest.approx(0.2 * row.tokens, rel=0.02)
+
+
+def test_runs_are_of_a_pair_where_size_seed_tokens_and_rate_are_equal(shipped: Shipped) -> None:
+    """Neither more nor fewer."""
+    rows = shipped.rows.values()
+    pairs = {(row.pair_id, row.size, row.seed, row.tokens, row.lr) for row in rows}
+    ids = {pair[0] for pair in pairs}
+    assert len(pairs) == len(ids) == len({pair[1:] for pair in pairs})
+
+
+LABEL = "rowwise+first_bf16=1+skip=attn.out,layers.*.mlp.down"
+ARM = "rowwise-first_bf16-1-skip-attn.out-layers.-.mlp.down"  # the same in the name of a run
+
+
+@pytest.fixture
+def unlike_sizes(study: Study) -> list[Row]:
+    """The rows of two sizes with recipes, budgets, null runs and learning rates of their own."""
     first, second = study.sizes
-    arm, label = (
-        "rowwise-first_bf16-1-skip-attn.out-layers.-.mlp.down",
-        "rowwise+first_bf16=1+skip=attn.out,layers.*.mlp.down",
+    first = replace(
+        first,
+        recipes=("bf16", LABEL),
+        seeds=(2,),
+        null_seeds=(2,),
+        switch=(LABEL + ">tensorwise+head",),
     )
-    rows = expand(
-        replace(
-            study,
-            null=("parallel.compile=true",),
-            sizes=(
-                replace(
-                    first,
-                    recipes=("bf16", label),
-                    seeds=(2,),
-                    null_seeds=(2,),
-                    switch=(label + ">tensorwise+head",),
-                ),
-                replace(
-                    second, seeds=(1,), lr=(1e-3, 0.002), recipes=("bf16",), tokens_per_param=(20,)
-                ),
-            ),
-        )
+    second = replace(
+        second, seeds=(1,), lr=(1e-3, 0.002), recipes=("bf16",), tokens_per_param=(20,)
     )
-    assert [(row.run, row.parent) for row in rows] == [
+    return expand(replace(study, null=("parallel.compile=true",), sizes=(first, second)))
+
+
+def test_sizes_may_have_arms_null_runs_and_rates_of_their_own(unlike_sizes: list[Row]) -> None:
+    assert [(row.run, row.parent) for row in unlike_sizes] == [
         ("a_bf16_t20_s2", None),
         ("a_bf16_t10_s2", "a_bf16_t20_s2"),
         ("a_bf16_null_t20_s2", None),
         ("a_bf16_null_t10_s2", "a_bf16_null_t20_s2"),
-        (f"a_{arm}_t20_s2", None),
-        (f"a_{arm}_t10_s2", f"a_{arm}_t20_s2"),
-        (f"a_{arm}-tensorwise-head_t10_s2", f"a_{arm}_t20_s2"),
-        (f"a_{arm}-tensorwise-head_t20_s2", f"a_{arm}_t20_s2"),
+        (f"a_{ARM}_t20_s2", None),
+        (f"a_{ARM}_t10_s2", f"a_{ARM}_t20_s2"),
+        (f"a_{ARM}-tensorwise-head_t10_s2", f"a_{ARM}_t20_s2"),
+        (f"a_{ARM}-tensorwise-head_t20_s2", f"a_{ARM}_t20_s2"),
         ("b_bf16_lr0.001_t20_s1", None),
         ("b_bf16_lr0.002_t20_s1", None),
     ]
-    configs = [config_of(row) for row in rows]
-    assert [config.optim.lr for config in configs[-2:]] == [1e-3, 0.002]
-    assert configs[4].fp8 == FP8Config(
-        recipe="rowwise", first_bf16=1, skip=("attn.out", "layers.*.mlp.down")
-    )
-    assert (
-        configs[7].fp8 == FP8Config(recipe="tensorwise", head=True)
-        and rows[7].recipe == label + ">tensorwise+head"
-    )
-    for one, again in zip(configs[:2], configs[2:4], strict=True):
-        assert pair_id(one) == pair_id(again)
-        assert [(own.repeat, own.parallel.compile) for own in (one, again)] == [
-            (0, False),
-            (1, "model"),
-        ]
 
 
-def demo(**more):
+def test_a_size_with_several_rates_is_trained_at_each(unlike_sizes: list[Row]) -> None:
+    assert [config_of(row).optim.lr for row in unlike_sizes[-2:]] == [1e-3, 0.002]
+
+
+def test_a_label_of_a_study_becomes_the_runs_fp8_config(unlike_sizes: list[Row]) -> None:
+    skip = ("attn.out", "layers.*.mlp.down")
+    assert config_of(unlike_sizes[4]).fp8 == FP8Config(recipe="rowwise", first_bf16=1, skip=skip)
+
+
+def test_a_switched_branch_has_the_recipe_behind_the_arrow(unlike_sizes: list[Row]) -> None:
+    assert config_of(unlike_sizes[7]).fp8 == FP8Config(recipe="tensorwise", head=True)
+    assert unlike_sizes[7].recipe == LABEL + ">tensorwise+head"
+
+
+def test_a_null_run_is_of_its_twins_pair_and_repeats_it_otherwise(
+    unlike_sizes: list[Row],
+) -> None:
+    for row, null in zip(unlike_sizes[:2], unlike_sizes[2:4], strict=True):
+        twins = config_of(row), config_of(null)
+        assert pair_id(twins[0]) == pair_id(twins[1])
+        settings = [(config.repeat, config.parallel.compile) for config in twins]
+        assert settings == [(0, False), (1, "model")]
+
+
+def demo(**more: object):
     return {
         "sizes": (Size(**{"config": "configs/demo_s_bf16.py", "tokens_per_param": (20,), **more}),)
     }
@@ -402,63 +459,117 @@ def test_nor_may_a_config_file(study: Study, declared: list[Row], tmp_path: Path
         declare(study, [replace(first, pair_id="other"), *others], tmp_path)
 
 
-def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(
-    study: Study, tiny: Config, tmp_path: Path
-) -> None:
+@dataclass
+class Lineage:
+    """A trunk, the branch from it, and the branch as a run that starts from scratch."""
+
+    trunk: Row
+    branch: Row
+    alone: Row
+
+
+@pytest.fixture
+def lineage(study: Study) -> Lineage:
     trunk, branch = expand(study)[:2]
-    alone = replace(branch, parent=None, parent_step=None)
-    switched = replace(branch, recipe="tensorwise>bf16", switched_from="tensorwise")
-    assert [placed(trunk, tmp_path), placed(branch, tmp_path)] == [trunk, branch] and not is_ready(
-        branch, tmp_path
-    )
-    finish(trunk, tmp_path)
-    assert (
-        placed(branch, tmp_path) == alone
-        and placed(switched, tmp_path) == switched
-        and is_ready(switched, tmp_path)
-    )
-    checkpoint(trunk, tmp_path, branch.parent_step)
-    assert placed(branch, tmp_path) == branch
-    shutil.rmtree(tmp_path / trunk.run / "checkpoints")
-    checkpoint(branch, tmp_path, 3)
-    for start_from, expected in (
-        (f"{tmp_path}/{trunk.run}/checkpoints/step_00000003", branch),
-        (None, alone),
-    ):
-        edit(tmp_path / branch.run / "config.json", **asdict(replace(tiny, start_from=start_from)))
-        assert placed(branch, tmp_path) == expected  # it goes on as it was begun
-    assert (state_of(branch, tmp_path), tokens_left(branch, tmp_path)) == (
-        "at step 3",
-        (branch.steps - 3) * 512,
-    )
-    for parent_step, expected in ((branch.parent_step, branch), (None, alone)):
-        finish(branch, tmp_path, parent_step=parent_step)
-        assert (placed(branch, tmp_path), state_of(branch, tmp_path)) == (expected, "done")
+    return Lineage(trunk, branch, replace(branch, parent=None, parent_step=None))
 
 
-def test_the_table_by_hand(rows: list[Row], tmp_path: Path) -> None:
-    text, (trunk, branch, *_) = format_grid(rows, tmp_path / "none", OPTIONS), rows
-    assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354) and not (
-        tmp_path / "none"
-    ).exists()
-    flops = f"{88 * 512 * trunk.flops_per_token:.2e}"
-    assert (
-        " | ".join(cells(text)[2])
-        == f"a_bf16_t10_s1 | 22.6k | 10 | 226k | 354 | {flops} | ~2 s | missing"
-    )
+def begin(row: Row, folder: Path, tiny: Config, start_from: str | None) -> None:
+    """Leave what a run has that is at step 3: its config and a checkpoint."""
+    checkpoint(row, folder, 3)
+    edit(folder / row.run / "config.json", **asdict(replace(tiny, start_from=start_from)))
+
+
+def test_before_its_trunk_has_run_a_branch_waits_for_it(lineage: Lineage, tmp_path: Path) -> None:
+    assert placed(lineage.trunk, tmp_path) == lineage.trunk
+    assert placed(lineage.branch, tmp_path) == lineage.branch
+    assert not is_ready(lineage.branch, tmp_path)
+
+
+def test_a_branch_whose_trunk_has_lost_its_checkpoints_starts_afresh(
+    lineage: Lineage, tmp_path: Path
+) -> None:
+    finish(lineage.trunk, tmp_path)
+    assert placed(lineage.branch, tmp_path) == lineage.alone
+
+
+def test_a_switched_branch_never_starts_afresh(lineage: Lineage, tmp_path: Path) -> None:
+    """It would train all of its tokens in the second recipe."""
+    switched = replace(lineage.branch, recipe="tensorwise>bf16", switched_from="tensorwise")
+    finish(lineage.trunk, tmp_path)
+    assert placed(switched, tmp_path) == switched
+    assert is_ready(switched, tmp_path)
+
+
+def test_a_branch_stays_one_where_the_trunk_has_its_checkpoint(
+    lineage: Lineage, tmp_path: Path
+) -> None:
+    finish(lineage.trunk, tmp_path)
+    checkpoint(lineage.trunk, tmp_path, lineage.branch.parent_step)
+    assert placed(lineage.branch, tmp_path) == lineage.branch
+
+
+def test_a_branch_goes_on_as_it_was_begun(lineage: Lineage, tiny: Config, tmp_path: Path) -> None:
+    """Though its trunk has no checkpoint any more."""
+    finish(lineage.trunk, tmp_path)
+    trunk_folder = f"{tmp_path}/{lineage.trunk.run}"
+    begin(lineage.branch, tmp_path, tiny, f"{trunk_folder}/checkpoints/step_00000003")
+    assert placed(lineage.branch, tmp_path) == lineage.branch
+    begin(lineage.branch, tmp_path, tiny, None)
+    assert placed(lineage.branch, tmp_path) == lineage.alone
+
+
+def test_a_branch_under_way_counts_from_its_own_checkpoint(
+    lineage: Lineage, tiny: Config, tmp_path: Path
+) -> None:
+    finish(lineage.trunk, tmp_path)
+    begin(lineage.branch, tmp_path, tiny, None)
+    assert state_of(lineage.branch, tmp_path) == "at step 3"
+    assert tokens_left(lineage.branch, tmp_path) == (lineage.branch.steps - 3) * 512
+
+
+def test_a_finished_branch_is_placed_as_it_was_trained(
+    lineage: Lineage, tiny: Config, tmp_path: Path
+) -> None:
+    finish(lineage.trunk, tmp_path)
+    begin(lineage.branch, tmp_path, tiny, None)
+    for trained in lineage.branch, lineage.alone:
+        finish(lineage.branch, tmp_path, parent_step=trained.parent_step)
+        assert placed(lineage.branch, tmp_path) == trained
+        assert state_of(lineage.branch, tmp_path) == "done"
+
+
+def test_steps_of_trunk_and_branch_by_hand(rows: list[Row]) -> None:
+    trunk, branch, *_ = rows
+    assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354)
+
+
+def test_a_line_of_the_table_by_hand(rows: list[Row], tmp_path: Path) -> None:
+    text = format_grid(rows, tmp_path / "none", OPTIONS)
+    flops = f"{88 * 512 * rows[0].flops_per_token:.2e}"
+    line = f"a_bf16_t10_s1 | 22.6k | 10 | 226k | 354 | {flops} | ~2 s | missing"
+    assert " | ".join(cells(text)[2]) == line
     assert "~ assumed: 45% of the 989 BF16 TFLOP/s of one h100" in text
-    left, options = (
-        sum(row.flops_per_token * row.own_tokens for row in rows),
-        replace(OPTIONS, mfu=1e-7, start=6.0, gpus=2),
-    )
-    for saved in (0, 800):  # of a run in progress only the rest is left, with a start
-        checkpoint(trunk, tmp_path, saved)
-        left -= saved * 512 * trunk.flops_per_token
-        told = (
-            f"left: 4 runs: {left:.3g} FLOPs, {duration(4 * 6 * 2 + left / (989.4e12 * 1e-7))} of a"
-            " GPU\n"
-        )
-        assert told in format_grid(rows, tmp_path, options)
+
+
+def test_the_table_makes_no_folder(rows: list[Row], tmp_path: Path) -> None:
+    format_grid(rows, tmp_path / "none", OPTIONS)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("saved", [0, 800])
+def test_of_a_run_in_progress_only_the_rest_is_left_with_a_start(
+    saved: int, rows: list[Row], tmp_path: Path
+) -> None:
+    trunk = rows[0]
+    checkpoint(trunk, tmp_path, saved)
+    flops = sum(row.flops_per_token * row.own_tokens for row in rows)
+    flops -= saved * 512 * trunk.flops_per_token
+    starts_s = 4 * 6 * 2  # of four runs on two GPUs
+    left = duration(starts_s + flops / (989.4e12 * 1e-7))
+    options = replace(OPTIONS, mfu=1e-7, start=6.0, gpus=2)
+    line = f"left: 4 runs: {flops:.3g} FLOPs, {left} of a GPU\n"
+    assert line in format_grid(rows, tmp_path, options)
 
 
 def test_speed_and_start_are_those_of_the_runs_that_are_done(
@@ -501,17 +612,17 @@ def test_a_cost_is_of_a_size_and_a_recipe_and_fp8_is_modelled(tiny: Config, tmp_
             )
         )
     )
-    bf16, _, *fp8 = (cost_of(row, rows, tmp_path, OPTIONS).tok_per_s for row in rows)
+    bf16, _, *fp8 = (run_time_of(row, rows, tmp_path, OPTIONS).tok_per_s for row in rows)
     assert (
         fp8 == pytest.approx([modelled_ratio(config_of(rows[2]), "h100") * bf16, bf16])
         and fp8[0] != bf16
     )
     finish(rows[0], tmp_path)
     finish(rows[1], tmp_path, tok_per_s_median=100.0, wall_s=1e4)
-    bf16, null, tensorwise, _ = (cost_of(row, rows, tmp_path, OPTIONS) for row in rows)
+    bf16, null, tensorwise, _ = (run_time_of(row, rows, tmp_path, OPTIONS) for row in rows)
     assert (bf16, null) == (
-        Cost(1000.0, 5.0, "X"),
-        Cost(100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
+        RunTime(1000.0, 5.0, "X"),
+        RunTime(100.0, 5 + 1e4 - 884 * 512 / 100, "X"),
     ) and tensorwise.device is None
 
 
@@ -531,23 +642,50 @@ def test_data_that_will_not_do_are_refused_before_anything_starts(
     assert len(summaries(tmp_path)) == 1
 
 
-def test_held_out_runs_wait_to_be_named(fake: Callable[..., str], tmp_path: Path) -> None:
+@pytest.fixture
+def held_out(fake: Callable[..., str], tmp_path: Path) -> tuple[list[Row], Path]:
+    """The rows of a study whose size b is held out, the rest of it done, and its folder."""
     fake("finish()", held_out=True)
-    rows, folder = expand(load_study(tmp_path / "study_tiny.py")), tmp_path / "out/tiny"
+    return expand(load_study(tmp_path / "study_tiny.py")), tmp_path / "out/tiny"
+
+
+def test_held_out_runs_are_not_started_with_the_rest(held_out: tuple[list[Row], Path]) -> None:
+    rows, folder = held_out
     assert [state_of(row, folder) for row in rows] == ["done", "done", "held out", "held out"]
-    # a broad pattern starts no largest runs
+
+
+def test_a_pattern_starts_no_held_out_run(
+    fake: Callable[..., str], held_out: tuple[list[Row], Path]
+) -> None:
     assert "0 of 1 runs to do" in fake("finish()", "only=*_t20_*", held_out=True)
-    for only in ("b_*", "*,b_bf16_t20_s1"):
-        told = fake("finish()", f"only={only}", code=2, held_out=True)
-        assert (
-            len(summaries(tmp_path)) == 2
-            and f"(python scaling/fit.py {folder} --predict b_bf16_t20_s1" in told
-        )
-    predict(rows[2], folder / "law", tokens=1)  # of another run by that name
+
+
+@pytest.mark.parametrize("only", ["b_*", "*,b_bf16_t20_s1"])
+def test_a_held_out_run_that_is_named_asks_for_its_prediction(
+    only: str, fake: Callable[..., str], held_out: tuple[list[Row], Path], tmp_path: Path
+) -> None:
+    _, folder = held_out
+    printed = fake("finish()", f"only={only}", code=2, held_out=True)
+    assert f"(python scaling/fit.py {folder} --predict b_bf16_t20_s1" in printed
+    assert len(summaries(tmp_path)) == 2
+
+
+def test_a_prediction_of_another_run_by_that_name_does_not_count(
+    fake: Callable[..., str], held_out: tuple[list[Row], Path]
+) -> None:
+    rows, folder = held_out
+    predict(rows[2], folder / "law", tokens=1)
     predict(rows[3], folder / "law")
     fake("finish()", "only=b_bf16_t10_s1", code=2, held_out=True)
-    predict(rows[2], folder / "law")
-    fake("finish()", "only=b_bf16_t10_s1", held_out=True)  # with the trunk it needs
+
+
+def test_a_held_out_run_with_a_prediction_starts_with_its_trunk(
+    fake: Callable[..., str], held_out: tuple[list[Row], Path], tmp_path: Path
+) -> None:
+    rows, folder = held_out
+    for row in rows[2:]:
+        predict(row, folder / "law")
+    fake("finish()", "only=b_bf16_t10_s1", held_out=True)
     assert len(summaries(tmp_path)) == 4
 
 
@@ -577,73 +715,109 @@ def test_mistakes_get_a_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_done(
-    tiny: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def slurm_script(tiny: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    file = tiny_study(tiny, tmp_path, seeds=(1, 2))
+    return asked(capsys, sweep.main, file, "--slurm", "gpus=8")
+
+
+def test_the_slurm_script_has_a_task_for_each_trunk(slurm_script: str) -> None:
+    assert "#SBATCH --array=0-3\n" in slurm_script
+    assert "--gpus-per-node=8" in slurm_script
+    assert "\n#SBATCH --cpus-per-task=64\n" in slurm_script
+
+
+def test_the_slurm_scripts_directives_stand_before_its_first_command(slurm_script: str) -> None:
+    """sbatch reads none behind it."""
+    assert not re.search("^[^#\n]+\n(.*\n)*#SBATCH", slurm_script, re.M)
+
+
+SLURM_STUB = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+print(sys.argv[1:], os.getcwd(), flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_slurm_task_runs_its_trunk_and_requeues_what_is_not_done(
+    slurm_script: str, tmp_path: Path
 ) -> None:
-    script = asked(
-        capsys, sweep.main, tiny_study(tiny, tmp_path, seeds=(1, 2)), "--slurm", "gpus=8"
-    )
-    assert all(
-        words in script
-        for words in (
-            "#SBATCH --array=0-3\n",
-            "--gpus-per-node=8",
-            "\n#SBATCH --cpus-per-task=64\n",
-        )
-    )
-    # sbatch reads none behind the first command
-    assert not re.search("^[^#\n]+\n(.*\n)*#SBATCH", script, re.M)
-    (tmp_path / "stub.py").write_text(
-        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
-        "print(sys.argv[1:], os.getcwd(), flush=True)\ntime.sleep(30)\n"
-    )
+    (tmp_path / "stub.py").write_text(SLURM_STUB)
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho scontrol $*\n")
     (tmp_path / "scontrol").chmod(0o755)
-    (tmp_path / "job.sh").write_text(
-        script.replace(str(ROOT / "scaling/sweep.py"), str(tmp_path / "stub.py"))
-    )
+    script = slurm_script.replace(str(ROOT / "scaling/sweep.py"), str(tmp_path / "stub.py"))
+    (tmp_path / "job.sh").write_text(script)
+    variables = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "71"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
     process = subprocess.Popen(
         ["bash", "job.sh"],
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "SLURM_ARRAY_TASK_ID": "2",
-            "SLURM_JOB_ID": "71",
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        },
+        env={**os.environ, **variables, "PATH": path},
     )
-    assert (
-        f"'--run', 'gpus=8', 'out=out', 'only=b_bf16_t20_s1,b_bf16_t10_s1'] {os.getcwd()}\n"
-        in process.stdout.readline()
-    )
+    words = "'--run', 'gpus=8', 'out=out', 'only=b_bf16_t20_s1,b_bf16_t10_s1']"
+    assert f"{words} {os.getcwd()}\n" in process.stdout.readline()
     process.terminate()  # as --signal=B:TERM does before the time limit
-    assert process.communicate(timeout=20)[0] == "scontrol requeue 71\n" and process.returncode == 3
+    assert process.communicate(timeout=20)[0] == "scontrol requeue 71\n"
+    assert process.returncode == 3
 
 
-def test_trunks_come_before_branches_and_one_at_a_time(
-    fake: Callable[..., str], tmp_path: Path
-) -> None:
-    fake("time.sleep(0.05); finish()", recipes=("bf16", "tensorwise"))
-    done = summaries(tmp_path)
-    ran = sorted(done, key=lambda run: done[run]["began"])
-    assert ran == [
+TWO_ARMS = ("bf16", "tensorwise")
+
+
+@pytest.fixture(scope="module")
+def swept(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words of a sweep of two sizes, two arms and two budgets, which has ended."""
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "train.py").write_text(TRAIN + "time.sleep(0.05); finish()")
+    file = tiny_study(tiny_config(data_dir, folder / "out"), folder, recipes=TWO_ARMS)
+    words = [str(file), "--run", f"out={folder}/out"]
+    with train_py_in(folder):
+        assert sweep.main(words) == 0
+    return words
+
+
+@pytest.fixture
+def two_arms(swept: list[str]) -> dict[str, dict]:
+    """The summaries of its runs."""
+    return summaries(Path(swept[0]).parent)
+
+
+def test_trunks_come_before_branches_and_sizes_in_order(two_arms: dict[str, dict]) -> None:
+    assert sorted(two_arms, key=lambda run: two_arms[run]["began"]) == [
         f"{size}_{arm}_{budget}_s1"
         for size in "ab"
-        for arm in ("bf16", "tensorwise")
+        for arm in TWO_ARMS
         for budget in ("t20", "t10")
     ]
-    assert all(done[a]["ended"] <= done[b]["began"] for a, b in itertools.pairwise(ran))
-    branch, trunk = done["a_tensorwise_t10_s1"]["given"], done["a_tensorwise_t20_s1"]["given"]
-    checkpoints = tmp_path / "out/tiny/a_tensorwise_t20_s1/checkpoints"
-    left = str(checkpoints / f"step_{int(trunk['checkpoint.at']):08d}")
-    assert (
-        branch["start_from"] == left
-        and "start_from" not in trunk
-        and {run["threads"] for run in done.values()} == {None}
-    )
-    assert "0 of 8 runs to do" in fake("sys.exit('not again')", recipes=("bf16", "tensorwise"))
+
+
+def test_runs_are_trained_one_at_a_time(two_arms: dict[str, dict]) -> None:
+    runs = sorted(two_arms.values(), key=lambda summary: summary["began"])
+    assert all(run["ended"] <= later["began"] for run, later in itertools.pairwise(runs))
+
+
+def test_a_branch_is_started_from_its_trunks_checkpoint(two_arms: dict[str, dict]) -> None:
+    branch, trunk = (two_arms[f"a_tensorwise_{budget}_s1"]["given"] for budget in ("t10", "t20"))
+    checkpoints = Path(trunk["out"]) / "a_tensorwise_t20_s1/checkpoints"
+    step = int(trunk["checkpoint.at"])
+    assert branch["start_from"] == str(checkpoints / f"step_{step:08d}")
+    assert "start_from" not in trunk
+
+
+def test_a_run_that_is_alone_keeps_its_threads(two_arms: dict[str, dict]) -> None:
+    assert {run["threads"] for run in two_arms.values()} == {None}
+
+
+def test_a_finished_study_starts_nothing(
+    swept: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(swept[0]).parent
+    (folder / "train.py").write_text("raise SystemExit('not again')")
+    with train_py_in(folder):
+        assert "0 of 8 runs to do" in asked(capsys, sweep.main, *swept)
 
 
 def test_two_jobs_run_side_by_side_each_with_gpus_of_its_own(
@@ -671,26 +845,57 @@ def test_two_jobs_run_side_by_side_each_with_gpus_of_its_own(
     )
 
 
-def test_a_failed_run_is_named_and_does_not_stop_the_others(
-    fake: Callable[..., str], tmp_path: Path
-) -> None:
+@dataclass
+class Failed:
+    """A study whose first trunk has failed: what the sweep has printed, that trunk, the folder."""
+
+    printed: str
+    row: Row
+    folder: Path
+
+
+@pytest.fixture
+def failed(fake: Callable[..., str], tmp_path: Path) -> Failed:
     body = (
         "if run == 'a_bf16_t20_s1': print('train.py: the disk is full', file=sys.stderr);"
         " sys.exit(1)\nfinish()"
     )
-    told = fake(body, code=1)
-    # its branch could not start
+    printed = fake(body, code=1)
+    row = expand(load_study(tmp_path / "study_tiny.py"))[0]
+    return Failed(printed, row, tmp_path / "out/tiny")
+
+
+def test_a_failed_run_stops_its_branch_and_no_other(failed: Failed, tmp_path: Path) -> None:
     assert summaries(tmp_path).keys() == {"b_bf16_t20_s1", "b_bf16_t10_s1"}
-    assert "failed: a_bf16_t20_s1\n" in told and "goes on: a_bf16_t20_s1, a_bf16_t10_s1\n" in told
-    row, folder = expand(load_study(tmp_path / "study_tiny.py"))[0], tmp_path / "out/tiny"
-    assert state_of(row, folder).startswith("failed, exit code 1: train.py: the disk is full")
-    for left in ("b_bf16_t10_s1", "b_bf16_t20_s1/checkpoints"):
-        shutil.rmtree(folder / left)
-    # what failed is tried again, after what may succeed
-    assert "b_bf16_t10_s1 starts from scratch" in fake("finish()")
+
+
+def test_a_failed_run_is_named_with_what_goes_on(failed: Failed) -> None:
+    assert "failed: a_bf16_t20_s1\n" in failed.printed
+    assert "goes on: a_bf16_t20_s1, a_bf16_t10_s1\n" in failed.printed
+
+
+def test_a_failed_runs_state_has_its_last_line(failed: Failed) -> None:
+    state = state_of(failed.row, failed.folder)
+    assert state.startswith("failed, exit code 1: train.py: the disk is full")
+
+
+def test_what_failed_is_tried_again_after_what_may_succeed(
+    fake: Callable[..., str], failed: Failed, tmp_path: Path
+) -> None:
+    shutil.rmtree(failed.folder / "b_bf16_t10_s1")
+    fake("finish()")
     done = summaries(tmp_path)
-    assert "start_from" not in done["b_bf16_t10_s1"]["given"] and state_of(row, folder) == "done"
+    assert state_of(failed.row, failed.folder) == "done"
     assert done["b_bf16_t10_s1"]["began"] < done["a_bf16_t20_s1"]["began"]
+
+
+def test_a_sweep_starts_a_branch_without_its_trunks_checkpoint_afresh(
+    fake: Callable[..., str], failed: Failed, tmp_path: Path
+) -> None:
+    for missing in ("b_bf16_t10_s1", "b_bf16_t20_s1/checkpoints"):
+        shutil.rmtree(failed.folder / missing)
+    assert "b_bf16_t10_s1 starts from scratch" in fake("finish()")
+    assert "start_from" not in summaries(tmp_path)["b_bf16_t10_s1"]["given"]
 
 
 def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(
@@ -748,19 +953,22 @@ finish()"""
 def test_what_has_no_time_for_more_than_its_start_is_not_begun(
     fake: Callable[..., str], tmp_path: Path
 ) -> None:
-    # from the command's start
-    told = fake("finish()", "limit=100", "only=a_bf16_t20_s1", code=3, began=time.monotonic() - 45)
-    assert (
-        summaries(tmp_path) == {}
-        and "no time is left to begin: a_bf16_t20_s1, which takes 60 s" in told
-    )
+    """Time counts from the command's start, 45 s ago."""
+    began = time.monotonic() - 45
+    printed = fake("finish()", "limit=100", "only=a_bf16_t20_s1", code=3, began=began)
+    assert summaries(tmp_path) == {}
+    assert "no time is left to begin: a_bf16_t20_s1, which takes 60 s" in printed
+
+
+def test_a_branch_that_takes_longer_than_what_is_left_is_not_begun(
+    fake: Callable[..., str], tmp_path: Path
+) -> None:
     # 452,608 tokens at 1,000 a second; 13 s beside them, and 5 that no summary tells of
     fake("finish(wall_s=465.608)", "limit=1e4", "only=a_bf16_t20_s1")
-    # and no branch of what was not begun
-    told = fake("finish()", "limit=17", "only=a_*", code=3, seeds=(1, 2))
-    assert (
-        len(summaries(tmp_path)) == 1 and "a_bf16_t10_s1, which takes 18 s to start and end" in told
-    )
+    # nor is a branch of what was not begun
+    printed = fake("finish()", "limit=17", "only=a_*", code=3, seeds=(1, 2))
+    assert len(summaries(tmp_path)) == 1
+    assert "a_bf16_t10_s1, which takes 18 s to start and end" in printed
     fake("finish()", "limit=40", "only=a_*", seeds=(1, 2))
     assert len(summaries(tmp_path)) == 4
 

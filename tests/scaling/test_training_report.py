@@ -232,7 +232,7 @@ def test_missing_rows_and_rollbacks_are_told(undone: dict) -> None:
 
 
 @pytest.mark.parametrize("since_start, compiling", [(2, 5), (1, 0)])
-def test_of_two_steps_the_second_tells_what_one_takes_unless_it_compiles_too(
+def test_the_second_of_two_steps_is_timed_unless_it_compiles_too(
     tmp_path: Path, capsys: Capsys, no_figures: None, since_start: int, compiling: int
 ) -> None:
     rows = [step_row(1, step_s=6.0), step_row(2, step_s=1.0, since_start=since_start)]

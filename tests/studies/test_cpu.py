@@ -4,6 +4,7 @@ power is that of theory."""
 import importlib.util
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +38,9 @@ def power():
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu_lr"])
-def test_every_row_is_a_run_of_the_study_and_was_trained_on_one_text(name, capsys):
+def test_every_row_is_a_run_of_the_study_and_was_trained_on_one_text(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
     entries = read_entries(ROOT / "studies" / name / "runs.jsonl")
     assert f"{len(entries)} of " in asked(capsys, ledger.main, ROOT / f"configs/study_{name}.py")
     assert len({entry.summary["data_sha256"] for entry in entries.values()}) <= 1
@@ -68,11 +71,11 @@ def test_what_was_declared_is_the_study():
         ("torch/include/c10/cuda/CUDAStream.h", False),
     ],
 )
-def test_text_that_a_build_writes_or_one_device_has_is_left_out(path, is_text, corpus):
+def test_text_that_a_build_writes_or_one_device_has_is_left_out(path: str, is_text: bool, corpus):
     assert corpus.is_source(path) == is_text
 
 
-def test_other_shards_are_refused(corpus, tmp_path, monkeypatch):
+def test_other_shards_are_refused(corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for seed, name in enumerate(corpus.LICENSES):
         write_source(tmp_path / name, seed)
     monkeypatch.setattr(corpus, "RECORD", tmp_path / "data.json")
@@ -88,7 +91,7 @@ def test_other_shards_are_refused(corpus, tmp_path, monkeypatch):
         corpus.check_shards(tmp_path)
 
 
-def test_another_version_of_a_package_is_refused(corpus, monkeypatch):
+def test_another_version_of_a_package_is_refused(corpus, monkeypatch: pytest.MonkeyPatch):
     corpus.check_versions()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
     with pytest.raises(
@@ -97,13 +100,13 @@ def test_another_version_of_a_package_is_refused(corpus, monkeypatch):
         corpus.check_versions()
 
 
-def test_a_missing_text_gets_a_sentence(corpus, capsys, tmp_path):
+def test_a_missing_text_gets_a_sentence(corpus, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     told = asked(capsys, corpus.main, tmp_path / "none", f"out={tmp_path}/data", code=2)
     assert "prose.jsonl.xz: docs/study.md says where its text comes from" in told
 
 
 @pytest.mark.parametrize("budgets", [1, 4])
-def test_simulated_intervals_have_the_width_that_theory_gives_many_seeds(budgets, power):
+def test_simulated_intervals_have_the_width_that_theory_gives_many_seeds(budgets: int, power):
     means, halves = power.simulate(np.random.default_rng(1), 200, budgets, 0.3, 0.5)
     se = 0.5 * math.sqrt((power.SHARED + (1 - power.SHARED) / budgets) / 200)
     assert np.median(halves) == pytest.approx(1.972 * se, rel=0.02)
@@ -190,7 +193,7 @@ def test_a_change_of_a_gap_needs_both_runs_of_the_pair(elsewhere):
     assert change.arm == "rowwise" and change.percent == pytest.approx(3.0 - 1.0)
 
 
-def test_the_page_has_the_table_of_the_command(elsewhere, capsys):
+def test_the_page_has_the_table_of_the_command(elsewhere, capsys: pytest.CaptureFixture[str]):
     printed = asked(capsys, elsewhere.main)
     page = (ROOT / "docs/study.md").read_text()
     for line in printed.strip().split("\n")[2:]:

@@ -248,7 +248,7 @@ def test_the_interval_follows_the_number_of_trajectories(
     assert (result.failed == 0) == (interval == "bootstrap")
 
 
-def test_seeds_that_differ_by_more_than_the_residuals_are_left_to_the_jackknife():
+def test_seeds_that_differ_by_more_than_residuals_go_to_the_jackknife():
     """No resample can show it."""
     many = measured(6, 0, 1e-3, 0)
     fit = fit_form("chinchilla", many, seed_sd=3e-3)

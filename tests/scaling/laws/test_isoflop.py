@@ -98,6 +98,14 @@ def test_each_budget_has_its_best_size(scattered: Fit):
         assert pytest.approx(best_size(compute, EPOCH), rel=0.05) == budget.N
 
 
+def test_tokens_at_a_minimum_are_the_points_own_whatever_compute_counts():
+    """C with attention and embedding may be any multiple of 6 N D; D was counted."""
+    points = grid(EPOCH, BUDGETS, 8)
+    tokens = minima_of(fit_isoflop(replace(points, C=1.4 * points.C))).D
+    expected = [compute / 6 / best_size(compute, EPOCH) for compute in BUDGETS]
+    assert tokens == pytest.approx(expected, rel=0.01)
+
+
 def test_the_line_is_least_squares_and_windows_widen_its_interval(scattered: Fit):
     minima = minima_of(scattered)
     line = stats.linregress(np.log(minima.C), np.log(minima.N))
@@ -125,7 +133,7 @@ def test_the_first_window_counts(scattered: Fit):
     assert windows[0].a == scattered.values["a"]
 
 
-def test_a_grid_whose_centre_drifts_shifts_the_exponent_half_as_much_as_a_parabola():
+def test_a_drifting_grid_shifts_the_exponent_half_as_much_as_a_parabola():
     """From 1x to 3x over the budgets: a parabola gives .5227 for .5139."""
     drifting = [
         grid(EPOCH, [compute], 4, centre=centre)
@@ -202,7 +210,7 @@ def test_two_budgets_give_no_exponent():
 
 
 @pytest.mark.parametrize("design", ISOFLOP_DESIGNS)
-def test_exponents_of_ten_designs_are_unbiased_and_their_intervals_hold_them(design: str):
+def test_exponents_of_ten_designs_are_unbiased_and_in_their_intervals(design: str):
     """Four laws of 12 tables each; law_trials.py isoflop draws more. A cubic through all sizes is
     off by .005 to .03 on some."""
     trials = [isoflop_trials(design, 12, truth) for truth in LAWS]
@@ -258,6 +266,16 @@ def test_valleys_are_recovered():
     minima = fit_valleys(valleys())
     assert minima.log_size == pytest.approx(LOWEST, abs=2e-3)
     assert minima.loss_at(1, SIZES[1]) == pytest.approx(valleys()[1].loss, rel=1e-4)
+
+
+def test_a_valley_whose_sizes_begin_behind_its_minimum_has_none():
+    """The other valley gives the exponents, by which it would be lowest before its first size."""
+    whole, rising = valleys()
+    is_behind = rising.log_size > LOWEST[1] + 0.5
+    cut = Valley(rising.log_size[is_behind], rising.loss[is_behind])
+    minima = fit_valleys([whole, cut])
+    assert minima.log_size[0] == pytest.approx(LOWEST[0], abs=2e-3)
+    assert np.isnan([minima.log_size[1], minima.loss[1]]).all()
 
 
 def test_one_point_far_off_a_valley_moves_little():

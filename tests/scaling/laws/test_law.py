@@ -190,7 +190,7 @@ def test_one_ray_or_nearly_one_is_never_identified(spread: float):
 
 
 @pytest.mark.parametrize(("lowest", "is_enough"), [(10.05, True), (10.2, False)])
-def test_ratios_of_two_are_enough_where_a_budget_is_rounded_up_to_whole_steps(
+def test_ratios_of_two_are_enough_where_budgets_are_rounded_to_steps(
     lowest: float, is_enough: bool
 ):
     """Which makes a short one up to a per cent longer."""

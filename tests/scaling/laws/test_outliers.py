@@ -1,5 +1,6 @@
 """Points off a law: named, and without weight in its interval."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,20 @@ def test_the_law_without_the_outlier_is_that_of_the_other_points(spoilt: Fit):
     sound = points.take(np.arange(16) != 5)
     expected = fit_law("chinchilla", sound.N, sound.D, sound.loss).parameters
     assert spoilt.without_outliers == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_interval_holds_what_an_outlier_in_a_corner_moves():
+    """The variance of the other points' law, and the square of the distance to that law."""
+    points, _ = table_with_outliers(3, 0, sizes=4, ratios=4)
+    is_corner = np.arange(16) == 3
+    fit = fitted(replace(points, loss=points.loss * (1 - 0.04 * is_corner)))
+    sound = points.take(~is_corner)
+    others = fit_law("chinchilla", sound.N, sound.D, sound.loss)
+    assert fit.se and fit.without_outliers and others.se
+    for name in ("alpha", "beta"):
+        moved = fit.values[name] - fit.without_outliers[name]
+        assert abs(moved) > others.se[name]
+        assert fit.se[name] == pytest.approx(math.hypot(others.se[name], moved), rel=1e-6)
 
 
 @published

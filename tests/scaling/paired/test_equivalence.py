@@ -84,7 +84,7 @@ def share_equivalent(
 
 
 @pytest.mark.parametrize("seeds_of_size", [(3, 3, 3), (5, 3, 2), (3, 1, 1), (3, 2, 1), (1, 1, 1)])
-def test_a_gap_that_grows_past_the_margin_with_the_tokens_is_not_equivalent(
+def test_a_gap_that_grows_past_the_margin_is_not_equivalent(
     seeds_of_size: tuple[int, ...],
 ) -> None:
     """The mean over budgets, .35 %, lies within the margin and would be called equivalent almost
@@ -108,13 +108,13 @@ def test_false_verdicts_are_at_most_five_in_a_hundred(
     assert share <= ALLOWED
 
 
-def test_a_single_pair_at_the_largest_size_is_held_to_the_spread_of_the_others() -> None:
+def test_a_single_pair_at_the_largest_size_has_the_spread_of_the_others() -> None:
     on_margin = share_equivalent([0, 0, MARGIN], (4, 4, 1))
     without_gap = share_equivalent([0, 0, 0], (4, 4, 1))
     assert on_margin <= ALLOWED and without_gap >= 0.9
 
 
-def test_the_narrowest_margin_is_passed_by_four_of_five_studies_without_a_gap() -> None:
+def test_four_of_five_studies_without_a_gap_pass_the_narrowest_margin() -> None:
     """A few more, as the trend passes where the largest size passes and counts as if it were
     independent."""
     noise = 0.06
@@ -131,7 +131,7 @@ def test_power_is_that_of_a_simulation() -> None:
     assert tost_power(margin, 1 / math.sqrt(n), n - 1) == pytest.approx(np.mean(passed), abs=0.025)
 
 
-def test_the_trend_at_the_largest_size_is_a_regressions_confidence_interval() -> None:
+def test_the_trend_at_the_largest_size_is_a_regressions_interval() -> None:
     sizes, gaps = (
         np.array([1e8, 3e8, 1e9]),
         [np.array([0.1, 0.2]), np.array([0.15]), np.array([0.4, 0.3])],
@@ -148,7 +148,7 @@ def test_the_trend_at_the_largest_size_is_a_regressions_confidence_interval() ->
     assert fit_line(sizes[:2], gaps[:2]) is None
 
 
-def test_each_size_with_two_pairs_is_tested_by_its_own_spread_at_its_largest_budget() -> None:
+def test_a_size_with_two_pairs_is_tested_by_its_own_spread() -> None:
     chosen = study(np.random.default_rng(0), lambda N, ratio: 0.02 * ratio, (3, 2, 1))
     parts = {
         part.N: part
@@ -169,7 +169,18 @@ def test_two_sizes_of_one_pair_each_cannot_show_equivalence() -> None:
     assert test.p is test.could_show is None
 
 
-def test_the_command_names_the_size_that_fails_and_what_the_design_could_show(
+def test_a_size_whose_gaps_are_copies_cannot_be_passed_over() -> None:
+    """They carry no spread: the other size alone shows nothing of this one."""
+    scattered = [pair(gap, SIZES[0], 20, seed) for seed, gap in enumerate((0.01, 0.02, 0.03))]
+    copies = [pair(0.02, SIZES[1], 20, seed) for seed in range(2)]
+    test = judge_equivalence([*scattered, *copies], "bf16", MARGIN)
+    of_scattered, of_copies = test.parts
+    assert of_scattered.p is not None and of_scattered.p < 0.001
+    assert of_copies.p is None
+    assert test.p is None and test.could_show is None
+
+
+def test_the_command_names_the_size_that_fails_and_the_designs_power(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:
     """Small gaps at the smallest size, one pair at +.85 % at the largest: within 1 % on average

@@ -66,7 +66,7 @@ def test_the_smallest_gap_that_is_seen_has_a_power_of_80_percent(n: int) -> None
     assert power(n, gap / sd) == pytest.approx(0.8, abs=1e-6)
 
 
-def test_values_that_share_a_trajectory_are_one_cluster_also_through_a_third() -> None:
+def test_values_that_share_a_trajectory_through_a_third_are_one_cluster() -> None:
     labels: list[set] = [{1, 2}, {5}, {3, 4}, {2, 3}, {5, 6}, {7}]
     groups = [members.tolist() for members in clusters(labels)]
     assert groups == [[0, 2, 3], [1, 4], [5]]

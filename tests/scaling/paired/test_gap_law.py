@@ -69,7 +69,7 @@ def test_the_optimum_is_that_of_generalised_least_squares() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_constant_gap_of_trunks_with_equal_branches_has_the_textbooks_interval(seed: int) -> None:
+def test_a_constant_gap_of_equal_branches_has_the_textbooks_interval(seed: int) -> None:
     points = gap_points(seed, GapDesign((4, 4, 4), (5, 10, 20), 0.2), GapTruth(0.3, 0, 0))
     means = [points.percent[points.trajectory == one].mean() for one in range(12)]
     theirs = ttest_1samp(means, 0).confidence_interval()
@@ -166,7 +166,7 @@ def test_an_exponent_must_be_told_by_the_pooled_noise_too() -> None:
     assert law.a.p == pytest.approx(pooled, rel=1e-3)
 
 
-def test_a_gap_that_is_noise_has_no_exponent_but_a_constant_with_its_interval() -> None:
+def test_a_gap_that_is_noise_has_a_constant_and_no_exponent() -> None:
     law = fit_gap(gap_points(4, NOISY, GapTruth(0, 0, 0)), None).law
     assert law.trend is None and sentence_of(law.reason) == "the gap itself is not told from zero"
     assert law.constant_low < 0 < law.constant_high and law.a.could_show is None
@@ -174,7 +174,7 @@ def test_a_gap_that_is_noise_has_no_exponent_but_a_constant_with_its_interval() 
     assert "no trend of the gap can be told" in words and "^" not in words
 
 
-def test_the_exponent_that_a_design_could_have_shown_is_told_in_eighty_of_hundred() -> None:
+def test_the_exponent_that_a_design_could_show_has_a_power_of_80_percent() -> None:
     design = GapDesign((6, 6, 6), (5, 10, 20), 0.15)
     laws = [fit_gap(gap_points(seed, design, GapTruth(0.5, 0, 0)), None).law for seed in range(10)]
     visible = float(np.median([law.a.could_show for law in laws]))
@@ -262,7 +262,7 @@ def test_without_a_law_of_the_losses_the_reason_is_given() -> None:
 # -------------------------------------------------------------------------------------- forecasts
 
 
-def test_a_forecast_holds_every_form_that_is_not_refuted_and_seed_noise_apart() -> None:
+def test_a_forecast_holds_every_form_that_is_not_refuted() -> None:
     fit = fit_gap(gap_points(5, NOISY, GapTruth(0.4, 0, 0)), None)
     assert fit.law.trend is None
     forecast = fit.forecast(1e7, 2e8)

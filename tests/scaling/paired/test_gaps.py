@@ -72,7 +72,7 @@ def branches_over_sizes() -> tuple[np.ndarray, np.ndarray, list[Pair]]:
     return N, gaps, pairs
 
 
-def test_the_change_over_sizes_is_the_regression_of_independent_trajectories() -> None:
+def test_the_change_over_sizes_is_a_regression_of_trajectories() -> None:
     N, gaps, pairs = branches_over_sizes()
     expected = linregress(np.log10(N), gaps)
     half = student.ppf(0.975, 10) * expected.stderr
@@ -117,7 +117,7 @@ def test_the_change_over_tokens_covers(is_branch: bool) -> None:
     assert np.mean(covered) == pytest.approx(0.95, abs=0.02)
 
 
-def test_one_line_through_all_pairs_would_take_levels_for_the_effect_of_tokens() -> None:
+def test_one_line_through_all_pairs_takes_levels_for_effects_of_tokens() -> None:
     rng = np.random.default_rng(7)
     covered = []
     for _ in range(300):

@@ -40,7 +40,7 @@ def logs_of(pairs: list[Pair], recipe: str) -> list[float]:
     return [pair.gap["bf16"].log_percent for pair in pairs if pair.fp8.recipe == recipe]
 
 
-def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties() -> None:
+def test_the_lowest_gap_is_first_and_paired_differences_decide_ties() -> None:
     ranking = rank(cells(CLOSE), "bf16")
     order = [(ranked.recipe, ranked.ties) for ranked in ranking.recipes]
     assert order == [("rowwise", True), ("tensorwise", True), ("cscale", False)]
