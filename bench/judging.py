@@ -129,7 +129,7 @@ def _is_close(norm: float | None, bf16_norm: float | None) -> bool:
     return abs(norm / bf16_norm - 1) <= MOST_NORM
 
 
-def compare(row: TimedRow, earlier: TimedRow, later: TimedRow) -> TimedRow:
+def compare_with_bf16(row: TimedRow, earlier: TimedRow, later: TimedRow) -> TimedRow:
     """The row with its speed per FLOP over the mean of the BF16 cells before and after it."""
     drift = later.tok_per_s / earlier.tok_per_s - 1
     reasons = []
