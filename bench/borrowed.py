@@ -51,7 +51,7 @@ Outcome = Literal["done", "failed", "cut", "left out"]
 
 
 @dataclass(frozen=True)
-class Target:
+class RatioTarget:
     """What a cell of bench.throughput has to reach."""
 
     cell: str  # size/label
@@ -67,7 +67,7 @@ class BorrowedPart:
     shows: str  # what will be known by it
     measures: str  # quantities, with their units
     answers: str  # the question, where no number is aimed at
-    targets: tuple[Target, ...] = ()  # numbers that are aimed at
+    targets: tuple[RatioTarget, ...] = ()  # numbers that are aimed at
     guess_s: float  # until it has run on this GPU
     words: tuple[str, ...]  # behind `python`
     rehearsal: tuple[str, ...]  # on a CPU
@@ -90,7 +90,7 @@ def _timing(
     guess_s: float,
     cells: tuple[str, ...],
     answers: str,
-    targets: tuple[Target, ...] = (),
+    targets: tuple[RatioTarget, ...] = (),
 ) -> BorrowedPart:
     """A part that times cells of bench.throughput."""
     command = ("-m", "bench.throughput", "suite=h100", "budget={budget}", f"out={CELLS}")
@@ -151,8 +151,8 @@ PARTS = (
         _cells("1p5b", f"{OURS} {OURS}+head {OURS}+bounded {OURS}+bounded+head {TORCHAO}"),
         "whether producers that write FP8 gain what the model says",
         (
-            Target(f"1p5b/{OURS}+bounded", 1.40),
-            Target(f"1p5b/{OURS}+bounded+head", 1.45),
+            RatioTarget(f"1p5b/{OURS}+bounded", 1.40),
+            RatioTarget(f"1p5b/{OURS}+bounded+head", 1.45),
         ),
     ),
     _timing(
@@ -168,7 +168,7 @@ PARTS = (
         180,
         _cells("125m 760m", f"{OURS}+head {OURS}"),
         "the default FP8 path at the present commit",
-        (Target(f"125m/{OURS}+head", 1.12),),
+        (RatioTarget(f"125m/{OURS}+head", 1.12),),
     ),
     BorrowedPart(
         name="125m_memory",

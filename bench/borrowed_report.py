@@ -66,9 +66,9 @@ def report(folder: Path, cells: Path, is_to_write: bool) -> str:
         raise UserError(f"{cells} holds no row of a GPU: nothing has been measured")
     table = speed_table(rows)
     if is_to_write:
-        page = with_table(PAGE.read_text(), table)
-        page = with_table(page, kernels_table(rows), KERNELS_BEGIN)
-        write_atomically(PAGE, with_table(page, parts_table(), PARTS_BEGIN))
+        page = with_generated(PAGE.read_text(), table)
+        page = with_generated(page, kernels_table(rows), KERNELS_BEGIN)
+        write_atomically(PAGE, with_generated(page, parts_table(), PARTS_BEGIN))
         write_atomically(README, with_readme_row(README.read_text(), readme_row(rows)))
         figure_rows = [*rows_beside_peers(cells), *rows_on_gpu(cells)]
         draw_ratios(figure_rows, cells.with_suffix(".png"))
@@ -212,7 +212,7 @@ def _sections_of_kernels(rows: Sequence[CellRow]) -> list[str]:
     return sections
 
 
-def with_table(page: str, table: str, begin: str = BEGIN) -> str:
+def with_generated(page: str, table: str, begin: str = BEGIN) -> str:
     """The page with `table` between `begin` and END. Raises UserError where they are not there."""
     pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(END)}", re.DOTALL)
     if not pattern.search(page):

@@ -106,32 +106,30 @@ def main(arguments: list[str]) -> int:
         return 2
     tokens, depth = micro_batch * config.model.n_ctx, config.model.n_layer
     pretend_h100()
-    one_block = read_step(config, 1, micro_batch)
-    two_blocks = read_step(config, 2, micro_batch)
+    sums = read_all_blocks(config, micro_batch)
     if config.fp8.scaling == "bounded":
         build_producers(config)
-    sums = {
-        key: one_block[key] + (depth - 1) * (two_blocks[key] - one_block[key]) for key in two_blocks
-    }
     print(
         f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch"
         f" {torch.__version__}, for an H100"
     )
     if config.fp8.recipe != "off":
         print(f"  {casting(config.fp8, 'cuda', has_whole_weights=True).describe()}")
-    sums["all but matmuls and attention"] = sum(
-        sums[key] for key in sums if key.endswith(POINTWISE)
-    )
     for key, value in sorted(sums.items()):
         print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
-    most = max(BUILT.values())
-    spilled = [name for name, (_, local) in BUILT.items() if local]
-    print(
-        f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills:"
-        f" {', '.join(spilled) or 'none'}"
-    )
+    print(_describe_built(BUILT))
     print("\n".join(describe_proofs(PROOFS)))
     return int(any(proof.problems for proof in PROOFS.values()))
+
+
+def _describe_built(built: Mapping[str, tuple[int, int]]) -> str:
+    """A line on the kernels; built: registers a thread and bytes of its spills by kernel."""
+    most_registers, _ = max(built.values())
+    spilled = [name for name, (_, spilled_bytes) in built.items() if spilled_bytes]
+    return (
+        f"  {len(built)} kernels built for sm_90, at most {most_registers} registers a thread;"
+        f" spills: {', '.join(spilled) or 'none'}"
+    )
 
 
 def describe_proofs(proofs: Mapping[str, Proof]) -> list[str]:
@@ -151,6 +149,20 @@ def describe_proofs(proofs: Mapping[str, Proof]) -> list[str]:
 
 
 # -------------------------------------------------------------------------------- reading one step
+
+
+def read_all_blocks(config: Config, micro_batch: int) -> dict[str, int]:
+    """Bytes by direction and kind of one micro-batch through all blocks, which are alike: read from
+    steps of one and of two, after pretend_h100()."""
+    one_block = read_step(config, 1, micro_batch)
+    two_blocks = read_step(config, 2, micro_batch)
+    sums = {}
+    for key in two_blocks:
+        of_a_block = two_blocks[key] - one_block[key]
+        sums[key] = one_block[key] + (config.model.n_layer - 1) * of_a_block
+    pointwise = [value for key, value in sums.items() if key.endswith(POINTWISE)]
+    sums["all but matmuls and attention"] = sum(pointwise)
+    return sums
 
 
 def read_step(config: Config, n_layer: int, micro_batch: int) -> Counter:

@@ -50,17 +50,17 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory(prefix="bench_data_", dir=options.folder) as name:
         folder = Path(name)
         texts = list(some_text(options.mb))
-        files = write_files(texts, folder)
+        files = write_text_files(texts, folder)
         mb = sum(len(text.encode()) for text in texts) / 1e6
         device = device_name(torch.device("cpu"))
         print(f"{mb:.1f} MB of text in {len(texts):,} documents on {device}")
         encode = tiktokens_own()
-        raw(encode, texts[:100])  # warm
+        raw_seconds(encode, texts[:100])  # warm
         for n in options.processes:
             raw_s, prepare_s = [], []
             for _ in range(options.repeats):
-                raw_s.append(raw(encode, texts))
-                prepare_s.append(prepare(files, folder / "out", n))
+                raw_s.append(raw_seconds(encode, texts))
+                prepare_s.append(prepare_seconds(files, folder / "out", n))
             ratios = [one_s / (n * all_s) for one_s, all_s in zip(raw_s, prepare_s, strict=True)]
             print(
                 f"{n} processes: raw tiktoken {mb / min(raw_s):.1f} MB/s in one, prepare_data.py"
@@ -70,7 +70,7 @@ def main(options: Options) -> None:
         print(f"loader: {loader(folder / 'out') / 1e6:.0f}M tokens/s on one core")
 
 
-def write_files(texts: list[str], folder: Path) -> list[Path]:
+def write_text_files(texts: list[str], folder: Path) -> list[Path]:
     """The texts, dealt out to eight files of JSON lines."""
     files = [folder / f"{i}.jsonl" for i in range(8)]
     for i, file in enumerate(files):
@@ -113,7 +113,7 @@ def tiktokens_own() -> Callable:
     ).encode_to_numpy
 
 
-def raw(encode: Callable, texts: list[str]) -> float:
+def raw_seconds(encode: Callable, texts: list[str]) -> float:
     """Seconds to encode each document once."""
     start = time.perf_counter()
     for text in texts:
@@ -121,7 +121,7 @@ def raw(encode: Callable, texts: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def prepare(files: list[Path], out: Path, n: int) -> float:
+def prepare_seconds(files: list[Path], out: Path, n: int) -> float:
     """Seconds of the command."""
     shutil.rmtree(out, ignore_errors=True)
     start = time.perf_counter()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.report import number_text
 from bench.trainings import TrainingRow, read_trainings, train_on_noise, training_text
@@ -149,39 +150,54 @@ def arms_table(rows: Sequence[TrainingRow]) -> str:
 
 
 def draw_arms(rows: Sequence[TrainingRow], path: Path) -> None:
-    """Four panels: loss by step, tokens/s, time of training, memory."""
+    """Four panels of those that have trained: loss by step, tokens/s, time of training, memory."""
     import matplotlib
 
-    from lib.plots import RC, STYLES, render, sheet
+    from lib.plots import RC, render, sheet
 
     trained = [row for row in rows if row.losses]
-    names = [" ".join(arm_of(row)) for row in trained]
-    places = list(range(len(trained)))
+    devices = ", ".join(sorted({row.device for row in trained if row.device})) or "no device"
     with matplotlib.rc_context(RC):
-        devices = {row.device for row in trained if row.device}
-        context = trained[0].context
         figure, ((loss, speed), (seconds, memory)) = sheet(
             (9.0, 6.0),
             2,
             2,
-            f"Five ways to train, T = {context:,}, on {', '.join(sorted(devices)) or 'no device'}",
+            f"Five ways to train, T = {trained[0].context:,}, on {devices}",
             "One sequence a step, noise in the place of text. Hatched: compilation.",
         )
-        for number, (row, name) in enumerate(zip(trained, names, strict=True)):
-            style = STYLES[number % len(STYLES)]
-            loss.plot(range(1, row.steps + 1), row.losses, color=style["color"], label=name)
-        loss.set(xlabel="step", ylabel="training loss [nats/token]")
-        loss.legend(frameon=False, fontsize=6)
-        speed.barh(places, [row.tok_per_s or 0.0 for row in trained], color="#0072B2")
-        speed.set(xlabel="tokens/s")
-        compile_s = [row.compile_s or 0.0 for row in trained]
+        _draw_losses(loss, trained)
+        _draw_bars(speed, trained, [row.tok_per_s or 0.0 for row in trained], "tokens/s")
         compiled_s = [row.compiled_s for row in trained]
-        seconds.barh(places, compiled_s, color="#0072B2")
-        seconds.barh(places, compile_s, left=compiled_s, color="white", edgecolor="k", hatch="///")
-        seconds.set(xlabel="seconds of training")
-        memory.barh(places, [row.mem_gib or 0.0 for row in trained], color="#0072B2")
-        memory.set(xlabel="memory of tensors [GiB]")
-        for panel in (speed, seconds, memory):
-            panel.set_yticks(places, names)
-            panel.invert_yaxis()
+        _draw_bars(seconds, trained, compiled_s, "seconds of training")
+        compile_s = [row.compile_s or 0.0 for row in trained]
+        hatched = {"color": "white", "edgecolor": "k", "hatch": "///"}
+        seconds.barh(range(len(trained)), compile_s, left=compiled_s, **hatched)
+        gib = [row.mem_gib or 0.0 for row in trained]
+        _draw_bars(memory, trained, gib, "memory of tensors [GiB]")
         write_atomically(path, render(figure, "png"))
+
+
+def _draw_losses(panel: Any, rows: Sequence[TrainingRow]) -> None:
+    """A line an arm over the steps."""
+    from lib.plots import STYLES
+
+    for number, row in enumerate(rows):
+        color = STYLES[number % len(STYLES)]["color"]
+        panel.plot(range(1, row.steps + 1), row.losses, color=color, label=_arm_name(row))
+    panel.set(xlabel="step", ylabel="training loss [nats/token]")
+    panel.legend(frameon=False, fontsize=6)
+
+
+def _draw_bars(
+    panel: Any, rows: Sequence[TrainingRow], values: Sequence[float], xlabel: str
+) -> None:
+    """A bar an arm, the first on top."""
+    places = range(len(rows))
+    panel.barh(places, values, color="#0072B2")
+    panel.set(xlabel=xlabel)
+    panel.set_yticks(places, [_arm_name(row) for row in rows])
+    panel.invert_yaxis()
+
+
+def _arm_name(row: TrainingRow) -> str:
+    return " ".join(arm_of(row))

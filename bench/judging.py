@@ -129,7 +129,7 @@ def _is_close(norm: float | None, bf16_norm: float | None) -> bool:
     return abs(norm / bf16_norm - 1) <= MOST_NORM
 
 
-def compare(row: TimedRow, earlier: TimedRow, later: TimedRow) -> TimedRow:
+def compare_with_bf16(row: TimedRow, earlier: TimedRow, later: TimedRow) -> TimedRow:
     """The row with its speed per FLOP over the mean of the BF16 cells before and after it."""
     drift = later.tok_per_s / earlier.tok_per_s - 1
     reasons = []
@@ -140,9 +140,10 @@ def compare(row: TimedRow, earlier: TimedRow, later: TimedRow) -> TimedRow:
     invalid = [bf16.invalid_because for bf16 in (earlier, later) if not bf16.valid]
     if invalid:
         reasons.append(f"its BF16 is invalid: {invalid[0]}")
+    ratio = 2 * row.tflops / (earlier.tflops + later.tflops)
     return replace(
         row,
-        ratio=2 * row.tflops / (earlier.tflops + later.tflops),
+        ratio=ratio,
         drift=drift,
         baseline=f"{earlier.cell.size} {earlier.cell.label}",
         baseline_size=earlier.cell.size,

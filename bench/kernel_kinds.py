@@ -23,7 +23,7 @@ OTHER = "other kernels"
 NAME_WIDTH = 60  # characters of a kernel's name that tell it from others
 
 
-def kind_of(kernel: str) -> str:
+def kernel_kind(kernel: str) -> str:
     for kind, beginnings in KINDS.items():
         if kernel.startswith(beginnings):
             return kind
@@ -34,7 +34,7 @@ def milliseconds_by_kind(kernels: Sequence[Kernel]) -> Counter[str]:
     """Sums over the kernels of a kind."""
     sums: Counter[str] = Counter()
     for name, milliseconds in kernels:
-        sums[kind_of(name)] += milliseconds  # type: ignore[assignment]  # a Counter of floats
+        sums[kernel_kind(name)] += milliseconds  # type: ignore[assignment]  # a Counter of floats
     return sums
 
 
@@ -54,5 +54,5 @@ def table_of_kernels(kernels: Sequence[Kernel]) -> str:
     """Markdown: the kernels of one micro-step in their order, the longest first."""
     lines = [["kernel", "kind", "ms"]]
     for name, milliseconds in kernels:
-        lines.append([name[:NAME_WIDTH], kind_of(name), f"{milliseconds:.2f}"])
+        lines.append([name[:NAME_WIDTH], kernel_kind(name), f"{milliseconds:.2f}"])
     return grid(lines)

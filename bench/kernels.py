@@ -105,17 +105,13 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
         raise UserError(
             "a CPU's timings say nothing about a GPU: give out=ANOTHER.json to rehearse"
         )
-    shapes, recipes, env = (
-        shapes_of(options),
-        recipes_of(options),
-        asdict(environment(device, ROOT)),
-    )
+    shapes, recipes = shapes_of(options), recipes_of(options)
+    asked_for = [(recipe, K, N) for K, N in shapes for recipe in recipes]
+    env = asdict(environment(device, ROOT))
     table = _read_table(out)
     entry = _entry_of(table, env, device, command, options.out)
-    timed = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}
-    wanted_rows = [(recipe, K, N) for K, N in shapes for recipe in recipes]
-    due = [row for row in wanted_rows if (*row, options.tokens) not in timed]
-    n_timed = len(shapes) * len(recipes) - len(due)
+    due = _without_timed(asked_for, options.tokens, entry["rows"])
+    n_timed = len(asked_for) - len(due)
     print(f"{env['device']}: {len(due)} rows to time, {n_timed} are there", flush=True)
     facts = {
         "date": env["t_start"][:10],
@@ -136,6 +132,14 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
         entry |= facts
         write_atomically(out, speed.to_text(table))
     return 1 if n_failed else 0
+
+
+def _without_timed(
+    linears: list[tuple[str, int, int]], tokens: int, rows: list[dict]
+) -> list[tuple[str, int, int]]:
+    """Those (recipe, K, N) that have no row of so many tokens."""
+    timed = {(row["recipe"], row["K"], row["N"]) for row in rows if row["M"] == tokens}
+    return [linear for linear in linears if linear not in timed]
 
 
 def _commits(earlier: str | None, commit: str | None) -> str | None:

@@ -169,7 +169,7 @@ def disassemble(cubin: bytes) -> str:
 
 def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
     """Check the code of one kernel, as cuobjdump prints it."""
-    instructions = parse(text)
+    instructions = parse_instructions(text)
     proof = Proof()
     follower = Follower(list(arguments))
     for instruction in instructions:
@@ -200,7 +200,7 @@ def node_of(item: tuple[Any, Any]) -> Any:
 
 
 def stray_bytes(
-    instruction: Instruction, state: "State", pointers: Collection[Argument]
+    instruction: Instruction, state: "MachineState", pointers: Collection[Argument]
 ) -> list[Stray]:
     """The bytes of a float8 store that do not come from a conversion. Zeros are accepted beside a
     masked load of float8, which puts them where it loads nothing; beside a conversion alone they
@@ -221,7 +221,7 @@ def stray_bytes(
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);", re.M)
 
 
-def parse(text: str) -> list[Instruction]:
+def parse_instructions(text: str) -> list[Instruction]:
     """The instructions of one kernel, as cuobjdump prints them."""
     instructions = []
     for address, guard, opcode, operands in LINE.findall(text):
@@ -292,7 +292,7 @@ def register_at(first: str, number: int) -> str:
 # ------------------------------------------------------------------------------ what is known where
 
 
-def known(value: int) -> Word:
+def word_of_number(value: int) -> Word:
     """The word of a number."""
     a, b, c, d = (frozenset({value >> shift & 0xFF}) for shift in (0, 8, 16, 24))
     return a, b, c, d
@@ -310,7 +310,7 @@ def either(a: Word, b: Word) -> Word:
 
 
 @dataclass
-class State:
+class MachineState:
     """What registers and shared memory may hold before an instruction."""
 
     words: dict[str, Word] = field(default_factory=dict)
@@ -329,12 +329,12 @@ class State:
         words = [self.word(register_at(register, number)) for number in range(-(-count // 4))]
         return [byte for word in words for byte in word][:count]
 
-    def copy(self) -> "State":
-        return State(dict(self.words), dict(self.pointers), self.shared, self.shared_new)
+    def copy(self) -> "MachineState":
+        return MachineState(dict(self.words), dict(self.pointers), self.shared, self.shared_new)
 
-    def joined(self, other: "State") -> "State":
+    def joined(self, other: "MachineState") -> "MachineState":
         """The state where two ways meet: each byte may have the origins of both."""
-        state = State(shared=self.shared | other.shared)
+        state = MachineState(shared=self.shared | other.shared)
         state.shared_new = self.shared_new | other.shared_new
         for register in self.words.keys() | other.words.keys():
             state.words[register] = either(self.word(register), other.word(register))
@@ -348,11 +348,13 @@ class State:
 Node = tuple[int, tuple[int, ...]]
 
 
-def states_before(instructions: list[Instruction], follower: "Follower") -> dict[Node, State]:
+def states_before(
+    instructions: list[Instruction], follower: "Follower"
+) -> dict[Node, MachineState]:
     """What holds before each instruction that is reached, over all ways to it; subroutines, such as
     that of a division, for each call by itself."""
     successors = successors_of(instructions)
-    states: dict[Node, State] = {(0, ()): State()}
+    states: dict[Node, MachineState] = {(0, ()): MachineState()}
     waiting: set[Node] = {(0, ())}
     while waiting:
         node = min(waiting)
@@ -377,7 +379,7 @@ def states_before(instructions: list[Instruction], follower: "Follower") -> dict
 
 
 def target_number(instructions: list[Instruction], jump: Instruction) -> int:
-    return (target_of(jump) - instructions[0].address) // 16  # bytes of an instruction
+    return (jump_address(jump) - instructions[0].address) // 16  # bytes of an instruction
 
 
 def successors_of(instructions: list[Instruction]) -> list[set[int]]:
@@ -438,7 +440,7 @@ def _adds(held: dict[str, set[int]], values: dict[str, set[int]]) -> bool:
     return is_more
 
 
-def target_of(instruction: Instruction) -> int:
+def jump_address(instruction: Instruction) -> int:
     """The address that a branch goes to."""
     return int(instruction.operands[-1], 16)
 
@@ -467,11 +469,11 @@ DOUBLE = ("DADD", "DFMA", "DMUL")  # 64 bits wide without a modifier that says s
 
 
 class Follower:
-    """What each instruction does to a State, in a kernel with these arguments."""
+    """What each instruction does to a MachineState, in a kernel with these arguments."""
 
     def __init__(self, arguments: list[Argument]):
         self.arguments = arguments
-        self.moves: dict[str, Callable[[Instruction, State], Word]] = {
+        self.moves: dict[str, Callable[[Instruction, MachineState], Word]] = {
             "F2FP": self._convert,
             "PRMT": self._permute,
             "UPRMT": self._permute,
@@ -508,13 +510,13 @@ class Follower:
             return False
         return name in self.moves or name in COMPUTING.split()
 
-    def after(self, instruction: Instruction, before: State) -> State:
+    def after(self, instruction: Instruction, before: MachineState) -> MachineState:
         """The state after an instruction; one with a guard may have done nothing."""
         state = before.copy()
         self._do(instruction, state)
         return before.joined(state) if instruction.guard else state
 
-    def _do(self, instruction: Instruction, state: State) -> None:
+    def _do(self, instruction: Instruction, state: MachineState) -> None:
         name = instruction.name
         if name == "BAR" and "ARV" not in instruction.modifiers:
             if state.shared_new:
@@ -531,7 +533,7 @@ class Follower:
         else:
             self._write(instruction, state, [from_origin(self._origin(instruction))])
 
-    def _write(self, instruction: Instruction, state: State, words: list[Word]) -> None:
+    def _write(self, instruction: Instruction, state: MachineState, words: list[Word]) -> None:
         """Write a result; the last word also to the second register of a wide result."""
         destination, sources = split_destination(instruction)
         if not is_register(destination):  # the result is a predicate
@@ -555,7 +557,7 @@ class Follower:
 
     # ---------------------------------------------------------------------------------- pointers
 
-    def _pointers(self, operands: Iterable[str], state: State) -> frozenset[Argument]:
+    def _pointers(self, operands: Iterable[str], state: MachineState) -> frozenset[Argument]:
         """The pointers among the arguments that a value of these operands is computed from."""
         pointers: set[Argument] = set()
         for operand in operands:
@@ -573,7 +575,9 @@ class Follower:
             if argument.is_pointer and 0 <= offset - argument.offset < argument.size
         }
 
-    def pointers_of_address(self, instruction: Instruction, state: State) -> frozenset[Argument]:
+    def pointers_of_address(
+        self, instruction: Instruction, state: MachineState
+    ) -> frozenset[Argument]:
         """The pointers that a load or store may address; the last brackets hold the address."""
         addressed = [operand for operand in instruction.operands if "[" in operand][-1]
         inner = addressed.rpartition("[")[2]
@@ -583,19 +587,19 @@ class Follower:
 
     # ------------------------------------------------------------------------------- moves of bytes
 
-    def _word(self, operand: str, state: State) -> Word:
+    def _word(self, operand: str, state: MachineState) -> Word:
         """The word of an operand; a negated or otherwise changed operand is a new value."""
         if is_register(operand):
             return state.word(operand)
         number = number_of(operand)
         if operand == "SRZ":
             return ZEROS
-        return from_origin(f"the operand {operand}") if number is None else known(number)
+        return from_origin(f"the operand {operand}") if number is None else word_of_number(number)
 
     def _unknown(self, instruction: Instruction) -> Word:
         return from_origin(instruction.place)
 
-    def _loaded(self, instruction: Instruction, state: State) -> list[Word]:
+    def _loaded(self, instruction: Instruction, state: MachineState) -> list[Word]:
         """The words that a load brings."""
         n_bytes = width(instruction)
         if instruction.name == "LDG":
@@ -610,7 +614,7 @@ class Follower:
         padded = [byte] * n_bytes + [rest] * (4 - n_bytes)
         return [(padded[0], padded[1], padded[2], padded[3])]
 
-    def _convert(self, instruction: Instruction, state: State) -> Word:
+    def _convert(self, instruction: Instruction, state: MachineState) -> Word:
         """F2FP to float8: two values become the lower half, the upper half is the third operand's
         lower half. A conversion to another format counts as a computation."""
         _, sources = split_destination(instruction)
@@ -622,7 +626,7 @@ class Follower:
         merged = ZEROS if len(sources) < 3 else self._word(sources[2], state)
         return byte, byte, merged[0], merged[1]
 
-    def _permute(self, instruction: Instruction, state: State) -> Word:
+    def _permute(self, instruction: Instruction, state: MachineState) -> Word:
         """PRMT: four bytes, chosen by the digits of a number, of the eight of two operands. Where
         that number is a register's, any of the bytes that it may choose."""
         _, (a, selector, c) = split_destination(instruction)
@@ -646,7 +650,7 @@ class Follower:
             chosen |= pool[digit >> shift & 7]
         return chosen
 
-    def _combine_bits(self, instruction: Instruction, state: State) -> Word:
+    def _combine_bits(self, instruction: Instruction, state: MachineState) -> Word:
         """LOP3: a function of three bits, given by its table. A byte counts as moved where the
         function gives one operand's bit for all eight bits."""
         _, (a, b, c, table) = split_destination(instruction)
@@ -657,7 +661,7 @@ class Follower:
         w, x, y, z = (combined(operands, function, place) for operands in zip(*words, strict=True))
         return w, x, y, z
 
-    def _shift(self, instruction: Instruction, state: State) -> Word:
+    def _shift(self, instruction: Instruction, state: MachineState) -> Word:
         """SHF: 32 bits of two words that are shifted as one, the third operand above the first."""
         _, (low, amount, high) = split_destination(instruction)
         n_bits = number_of(amount)
@@ -674,7 +678,7 @@ class Follower:
         first = 4 if "HI" in instruction.modifiers else 0
         return value[first], value[first + 1], value[first + 2], value[first + 3]
 
-    def _multiply_add(self, instruction: Instruction, state: State) -> Word:
+    def _multiply_add(self, instruction: Instruction, state: MachineState) -> Word:
         """IMAD a, b, c: a b + c, which is how bytes are often moved: by 1, or shifted by whole
         bytes into where c is zero."""
         _, (a, b, c) = split_destination(instruction)
@@ -687,13 +691,13 @@ class Follower:
         product = shifted_left(self._word(a, state), shifts[factor])
         return self._sum(instruction, [product, self._word(c, state)])
 
-    def _add(self, instruction: Instruction, state: State) -> Word:
+    def _add(self, instruction: Instruction, state: MachineState) -> Word:
         _, sources = split_destination(instruction)
         if "X" in instruction.modifiers:  # adds a carry
             return self._unknown(instruction)
         return self._sum(instruction, [self._word(source, state) for source in sources])
 
-    def _shift_add(self, instruction: Instruction, state: State) -> Word:
+    def _shift_add(self, instruction: Instruction, state: MachineState) -> Word:
         """LEA a, b, n: (a << n) + b."""
         _, sources = split_destination(instruction)
         n_bits = number_of(sources[-1])
@@ -714,18 +718,18 @@ class Follower:
             total.append(others[0] if others else ZERO)
         return total[0], total[1], total[2], total[3]
 
-    def _move(self, instruction: Instruction, state: State) -> Word:
+    def _move(self, instruction: Instruction, state: MachineState) -> Word:
         """MOV and others: one word, unchanged. SHFL takes the word of another thread, which runs
         the same code."""
         _, sources = split_destination(instruction)
         return self._word(sources[0], state)
 
-    def _select(self, instruction: Instruction, state: State) -> Word:
+    def _select(self, instruction: Instruction, state: MachineState) -> Word:
         """SEL: one of two words."""
         _, (a, b) = split_destination(instruction)
         return either(self._word(a, state), self._word(b, state))
 
-    def _extend(self, instruction: Instruction, state: State) -> Word:
+    def _extend(self, instruction: Instruction, state: MachineState) -> Word:
         """SGXT: the lowest bits of a word; above them zeros, or copies of the highest of them."""
         _, (source, amount) = split_destination(instruction)
         n_bits = number_of(amount)

@@ -92,14 +92,16 @@ def measure_cell(cell: Cell) -> Measurement:
     clocks = _read_clocks(step, device)
     graphs = counters["stats"]["unique_graphs"]
     n_steps = math.ceil(TIMED_S[device.type] / (accumulation * usual_s))
+    steps_s = [step() for _ in range(min(MOST_STEPS, max(2, n_steps)))]
+    recompiles = counters["stats"]["unique_graphs"] - graphs
     measured = Measurement(
         **subject.counts,
         compile_s=max(0.0, first.seconds[0] - usual_s),
-        steps_s=[step() for _ in range(min(MOST_STEPS, max(2, n_steps)))],
+        steps_s=steps_s,
         losses=first.losses,
         gradient_norms=first.norms,
         graph_breaks=sum(counters["graph_break"].values()),
-        recompiles=counters["stats"]["unique_graphs"] - graphs,
+        recompiles=recompiles,
         clocks=clocks,
     )
     if device.type != "cuda":

@@ -133,14 +133,8 @@ def _nanochat(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
     for p in zeros:
         nn.init.normal_(p, std=0.4 * p.size(1) ** -0.5)  # of the size that nanochat gives mlp.c_fc
     if is_fp8:  # the Linears that its base_train converts
-        fp8.convert_to_float8_training(
-            model,
-            config=fp8.Float8LinearConfig.from_recipe_name("tensorwise"),
-            module_filter_fn=lambda m, _: (
-                m.in_features % 16 == m.out_features % 16 == 0
-                and min(m.in_features, m.out_features) >= 128
-            ),
-        )
+        recipe = fp8.Float8LinearConfig.from_recipe_name("tensorwise")
+        fp8.convert_to_float8_training(model, config=recipe, module_filter_fn=_is_nanochats_fp8)
     optimizer = model.setup_optimizer(
         unembedding_lr=0.008, embedding_lr=0.3, scalar_lr=0.5, matrix_lr=0.02, weight_decay=0.28
     )
@@ -158,6 +152,12 @@ def _nanochat(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:
             " given random values"
         ],
     )
+
+
+def _is_nanochats_fp8(linear: nn.Linear, name: str) -> bool:
+    """As nanochat's base_train decides."""
+    sizes = linear.in_features, linear.out_features
+    return min(sizes) >= 128 and all(size % 16 == 0 for size in sizes)
 
 
 def _torchtitan(cell: Cell, device: torch.device, is_fp8: bool) -> Subject:

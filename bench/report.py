@@ -36,7 +36,7 @@ WORDS = {  # words of a label -> how a figure calls them
 }
 
 
-def precision_name(cell: Cell) -> str:
+def precision_in_words(cell: Cell) -> str:
     """A cell's precision in words, such as "tensorwise, our kernels, head too" or "nanochat,
     FP8"."""
     if cell.peer_name is not None:
@@ -159,7 +159,7 @@ def _draw_lines(panel: Any, rows: Sequence[TimedRow], sizes: list[str]) -> None:
     from lib.plots import STYLES
 
     fastest_first = sorted(rows, key=lambda row: -(row.ratio or 0.0))
-    names = {row.cell.label: precision_name(row.cell) for row in fastest_first}
+    names = {row.cell.label: precision_in_words(row.cell) for row in fastest_first}
     for i, (label, name) in enumerate(names.items()):
         turn, number = divmod(i, len(STYLES) - 1)
         style = STYLES[1 + number]  # blue is BF16's

@@ -61,7 +61,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class CellFailure:
     """What is said of a cell that has no numbers."""
 
     failure: str  # why, in words
@@ -81,7 +81,7 @@ class RowHead:
 class FailedRow(RowHead):
     """The row of a cell that failed."""
 
-    failure: Failure
+    failure: CellFailure
 
     @property
     def valid(self) -> bool:
@@ -194,10 +194,10 @@ def timed_rows_of(path: Path) -> list[TimedRow]:
     return [row for row in rows_of(path) if isinstance(row, TimedRow)]
 
 
-def answer_from(values: Mapping[str, Any]) -> Measurement | Failure:
+def answer_from(values: Mapping[str, Any]) -> Measurement | CellFailure:
     """What the process of a cell has answered. Raises UserError for values that are neither."""
     if "failure" in values:
-        return _made(Failure, values)
+        return _made(CellFailure, values)
     kernels = values.get("kernels")
     if kernels is None:
         return _made(Measurement, values)
@@ -219,7 +219,7 @@ def _row_from(values: Mapping[str, Any]) -> CellRow:
         "provenance": _made(Provenance, values),
     }
     answer = answer_from(values)
-    if isinstance(answer, Failure):
+    if isinstance(answer, CellFailure):
         return _made(FailedRow, {**values, **head, "failure": answer})
     return _made(TimedRow, {**values, **head, "measured": answer})
 

@@ -5,7 +5,7 @@ A test compares the page with schema_page()."""
 from bench.borrowed import BorrowedRow
 from bench.cells import Cell
 from bench.outcomes import TestOutcome
-from bench.rows import GROUPS, SCHEMA_VERSION, Failure, Measurement, Provenance, TimedRow
+from bench.rows import GROUPS, SCHEMA_VERSION, CellFailure, Measurement, Provenance, TimedRow
 from bench.trainings import TrainingRow
 from lib.schema import schema_section, schema_table
 
@@ -15,7 +15,7 @@ ROW_TABLES: dict[str, type] = {
     "The call": Provenance,
     "Of a cell that was timed, what its process measured": Measurement,
     "Of a cell that was timed, what follows from it; of each, `wall_s`": TimedRow,
-    "Of a cell that failed": Failure,
+    "Of a cell that failed": CellFailure,
 }
 SECTIONS: dict[str, type] = {
     "trainings.jsonl of bench.trainings and of suite=fourway, each line": TrainingRow,

@@ -29,7 +29,7 @@ from bench.cells import Cell, cell_from, groups_of
 from bench.judging import regressions
 from bench.measuring import measure_cell
 from bench.report import draw_ratios, rows_beside_peers, rows_page
-from bench.rows import Failure, Measurement, rows_of
+from bench.rows import CellFailure, Measurement, rows_of
 from bench.timing import Timer
 from lib.command import command, run_command
 from lib.errors import UserError, memory_error
@@ -64,14 +64,14 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def _answer(cell: str) -> Measurement | Failure:
+def _answer(cell: str) -> Measurement | CellFailure:
     """The answer of a cell, given as JSON."""
     try:
         return measure_cell(cell_from(json.loads(cell)))
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-        return Failure(failure=reason, oom=memory_error(error) is not None)
+        return CellFailure(failure=reason, oom=memory_error(error) is not None)
 
 
 def run_suite(

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from bench.cells import Cell
-from bench.judging import compare, judge_cell
+from bench.judging import compare_with_bf16, judge_cell
 from bench.measuring import to_number
 from bench.rows import (
+    CellFailure,
     CellRow,
     FailedRow,
-    Failure,
     Measurement,
     Provenance,
     TimedRow,
@@ -149,7 +149,7 @@ class Timer:
         if isinstance(later, FailedRow):
             return None
         for row in timed_rows:
-            self._add(compare(row, earlier, later))
+            self._add(compare_with_bf16(row, earlier, later))
         return later
 
     def time(self, cell: Cell, bf16: TimedRow | None = None, reserve_s: float = 0.0) -> CellRow:
@@ -223,7 +223,7 @@ def _warm_gpu() -> None:
         (a @ a)[0, 0].item()  # waits for it
 
 
-def run_cell(cell: Cell, log: Path, limit_s: float) -> Measurement | Failure:
+def run_cell(cell: Cell, log: Path, limit_s: float) -> Measurement | CellFailure:
     """What the process of a cell answers, or why it does not; nothing of it is left running."""
     prctl = ctypes.CDLL(None).prctl
     with open(log, "a") as words, tempfile.TemporaryDirectory() as scratch:
@@ -249,10 +249,10 @@ def run_cell(cell: Cell, log: Path, limit_s: float) -> Measurement | Failure:
             process.wait(limit_s)
             return answer_from(json.loads(answer.read_bytes()))
         except subprocess.TimeoutExpired:
-            return Failure(failure=f"not done after {limit_s:.0f} s")
+            return CellFailure(failure=f"not done after {limit_s:.0f} s")
         except OSError:
             reason = f"exit code {process.returncode} without an answer; its words are in {log}"
-            return Failure(failure=reason)
+            return CellFailure(failure=reason)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too

@@ -150,6 +150,8 @@ def train_on_noise(
     memory_file = folder / f"{config.run}.memory.jsonl"
     memory_file.unlink(missing_ok=True)  # of an earlier try
     output, is_cut = _train(file, words, memory_file, limit_s)
+    wall_s = time.monotonic() - start
+    micro_batch = config.data.micro_batch
     row = TrainingRow(
         name=config.run,
         config=str(file),
@@ -158,10 +160,10 @@ def train_on_noise(
         steps=0,
         tokens_per_step=config.data.tokens_per_step,
         context=config.model.n_ctx,
-        micro_batch=None if config.data.micro_batch == "auto" else config.data.micro_batch,
+        micro_batch=None if micro_batch == "auto" else micro_batch,
         is_compiled=bool(config.parallel.compile),
         planned_gib=_planned_gib(plan(config, gpu)),
-        wall_s=time.monotonic() - start,
+        wall_s=wall_s,
     )
     row = _with_results(row, config, memory_file)
     if not (config.run_dir / SUMMARY).is_file():

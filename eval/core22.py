@@ -146,12 +146,14 @@ def add_centered(scores: dict[str, TaskScores], missing: Collection[str] = ()) -
         scores[name] = replace(scores[name], metrics=metrics)
     if not centered or any(name not in scores and name not in missing for name in TASKS):
         return
+    scored = [scores[name] for name in centered]
+    unscored = [name for name in TASKS if name not in centered]
     scores[GROUP] = TaskScores(
         metrics={CENTERED: _mean([*centered.values()])},
-        n=sum(scores[name].n or 0 for name in centered),
-        docs_sha256=hash_of(scores[name].docs_sha256 or "" for name in centered),
+        n=sum(task_scores.n or 0 for task_scores in scored),
+        docs_sha256=hash_of(task_scores.docs_sha256 or "" for task_scores in scored),
         subtasks=[*centered],
-        missing=[name.removeprefix(f"{GROUP}_") for name in TASKS if name not in centered],
+        missing=[name.removeprefix(f"{GROUP}_") for name in unscored],
     )
 
 

@@ -56,7 +56,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Row:
+class InputRow:
     """What the model reads, once for all continuations that follow the same tokens."""
 
     inputs: tuple[int, ...]
@@ -79,7 +79,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """A text to be generated."""
 
     prompt: list[int]
@@ -242,7 +242,7 @@ class CheckpointLM(TemplateLM):
                 inputs = tuple(window.tokens[:-1])
                 scored = window.tokens[-window.n_scored :]
                 continuations.setdefault(inputs, []).append(Continuation(scored, i))
-        rows = [Row(inputs, follow) for inputs, follow in continuations.items()]
+        rows = [InputRow(inputs, follow) for inputs, follow in continuations.items()]
         batches = make_batches([row.inputs for row in rows], self.budget)
         totals = [0.0 for _ in requests]
         is_greedy = [True for _ in requests]
@@ -285,7 +285,7 @@ class CheckpointLM(TemplateLM):
         return self._exchange(value)
 
     @torch.no_grad()  # see stream()
-    def _score_batch(self, batch: Batch, rows: list[Row]) -> list[Answer]:
+    def _score_batch(self, batch: Batch, rows: list[InputRow]) -> list[Answer]:
         """Of every continuation of the batch's rows."""
         states = HiddenStates()
         cache = self._run_shared(batch, rows, states)
@@ -312,7 +312,9 @@ class CheckpointLM(TemplateLM):
             for continuation, loss, flags in parts
         ]
 
-    def _run_shared(self, batch: Batch, rows: list[Row], states: HiddenStates) -> KVCache | None:
+    def _run_shared(
+        self, batch: Batch, rows: list[InputRow], states: HiddenStates
+    ) -> KVCache | None:
         """One pass over the beginnings that the rows of each group share; its cache."""
         if not batch.shared:
             return None
@@ -326,7 +328,7 @@ class CheckpointLM(TemplateLM):
         return cache
 
     def _run_rest(
-        self, batch: Batch, rows: list[Row], cache: KVCache | None, states: HiddenStates
+        self, batch: Batch, rows: list[InputRow], cache: KVCache | None, states: HiddenStates
     ) -> None:
         """Passes over what follows the shared beginnings, padded: causal, it sees no padding."""
         past = batch.shared
@@ -388,7 +390,7 @@ class CheckpointLM(TemplateLM):
         A prompt that leaves no room loses its beginning: at most half of the context is freed for
         the answer."""
         jobs = [self._job(request, i) for i, request in enumerate(requests)]
-        batches: list[list[Job]] = []
+        batches: list[list[GenerationJob]] = []
         longest_first = sorted(jobs, key=lambda job: -len(job.prompt))
         for length, equally_long in groupby(longest_first, key=lambda job: len(job.prompt)):
             # the cache knows no padding
@@ -400,7 +402,7 @@ class CheckpointLM(TemplateLM):
             self.n_shortened += not text.has_ended and job.n_new < job.n_asked
         return [text.text for text in texts]
 
-    def _job(self, request: Any, i: int) -> Job:
+    def _job(self, request: Any, i: int) -> GenerationJob:
         prompt, keys = request.args
         generation = read_generation(keys, getattr(request, "task_name", None) or "of this request")
         # spelled in letters it ends an answer too
@@ -409,9 +411,9 @@ class CheckpointLM(TemplateLM):
         n_new = min(generation.n_new, max(self.n_ctx - len(ids), self.n_ctx // 2, 1))
         prompt_ids = ids[-max(1, self.n_ctx - n_new) :]
         self.n_truncated += len(prompt_ids) < len(ids)
-        return Job(prompt_ids, n_new, generation.n_new, until, i)
+        return GenerationJob(prompt_ids, n_new, generation.n_new, until, i)
 
-    def _answer(self, batch: list[Job]) -> list[GeneratedText]:
+    def _answer(self, batch: list[GenerationJob]) -> list[GeneratedText]:
         """The text of each job; all prompts have one length."""
         rows = [_GrowingText(job, self.tokenizer_ours, self.ends) for job in batch]
         ids = torch.tensor([job.prompt for job in batch], device=self._device)
@@ -428,7 +430,7 @@ class CheckpointLM(TemplateLM):
 class _GrowingText:
     """The text of a job while it is generated."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, ends: tuple[int, ...]):
+    def __init__(self, job: GenerationJob, tokenizer: Tokenizer, ends: tuple[int, ...]):
         self._job = job
         self._tokenizer = tokenizer
         self._ends = ends

@@ -93,13 +93,15 @@ def main(options: Options) -> None:
             f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}:"
             " shorten the prompt"
         )
+    prompts = torch.tensor(ids, device=device).repeat(options.n, 1)
+    generator = torch.Generator(device).manual_seed(options.seed)
     steps = stream(
         model,
-        torch.tensor(ids, device=device).repeat(options.n, 1),
+        prompts,
         options.tokens,
         options.temperature,
         options.top_k,
-        torch.Generator(device).manual_seed(options.seed),
+        generator,
         tokenizer.ends,
         tokenizer.vocab_size,
     )

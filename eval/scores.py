@@ -121,12 +121,13 @@ def _group_scores(
     """The tasks at a group's leaves weigh by their questions."""
     leaves = [scores[task] for task in subtasks]
     shots = {leaf.num_fewshot for leaf in leaves}
+    common_shots = shots.pop() if len(shots) == 1 else None
     return TaskScores(
         metrics=group.metrics,
         version=group.version,
         not_scored=group.not_scored,
         n=sum(leaf.n or 0 for leaf in leaves),
-        num_fewshot=shots.pop() if len(shots) == 1 else None,
+        num_fewshot=common_shots,
         chance=_mean_chance(leaves),
         docs_sha256=hash_of(leaf.docs_sha256 or "" for leaf in leaves),
         subtasks=subtasks,

@@ -157,9 +157,9 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
     @torch.no_grad()
     def swiglu(block: str, module: nn.Module, inputs: tuple) -> None:
         x = inputs[0]
-        seen[block, "swiglu"] = torch.stack(
-            (x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel()))
-        )
+        amax = x.abs().amax().float()
+        rms = _norm(x).float() / math.sqrt(x.numel())
+        seen[block, "swiglu"] = torch.stack((amax, rms))
 
     with ExitStack() as hooks:
         for layer, recipe in recipes.items():

@@ -104,18 +104,19 @@ class Recipe:
     use: str = ""  # docs/fp8.md's table: where it fits
 
     def __post_init__(self) -> None:
-        contradictions = {
-            "torchao_name goes with on_gpu='torchao'": bool(self.torchao_name)
-            != (self.on_gpu == "torchao"),
-            "native_on goes with on_gpu='prototype'": bool(self.native_on)
-            != (self.on_gpu == "prototype"),
-            "our kernels scale whole tensors": self.has_kernels and not self.has_one_scale_a_tensor,
-            "an emulation alone leaves the output in BF16": self.has_bf16_output
-            and self.on_gpu != "emulated",
-        }
-        for rule, is_broken in contradictions.items():
-            if is_broken:
-                raise ValueError(f"recipe {self.name}: {rule}")
+        for rule in self._broken_rules():
+            raise ValueError(f"recipe {self.name}: {rule}")
+
+    def _broken_rules(self) -> Iterator[str]:
+        """The rules between the fields that this recipe contradicts."""
+        if bool(self.torchao_name) != (self.on_gpu == "torchao"):
+            yield "torchao_name goes with on_gpu='torchao'"
+        if bool(self.native_on) != (self.on_gpu == "prototype"):
+            yield "native_on goes with on_gpu='prototype'"
+        if self.has_kernels and not self.has_one_scale_a_tensor:
+            yield "our kernels scale whole tensors"
+        if self.has_bf16_output and self.on_gpu != "emulated":
+            yield "an emulation alone leaves the output in BF16"
 
     @property
     def operands(self) -> tuple[Operand, ...]:

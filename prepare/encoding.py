@@ -9,7 +9,7 @@ import numpy as np
 
 from prepare.chat import ChatTemplate, OddConversation, Rendered
 from prepare.decontaminate import found_in
-from prepare.sources import Reading, Row
+from prepare.sources import Reading, SourceRow
 from runtime.shards import LOSS_MASK_BIT
 from runtime.tokenizer import END_OF_TEXT, Tokenizer, clean, load_tokenizer
 
@@ -48,7 +48,7 @@ class CleanRow:
         return int.from_bytes(digest, "little")
 
 
-def clean_row(tokenizer: Tokenizer, row: Row, reading: Reading) -> CleanRow | None:
+def clean_row(tokenizer: Tokenizer, row: SourceRow, reading: Reading) -> CleanRow | None:
     """A row with halves of UTF-16 pairs replaced; None for a conversation that cannot be used,
     where odd rows are skipped. Raises UserError and BadFile."""
     if row.conversation is None:
@@ -68,7 +68,7 @@ class Encoder:
     grams: np.ndarray  # of the evaluation files, by read_grams()
     reading: Reading  # of the file; counts what cannot be used
 
-    def encode(self, row: Row) -> Document | None:
+    def encode(self, row: SourceRow) -> Document | None:
         """None for a conversation that cannot be used, where odd rows are skipped. Raises
         UserError and BadFile."""
         cleaned = clean_row(self.tokenizer, row, self.reading)
@@ -108,7 +108,7 @@ def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     return [start[:1], LOSS_MASK_BIT | start[1:], LOSS_MASK_BIT | context, response]
 
 
-def _render(tokenizer: Tokenizer, row: Row, reading: Reading) -> Rendered | None:
+def _render(tokenizer: Tokenizer, row: SourceRow, reading: Reading) -> Rendered | None:
     """The conversation by the tokenizer folder's chat template, halves of UTF-16 pairs replaced;
     None where it cannot be used and odd rows are skipped. Raises UserError and BadFile."""
     template = cached_template(tokenizer.name)

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from prepare.sources import InputFile, Reading, Row, Source
+from prepare.sources import InputFile, Reading, Source, SourceRow
 
 # packages whose docstrings are read, where they are installed
 SCIENCE = ("numpy", "scipy", "sympy", "sklearn")
@@ -50,11 +50,11 @@ def demo_sources() -> list[Source]:
     ]
 
 
-def _read(source: str, reading: Reading) -> Iterator[Row]:
+def _read(source: str, reading: Reading) -> Iterator[SourceRow]:
     for text in documents(source):
         reading.rows += 1
         reading.characters += len(text)
-        yield Row((text,), 0.0)
+        yield SourceRow((text,), 0.0)
 
 
 def revision(source: str) -> str:

@@ -16,7 +16,7 @@ from lib.errors import UserError
 from prepare.formats import FORMATS, check_format
 from prepare.readers import read_file, read_records, value_of
 from prepare.records import brief
-from prepare.sources import BadFile, InputFile, Reading, Row, Source
+from prepare.sources import BadFile, InputFile, Reading, Source, SourceRow
 
 T = TypeVar("T")
 
@@ -235,7 +235,7 @@ def _of_group(source: Source, paths: list[str], column: str, values: tuple[str, 
     return members
 
 
-def _read_hub(source: Source, path: str, reading: Reading) -> Iterator[Row]:
+def _read_hub(source: Source, path: str, reading: Reading) -> Iterator[SourceRow]:
     """A file of the data set; where it is damaged, maybe by the transfer, once more, behind the
     rows that were read."""
     opened = partial(_opened, source, path, NETWORK_BLOCK)

@@ -28,10 +28,12 @@ def local_source(
         columns = MESSAGES
     files = _input_files(paths, columns)
     stats = [(path.name, file.bytes, file.stamp) for path, file in zip(paths, files, strict=True)]
+    file_names = ", ".join(path.name for path in paths)
+    revision = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
     return Source(
         name=name,
-        dataset=f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}",
-        revision=hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
+        dataset=f"local: {file_names}; column {' and '.join(columns)}",
+        revision=revision,
         license=license or "not stated",
         local_files=tuple(files),
         is_masked=columns in (PAIR, MESSAGES),

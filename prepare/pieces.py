@@ -16,7 +16,7 @@ from lib.files import new_file, read_bytes, write_json
 from prepare.encoding import Encoder, borders_of, cached_tokenizer
 from prepare.job import HASH_STEPS
 from prepare.records import ENCODING_REMEDY
-from prepare.sources import BadFile, InputFile, Reading, Row
+from prepare.sources import BadFile, InputFile, Reading, SourceRow
 
 TELL_S = 1.0  # between two words of a task about its progress
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes,
@@ -162,7 +162,7 @@ def make_piece(
 
 def _write_documents(
     piece: Piece,
-    rows: Iterator[Row],
+    rows: Iterator[SourceRow],
     encoder: "Encoder",
     most: float,
     tick: Callable[[], object],

@@ -354,18 +354,22 @@ def _leading_pieces(pieces: list[Piece]) -> list[Piece]:
 def _remarks(pieces: list[Piece]) -> dict:
     """Index's fields that say what was replaced, joined and left out in the input files, where
     there is something to say."""
+    borders, replaced, joined_lists, odd_rows = {}, {}, {}, []
+    for piece in pieces:
+        file = piece.input_name
+        if piece.inner_borders:
+            borders[file] = piece.inner_borders
+        if piece.replaced:
+            replaced[file] = piece.replaced
+        if piece.joined_lists:
+            joined_lists[file] = piece.joined_lists
+        if piece.odd_rows:
+            first = piece.first_odd_row
+            odd_rows.append({"file": file, "rows": piece.odd_rows, "first": first})
     remarks = {
-        "inner_borders": {
-            piece.input_name: piece.inner_borders for piece in pieces if piece.inner_borders
-        },
-        "replaced": {piece.input_name: piece.replaced for piece in pieces if piece.replaced},
-        "joined_lists": {
-            piece.input_name: piece.joined_lists for piece in pieces if piece.joined_lists
-        },
-        "odd_rows": [
-            {"file": piece.input_name, "rows": piece.odd_rows, "first": piece.first_odd_row}
-            for piece in pieces
-            if piece.odd_rows
-        ],
+        "inner_borders": borders,
+        "replaced": replaced,
+        "joined_lists": joined_lists,
+        "odd_rows": odd_rows,
     }
     return {key: value for key, value in remarks.items() if value}

@@ -16,7 +16,7 @@ from prepare.json_reader import json_array, json_lines
 from prepare.packed import unpacked
 from prepare.parquet_reader import parquet_rows
 from prepare.records import BLANK, REPLACEMENT, Record, brief, column_names, look_up, no_column
-from prepare.sources import MESSAGES, MESSAGES_MORE, PAIR, BadFile, Reading, Row
+from prepare.sources import MESSAGES, MESSAGES_MORE, PAIR, BadFile, Reading, SourceRow
 from prepare.text_reader import text_stretches
 
 # How a file that is one array begins. A line of .jsonl may be a list by mistake, of objects hardly.
@@ -31,7 +31,7 @@ def read_file(
     keep: dict,
     is_strict: bool,
     reading: Reading,
-) -> Iterator[Row]:
+) -> Iterator[SourceRow]:
     """InputFile.read of the file `path`, whose name says its format: the texts of the columns of
     each row, a null as an empty one. keep: column, nested by dots -> values of the rows wanted.
     is_strict: each row must have the columns, not the first one alone."""
@@ -49,9 +49,9 @@ def read_file(
         is_first = False
         reading.rows += 1
         if columns == MESSAGES:
-            yield Row((), share, conversation=_conversation(record, reading), place=place)
+            yield SourceRow((), share, conversation=_conversation(record, reading), place=place)
             continue
-        yield Row(
+        yield SourceRow(
             tuple(_text(record, column, reading) for column in columns), share, record.is_continued
         )
     reading.refuse_if_useless()

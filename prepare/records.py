@@ -19,7 +19,7 @@ class Record(NamedTuple):
     values: dict[str, Any]  # by column; texts that are not UTF-8 as bytes
     label: str = ":"  # before the number, in messages
     problem: str = ""  # why the row has no values
-    is_continued: bool = False  # as Row has it
+    is_continued: bool = False  # as SourceRow has it
     # The values without the bytes that are not UTF-8, where a line of JSON has such bytes.
     undamaged: dict[str, Any] | None = None
 

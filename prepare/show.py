@@ -38,16 +38,10 @@ def _split_rows(name: str, index: Index) -> list[list[str]]:
     token_bytes = np.dtype(index.dtype).itemsize
     rows = []
     for split_name, split in index.splits.items():
-        rows.append(
-            [
-                name,
-                split_name,
-                f"{split.documents:,}",
-                f"{split.tokens:,}",
-                f"{split.text_bytes / split.tokens:.2f}",
-                f"{split.tokens * token_bytes / 1e9:.3f}",
-            ]
-        )
+        bytes_per_token = split.text_bytes / split.tokens
+        gigabytes = split.tokens * token_bytes / 1e9
+        counts = [f"{split.documents:,}", f"{split.tokens:,}"]
+        rows.append([name, split_name, *counts, f"{bytes_per_token:.2f}", f"{gigabytes:.3f}"])
     return rows
 
 

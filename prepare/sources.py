@@ -20,7 +20,7 @@ class BadFile(MachineError):
     listed."""
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """What a reader takes of one row of a file."""
 
     texts: tuple[str, ...]  # (text,), or (prompt, response)
@@ -81,7 +81,7 @@ class InputFile:
     stamp: str | int | None  # changes with its content
     # Yields the rows, the same at each call. Raises BadFile: it cannot be read; UserError: another
     # column is meant, a row is odd, or the Hub refuses.
-    read: Callable[[Reading], Iterator[Row]]
+    read: Callable[[Reading], Iterator[SourceRow]]
 
 
 @dataclass(frozen=True, kw_only=True)

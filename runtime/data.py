@@ -400,10 +400,12 @@ class Data:
         lines = []
         counts, period = self._mixture.counts, self._mixture.period
         for s, name in enumerate(self.sources):
+            tokens = self._n_windows[s] * self.n_ctx
+            planned_tokens = self.planned[s] * self.n_ctx
+            share = f"share {self.weights[name]:.4f} ({counts[s]}/{period})"
             lines.append(
-                f"data: {name:12} share {self.weights[name]:.4f} ({counts[s]}/{period}) "
-                f" {self._n_windows[s] * self.n_ctx:,} tokens there,"
-                f" {self.planned[s] * self.n_ctx:,} planned = {self.epochs[name]:.2f} epochs;"
+                f"data: {name:12} {share}  {tokens:,} tokens there,"
+                f" {planned_tokens:,} planned = {self.epochs[name]:.2f} epochs;"
                 f" {self.val[name].tokens:,} to validate on"
             )
         return lines

@@ -60,6 +60,11 @@ class Environment:
 
 def environment(device: torch.device, root: Path) -> Environment:
     """What this process runs on; `root` is the repository."""
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIXES) and not SECRET.search(name)
+    }
     return Environment(
         command=shlex.join(sys.argv).replace(f"{root}/", ""),
         t_start=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -75,11 +80,7 @@ def environment(device: torch.device, root: Path) -> Environment:
         torchao=_version("torchao"),
         numpy=_version("numpy"),
         triton=_version("triton"),
-        variables={
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(PREFIXES) and not SECRET.search(name)
-        },
+        variables=variables,
     )
 
 

@@ -267,10 +267,11 @@ def _check_ramps(config: Config, parent: Config, step: int) -> None:
         for stage in parent.ramp.stages[:-1]:
             end += stage.full_steps
             pairs.append(f"{end / config.full_steps!r}:{1 / stage.parts:g}")
+        parents_tokens = parent.tokens_at(k + 1) - parent.tokens_at(k)
+        tokens = config.tokens_at(k + 1) - config.tokens_at(k)
         raise UserError(
             f"start_from={config.start_from}: step {k + 1} of {parent.run} had"
-            f" {parent.tokens_at(k + 1) - parent.tokens_at(k):,} tokens, here"
-            f" {config.tokens_at(k + 1) - config.tokens_at(k):,}: the first steps of a branch are"
+            f" {parents_tokens:,} tokens, here {tokens:,}: the first steps of a branch are"
             f" its parent's, set data.ramp={','.join(pairs) or 'none'}"
         )
 

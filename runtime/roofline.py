@@ -179,12 +179,11 @@ def _cast_seconds(
     bandwidth: float, casts: Casts, name: str, tokens: int, K: int, N: int, accumulation: int
 ) -> float:
     """Casts of a Linear's operands in a micro-batch, with its part of those once a step."""
-    return (
-        casts.x.of(name).seconds(tokens * K, bandwidth)
-        + casts.g.of(name).seconds(tokens * N, bandwidth)
-        + casts.w.seconds(K * N, bandwidth)
-        + casts.w_step.seconds(K * N, bandwidth) / accumulation
-    )
+    input_s = casts.x.of(name).seconds(tokens * K, bandwidth)
+    gradient_s = casts.g.of(name).seconds(tokens * N, bandwidth)
+    weight_s = casts.w.seconds(K * N, bandwidth)
+    step_s = casts.w_step.seconds(K * N, bandwidth)  # once a step
+    return input_s + gradient_s + weight_s + step_s / accumulation
 
 
 def _gradient_bytes(params: int, added_within: int, accumulation: int) -> float:

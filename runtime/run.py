@@ -291,26 +291,28 @@ class Run:
                 f"; the {n_lost_rows} rows of an earlier start, which had not completed a"
                 " checkpoint, are dropped"
             )
+        budget = (
+            f"{config.run}: {parameters:,} parameters, {config.full_steps:,} steps of"
+            f" {config.data.tokens_per_step:,} tokens = {config.total_tokens:,} tokens"
+            f" ({config.total_tokens / parameters:.1f} per parameter)"
+        )
+        devices = (
+            f"device: {self.world.size} x {device_name(self.world.device)};"
+            f" {config.accumulation(self.world.size)} micro-batches of"
+            f" {config.data.micro_batch} x {config.model.n_ctx} tokens per rank and step"
+        )
+        verdicts = selection.verdict_lines(
+            self.layers, config.fp8.recipe, self.world.device.type, self._cast_by
+        )
         return [
             *_describe_files(config_files),
-            (
-                f"{config.run}: {parameters:,} parameters, {config.full_steps:,} steps of"
-                f" {config.data.tokens_per_step:,} tokens = {config.total_tokens:,} tokens"
-                f" ({config.total_tokens / parameters:.1f} per parameter)"
-            ),
+            budget,
             *config.ramp.describe(config.data.tokens_per_step),
-            (
-                f"device: {self.world.size} x {device_name(self.world.device)};"
-                f" {config.accumulation(self.world.size)} micro-batches of"
-                f" {config.data.micro_batch} x {config.model.n_ctx} tokens per rank and"
-                " step"
-            ),
+            devices,
             *self.world.describe(),
             *self._flags,
             *self.data.describe(),
-            *selection.verdict_lines(
-                self.layers, config.fp8.recipe, self.world.device.type, self._cast_by
-            ),
+            *verdicts,
             starting,
         ]
 

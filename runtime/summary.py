@@ -253,6 +253,10 @@ def summarise(run: Finished) -> Summary:
 def _precision(
     config: Config, world: World, layers: Sequence[Layer], start: Start
 ) -> PrecisionSummary:
+    converted = [layer for layer in layers if layer.recipe]
+    cast_from = weights_cast_from(
+        layers, config.fp8.all_gather, world.device.type, world.has_whole_weights
+    )
     trunks = start.trunk_precisions
     return PrecisionSummary(
         recipe=config.fp8.label,
@@ -261,13 +265,11 @@ def _precision(
         switched_from=start.switched_from,
         switched_from_fp8=[_settings(fp8) for fp8 in trunks],
         compile=bool(config.parallel.compile),
-        layers_converted=[layer.name for layer in layers if layer.recipe],
+        layers_converted=[layer.name for layer in converted],
         layers_recipes={layer.name: layer.recipe for layer in layers if layer.recipe},
-        layers_kernels=[layer.name for layer in layers if layer.recipe and layer.kernels],
+        layers_kernels=[layer.name for layer in converted if layer.kernels],
         layers_skipped={layer.name: layer.why for layer in layers if not layer.recipe},
-        weights_cast_from=weights_cast_from(
-            layers, config.fp8.all_gather, world.device.type, world.has_whole_weights
-        ),
+        weights_cast_from=cast_from,
     )
 
 
@@ -308,11 +310,12 @@ def write_val_losses(path: Path, as_trained: ValLoss, in_bf16: ValLoss) -> None:
     """val_losses.npz, for paired comparisons: summed nats of each validation sequence, (sequences,)
     float64, as trained and in BF16; its source, by number, and its targets."""
     sequences = list(as_trained.sequences.values())
+    n_sequences = [len(losses) for losses in sequences]  # of each source
     np.savez(
         path,
         as_trained=np.concatenate(sequences),
         bf16=np.concatenate(list(in_bf16.sequences.values())),
-        source=np.repeat(np.arange(len(sequences)), [len(losses) for losses in sequences]),
+        source=np.repeat(np.arange(len(sequences)), n_sequences),
         n_tokens=np.concatenate(list(as_trained.targets.values())),
     )
 

@@ -38,15 +38,13 @@ class ValLoss:
             return None
         # Of a ratio of two means, where sequences have unequally many targets (Cochran 1977, 6.3);
         # else of a mean.
-        residuals = {
-            s: self.sequences[s] - self.source_loss(s) * self.targets[s] for s in self.weights
-        }
-        return math.sqrt(
-            sum(
-                (w / self.targets[s].mean()) ** 2 * residuals[s].var(ddof=1) / len(residuals[s])
-                for s, w in self.weights.items()
-            )
-        )
+        variances = []
+        for source, weight in self.weights.items():
+            targets = self.targets[source]
+            residuals = self.sequences[source] - self.source_loss(source) * targets
+            factor = (weight / targets.mean()) ** 2
+            variances.append(factor * residuals.var(ddof=1) / len(residuals))
+        return math.sqrt(sum(variances))
 
 
 @torch.no_grad()

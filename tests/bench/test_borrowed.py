@@ -13,7 +13,7 @@ import pytest
 from bench import borrowed, borrowed_report, fourway, noise, peak_memory, trainings
 from bench.borrowed import PARTS, BorrowedPart, parts_table
 from bench.cells import groups_of, our_cell
-from bench.rows import FailedRow, Failure, TimedRow
+from bench.rows import CellFailure, FailedRow, TimedRow
 from lib.errors import UserError
 from lib.files import to_line
 from lib.machine import GIB
@@ -157,7 +157,7 @@ def test_a_cell_that_got_no_row_is_named(call, gpu, monkeypatch, run, ratio, fai
     row = replace(row, provenance=replace(row.provenance, run=run))
     if failure:
         head = {"cell": row.cell, "provenance": row.provenance, "wall_s": 1.0}
-        row = FailedRow(**head, failure=Failure(failure=failure))
+        row = FailedRow(**head, failure=CellFailure(failure=failure))
     monkeypatch.setattr(borrowed, "rows_on_gpu", lambda path: [row])
     timing = replace(part("timing", ""), cells=("350m/tensorwise",))
     code = 0 if outcome == "done" else 1
@@ -271,9 +271,9 @@ def test_the_page_on_speed_is_what_the_rows_say():
     rows_of_gpu = borrowed.rows_on_gpu(ROOT / "bench/results/h100_peers.jsonl")
     rows_of_gpu += borrowed.rows_on_gpu(ROOT / borrowed.CELLS)
     page = borrowed_report.PAGE.read_text()
-    assert borrowed_report.with_table(page, borrowed_report.speed_table(rows_of_gpu)) == page
+    assert borrowed_report.with_generated(page, borrowed_report.speed_table(rows_of_gpu)) == page
     kernels = borrowed_report.kernels_table(rows_of_gpu)
-    assert borrowed_report.with_table(page, kernels, borrowed_report.KERNELS_BEGIN) == page
+    assert borrowed_report.with_generated(page, kernels, borrowed_report.KERNELS_BEGIN) == page
     readme = borrowed_report.README.read_text()
     row = borrowed_report.readme_row(rows_of_gpu)
     assert borrowed_report.with_readme_row(readme, row) == readme
@@ -281,7 +281,7 @@ def test_the_page_on_speed_is_what_the_rows_say():
 
 def test_the_page_on_speed_lists_every_part_and_what_it_aims_at():
     page = borrowed_report.PAGE.read_text()
-    assert borrowed_report.with_table(page, parts_table(), borrowed_report.PARTS_BEGIN) == page
+    assert borrowed_report.with_generated(page, parts_table(), borrowed_report.PARTS_BEGIN) == page
     lines = page.split("\n")
     for part in PARTS:
         (line,) = [line for line in lines if line.startswith(f"| {part.name} ")]
@@ -325,7 +325,7 @@ def test_a_later_row_of_a_cell_takes_the_place_of_an_earlier_one():
 
 def test_a_page_without_its_markers_is_refused():
     with pytest.raises(UserError, match="lacks the lines"):
-        borrowed_report.with_table("no table", "| a |")
+        borrowed_report.with_generated("no table", "| a |")
 
 
 # ---------------------------------------------------------------------------------- trainings, arms

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.kernel_kinds import kind_of, table_of_kernels, table_of_kinds
+from bench.kernel_kinds import kernel_kind, table_of_kernels, table_of_kinds
 
 KERNELS = [("nvjet_sm90_tst_256x128", 40.0), ("triton_poi_fused_add", 2.0), ("Memset", 0.5)]
 
@@ -21,7 +21,7 @@ KERNELS = [("nvjet_sm90_tst_256x128", 40.0), ("triton_poi_fused_add", 2.0), ("Me
     ],
 )
 def test_a_kernel_is_known_by_its_name(kernel: str, kind: str):
-    assert kind_of(kernel) == kind
+    assert kernel_kind(kernel) == kind
 
 
 def test_times_of_a_kind_are_added_and_all_of_them_too():

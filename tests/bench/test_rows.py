@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from bench.cells import Cell, our_cell
-from bench.judging import compare
+from bench.judging import compare_with_bf16
 from bench.rows import (
+    CellFailure,
     CellRow,
     FailedRow,
-    Failure,
     TimedRow,
     row_line,
     rows_of,
@@ -33,13 +33,16 @@ def timed_row(cell: Cell = BF16_CELL, **changes) -> TimedRow:
     baseline = judged(BF16_CELL, answer())
     kernels, clocks = [("nvjet", 2.0), ("cast_both", 1.0)], {"sm_mhz": 1980.0, "power_w": None}
     measured = answer(1200, kernels=kernels, clocks=clocks, peak_gib=1.5, reserved_gib=2.5)
-    row = compare(judged(cell, measured, baseline, gpu=H200), baseline, baseline)
+    row = compare_with_bf16(judged(cell, measured, baseline, gpu=H200), baseline, baseline)
     return replace(row, **changes)
 
 
 FP8 = FP8Config(recipe="tensorwise", kernels=True, head=True, skip=("attn.out", "layers.0.*"))
 FAILED = FailedRow(
-    cell=BF16_CELL, provenance=provenance(), wall_s=9.0, failure=Failure(failure="out of memory")
+    cell=BF16_CELL,
+    provenance=provenance(),
+    wall_s=9.0,
+    failure=CellFailure(failure="out of memory"),
 )
 
 
@@ -52,7 +55,7 @@ FAILED = FailedRow(
         timed_row(PEER_CELL),
         judged(BF16_CELL, answer()),
         FAILED,
-        replace(FAILED, failure=Failure(failure="out of memory", oom=True)),
+        replace(FAILED, failure=CellFailure(failure="out of memory", oom=True)),
     ],
     ids=["bf16", "fp8", "documents", "peer", "cpu", "failed", "out_of_memory"],
 )

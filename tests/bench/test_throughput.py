@@ -21,10 +21,10 @@ from bench.cells import (
     our_cell,
     precision_named,
 )
-from bench.judging import compare, regressions
+from bench.judging import compare_with_bf16, regressions
 from bench.measuring import measure_cell
 from bench.report import rows_page
-from bench.rows import CellRow, FailedRow, Failure, TimedRow, row_line, rows_of
+from bench.rows import CellFailure, CellRow, FailedRow, TimedRow, row_line, rows_of
 from bench.timing import Timer, run_cell
 from lib.errors import UserError
 from lib.files import read_bytes
@@ -183,7 +183,7 @@ def test_what_makes_a_row_invalid(changes, why):
 
 def test_a_row_whose_bf16_is_invalid_does_not_count():
     broken, sound = judged(TOY, answer(losses=[5.0] * 20)), judged(TOY, answer())
-    row = compare(judged(TENSORWISE, answer(), broken), broken, sound)
+    row = compare_with_bf16(judged(TENSORWISE, answer(), broken), broken, sound)
     assert not row.valid and "its BF16 is invalid" in row.invalid_because
 
 
@@ -215,7 +215,9 @@ def test_mfu_is_the_share_of_the_gpus_peak_in_bf16():
 @pytest.mark.parametrize("device, is_valid", [("cpu", True), ("cuda", False)])
 def test_a_drift_of_bf16_is_no_evidence_on_a_gpu(device, is_valid):
     earlier, later = judged(TOY, answer(1000)), judged(TOY, answer(1040))
-    row = compare(judged(replace(TENSORWISE, device=device), answer(), earlier), earlier, later)
+    row = compare_with_bf16(
+        judged(replace(TENSORWISE, device=device), answer(), earlier), earlier, later
+    )
     assert row.valid is is_valid
     assert is_valid or "drifted by +4.0%" in row.invalid_because
 
@@ -225,7 +227,7 @@ def test_speed_is_compared_per_flop(flops_per_token, ratio):
     """As of a peer's model with half the FLOPs a token."""
     earlier, later = judged(TOY, answer(1000)), judged(TOY, answer(1040))
     measured = answer(1530, flops_per_token=flops_per_token)
-    row = compare(judged(TENSORWISE, measured, earlier), earlier, later)
+    row = compare_with_bf16(judged(TENSORWISE, measured, earlier), earlier, later)
     assert row.ratio == pytest.approx(ratio)
     assert (row.baseline, row.baseline_size) == ("toy bf16", "toy")
 
@@ -272,7 +274,7 @@ def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
                 if callable(found)
                 else found
                 if limit_s >= 20
-                else Failure(failure="not done")
+                else CellFailure(failure="not done")
             )
 
         monkeypatch.setattr(timing, "run_cell", fake)
@@ -329,18 +331,18 @@ def test_fp8_runs_between_turns_of_bf16_and_is_not_timed_twice(
 
 
 def test_a_failure_costs_its_row_and_bf16_halves_a_batch_without_memory(turns, tmp_path):
-    asked, left, rows = turns(tensorwise=[Failure(failure="exit code -11", oom=False)])
+    asked, left, rows = turns(tensorwise=[CellFailure(failure="exit code -11", oom=False)])
     assert [label for label, _ in asked] == ["bf16", "tensorwise", "rowwise", "bf16"] and left == 0
     failures = [row.failure.failure for row in rows if isinstance(row, FailedRow)]
     assert failures == ["exit code -11"] and rows[-1].ratio == pytest.approx(1.0)
     assert "- not counted: toy/tensorwise: exit code -11" in rows_page(rows) and turns()[0] == []
-    full = Failure(failure="OutOfMemoryError: CUDA out of memory", oom=True)
+    full = CellFailure(failure="OutOfMemoryError: CUDA out of memory", oom=True)
     asked, _, rows = turns(
         bf16=[lambda cell: full if cell.micro_batch == 4 else answer()], out=tmp_path / "b.jsonl"
     )
     assert asked == [("bf16", 4), ("bf16", 2), ("tensorwise", 2), ("rowwise", 2), ("bf16", 2)]
     assert {row.cell.micro_batch for row in timed(rows) if row.ratio} == {2}
-    assert turns(bf16=[Failure(failure="broken")], out=tmp_path / "c.jsonl")[:2] == (
+    assert turns(bf16=[CellFailure(failure="broken")], out=tmp_path / "c.jsonl")[:2] == (
         [("bf16", 4)],
         2,
     )
@@ -373,7 +375,7 @@ def test_a_cell_that_overruns_costs_its_own_row_alone(turns, monkeypatch: pytest
     ):
         monkeypatch.setattr(timing, "CELL_LIMIT_S", limit)
         asked, still, rows = turns(
-            budget=300, rowwise=[lambda cell: Failure(failure="not done")], slow="rowwise"
+            budget=300, rowwise=[lambda cell: CellFailure(failure="not done")], slow="rowwise"
         )
         assert [label for label, _ in asked] == due
         assert [row.cell.name for row in timed(rows) if row.ratio] == ["toy/tensorwise"]
@@ -441,7 +443,7 @@ def board(gpu: str | None = H100, tensorwise=1.2, rowwise=0.9) -> list[TimedRow]
         rows.append(base)
         for label, speed in (("tensorwise", tensorwise), ("rowwise", rowwise)):
             row = judged(toy(label, size=size), answer(rate * speed), base, gpu=gpu)
-            rows.append(compare(row, base, base))
+            rows.append(compare_with_bf16(row, base, base))
     return rows
 
 
@@ -475,11 +477,11 @@ def test_a_page_of_no_rows_says_so():
     ],
 )
 def test_a_figure_calls_a_precision_by_words(label: str, words: str) -> None:
-    assert report.precision_name(toy(label)) == words
+    assert report.precision_in_words(toy(label)) == words
 
 
 def test_a_figure_names_the_document_mask() -> None:
-    assert report.precision_name(replace(TOY, document_mask=True)) == "BF16, document mask"
+    assert report.precision_in_words(replace(TOY, document_mask=True)) == "BF16, document mask"
 
 
 @pytest.mark.parametrize(
@@ -487,7 +489,7 @@ def test_a_figure_names_the_document_mask() -> None:
 )
 def test_a_figure_calls_a_peer_by_its_name(name, precision, words) -> None:
     cell = replace(TOY, peer="/x", peer_name=name, peer_precision=precision)
-    assert report.precision_name(cell) == words
+    assert report.precision_in_words(cell) == words
 
 
 def test_a_figure_calls_sizes_by_their_parameters() -> None:

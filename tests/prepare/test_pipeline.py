@@ -923,7 +923,7 @@ def test_a_rehearsal_of_the_benchmark_from_end_to_end(
 
 def test_raw_is_tiktokens_own_encoding_of_each_document_once():
     encoded, encode = [], benchmark.tiktokens_own()
-    benchmark.raw(lambda text, **how: encoded.append((text, how)), ["a", "b"])
+    benchmark.raw_seconds(lambda text, **how: encoded.append((text, how)), ["a", "b"])
     assert encoded == [("a", {"disallowed_special": ()}), ("b", {"disallowed_special": ()})]
     text = "Raw text, 1,234 numbers\n\n  and  spaces'll do."
     assert encode(text).tolist() == load_tokenizer("gpt2").encode(text).tolist()
