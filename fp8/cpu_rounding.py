@@ -36,10 +36,6 @@ class Bits:
     def exponent_mask(self) -> int:
         return 0xFF << self.mantissa
 
-    @property
-    def magnitude_mask(self) -> int:
-        return self.power(BIAS + 2) - 1
-
     def power(self, exponent: int) -> int:
         """Those of 2^exponent."""
         return (BIAS + exponent) << self.mantissa
@@ -111,12 +107,13 @@ class _Layout:
         tiles, shared = self.tiles(magnitude)
         if shared != (2,):
             return tiles.view(self.bits.ints).amax(shared, keepdim=True)
-        # along a few neighbours torch reduces fp32 four times as fast; a NaN may get a sign
-        amax = tiles.float().amax(shared, keepdim=True).to(magnitude.dtype).view(self.bits.ints)
-        return amax.bitwise_and_(self.bits.magnitude_mask)
+        # along a few neighbours torch reduces fp32 four times as fast
+        amax = tiles.float().amax(shared, keepdim=True)
+        return amax.to(magnitude.dtype).view(self.bits.ints)
 
     def is_ordinary(self) -> bool:
-        """Whether all largest magnitudes are 0 or from 2^LEAST to 2^GREATEST."""
+        """Whether all largest magnitudes are 0 or from 2^LEAST to 2^GREATEST; no NaN is, of either
+        sign."""
         amax = torch.cat(self.amaxes)
         least, greatest = amax.masked_fill(amax == 0, self.bits.power(LEAST)).aminmax()
         return int(least) >= self.bits.power(LEAST) and int(greatest) < self.bits.power(GREATEST)
