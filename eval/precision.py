@@ -2,11 +2,11 @@
 
     python -m eval.precision out/RUN recipes=tensorwise,rowwise
 
-All precisions see the run's own validation sequences, in the same batches. Their difference is paired:
-the standard error is that of the mean difference over sequences. It says nothing of other training
-runs. With one activation scale a tensor (tensorwise, amax) a sequence's loss depends a little on
-what shares its batch, hence on micro_batch; with row, block and constant scales it does not. Scores
-of tasks: eval.harness fp8=RECIPE, then --table, which pairs them by document.
+All precisions see the run's own validation sequences, in the same batches. Their difference is
+paired: the standard error is that of the mean difference over sequences. It says nothing of other
+training runs. With one activation scale a tensor (tensorwise, amax) a sequence's loss depends a
+little on what shares its batch, hence on micro_batch; with row, block and constant scales it does
+not. Scores of tasks: eval.harness fp8=RECIPE, then --table, which pairs them by document.
 
 Prints a Markdown table; writes out/RUN/eval/precision.json and, per recipe,
 out/RUN/eval/probe_RECIPE.jsonl: what quantisation does to the weights and activations of each
@@ -116,8 +116,8 @@ def _evaluate_in(
     micro_batch: int,
     step: int | None = None,
 ) -> tuple[EvaluatedPrecision, ValLoss]:
-    """Load, evaluate, probe; the model is gone before that of the next precision is loaded. step: of
-    the first one, as the run may go on."""
+    """Load, evaluate, probe; the model is gone before that of the next precision is loaded.
+    step: of the first one, as the run may go on."""
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe, step)
     if recipe != "off":

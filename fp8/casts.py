@@ -179,10 +179,10 @@ TENSORWISE_DELAYED_CASTS = Casts(
     w_step=KERNELS_WEIGHT,
 )
 # The kernels of norm, SwiGLU and RoPE's backward pass leave FP8 in both layouts, as many bytes as
-# BF16 alone; that of the norm's backward pass leaves it beside BF16, which the residual stream needs.
-# Attention's output, which comes from a kernel that is not ours, is read again. The head's input is
-# cast as with delayed scales. As bench/compiler_plan.py has it: 6,415 kB a token at 1.5B, 454 above
-# BF16; these sum up to 459.
+# BF16 alone; that of the norm's backward pass leaves it beside BF16, which the residual stream
+# needs. Attention's output, which comes from a kernel that is not ours, is read again. The head's
+# input is cast as with delayed scales. As bench/compiler_plan.py has it: 6,415 kB a token at 1.5B,
+# 454 above BF16; these sum up to 459.
 PRODUCED = Moved(ours=2, spared=2)
 TENSORWISE_BOUNDED_CASTS = Casts(
     KERNELS,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
+from fp8.cpu_rounding import can_round, round_by_bits
 from fp8.matmul import has_bf16_units, scaled_mm_of_bf16
 from fp8.recipes import (
     BF16_OPERAND,
@@ -74,7 +75,8 @@ class EmulatedMatmul(torch.autograd.Function):
     numerics only.
 
     position (), salt: of noise_at(). has_units: whether the BF16 units of a CPU multiply, where
-    operands or their float8 values are BF16 numbers."""
+    operands or their float8 values are BF16 numbers. rounds_ahead: whether the forward pass also
+    keeps what the backward pass will multiply, where that saves time."""
 
     @staticmethod
     def forward(
@@ -85,14 +87,19 @@ class EmulatedMatmul(torch.autograd.Function):
         salt: torch.Tensor | None,
         recipe: Recipe,
         has_units: bool,
+        rounds_ahead: bool = False,
     ) -> torch.Tensor:
         how = Rounding(recipe, x.dtype, has_units)
-        qx = how.rounded(x, recipe.input)
-        qw = how.rounded(w, recipe.weight)
-        ctx.has_one_rounding = recipe.input.scaling in FOR_BOTH_DIMENSIONS
-        has_rounded_x = ctx.has_one_rounding and not recipe.has_bf16_weight_grad
-        saved_x = qx if has_rounded_x else Rounded(x)
-        ctx.save_for_backward(*saved_x, w, position, salt)
+        multiplies_x_again = not (recipe.has_bf16_weight_grad or recipe.is_rotated)
+        qx, x_again = how.rounded_twice(x, recipe.input, rounds_ahead and multiplies_x_again)
+        if recipe.has_bf16_weight_grad:
+            x_again = None
+        multiplies_w_again = not (recipe.has_bf16_input_grad or recipe.weight_again)
+        qw, w_again = how.rounded_twice(w, recipe.weight, rounds_ahead and multiplies_w_again)
+        if not (rounds_ahead and multiplies_w_again):
+            w_again = None  # another copy of the weight would cost memory
+        ctx.is_rounded = x_again is not None, w_again is not None
+        ctx.save_for_backward(*(x_again or Rounded(x)), *(w_again or Rounded(w)), position, salt)
         ctx.how, ctx.w_dtype = how, w.dtype
         if recipe.has_bf16_output:
             qx = how.rounded(x, BF16_OPERAND)
@@ -101,33 +108,38 @@ class EmulatedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> tuple:
-        x, x_inverse, w, position, salt = ctx.saved_tensors
+        x, x_inverse, w, w_inverse, position, salt = ctx.saved_tensors
+        is_x_rounded, is_w_rounded = ctx.is_rounded
         how = ctx.how
         recipe, dtype = how.recipe, how.dtype
         noise = noise_again = None
         if position is not None:
             noise = noise_at(g.shape, position, salt)
             noise_again = noise_at(g.shape, position, salt + 2**60)
-        qg = how.rounded(g, recipe.grad, -1, noise)
+        multiplies_g_again = not (recipe.has_bf16_weight_grad or recipe.is_rotated)
+        qg, g_again = how.rounded_twice(g, recipe.grad, multiplies_g_again, noise)
 
         # the input gradient g w
         if recipe.has_bf16_input_grad:
             w_bf16 = how.rounded(w.to(dtype), BF16_OPERAND)
             grad_x = how.rounded(g, BF16_OPERAND).times(w_bf16, dtype)
+        elif is_w_rounded:
+            grad_x = qg.times(Rounded(w, w_inverse), dtype)
         else:
             grad_x = qg.times(how.rounded(w, recipe.weight_again or recipe.weight, 0), dtype)
 
         # the weight gradient g' x
         if recipe.has_bf16_weight_grad:
             grad_w = (g.t() @ x).to(dtype)
-        elif ctx.has_one_rounding:  # x was saved rounded
-            grad_w = qg.t().times(Rounded(x, x_inverse), dtype)
-        else:  # scales along the dimension that this matmul sums over
+        else:
             if recipe.is_rotated:
                 g, x = rotated(g), rotated(x)
-            qg_again = how.rounded(g, recipe.grad, 0, noise_again)
-            grad_w = qg_again.t().times(how.rounded(x, recipe.input, 0), dtype)
-        return grad_x, grad_w.to(ctx.w_dtype), None, None, None, None
+            # scales along the dimension that this matmul sums over
+            if g_again is None:
+                g_again = how.rounded(g, recipe.grad, 0, noise_again)
+            x_again = Rounded(x, x_inverse) if is_x_rounded else how.rounded(x, recipe.input, 0)
+            grad_w = g_again.t().times(x_again, dtype)
+        return grad_x, grad_w.to(ctx.w_dtype), None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -146,13 +158,45 @@ class Rounding:
         noise: torch.Tensor | None = None,
     ) -> Rounded:
         """x (any shape) rounded as `operand` says; `dim` and noise as in fake_quantise()."""
-        on_units = self.has_units and not x.is_cuda and self.dtype == torch.bfloat16
+        on_units = self._is_on_units(x)
         if on_units and operand.format is None:
             return Rounded(x)
         if on_units and self.recipe.has_one_scale_a_tensor and not operand.is_exact_in_bf16:
             return Rounded(*quantise_whole(x, operand))
+        by_bits = self._by_bits(x, operand, dim) if noise is None else None
+        if by_bits is not None:
+            return by_bits[0]
         dtype = emulation_dtype(self.recipe, x.device.type, self.dtype, on_units)
         return Rounded(fake_quantise(x, operand, dim, noise, dtype))
+
+    def rounded_twice(
+        self,
+        x: torch.Tensor,
+        operand: Operand,
+        needs_both: bool,
+        noise: torch.Tensor | None = None,
+    ) -> tuple[Rounded, Rounded | None]:
+        """x (M, N) rounded for a matmul that sums over its columns, and for another that sums over
+        its rows: the same where one rounding serves both; None where it is not needed or is a
+        rounding of its own."""
+        if operand.scaling in FOR_BOTH_DIMENSIONS:
+            q = self.rounded(x, operand, -1, noise)
+            return q, q
+        both = self._by_bits(x, operand, -1, 0) if needs_both and noise is None else None
+        if both is not None:
+            return both[0], both[1]
+        return self.rounded(x, operand, -1, noise), None
+
+    def _by_bits(self, x: torch.Tensor, operand: Operand, *dims: int) -> list[Rounded] | None:
+        """x for each of `dims` where round_by_bits() rounds it."""
+        values = round_by_bits(x, operand, *dims) if can_round(x, operand) else None
+        if values is None:
+            return None
+        dtype = emulation_dtype(self.recipe, x.device.type, self.dtype, self._is_on_units(x))
+        return [Rounded(q.to(dtype)) for q in values]
+
+    def _is_on_units(self, x: torch.Tensor) -> bool:
+        return self.has_units and not x.is_cuda and self.dtype == torch.bfloat16
 
 
 class EmulatedLinear(ConvertedLinear):
@@ -173,8 +217,15 @@ class EmulatedLinear(ConvertedLinear):
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """(M, K) -> (M, N)"""
+        is_on_cpu = rows.device.type == "cpu" and not torch.compiler.is_compiling()
         return EmulatedMatmul.apply(
-            rows, self.weight, self.position, self.salt, self.recipe, self.has_units
+            rows,
+            self.weight,
+            self.position,
+            self.salt,
+            self.recipe,
+            self.has_units,
+            is_on_cpu and torch.is_grad_enabled(),
         )
 
     def place(self, name: str, position: int, seed: int) -> None:

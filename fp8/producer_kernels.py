@@ -6,8 +6,8 @@ other kernel reads the tensor again; the scale is known before. Values are those
 BF16, which rounds after every operation. fp8/producers.py has the same operations in plain torch,
 as the reference.
 
-Even and odd rows of a tile are two tensors, as in fp8/triton_kernels.py, whose grid, head and stores
-are used.
+Even and odd rows of a tile are two tensors, as in fp8/triton_kernels.py, whose grid, head and
+stores are used.
 Tile sizes were chosen by the registers of the code compiled for sm_90; none has been timed."""
 
 import torch

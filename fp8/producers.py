@@ -40,8 +40,8 @@ from model import GPT, Block, KVCache, rotate
 
 Layouts = tuple[Tensor, Tensor]  # FP8 rows q (M, K) and columns qt (K, M)
 N_TENSORS, N_SAVED = len(LinearTensors._fields), len(SavedOperands._fields)
-# Programs of norm_grad's kernel: at most one for each SM of an H100 or H200 (132), and for the usual
-# micro-batches each has as many rows.
+# Programs of norm_grad's kernel: at most one for each SM of an H100 or H200 (132), all with as many
+# rows where a micro-batch has a multiple of 4,096 tokens.
 NORM_GRAD_PROGRAMS = 128
 
 
@@ -88,9 +88,9 @@ def norm_grad(
     scale: Tensor,
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient (M, C) of norm()'s x, grad_total (M, C) that comes past the norm added; that of
-    its weight as NORM_GRAD_PROGRAMS sums over rows, each (C,), fp32; the first times scale () in E5M2,
-    q (M, C) and qt (C, M); amax () is raised. grad (M, C) is that of the norm's output."""
+    """grad (M, C) of norm()'s output -> the gradient (M, C) of its x, grad_total (M, C) that comes
+    past the norm added; that of its weight as sums over parts of the rows (NORM_GRAD_PROGRAMS, C),
+    fp32; the first times scale () in E5M2, q (M, C) and qt (C, M); amax () is raised."""
     outputs = _norm_grad_outputs(x)
     grad_x, sums, q, qt = outputs
     if x.is_cuda:

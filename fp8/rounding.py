@@ -191,8 +191,8 @@ def _round(x: torch.Tensor, format: Format, noise: torch.Tensor | None = None) -
         return down.add_(noise < x - down).mul_(step)
     # fp32 keeps 23 bits behind the leading one: of the sum with 1.5 * 2^23 of the format's steps,
     # none below a step.
-    shift = power.mul_(1.5 * 2**23 * eps)
-    return x.add_(shift).sub_(shift)
+    steps = 1.5 * 2**23 * eps
+    return x.add_(power, alpha=steps).sub_(power, alpha=steps)
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, format: Any) -> torch.Tensor:

@@ -192,13 +192,23 @@ def refuse_to_replace_copies(config: Config, start: Start, manifest: dict) -> No
             " settings"
         )
     is_going_on = start.is_resumed or (is_brought_back and start.state is not None)
-    if not is_going_on:
-        newest = f"{url}/{config.run}/checkpoints/step_{manifest['step']:08d}"
+    if is_going_on:
+        return
+    step = manifest["step"]
+    anew = f"or delete {url}/{config.run} to start the run anew"
+    if step == config.total_steps:  # from which nothing is left to train
         raise UserError(
-            f"checkpoint.copy_to={url} holds checkpoints of this run up to step {manifest['step']},"
-            f" but {config.run_dir} has none: go on from them with start_from={newest}, choose"
-            f" another run=, or delete {url}/{config.run} to start the run anew"
+            f"checkpoint.copy_to={url} holds checkpoints of this run up to step {step}, its last,"
+            f" but {config.run_dir} has none: train its end again from an earlier one with"
+            f" start_from={url}/{config.run}/checkpoints/step_N, take the weights alone in another"
+            f" run= by start_from={url}/{config.run}, {anew}"
         )
+    newest = f"{url}/{config.run}/checkpoints/step_{step:08d}"
+    raise UserError(
+        f"checkpoint.copy_to={url} holds checkpoints of this run up to step {step}, but"
+        f" {config.run_dir} has none: go on from them with start_from={newest}, choose another"
+        f" run=, {anew}"
+    )
 
 
 def _is_copy_of_its_own(config: Config) -> bool:

@@ -240,6 +240,8 @@ def _prediction(
 ) -> GapPrediction:
     inputs = [pair for pair in pairs if pair.fp8.recipe == target.recipe]
     first = inputs[0].fp8
+    if bf16_law is not None:
+        bf16_law = replace(bf16_law, covariance=None)
     prediction = GapPrediction(
         schema_version=SCHEMA_VERSION,
         target=target,
@@ -251,7 +253,7 @@ def _prediction(
         convention=first.convention,
         forecast=forecast,
         law=law,
-        bf16_law=None if bf16_law is None else replace(bf16_law, covariance=None),
+        bf16_law=bf16_law,
         tokenizer_sha256=first.tokenizer_sha256,
         val_sha256=first.val_sha256,
         inputs=[_input(pair, evaluation) for pair in inputs],

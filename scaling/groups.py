@@ -177,7 +177,7 @@ class Group:
             return [self.records[i].run_id for i in indices]
         return [str(self.labels[i]) for i in indices]
 
-    def place_of(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
         """One point by its run or its line in the table; where neither is known, by what names its
         trajectory."""
         return self.places[index] if self.places else self.names_of([index])[0]
@@ -192,7 +192,7 @@ class Group:
             mended = self.lack_of_fit.mended
             outliers = mended.outliers if mended else ()
         return [
-            NamedOutlier(self.place_of(outlier.point), 100 * outlier.distance)
+            NamedOutlier(self.name_of(outlier.point), 100 * outlier.distance)
             for outlier in outliers
         ]
 

@@ -136,6 +136,7 @@ def _format_sizes(law: Surface, sizes: Sequence[SizeOnGPU], flops: float, gap: f
         in_bf16 = float(tokens(N, [size], flops, False))
         in_fp8 = float(tokens(N, [size], flops, True))
         loss, fp8_loss = law.loss(N, in_bf16), law.loss(N, in_fp8)
+        break_even = 100 * (loss / fp8_loss - 1)
         lines.append(
             [
                 size.name,
@@ -146,7 +147,7 @@ def _format_sizes(law: Surface, sizes: Sequence[SizeOnGPU], flops: float, gap: f
                 f"{in_fp8 / N:.1f}",
                 f"{fp8_loss * (1 + gap):.4f}",
                 f"{size.speedup:.3f}",
-                f"{100 * (loss / fp8_loss - 1):.2f}",
+                f"{break_even:.2f}",
             ]
         )
     return grid(lines)

@@ -15,7 +15,7 @@ from lib.text import nearest
 from scaling.gap_words import KIND
 from scaling.groups import Group
 from scaling.law_words import refusal_words
-from scaling.laws import CannotFit, Forecast, forecast
+from scaling.laws import CannotFit, Forecast, FormForecast, forecast
 from scaling.predictions import (
     POINT,
     SCHEMA_VERSION,
@@ -295,16 +295,18 @@ def _score(prediction: Prediction, record: Record) -> RunScore:
         error_nats=file.loss - loss,
         error_percent=100 * (file.loss / loss - 1),
         inside=file.low <= loss <= file.high,
-        forms=[
-            FormScore(
-                form=row.form,
-                loss=row.loss,
-                error_nats=row.loss - loss,
-                error_percent=100 * (row.loss / loss - 1),
-                inside=row.low <= loss <= row.high,
-            )
-            for row in file.forms
-        ],
+        forms=[_form_score(form, loss) for form in file.forms],
+    )
+
+
+def _form_score(form: FormForecast, loss: float) -> FormScore:
+    """loss: measured, nats per token."""
+    return FormScore(
+        form=form.form,
+        loss=form.loss,
+        error_nats=form.loss - loss,
+        error_percent=100 * (form.loss / loss - 1),
+        inside=form.low <= loss <= form.high,
     )
 
 

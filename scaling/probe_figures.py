@@ -22,8 +22,8 @@ from scaling.probes import (
     SCALES,
     SHARES,
     ProbeRecord,
+    depth_of,
     kinds_of,
-    place,
     quantiles,
 )
 
@@ -59,7 +59,7 @@ def draw_scales(probe: ProbeRecord, inference: dict[str, ProbeRecord], name: str
     )
     handles = _scale_handles(looks, markers)
     figure, panels = sheet((7.4, 4.9), 2, 3, title, caption, handles, 8, sharey="col")
-    blocks = {place(layer)[0] for layer in layers}
+    blocks = {depth_of(layer)[0] for layer in layers}
     end = int(max(blocks - {math.inf}, default=-1)) + 1  # where the head is drawn
     for operand, top, bottom in zip(OPERANDS, *panels, strict=True):
         _draw_over_depth(top, probe, operand, looks, end)
@@ -90,12 +90,12 @@ def _scales(probe: ProbeRecord, operand: str) -> list[np.ndarray]:
     return [_log2(probe.linear[operand, key]) for key in SCALES]
 
 
-def _places(
+def _depths(
     source: ProbeRecord, rows: np.ndarray, kind: str, looks: dict[str, Any], end: int
 ) -> list:
     """Where the layers of one kind stand over depth: kinds beside each other in their block."""
     shift = 0.14 * (list(looks).index(kind) - (len(looks) - 1) / 2)
-    return [min(place(source.layers[i])[0] + shift, end) for i in rows]
+    return [min(depth_of(source.layers[i])[0] + shift, end) for i in rows]
 
 
 def _draw_over_depth(
@@ -104,7 +104,7 @@ def _draw_over_depth(
     last = probe.last
     low, middle, high = (scale[:, last] for scale in _scales(probe, operand))
     for kind, rows in kinds_of(probe.layers).items():
-        x = _places(probe, rows, kind, looks, end)
+        x = _depths(probe, rows, kind, looks, end)
         color, marker = looks[kind]["color"], looks[kind]["marker"]
         panel.vlines(x, low[rows], high[rows], color=color, linewidth=0.7, alpha=0.7)
         panel.plot(x, middle[rows], f"{marker}-", color=color, markersize=2.4, linewidth=0.8)
@@ -115,7 +115,7 @@ def _draw_inference(
 ) -> None:
     middle = _scales(source, operand)[1][:, source.last]
     for kind, rows in kinds_of(source.layers).items():
-        x = _places(source, rows, kind, looks, end)
+        x = _depths(source, rows, kind, looks, end)
         panel.plot(x, middle[rows], marker=marker, color=looks[kind]["color"], **HOLLOW)
 
 
@@ -164,7 +164,7 @@ def draw_underflow(probe: ProbeRecord, name: str) -> Figure:
     height = min(max(0.052 * count, 1.3), 3.4)
     size = (7.4, 2 * height + 1.3)
     figure, panels = sheet(size, 2, 3, title, caption, sharex=True, sharey=True)
-    blocks = [place(layer)[0] for layer in probe.layers]
+    blocks = [depth_of(layer)[0] for layer in probe.layers]
     edges = np.flatnonzero(np.diff(blocks, prepend=-1))  # rows at which a block begins
     for share, line in zip(SHARES, panels, strict=True):
         _draw_shares(figure, line, probe, share, edges)

@@ -48,22 +48,17 @@ def read_probe(path: Path) -> ProbeRecord:
     is empty or damaged."""
     rows = read_probe_rows(path)
     linear_rows = [row for row in rows if isinstance(row, LinearRow)]
+    block_rows = [row for row in rows if isinstance(row, BlockRow)]
     linear = {(row.layer, row.step): _probed_numbers(row) for row in linear_rows}
-    matmul = {
-        (row.layer, row.step): [to_number(getattr(row, key)) for key in MATMULS]
-        for row in linear_rows
-    }
-    block = {}
-    for row in rows:
-        if isinstance(row, BlockRow):
-            block[row.block, row.step] = [to_number(getattr(row, key)) for key in OUTLIERS]
+    matmul = {(row.layer, row.step): _numbers(row, MATMULS) for row in linear_rows}
+    block = {(row.block, row.step): _numbers(row, OUTLIERS) for row in block_rows}
     if not rows:
         raise UserError(NOTHING.format(path))
-    layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
+    layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*depth_of(layer), layer))
     blocks = sorted({number for number, _ in block})
     steps = sorted({row.step for row in rows})
     return ProbeRecord(
-        recipe="+".join(sorted({row.recipe for row in linear_rows})),
+        recipe=_recipes_of(linear_rows),
         evaluated_in=_evaluated_in(linear_rows, path),
         steps=np.array(steps),
         layers=layers,
@@ -73,6 +68,10 @@ def read_probe(path: Path) -> ProbeRecord:
         blocks=blocks,
         block=_by_step(block, blocks, steps, OUTLIERS),
     )
+
+
+def _recipes_of(rows: Sequence[LinearRow]) -> str:
+    return "+".join(sorted({row.recipe for row in rows}))
 
 
 def _evaluated_in(rows: Sequence[LinearRow], path: Path) -> str:
@@ -86,6 +85,10 @@ def _last_with_most_layers(linear: Mapping[tuple[str, int], Any], steps: Sequenc
     counts = Counter(step for _, step in linear)
     most = max(counts.values(), default=0)
     return max(index for index, step in enumerate(steps) if counts[step] == most)
+
+
+def _numbers(row: LinearRow | BlockRow, keys: Iterable[str]) -> list[float]:
+    return [to_number(getattr(row, key)) for key in keys]
 
 
 def _probed_numbers(row: LinearRow) -> list[float]:
@@ -102,7 +105,7 @@ def _by_step(rows: Mapping, keys: Sequence, steps: Sequence[int], names: Sequenc
     return dict(zip(names, values, strict=True))
 
 
-def place(layer: str) -> tuple[float, int, str]:
+def depth_of(layer: str) -> tuple[float, int, str]:
     """Block index of "layers.0.attn.qkv" (infinite outside the blocks), rank of the kind within the
     block, kind."""
     parts = layer.split(".")
@@ -114,7 +117,7 @@ def place(layer: str) -> tuple[float, int, str]:
 
 def kinds_of(layers: Iterable[str]) -> dict[str, np.ndarray]:
     """Kind -> indices of its layers, in order of the kinds' ranks."""
-    kinds = [place(layer)[1:] for layer in layers]
+    kinds = [depth_of(layer)[1:] for layer in layers]
     return {
         kind[1]: np.array(
             [index for index, kind_of_layer in enumerate(kinds) if kind_of_layer == kind]

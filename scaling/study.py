@@ -380,12 +380,13 @@ class Family:
             if not word.startswith(("run=", "fp8.", "checkpoint.at="))
         ]
         optim = self._optim(row.steps)
+        decays_from = row.steps - optim.decay_steps(row.steps)
         return replace(
             row,
             run=run,
             recipe=f"{self.fp8.label}{ARROW}{decay.label}",
             parent=trunk.run,
-            parent_step=row.steps - optim.decay_steps(row.steps),
+            parent_step=decays_from,
             overrides=(f"run={run}", *decay.overrides, *shared),
             switched_from=self.fp8.label,
         )

@@ -161,6 +161,7 @@ def declare(study: Study, rows: list[Row], folder: Path) -> Declaration:
     """What `folder`/study.json is to say before the first run: the margin, what is held out, every
     run. Raises UserError where it says otherwise and one of its runs has finished: only additions
     are left then."""
+    runs = [{**asdict(row), "overrides": list(row.overrides)} for row in rows]
     new = Declaration(
         schema_version=SCHEMA_VERSION,
         study=study.name,
@@ -168,7 +169,7 @@ def declare(study: Study, rows: list[Row], folder: Path) -> Declaration:
         margin_percent=study.margin_percent,
         params=study.params,
         held_out=[row.run for row in rows if row.held_out],
-        runs=[{**asdict(row), "overrides": list(row.overrides)} for row in rows],
+        runs=runs,
     )
     old = read_declaration(folder)
     if old is None:

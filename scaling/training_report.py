@@ -262,19 +262,22 @@ def format_training(rows: Sequence[RunReport]) -> str:
         " start took beyond it. Whole run: with start and validations. Memory and utilisation:"
         " of the first rank's GPU after the first step; peak: PyTorch's own."
     )
+    training = [_training_cells(row) for row in rows]
+    validation = [_validation_cells(row) for row in rows]
+    costs = [_cost_cells(row) for row in rows]
     return "\n\n".join(
         [
             "**Training loss [nats/token]**",
-            format_table([_training_cells(row) for row in rows]),
+            format_table(training),
             "**Validation loss, as trained [nats/token]**",
-            format_table([_validation_cells(row) for row in rows]),
+            format_table(validation),
             (
                 "Loss of all steps that count; sd (n - 1): of the single values around their mean,"
                 " so mostly the way down. Gap: final loss minus the BF16 run's on the same"
                 " sequences, ± one standard error of the evaluation, not of the run."
             ),
             "**Time, memory, speed**",
-            format_table([_cost_cells(row) for row in rows]),
+            format_table(costs),
             cost_note + (CPU_NOTE if is_cpu else ""),
         ]
     )

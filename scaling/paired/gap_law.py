@@ -227,10 +227,12 @@ def points_of(pairs: Sequence[Pair], evaluation: str) -> GapPoints:
     trajectory = np.empty(len(pairs), dtype=int)
     for label, members in enumerate(trajectories(pairs)):
         trajectory[members] = label
+    runs = [pair.fp8 for pair in pairs]
+    percents = [pair.gap[evaluation].log_percent for pair in pairs]
     return GapPoints(
-        N=np.array([float(pair.fp8.N) for pair in pairs]),
-        D=np.array([float(pair.fp8.tokens) for pair in pairs]),
-        percent=np.array([pair.gap[evaluation].log_percent for pair in pairs]),
+        N=np.array([float(run.N) for run in runs]),
+        D=np.array([float(run.tokens) for run in runs]),
+        percent=np.array(percents),
         trajectory=trajectory,
     )
 

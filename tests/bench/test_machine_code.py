@@ -143,6 +143,15 @@ def test_a_byte_from_elsewhere_is_named(origin: str) -> None:
     assert all(", to q, comes from" in problem and origin in problem for problem in problems)
 
 
+def test_what_is_mended_under_a_predicate_alone_is_not_proven() -> None:
+    """The word from before it is stored where the predicate is false."""
+    code = [WORD, "MOV R9, R8", "FMUL R8, R3, R2"]
+    assert checked(*code, "MOV R8, R9", STORE) == Proof(4)
+    problems = checked(*code, "@P0 MOV R8, R9", STORE).problems
+    assert len(problems) == 4
+    assert all("comes from FMUL at 0x0030" in problem for problem in problems)
+
+
 @pytest.mark.parametrize("before", ["FMUL R8, R3, R2", "MOV R8, 0x7f"])
 def test_float8_that_is_read_excuses_no_other_byte_than_zero(before: str) -> None:
     """Where the load is masked, the word from before it is stored."""

@@ -196,9 +196,9 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys: pytest.CaptureFix
         for row in rows[:8]:  # nothing of gradients
             assert (
                 row.keys()
-                == {"schema_version", "kind", "step", "layer", "recipe"}
+                == {"schema_version", "kind", "step", "layer", "recipe", "evaluated_in"}
                 | {"weight", "activation", "output_sqnr"}
-                and row["recipe"] == recipe
+                and row["recipe"] == row["evaluated_in"] == recipe
             )
             assert (
                 row["weight"]["amax"] == model.get_submodule(row["layer"]).weight.abs().max()

@@ -3,6 +3,7 @@ bound of a norm's output. The kernels: fp8/test_producer_kernels.py."""
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -205,6 +206,30 @@ def test_where_a_module_has_a_hook_it_runs(calls: list[str]):
     assert calls == ["QKVPass", "OutPass", "MLPPass"], "of the other block"
 
 
+def test_a_block_that_runs_its_modules_gives_the_one_before_it_the_same_gradients():
+    """With a hook: no kernel of its norm writes the gradient of the branch before."""
+    models = [build(LABEL)[0] for _ in range(2)]
+    model, plain = models[0], through_its_modules(models[1])
+    model.layers[1].mlp.down.register_forward_pre_hook(lambda module, inputs: None)
+    assert_equal(take(model, DelayedScales(model)), take(plain, DelayedScales(plain)))
+
+
+def test_of_the_branches_gradients_only_the_last_is_read_once_more(monkeypatch):
+    """Norms write the others. Beside it attention's output is read again, in each block."""
+    calls = Counter()
+    for name in ("norm_grad", "copy_both"):
+        operator = getattr(producers, name)
+
+        def noted(*arguments, name=name, operator=operator):
+            calls[name] += 1
+            return operator(*arguments)
+
+        monkeypatch.setattr(producers, name, noted)
+    model, _ = build(LABEL, n_layer=3)
+    take(model, DelayedScales(model))
+    assert calls == {"norm_grad": 5, "copy_both": 3 + 1}
+
+
 def test_in_bf16_with_gradients_it_is_the_plain_model():
     (plain, _), (model, _) = build(), build(LABEL)
     with in_bf16(model):
@@ -224,11 +249,13 @@ def test_recomputed_blocks_compute_the_same(tiny: Config):
     assert losses[0] == losses[1]
 
 
-def test_a_compiled_model_computes_what_eager_does():
-    """One graph, compiled once. BF16's roundings are kept between operations that are fused, or
-    values at the edge of a float8 step would fall to the other side."""
+@pytest.mark.parametrize("is_whole", [True, False], ids=["model", "block by block"])
+def test_a_compiled_model_computes_what_eager_does(is_whole):
+    """One graph, or one a block, compiled once. BF16's roundings are kept between operations that
+    are fused, or values at the edge of a float8 step would fall to the other side."""
     (eager, _), (compiled, _) = build(LABEL), build(LABEL)
-    compiled.compile(dynamic=False, fullgraph=True)
+    for module in [compiled] if is_whole else compiled.blocks():
+        module.compile(dynamic=False, fullgraph=True)
     scales, eager_scales = DelayedScales(compiled), DelayedScales(eager)
     for seed, stance in ((0, "default"), (1, "fail_on_recompile")):
         # not monkeypatch, whose undoing hides the switch for good

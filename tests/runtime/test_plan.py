@@ -288,9 +288,12 @@ def test_bytes_of_the_casts_are_those_of_inductors_plan(recipe: str, planned: fl
     assert nbytes / 1e9 == pytest.approx(planned, rel=0.01)
 
 
-@pytest.mark.parametrize("scaling, planned", [("delayed", 7_613), ("bounded", 6_415)])
-def test_with_scales_known_before_too(scaling: str, planned: int):
-    """kB a token of the plan at 1.5B, all kernels but matmuls and attention; BF16's are 5,961."""
+@pytest.mark.parametrize(
+    "scaling, planned, within", [("delayed", 7_613, 12), ("bounded", 6_415, 5)]
+)
+def test_with_scales_known_before_too(scaling: str, planned: int, within: int):
+    """kB a token of the plan at 1.5B, all kernels but matmuls and attention; BF16's are 5,961. The
+    first and the last block are not as the others."""
     casts = CASTS[f"tensorwise+kernels+{scaling}"]
     nbytes = 0.0
     for name, K, N, count in linears(BIG):
@@ -299,7 +302,7 @@ def test_with_scales_known_before_too(scaling: str, planned: int):
         for moved, width in ((casts.x.of(name), K), (casts.g.of(name), N)):
             added = moved.amax + moved.cast + moved.transposed + moved.ours - moved.spared
             nbytes += count * width * added
-    assert nbytes / 1e3 == pytest.approx(planned - 5_961, rel=0.01)
+    assert nbytes / 1e3 == pytest.approx(planned - 5_961, abs=within)
 
 
 # Published runs on H100s. nanochat: T = 2,048, yet three layers of four look back 1,024 tokens

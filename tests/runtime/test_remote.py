@@ -6,6 +6,7 @@ import http.server
 import json
 import math
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -255,6 +256,21 @@ def test_the_last_checkpoint_is_copied_in_a_row_of_skips(tiny: Config, tmp_path:
     assert (tmp_path / "store/tiny/checkpoints/step_00000012/DONE").exists()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kill_right_behind_a_rollback_leaves_no_undone_step_in_the_store(
+    tiny: Config, tmp_path: Path, ranks: int
+):
+    """Step 23 is saved, and copied, in a row of steps that are skipped."""
+    words = "steps=28 guard.window=16 guard.skips=3 checkpoint.every=4 checkpoint.at=23"
+    config = changed(tiny, f"{words} data.micro_batch=2 checkpoint.copy_to=file://{tmp_path}/store")
+    kill = f"signal_in_step:25:0:{signal.SIGKILL}"
+    Run(config, faults=["scale_loss:22:24:10", "slow_steps:0.2", kill], ranks=ranks).wait()
+    assert [row["to"] for row in rows(config, "event") if row["event"] == "rollback"] == [20]
+    copies = tmp_path / "store/tiny/checkpoints"
+    assert (copies / "step_00000023").exists()
+    assert max(mark.parent.name for mark in copies.glob("step_*/DONE")) == "step_00000020"
+
+
 def test_after_a_rollback_no_later_step_is_in_the_store(store: FaultyStore, tmp_path: Path):
     copies = CheckpointCopies(URL, "tiny", tmp_path)
     for step in (1, 2, 3):
@@ -290,7 +306,9 @@ class Killed(BaseException):
     """In the place of kill -9: nothing of the run catches it."""
 
 
-def test_a_rollback_empties_the_store_before_the_folder(store, tiny, run, monkeypatch):
+def test_a_rollback_empties_the_store_before_the_folder(
+    store: FaultyStore, tiny: Config, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+):
     """Step 6 is saved and copied, then its validation is not finite. The store is slow."""
 
     def fail(*arguments):
@@ -419,11 +437,26 @@ def test_copies_of_another_run_are_not_replaced(
 def test_a_run_that_was_lost_does_not_begin_anew_over_its_copies(
     trained: Config, store: FaultyStore, run: Callable[..., str]
 ):
+    store.rm("/bucket/runs/tiny/checkpoints/step_00000006", recursive=True)
     before = contents(store)
     shutil.rmtree(trained.run_dir)
     error = run(trained, code=2)
-    assert f"start_from={URL}/tiny/checkpoints/step_00000006" in error and "up to step 6" in error
+    assert f"start_from={URL}/tiny/checkpoints/step_00000003" in error and "up to step 3" in error
     assert contents(store) == before
+
+
+def test_a_finished_run_that_was_lost_is_told_of_starts_that_are_accepted(
+    trained: Config, store: FaultyStore, run: Callable[..., str]
+):
+    """None is from its last step."""
+    shutil.rmtree(trained.run_dir)
+    error = run(trained, code=2)
+    assert f"up to step 6, its last, but {trained.run_dir} has none" in error
+    assert "step_00000006" not in error
+    assert f"the weights alone in another run= by start_from={URL}/tiny," in error
+    run(trained, f"start_from={URL}/tiny", "run=other", "checkpoint.copy_to=none")
+    run(trained, f"start_from={URL}/tiny/checkpoints/step_00000003")
+    assert copied_steps(store) == [3, 6]
 
 
 def test_a_branch_that_was_lost_does_not_begin_anew_over_its_copies(

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -255,21 +256,44 @@ def test_a_run_that_is_nowhere_declared_is_refused(study: Path, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_what_is_predicted_is_in_no_fit_and_scored_when_it_is_there(
-    study: Path, capsys: pytest.CaptureFixture
-):
+def test_a_prediction_waits_for_its_run(study: Path, capsys: pytest.CaptureFixture):
     page = asked(capsys, fit.main, study, "--predict", "big", "--score")
     assert "big: predicted loss_bf16 " in page and "big: not there yet" in page
     assert not (study / "law/score_big.json").exists()
-    groups_before = strict(study / "law/law.json")["groups"]
+
+
+@dataclass
+class Scored:
+    """A study whose predicted run has come, and another seed of it, outside of the interval: the
+    groups of law.json before and after, and the page."""
+
+    folder: Path
+    before: dict
+    after: dict
+    page: str
+
+
+@pytest.fixture
+def scored(study: Path, no_figures: None, capsys: pytest.CaptureFixture) -> Scored:
+    asked(capsys, fit.main, study, "--predict", "big")
+    before = strict(study / "law/law.json")["groups"]
     (made,) = load(study / "law")
     write_big(study, loss=1.001 * made.loss)
-    # another seed of what was predicted is held out too
     write_big(study, "large", seed=2, loss=1.01 * made.high)
     page = asked(capsys, fit.main, study, "--score")
-    assert "held out of every fit: big\n" in page and "held out of every fit: large\n" in page
-    assert strict(study / "law/law.json")["groups"] == groups_before
-    assert "OUTSIDE" in page and (study / "law/score_big.json").exists()
+    return Scored(study, before, strict(study / "law/law.json")["groups"], page)
+
+
+def test_what_is_predicted_is_in_no_fit(scored: Scored):
+    """Nor is another seed of it."""
+    for run in ("big", "large"):
+        assert f"held out of every fit: {run}\n" in scored.page
+    assert scored.after == scored.before
+
+
+def test_what_is_predicted_is_scored_when_it_is_there(scored: Scored):
+    assert "OUTSIDE" in scored.page
+    assert (scored.folder / "law/score_big.json").exists()
 
 
 @pytest.fixture

@@ -1,15 +1,19 @@
 """scaling/report.py and study_report.py: a study's page says what its files say."""
 
+import io
 import json
 import re
 import shutil
 import statistics
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scaling import fit, law_file, precision, report
-from scaling.groups import fit_points
+from scaling.groups import Group, fit_points
 from scaling.precision_result import read_precision
 from scaling.precision_tables import format_tables
 from scaling.study_report import format_laws
@@ -55,82 +59,140 @@ def study(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def test_a_studys_page_says_what_its_files_say(
-    study: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    asked(capsys, report.main, "--study", study)  # which does not count as a page of somebody else
-    out, page = asked(capsys, report.main, "--study", study), (study / "README.md").read_text()
-    said, law = (strict(study / name) for name in ("report.json", "law/law.json"))
-    (score,) = strict(study / "law/score_s240000_bf16_1.json")["runs"]
-    assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z" in page
-    assert f"| s240000_bf16_1 | {score['loss']:.4f} | {score['error_percent']:+.2f} | " + (
-        "inside" if score["inside"] else "**outside**"
-    ) in re.sub(" +", " ", out)
-    for group in law["groups"].values():
-        fitted = group["laws"][group["headline"]["form"]]
-        assert (
-            f"| {group['headline']['form']} (headline)" in page
-            and f"{100 * fitted['residual_rms']:.3f}" in page
-        )
-    assert (
-        "![law](law/figure.png)" in page
-        and "![precision](law/precision.png)" in page
-        and "Missing" not in page
-    )
-    assert "\n\n".join(format_tables(read_precision(study / "law/precision.json"))) in page
-    summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
-    assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
-    for row in said["runs"]:
-        assert row["loss_bf16"] == pytest.approx(
-            statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"])
-        )
+@dataclass
+class Page:
+    """What the command prints of the study, and the README.md and report.json that it writes."""
+
+    folder: Path
+    printed: str
+    readme: str
+    report: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def page(study: Path) -> Page:
+    """Written twice: the page of the first call does not count as somebody else's."""
+    for _ in range(2):
+        printed = io.StringIO()
+        with redirect_stdout(printed):
+            assert report.main(["--study", str(study)]) == 0
+    readme = (study / "README.md").read_text()
+    return Page(study, printed.getvalue(), readme, strict(study / "report.json"))
+
+
+def test_a_page_counts_the_runs_of_a_study(page: Page) -> None:
+    assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z" in page.readme
+    assert "Missing" not in page.readme
+
+
+def test_a_page_has_the_score_of_a_prediction(page: Page) -> None:
+    (score,) = strict(page.folder / "law/score_s240000_bf16_1.json")["runs"]
+    where = "inside" if score["inside"] else "**outside**"
+    row = f"| s240000_bf16_1 | {score['loss']:.4f} | {score['error_percent']:+.2f} | {where}"
+    assert row in re.sub(" +", " ", page.printed)
+
+
+def test_a_page_has_the_headline_of_each_law(page: Page) -> None:
+    for group in strict(page.folder / "law/law.json")["groups"].values():
+        form = group["headline"]["form"]
+        assert f"| {form} (headline)" in page.readme
+        assert f"{100 * group['laws'][form]['residual_rms']:.3f}" in page.readme
+
+
+def test_a_page_shows_the_figures_of_laws_and_gaps(page: Page) -> None:
+    assert "![law](law/figure.png)" in page.readme
+    assert "![precision](law/precision.png)" in page.readme
+
+
+def test_a_page_has_the_tables_of_gaps(page: Page) -> None:
+    result = read_precision(page.folder / "law/precision.json")
+    assert "\n\n".join(format_tables(result)) in page.readme
+
+
+def test_each_run_is_in_one_row_of_the_report_whose_loss_is_the_seeds_mean(page: Page) -> None:
+    summaries = {path.parent.name: strict(path) for path in page.folder.glob("*/summary.json")}
+    rows = page.report["runs"]
+    assert sorted(run for row in rows for run in row["runs"]) == sorted(summaries)
+    for row in rows:
+        losses = [summaries[run]["loss_bf16"] for run in row["runs"]]
+        assert row["loss_bf16"] == pytest.approx(statistics.mean(losses))
+
+
+def test_a_row_of_the_report_has_its_speed_against_bf16(page: Page) -> None:
+    for row in page.report["runs"]:
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
 
 
-def test_the_frontier_of_isoflop_minima_stands_below_its_headline(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def valleys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Group, list[list[str]]]:
+    """IsoFLOP valleys, and the rows of the table of their laws."""
     group = fit_points(bent_valleys(), "isoflop.csv", resamples=0)
     law = {
         "conventions": {"N": "params_total", "loss": "loss_bf16"},
         "groups": {"bf16": law_file.plain(law_file.group_entry(group))},
     }
-    (tmp_path / "law.json").write_text(json.dumps(law))
-    rows = cells(format_laws(tmp_path / "law.json"))[1:]
+    path = tmp_path_factory.mktemp("valleys") / "law.json"
+    path.write_text(json.dumps(law))
+    return group, cells(format_laws(path))[1:]
+
+
+def test_the_frontier_of_isoflop_minima_stands_below_its_headline(
+    valleys: tuple[Group, list[list[str]]],
+) -> None:
+    group, rows = valleys
     assert [row[1] for row in rows] == [
         "isoflop (headline)",
         f"{group.frontier.form} through the minima (frontier)",
         "chinchilla",
     ]
-    assert rows[1][2] == group.frontier.formula()
-    low, high = group.frontier.ci95["gamma"]
-    assert f"gamma {low:.3g} to {high:.3g}" in rows[1][3]
     assert rows[0][3].startswith("a ") and ", b " in rows[0][3]
 
 
-def test_what_a_study_lacks_is_said_with_its_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_frontier_has_its_formula_and_interval(
+    valleys: tuple[Group, list[list[str]]],
 ) -> None:
+    group, rows = valleys
+    low, high = group.frontier.ci95["gamma"]
+    assert rows[1][2] == group.frontier.formula()
+    assert f"gamma {low:.3g} to {high:.3g}" in rows[1][3]
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> Path:
+    """A study without laws, one of whose four runs has not finished."""
     folder = write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
-    page = asked(capsys, report.main, "--study", folder)
-    assert "3 finished runs of 4" in page and "missing: s30000_bf16_1_d5" in page
-    assert all(
-        f"`python scaling/{command}.py {folder}`" in page for command in ("fit", "precision")
-    )
-    (folder / "README.md").write_text("mine")
-    assert "was not written by this command" in asked(
-        capsys, report.main, "--study", folder, code=2
-    )
-    (folder / "README.md").unlink()
-    edit(folder / "law/law.json", groups={"bf16": {}}, inputs=[])
-    assert "a file is damaged or of another version" in asked(
-        capsys, report.main, "--study", folder, code=2
-    )
+    return folder
 
 
-def test_runs_of_several_rates_or_machines_are_not_taken_for_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_study_lacks_is_said_with_its_command(
+    unfinished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    page = asked(capsys, report.main, "--study", unfinished)
+    assert "3 finished runs of 4" in page
+    assert "missing: s30000_bf16_1_d5" in page
+    for command in ("fit", "precision"):
+        assert f"`python scaling/{command}.py {unfinished}`" in page
+
+
+def test_a_readme_of_somebody_else_is_not_overwritten(
+    unfinished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (unfinished / "README.md").write_text("mine")
+    sentence = asked(capsys, report.main, "--study", unfinished, code=2)
+    assert "was not written by this command" in sentence
+    assert (unfinished / "README.md").read_text() == "mine"
+
+
+def test_a_damaged_law_is_refused(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(unfinished / "law/law.json", groups={"bf16": {}}, inputs=[])
+    sentence = asked(capsys, report.main, "--study", unfinished, code=2)
+    assert "a file is damaged or of another version" in sentence
+
+
+@pytest.fixture
+def page_of_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Of two learning rates with two seeds each."""
     for lr in (0.002, 0.004):
         for seed in (1, 2):
             write_run(
@@ -140,14 +202,24 @@ def test_runs_of_several_rates_or_machines_are_not_taken_for_seeds(
                 lr_peak=lr,
                 pair_id=f"{lr}_{seed}",
             )
-    out = asked(capsys, report.main, "--study", tmp_path / "s")
-    assert [line[4:7] for line in cells(out)[1:3]] == [
+    return asked(capsys, report.main, "--study", tmp_path / "s")
+
+
+def test_runs_of_several_rates_are_not_taken_for_seeds(page_of_rates: str) -> None:
+    assert [line[4:7] for line in cells(page_of_rates)[1:3]] == [
         ["0.002", "1, 2", "3.2000"],
         ["0.004", "1, 2", "3.4000"],
     ]
-    # no law: fit.py would refuse the runs
-    assert re.findall(r"scaling/(\w+)\.py", out) == ["report", "learning_rate"]
-    # Speeds of other numbers of GPUs are not compared.
+
+
+def test_a_sweep_of_rates_is_sent_to_learning_rate_and_to_no_law(page_of_rates: str) -> None:
+    """fit.py would refuse the runs."""
+    assert re.findall(r"scaling/(\w+)\.py", page_of_rates) == ["report", "learning_rate"]
+
+
+def test_speeds_of_other_numbers_of_gpus_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for recipe, seed, n_gpu, speed in (
         ("bf16", 1, 8, 8000.0),
         ("bf16", 2, 8, 8200.0),
@@ -173,25 +245,46 @@ def test_runs_of_several_rates_or_machines_are_not_taken_for_seeds(
     ]
 
 
-def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+STALE = "law/{}.json was made from other runs than those that are here now"
+
+
+@pytest.fixture
+def own_study(study: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return shutil.copytree(study, tmp_path / "s")
+
+
+def test_gaps_of_other_runs_are_said_to_be_stale(
+    own_study: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(study, tmp_path / "s")
-    write_run(folder / "later_null", params=90_000, repeat=1)  # of use to precision.py alone
-    stale = "law/{}.json was made from other runs than those that are here now"
-    page = asked(capsys, report.main, "--study", folder)
-    assert stale.format("precision") in page and stale.format("law") not in page
-    # as fit.py was told
-    edit(folder / "law/law.json", conventions={"N": "params_nonembed", "loss": "loss_as_trained"})
-    edit(folder / "s30000_bf16_1/summary.json", other="bytes")
-    runs, laws = asked(capsys, report.main, "--study", folder).split("## Laws")
-    assert (
-        "N: params_nonembed. Losses: evaluated as trained." in laws and "N: params_total." in runs
-    )
-    assert stale.format("law") in laws
-    edit(folder / "law/score_s240000_bf16_1.json", prediction_sha256="0")
-    page = asked(capsys, report.main, "--study", folder)
-    assert (
-        f"**Missing:** the score of s240000_bf16_1 (`python scaling/fit.py {folder} --score`)"
-        in page
-    )
+    write_run(own_study / "later_null", params=90_000, repeat=1)  # of use to precision.py alone
+    page = asked(capsys, report.main, "--study", own_study)
+    assert STALE.format("precision") in page
+    assert STALE.format("law") not in page
+
+
+def test_a_law_of_other_runs_is_said_to_be_stale(
+    own_study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(own_study / "s30000_bf16_1/summary.json", other="bytes")
+    _, laws = asked(capsys, report.main, "--study", own_study).split("## Laws")
+    assert STALE.format("law") in laws
+
+
+def test_laws_are_shown_by_the_counts_and_losses_that_fit_was_given(
+    own_study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conventions = {"N": "params_nonembed", "loss": "loss_as_trained"}
+    edit(own_study / "law/law.json", conventions=conventions)
+    runs, laws = asked(capsys, report.main, "--study", own_study).split("## Laws")
+    assert "N: params_nonembed. Losses: evaluated as trained." in laws
+    assert "N: params_total." in runs
+
+
+def test_a_score_of_another_prediction_is_missing(
+    own_study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(own_study / "law/score_s240000_bf16_1.json", prediction_sha256="0")
+    page = asked(capsys, report.main, "--study", own_study)
+    command = f"`python scaling/fit.py {own_study} --score`"
+    assert f"**Missing:** the score of s240000_bf16_1 ({command})" in page

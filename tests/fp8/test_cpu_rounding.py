@@ -1,0 +1,125 @@
+"""fp8/cpu_rounding.py: to the same bits as fake_quantise(), whose formula it goes around."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fp8 import cpu_rounding, linears
+from fp8.cpu_rounding import can_round, round_by_bits
+from fp8.linears import EmulatedLinear
+from fp8.recipes import RECIPES, Operand
+from fp8.rounding import fake_quantise
+from model import Linear
+
+OPERANDS = {
+    f"{recipe.name}-{operand.format}": operand
+    for recipe in RECIPES.values()
+    for operand in recipe.operands
+    if can_round(torch.zeros(32, 32), operand)
+}
+ROUNDED = [name for name, recipe in RECIPES.items() if recipe.input in OPERANDS.values()]
+
+
+def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """(96, 64) of all sizes, with zeros of both signs, ties, and largest magnitudes at the
+    mantissa at which a scale changes."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(96, 64, generator=generator)
+    normal[:32, :32] = 0.0
+    normal[5] = -0.0
+    yield normal.to(dtype)
+    yield (normal * torch.logspace(-4, 4, 96)[:, None]).to(dtype)
+    yield (normal * torch.logspace(-10, -7, 64)).to(dtype)
+    yield (torch.randint(-512, 512, (96, 64), generator=generator) / 16).to(dtype)
+    step = torch.finfo(dtype).eps
+    for scale in (1.0, 2.0**20, 2.0**40):
+        edge = normal.clamp(-1, 1)
+        edge[:, 32:] = 2.0 ** -torch.linspace(9, 35, 32)  # some of them below a normal value
+        edge[::2, 3] = 1.75
+        edge[1::2, 3] = 1.75 * (1 + step)
+        yield (edge * scale).to(dtype)
+
+
+def assert_same_bits(computed: torch.Tensor, expected: torch.Tensor) -> None:
+    ints = cpu_rounding.BITS[expected.dtype].ints
+    assert torch.equal(computed.view(ints), expected.view(ints))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("block", [2**11, 2**20])
+def test_each_layout_has_the_bits_of_fake_quantise(
+    operand: Operand, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_rounding, "BLOCK", block)
+    for x in matrices(dtype):
+        layouts = round_by_bits(x, operand, -1, 0)
+        assert layouts is not None
+        for dim, computed in zip((-1, 0), layouts, strict=True):
+            assert_same_bits(computed, fake_quantise(x, operand, dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**70])
+def test_what_it_cannot_round_is_left_to_fake_quantise(operand: Operand, value: float) -> None:
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    x[3, 3] = value
+    for dim in (-1, 0):
+        assert round_by_bits(x, operand, dim) is None
+
+
+def test_blocks_too_small_for_a_normal_scale_are_left_to_fake_quantise() -> None:
+    x = torch.full((32, 32), 2.0**-120, dtype=torch.bfloat16)
+    assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None
+
+
+def test_a_transposed_matrix_is_rounded_as_its_copy() -> None:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16().t()
+    for operand in OPERANDS.values():
+        layouts = round_by_bits(x, operand, -1)
+        assert layouts is not None
+        assert_same_bits(layouts[0], fake_quantise(x, operand, dtype=x.dtype))
+
+
+def gradients(name: str, has_units: bool) -> list[torch.Tensor]:
+    """Output, input gradient and weight gradient of an emulated Linear."""
+    generator = torch.Generator().manual_seed(0)
+    linear = EmulatedLinear(Linear(128, 256), RECIPES[name])
+    linear.has_units = has_units
+    linear.weight.data.copy_(torch.randn(256, 128, generator=generator) / 16)
+    x = torch.randn(384, 128, generator=generator).bfloat16().requires_grad_()
+    y = linear(x)
+    y.backward(torch.randn(384, 256, generator=generator).bfloat16())
+    assert x.grad is not None and linear.weight.grad is not None
+    return [y.detach(), x.grad, linear.weight.grad]
+
+
+@pytest.mark.parametrize("has_units", [True, False], ids=["units", "fp32"])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_linear_computes_what_it_does_without_this_file(
+    name: str, has_units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = gradients(name, has_units)
+    monkeypatch.setattr(linears, "can_round", lambda x, operand: False)
+    for one_pass, by_formula in zip(computed, gradients(name, has_units), strict=True):
+        assert torch.equal(one_pass, by_formula)
+
+
+def test_the_forward_pass_rounds_for_the_backward_pass_only_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounded_dims = []
+
+    def recorded(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.Tensor] | None:
+        rounded_dims.append(dims)
+        return round_by_bits(x, operand, *dims)
+
+    monkeypatch.setattr(linears, "round_by_bits", recorded)
+    linear = EmulatedLinear(Linear(64, 64), RECIPES["mxfp8"])
+    linear.weight.data.fill_(1.0)
+    x = torch.ones(32, 64, dtype=torch.bfloat16)
+    linear(x)
+    with torch.no_grad():
+        linear(x)
+    assert rounded_dims == [(-1, 0), (-1, 0), (-1,), (-1,)]
