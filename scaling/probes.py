@@ -58,7 +58,7 @@ def read_probe(path: Path) -> ProbeRecord:
     blocks = sorted({number for number, _ in block})
     steps = sorted({row.step for row in rows})
     return ProbeRecord(
-        recipe="+".join(sorted({row.recipe for row in linear_rows})),
+        recipe=_recipes_of(linear_rows),
         evaluated_in=_evaluated_in(linear_rows, path),
         steps=np.array(steps),
         layers=layers,
@@ -68,6 +68,10 @@ def read_probe(path: Path) -> ProbeRecord:
         blocks=blocks,
         block=_by_step(block, blocks, steps, OUTLIERS),
     )
+
+
+def _recipes_of(rows: Sequence[LinearRow]) -> str:
+    return "+".join(sorted({row.recipe for row in rows}))
 
 
 def _evaluated_in(rows: Sequence[LinearRow], path: Path) -> str:
