@@ -8,11 +8,16 @@ forecast.py (a run to come), refusals.py (why points do not tell).
 
 A new form is an entry of NAMES and POWERS in forms.py (each power its own factor and exponent, in
 the same order in both), its factors in FACTORS, a new axis a property of Points, starts in law.py's
-STARTS unless it is one power law, and what its design needs in law.py's _lacking(). To be printed
-it stands in FORMS of scaling/groups.py, to be the headline it has a branch of choose_headline()
-there. A shared fault is judged by Chinchilla's residuals, so intervals may count sizes. Hold it
-against a table of known constants: exponents swapped in NAMES still give a certified law. The
-commands fit.py and predict.py read, call and print."""
+STARTS unless it is one power law, and what its design needs in law.py's _lacking(). Hold it against
+a table of known constants: exponents swapped in NAMES still give a certified law.
+
+fit.py prints the forms in FORMS of scaling/groups.py; choose_headline() there says which of them is
+the headline. The figure draws L(N, D) and laws over one axis: for another surface add a branch to
+lines_of() in scaling/law_lines.py and to _captioned_law() in law_figure.py, else it shows the power
+law over C. Forecasts have a list of forms of their own (forecast.py). An exponent can be held fixed
+in the ray law alone (fit_law's gamma); rivals.py has the surfaces of fixed exponents. A shared
+fault is judged by Chinchilla's residuals, so intervals may count sizes. The commands fit.py and
+predict.py read, call and print."""
 
 from scaling.laws.choices import MOST_SIZES, Refit, fit_form, robustness
 from scaling.laws.fits import (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
 from scaling.paired.estimates import Estimate, grouped
@@ -81,10 +82,15 @@ def measure_nulls(records: Sequence[FinishedRun], repeats: Sequence[Pair], evalu
     return Null(rows, _pooled_seeds(rows, trunks), _same_seed(repeats, evaluation))
 
 
+def sd_of_differences(losses: ArrayLike) -> float:
+    """Standard deviation of the difference of two runs, in per cent of the loss, from the losses
+    (nats per token) of two or more runs alike but for the seed, shape (runs,): a difference has
+    twice the variance of a run."""
+    return 100 * math.sqrt(2) * float(np.std(np.log(losses), ddof=1))
+
+
 def _seed_null(runs: Sequence[FinishedRun], evaluation: str) -> SeedNull:
-    """A difference of two runs has twice the variance of one."""
-    logs = np.log([loss_of(run, evaluation) for run in runs])
-    sd = 100 * math.sqrt(2) * float(np.std(logs, ddof=1))
+    sd = sd_of_differences([loss_of(run, evaluation) for run in runs])
     return SeedNull(**asdict(place_of(runs[0])), runs=len(runs), dof=len(runs) - 1, sd_percent=sd)
 
 
@@ -96,7 +102,7 @@ def _pooled_seeds(rows: list[SeedNull], trunks: dict[int, set[str]]) -> PooledSe
     for N, names in trunks.items():
         dof += min(len(names) - 1, sum(row.dof for row in rows if row.N == N))
     sd = math.sqrt(variance)
-    return PooledSeedNull(sum(row.runs for row in rows), dof, sd, _band(sd, dof))
+    return PooledSeedNull(sum(row.runs for row in rows), dof, sd, band_of(sd, dof))
 
 
 def _same_seed(repeats: Sequence[Pair], evaluation: str) -> SameSeedNull:
@@ -118,10 +124,11 @@ def _same_seed(repeats: Sequence[Pair], evaluation: str) -> SameSeedNull:
         return SameSeedNull(sizes, equal, None)
     sd = math.sqrt(np.mean([pair.gap[evaluation].percent ** 2 for pair in differing]))
     dof = len(trajectories(differing))
-    pooled = PooledRepeatNull(len(differing), dof, sd, _band(sd, dof))
+    pooled = PooledRepeatNull(len(differing), dof, sd, band_of(sd, dof))
     return SameSeedNull(sizes, equal, pooled)
 
 
-def _band(sd: float, dof: int) -> float:
-    """Half of what holds 95 % of differences whose SD is known from so many degrees of freedom."""
+def band_of(sd: float, dof: int) -> float:
+    """Half of what holds 95 % of differences whose standard deviation is sd, estimated with dof
+    degrees of freedom."""
     return float(stdtrit(dof, 0.975)) * sd
