@@ -8,7 +8,6 @@ One thread, all arms in one process, a step of each in turns. CPU time and the b
 count, since other work on the machine lengthens wall time at once and CPU time through its caches.
 A step is a cell's of bench.throughput: forward, backward, clipping, AdamW, the step's host read."""
 
-import math
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -18,8 +17,8 @@ import torch
 from bench.cells import BF16, Subject, build_ours, our_cell
 from bench.measuring import tokens_like_text
 from fp8.matmul import has_bf16_units
-from lib.bounds import within
 from lib.command import command, run_command
+from lib.errors import UserError
 from lib.text import grid
 
 MODEL = {"n_layer": 3, "n_head": 4, "n_embd": 256, "n_ffn": 768, "vocab_size": 257}
@@ -30,8 +29,12 @@ SEQUENCES, T = 16, 256  # of a step, in one micro-batch
 class Options:
     # labels of arms beside BF16, as mxfp8 or rowwise+head
     recipes: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
-    rounds: int = within(1, math.inf, 10)  # timed steps of each arm, after one that warms up
+    rounds: int = 10  # timed steps of each arm, after one that warms up
     compile: Literal["off", "block", "model"] = "off"  # parallel.compile of all arms
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise UserError(f"rounds={self.rounds} must be at least 1: a step of each arm is timed")
 
 
 @command(__doc__, Options)

@@ -22,3 +22,8 @@ def test_each_arm_takes_a_step_in_turn(
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[1] for row in rows[2:5]] == ["bf16", "mxfp8", "rowwise"]
     assert rows[2].split("|")[4].strip() == "1.000"
+
+
+def test_no_timed_step_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert emulation.main(["rounds=0"]) == 2
+    assert "rounds=0 must be at least 1" in capsys.readouterr().err
