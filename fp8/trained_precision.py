@@ -51,7 +51,18 @@ def read_precision(summary: dict[str, Any]) -> TrainedPrecision:
     if "fp8" not in precision:
         return _precision_in_label(label)
     settings = (*precision["switched_from_fp8"], precision["fp8"])
+    _check_types(recipe, settings, precision["bits"])
     return TrainedPrecision(label, settings, precision["bits"])
+
+
+def _check_types(recipe: Any, settings: tuple[Any, ...], bits: Any) -> None:
+    """Raises TypeError for what runtime/summary.py does not write."""
+    if not isinstance(recipe, str):
+        raise TypeError(f"precision.recipe is {recipe!r}, not a text")
+    if not all(section is None or isinstance(section, dict) for section in settings):
+        raise TypeError("precision.fp8 or precision.switched_from_fp8 holds no settings")
+    if type(bits) is not int:
+        raise TypeError(f"precision.bits is {bits!r}, not a whole number")
 
 
 # ------------------------------------------------------------- summaries older than precision.fp8

@@ -87,3 +87,22 @@ def test_an_older_label_is_read_as_the_settings_it_was_made_of(settings):
 def test_reading_it_needs_no_torch():
     code = "import fp8.trained_precision, sys; print('torch' in sys.modules)"
     assert process("-c", code).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"recipe": None},
+        {"recipe": 5},
+        {"fp8": "rowwise"},
+        {"switched_from_fp8": ["bf16"]},
+        {"bits": "8"},
+        {"bits": None},
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_refused(damage: dict[str, Any]) -> None:
+    summary = summary_of(FP8Config(recipe="rowwise"))
+    summary["precision"] |= damage
+    with pytest.raises(TypeError, match=r"precision\."):
+        read_precision(summary)

@@ -3,13 +3,16 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
+import torch
 
-from runtime.config import Config
+from runtime.config import Config, FP8Config
 from runtime.metrics_file import EVENTS
-from runtime.summary import PrecisionSummary, SourceSummary, Summary, schema_page
+from runtime.parallel import World
+from runtime.run_start import Progress, Start, StartKind
+from runtime.summary import PrecisionSummary, SourceSummary, Summary, _precision, schema_page
 from tests.conftest import ROOT, changed
 
 
@@ -35,6 +38,27 @@ def test_the_page_names_the_events_that_a_run_writes():
     written = {name for form in forms for name in re.findall(form, source)}
     starts = {"resume", "branch"}  # chosen by the kind of the start
     assert written | starts == set(EVENTS)
+
+
+@pytest.mark.parametrize(
+    "trunk, own, bits",
+    [
+        (None, "off", 16),
+        (None, "nvfp4", 4),
+        ("off", "rowwise", 8),
+        ("rowwise", "off", 8),
+        ("nvfp4", "rowwise", 4),
+        ("rowwise", "nvfp4", 4),
+    ],
+)
+def test_bits_are_the_fewest_of_a_run_and_of_its_trunk(
+    tiny: Config, trunk: str | None, own: str, bits: int
+) -> None:
+    trunks = () if trunk is None else (FP8Config(recipe=trunk),)
+    start = Start(StartKind.SWITCHED_BRANCH, Progress(), trunk_precisions=trunks)
+    config = replace(tiny, fp8=FP8Config(recipe=own))
+    world = World(0, 0, 1, torch.device("cpu"))
+    assert _precision(config, world, [], start).bits == bits
 
 
 @pytest.fixture
