@@ -138,9 +138,9 @@ def groups_of(suite: str) -> list[list[Cell]]:
     return [[baseline, replace(baseline, document_mask=True)] for baseline in baselines]
 
 
-def config_of(cell: Cell) -> Config:
-    """The Config that train.py would be given for a cell of ours. Raises UserError for an unknown
-    size, label or key."""
+def config_of(cell: Cell, compile: str = "block") -> Config:
+    """The Config that train.py would be given for a cell of ours; compile: parallel.compile, as
+    studies and runs on several GPUs have it. Raises UserError for an unknown size, label or key."""
     changes: dict[str, object] = {
         f"model.{key}": str(value).lower() for key, value in cell.model.items()
     }
@@ -150,7 +150,7 @@ def config_of(cell: Cell) -> Config:
         "data.tokens_per_step": cell.tokens_per_step,
         "data.tokenizer": "./none",
         "run": "cell",  # no text is read
-        "parallel.compile": "block",  # as studies, as runs on several GPUs
+        "parallel.compile": compile,
         "data.document_mask": str(cell.document_mask).lower(),
     }
     if cell.fp8.kernels is False:
@@ -160,10 +160,10 @@ def config_of(cell: Cell) -> Config:
     return load_config(ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *cell.fp8.overrides])
 
 
-def build_ours(cell: Cell, device: torch.device) -> Subject:
+def build_ours(cell: Cell, device: torch.device, compile: str = "block") -> Subject:
     """Our model, built, compiled and initialised as train.py does it; its micro-step and update are
     train.py's lines."""
-    config = config_of(cell)
+    config = config_of(cell, compile)
     cast_by = selection.casting(config.fp8, device.type, has_whole_weights=True)
     selection.check_hardware(config.fp8, device, cast_by.is_ours)
     built = build(config, World(0, 0, 1, device))

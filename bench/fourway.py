@@ -167,11 +167,7 @@ def draw_arms(rows: Sequence[TrainingRow], path: Path) -> None:
         )
         _draw_losses(loss, trained)
         _draw_bars(speed, trained, [row.tok_per_s or 0.0 for row in trained], "tokens/s")
-        compiled_s = [row.compiled_s for row in trained]
-        _draw_bars(seconds, trained, compiled_s, "seconds of training")
-        compile_s = [row.compile_s or 0.0 for row in trained]
-        hatched = {"color": "white", "edgecolor": "k", "hatch": "///"}
-        seconds.barh(range(len(trained)), compile_s, left=compiled_s, **hatched)
+        _draw_seconds(seconds, trained)
         gib = [row.mem_gib or 0.0 for row in trained]
         _draw_bars(memory, trained, gib, "memory of tensors [GiB]")
         write_atomically(path, render(figure, "png"))
@@ -186,6 +182,15 @@ def _draw_losses(panel: Any, rows: Sequence[TrainingRow]) -> None:
         panel.plot(range(1, row.steps + 1), row.losses, color=color, label=_arm_name(row))
     panel.set(xlabel="step", ylabel="training loss [nats/token]")
     panel.legend(frameon=False, fontsize=6)
+
+
+def _draw_seconds(panel: Any, rows: Sequence[TrainingRow]) -> None:
+    """A bar an arm without compilation, which lies hatched behind it."""
+    compiled_s = [row.compiled_s for row in rows]
+    _draw_bars(panel, rows, compiled_s, "seconds of training")
+    compile_s = [row.compile_s or 0.0 for row in rows]
+    hatched = {"color": "white", "edgecolor": "k", "hatch": "///"}
+    panel.barh(range(len(rows)), compile_s, left=compiled_s, **hatched)
 
 
 def _draw_bars(

@@ -146,9 +146,14 @@ def add_centered(scores: dict[str, TaskScores], missing: Collection[str] = ()) -
         scores[name] = replace(scores[name], metrics=metrics)
     if not centered or any(name not in scores and name not in missing for name in TASKS):
         return
+    scores[GROUP] = _group_scores(scores, centered)
+
+
+def _group_scores(scores: dict[str, TaskScores], centered: dict[str, Metric]) -> TaskScores:
+    """The group's row, by the tasks that have a centered accuracy."""
     scored = [scores[name] for name in centered]
     unscored = [name for name in TASKS if name not in centered]
-    scores[GROUP] = TaskScores(
+    return TaskScores(
         metrics={CENTERED: _mean([*centered.values()])},
         n=sum(task_scores.n or 0 for task_scores in scored),
         docs_sha256=hash_of(task_scores.docs_sha256 or "" for task_scores in scored),

@@ -289,13 +289,25 @@ class Config:
             n = stage.parts
             if self.data.tokens_per_step % (n * per_micro):
                 cut = f", cut into {n} by data.ramp," if n > 1 else ""
+                fitting = self._largest_micro_batch(micro_batch, world_size)
+                remedy = f"set data.micro_batch={fitting}" if fitting else "change it"
                 raise UserError(
                     f"data.tokens_per_step={self.data.tokens_per_step}{cut} cannot be shared by"
                     f" {world_size} ranks in micro-batches of {micro_batch} x"
-                    f" {self.model.n_ctx} tokens: it must be a multiple of {n * per_micro}; change"
-                    " data.micro_batch or the number of ranks"
+                    f" {self.model.n_ctx} tokens: it must be a multiple of {n * per_micro}; {remedy},"
+                    " or change the number of ranks"
                 )
         return self.data.tokens_per_step // (parts * per_micro)
+
+    def _largest_micro_batch(self, most: int, world_size: int) -> int | None:
+        """The largest micro-batch, of at most so many sequences, in which ranks share each of the
+        run's steps evenly; None where they cannot."""
+        for micro_batch in range(most, 0, -1):
+            per_micro = micro_batch * self.model.n_ctx * world_size
+            sizes = [stage.parts * per_micro for stage in self.ramp.stages]
+            if all(self.data.tokens_per_step % size == 0 for size in sizes):
+                return micro_batch
+        return None
 
     def identity(self) -> dict:
         """What makes two configs the same training run, as flat key -> value: all that the weights

@@ -1,10 +1,15 @@
 """bench/kernels.py makes the table of timings, in which a linear drift cancels; fp8/speed.py
 chooses recipes by it."""
 
+import io
 import itertools
 import json
 import re
+import shutil
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,13 +46,17 @@ def timed(monkeypatch: pytest.MonkeyPatch):
     return done, acts
 
 
-def test_by_default_autos_candidates_are_timed_at_the_shapes_of_six_sizes():
+def test_by_default_linears_of_six_sizes_are_timed_smallest_first():
     sizes = (512, 1536), (768, 2048), (1024, 2816), (1536, 4096), (2048, 5632)  # the README's table
-    want = {
+    expected = {
         shape for C, F in sizes for shape in ((C, 3 * C), (C, C), (C, 2 * F), (F, C), (C, 50304))
     }
     shapes = kernels.shapes_of(kernels.Options())
-    assert sorted(shapes) == sorted(want) and np.all(np.diff([K * N for K, N in shapes]) >= 0)
+    assert sorted(shapes) == sorted(expected)
+    assert np.all(np.diff([K * N for K, N in shapes]) >= 0)
+
+
+def test_by_default_autos_candidates_are_timed():
     assert kernels.recipes_of(kernels.Options()) == (
         "tensorwise",
         "tensorwise_gw_hp",
@@ -100,75 +109,150 @@ def test_a_timed_linear_casts_its_weight_where_training_does(
             assert 0 < ((a - b).float().norm() / a.float().norm()).item() < 0.2
 
 
-def test_a_rehearsal_is_marked_and_what_is_not_finite_is_no_row(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    out = tmp_path / "absent" / "cpu.json"
-    toy = (f"out={out}", "shapes=64x64", "tokens=64", "turns=2")
-    asked(capsys, kernels.main, *toy, "recipes=tensorwise,tensorwise+kernels")
-    text, (entry,) = out.read_text(), load_table(out)["measured"]["cpu"]
-    assert (
-        entry["gpu"].startswith("cpu ")
-        and "rehearsal" in entry["timer"]
-        and text == speed.to_text(json.loads(text))
-    )
-    assert entry["torch"] == torch.__version__ and entry["command"].startswith(
-        "python -m bench.kernels out="
-    )
-    assert [(row["recipe"], row["K"], row["N"], row["M"]) for row in entry["rows"]] == [
+TOY = ("shapes=64x64", "tokens=64", "turns=2")
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The table of two recipes on this CPU, in a folder that the command has made."""
+    out = tmp_path_factory.mktemp("rehearsal") / "absent" / "cpu.json"
+    words = [f"out={out}", *TOY, "recipes=tensorwise,tensorwise+kernels"]
+    with redirect_stdout(io.StringIO()):
+        assert kernels.main(words) == 0
+    return out
+
+
+@pytest.fixture
+def of_this_cpu(rehearsed: Path) -> dict[str, Any]:
+    """The table's entry."""
+    (entry,) = load_table(rehearsed)["measured"]["cpu"]
+    return entry
+
+
+def test_a_rehearsal_without_a_gpu_is_marked(of_this_cpu: dict[str, Any]):
+    assert of_this_cpu["gpu"].startswith("cpu ")
+    assert "rehearsal" in of_this_cpu["timer"]
+
+
+def test_a_table_says_what_it_was_made_with(of_this_cpu: dict[str, Any]):
+    assert of_this_cpu["torch"] == torch.__version__
+    assert of_this_cpu["command"].startswith("python -m bench.kernels out=")
+
+
+def test_a_table_is_written_in_one_way(rehearsed: Path):
+    text = rehearsed.read_text()
+    assert text == speed.to_text(json.loads(text))
+
+
+def test_a_row_is_of_a_recipe_and_a_shape(of_this_cpu: dict[str, Any]):
+    assert [(row["recipe"], row["K"], row["N"], row["M"]) for row in of_this_cpu["rows"]] == [
         ("tensorwise", 64, 64, 64),
         ("tensorwise+kernels", 64, 64, 64),
     ]
-    assert all(0 < row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"] for row in entry["rows"])
-    forward = kernels.RMSNorm.forward
-    monkeypatch.setattr(kernels.RMSNorm, "forward", lambda self, x: forward(self, x) * float("nan"))
-    said = asked(capsys, kernels.main, *toy, "recipes=tensorwise,rowwise", code=1)
-    assert (
-        "1 rows to time, 1 are there" in said and "not finite" in said and out.read_text() == text
-    )
-    assert asked(capsys, kernels.main, "casts") and asked(
-        capsys, kernels.main, "matmuls", "shapes=64x64", "tokens=64"
-    )
 
 
-def test_a_cut_or_failing_row_costs_no_other_and_the_command_goes_on(
-    capsys: pytest.CaptureFixture[str],
+def test_a_ratio_lies_between_its_percentiles(of_this_cpu: dict[str, Any]):
+    for row in of_this_cpu["rows"]:
+        assert 0 < row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
+
+
+def test_what_is_there_is_not_timed_again_and_what_is_not_finite_is_no_row(
+    rehearsed: Path,
     tmp_path: Path,
-    timed: tuple,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    (out := tmp_path / "cpu.json").write_bytes(speed.SHIPPED.read_bytes())
-    done, acts = timed
-    arguments = [f"out={out}", "shapes=64x64,64x128", "tokens=64", "recipes=tensorwise,rowwise"]
-    acts[:] = [
-        None,
-        type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU"),
-        None,
-        KeyboardInterrupt(),
-    ]
-    with pytest.raises(KeyboardInterrupt):
-        kernels.main(arguments)
-    assert done == [("tensorwise", 64, 64), ("tensorwise", 64, 128)]
-    assert "64 x 64     FAILED: no kernel image for this GPU\n" in capsys.readouterr().out
-    now = iter(range(0, 10_000, 15))  # each look at the clock is 15 s after the last
-    monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
-    # another commit is no other setup
+    out = Path(shutil.copy(rehearsed, tmp_path))
+    forward = kernels.RMSNorm.forward
+    monkeypatch.setattr(kernels.RMSNorm, "forward", lambda self, x: forward(self, x) * float("nan"))
+    words = (f"out={out}", *TOY, "recipes=tensorwise,rowwise")
+    page = asked(capsys, kernels.main, *words, code=1)
+    assert "1 rows to time, 1 are there" in page
+    assert "not finite" in page
+    assert out.read_text() == rehearsed.read_text()
+
+
+@pytest.mark.parametrize("words", ["casts", "matmuls shapes=64x64 tokens=64"])
+def test_casts_and_matmuls_alone_are_timed(words: str, capsys: pytest.CaptureFixture[str]):
+    assert asked(capsys, kernels.main, *words.split())
+
+
+Timed = tuple[list[tuple[str, int, int]], list]  # what `timed` has timed, and what happens first
+
+
+@dataclass
+class Cut:
+    """A command for four rows beside the shipped ones, which failed at the second and was cut at
+    the fourth: its words, and what it printed."""
+
+    words: list[str]
+    page: str
+
+
+@pytest.fixture
+def cut(tmp_path: Path, timed: Timed) -> Cut:
+    out = tmp_path / "cpu.json"
+    out.write_bytes(speed.SHIPPED.read_bytes())
+    words = [f"out={out}", "shapes=64x64,64x128", "tokens=64", "recipes=tensorwise,rowwise"]
+    failure = type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU")
+    timed[1][:] = [None, failure, None, KeyboardInterrupt()]
+    page = io.StringIO()
+    with redirect_stdout(page), pytest.raises(KeyboardInterrupt):
+        kernels.main(words)
+    return Cut(words, page.getvalue())
+
+
+def go_on(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the command prints in two calls, whose budget ends within the first: each look at the
+    clock is 15 s after the last. Another commit in the table is no other setup."""
+    out = Path(words[0].removeprefix("out="))
     out.write_text(re.sub('"commit": .*', '"commit": "0123",', out.read_text()))
-    for left in (True, False):
-        said = asked(capsys, kernels.main, *arguments, "budget=20")
-        assert ("1 rows are left, the same command goes on" in said) is left
-    (entry,) = load_table(out)["measured"]["cpu"]
-    assert [(row["recipe"], row["N"]) for row in entry["rows"]] == [
-        *itertools.product(("tensorwise", "rowwise"), (64, 128))
-    ]
-    assert load_table(out)["published"] == load_table()["published"] and entry["commit"].startswith(
-        "0123, "
-    )
+    now = iter(range(0, 10_000, 15))
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
+    pages = []
+    for _ in range(2):
+        page = io.StringIO()
+        with redirect_stdout(page):
+            assert kernels.main([*words, "budget=20"]) == 0
+        pages.append(page.getvalue())
+    return pages
+
+
+def test_a_row_that_fails_costs_no_other(timed: Timed, cut: Cut):
+    assert timed[0] == [("tensorwise", 64, 64), ("tensorwise", 64, 128)]
+    assert "64 x 64     FAILED: no kernel image for this GPU\n" in cut.page
+
+
+def test_the_same_command_goes_on_with_what_is_left(
+    timed: Timed, cut: Cut, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    pages = go_on(cut.words, monkeypatch)
+    sentence = "1 rows are left, the same command goes on"
+    assert [sentence in page for page in pages] == [True, False]
+    (entry,) = load_table(tmp_path / "cpu.json")["measured"]["cpu"]
+    expected = [*itertools.product(("tensorwise", "rowwise"), (64, 128))]
+    assert [(row["recipe"], row["N"]) for row in entry["rows"]] == expected
+    assert len(timed[0]) == 4
+
+
+def test_an_entry_names_all_commits_and_the_published_rows_stay(
+    cut: Cut, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    go_on(cut.words, monkeypatch)
+    table = load_table(tmp_path / "cpu.json")
+    (entry,) = table["measured"]["cpu"]
+    assert entry["commit"].startswith("0123, ")
+    assert table["published"] == load_table()["published"]
+
+
+def test_rows_of_two_versions_of_torch_do_not_mix(
+    timed: Timed, cut: Cut, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "cpu.json"
     out.write_text(out.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
-    assert (
-        "torch 1.0" in asked(capsys, kernels.main, arguments[0], "shapes=64x256", code=2)
-        and len(done) == 4
-    )
+    n_timed = len(timed[0])
+    assert "torch 1.0" in asked(capsys, kernels.main, cut.words[0], "shapes=64x256", code=2)
+    assert len(timed[0]) == n_timed
 
 
 @pytest.mark.parametrize(

@@ -620,6 +620,21 @@ def test_every_number_of_a_model_is_positive(tiny: Config, field):
 
 
 @pytest.mark.parametrize(
+    "words, ranks, remedy",
+    [
+        ("data.micro_batch=8", 4, "set data.micro_batch=4, or"),
+        ("data.micro_batch=8 data.tokens_per_step=768", 4, "set data.micro_batch=6, or"),
+        ("data.micro_batch=4 data.ramp=0.4:0.25", 4, "set data.micro_batch=1, or"),
+        ("data.micro_batch=1", 3, "change it, or"),
+    ],
+)
+def test_steps_that_ranks_cannot_share_are_refused_with_what_they_can(tiny, words, ranks, remedy):
+    config = apply_overrides(tiny, ["model.n_ctx=32", *words.split()])
+    with pytest.raises(UserError, match=f"cannot be shared by {ranks} ranks .*; {remedy} change"):
+        config.accumulation(ranks)
+
+
+@pytest.mark.parametrize(
     "bounds, inside, outside",
     [
         (above_zero, [1e-300, 1e300], [0, -1]),

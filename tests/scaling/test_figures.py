@@ -1,13 +1,16 @@
 """scaling/figures.py: the figures of one run show what its rows say, for whole, cut, running and
 damaged files."""
 
+import io
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -298,31 +301,43 @@ def test_odd_runs_are_drawn(rows: list[dict], scale_of_norm: str, tmp_path: Path
     assert figure.axes[1].get_yscale() == scale_of_norm
 
 
-@pytest.fixture
-def cut_run(tmp_path: Path) -> Path:
-    """A run that is still going, or was cut within a line."""
-    run = write(tmp_path / "run", eventful())
+@dataclass
+class Twice:
+    """A run that is still going, or was cut within a line, drawn twice."""
+
+    folders: list[Path]
+    pages: list[str]
+    settings: list[dict[str, Any]]  # matplotlib's, before and after
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> Twice:
+    folder = tmp_path_factory.mktemp("cut")
+    run = write(folder / "run", eventful())
     path = run / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-30])
-    return run
+    folders, pages = [folder / "first", folder / "second"], []
+    settings = [dict(matplotlib.rcParams)]
+    for out in folders:
+        page = io.StringIO()
+        with redirect_stdout(page):
+            assert figures.main([str(run), f"out={out}"]) == 0
+        pages.append(page.getvalue())
+    return Twice(folders, pages, [*settings, dict(matplotlib.rcParams)])
 
 
-def test_a_cut_run_is_drawn_with_the_same_bytes_each_time(
-    cut_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    images = []
-    for out in (tmp_path / "first", tmp_path / "second"):
-        page = asked(capsys, figures.main, cut_run, f"out={out}")
-        assert page == f"wrote {out}/: run.png, run.svg\n"
-        images.append((out / "run.png").read_bytes())
-    assert images[0] == images[1]
+def test_a_cut_run_is_drawn_and_said_to_be(twice: Twice) -> None:
+    for folder, page in zip(twice.folders, twice.pages, strict=True):
+        assert page == f"wrote {folder}/: run.png, run.svg\n"
 
 
-def test_drawing_leaves_matplotlibs_settings_alone(cut_run: Path) -> None:
-    before = dict(matplotlib.rcParams)
-    drawn(cut_run)
-    assert figures.main([str(cut_run)]) == 0
-    assert dict(matplotlib.rcParams) == before
+def test_a_run_is_drawn_with_the_same_bytes_each_time(twice: Twice) -> None:
+    first, second = ((folder / "run.png").read_bytes() for folder in twice.folders)
+    assert first == second
+
+
+def test_drawing_leaves_matplotlibs_settings_alone(twice: Twice) -> None:
+    assert twice.settings[0] == twice.settings[1]
 
 
 def operand(name: str, block: int, kind: str, step: int):
@@ -417,18 +432,21 @@ def test_an_error_that_is_null_is_a_dash_in_the_table(probe_with_gaps: ProbeReco
     assert any(line[-1] == "-" for line in cells(format_worst(probe_with_gaps)))
 
 
-def test_logits_of_attention_are_those_of_the_rows(probe_with_gaps: ProbeRecord) -> None:
-    panel = draw_outliers(probe_with_gaps, "run").axes[0]
+@pytest.fixture(scope="module")
+def outliers(probe_with_gaps: ProbeRecord) -> Figure:
+    return draw_outliers(probe_with_gaps, "run")
+
+
+def test_logits_of_attention_are_those_of_the_rows(outliers: Figure) -> None:
+    panel = outliers.axes[0]
     expected = [
         [block_row(step, block)["attention_logit_max"] for step in STEPS] for block in range(12)
     ]
     assert np.allclose([line[:, 1] for line in lines_of(panel)], expected)
 
 
-def test_a_value_that_is_null_is_a_gap_and_the_last_row_counts(
-    probe_with_gaps: ProbeRecord,
-) -> None:
-    panel = draw_outliers(probe_with_gaps, "run").axes[1]
+def test_a_value_that_is_null_is_a_gap_and_the_last_row_counts(outliers: Figure) -> None:
+    panel = outliers.axes[1]
     ratios = np.array([line[:, 1] for line in lines_of(panel)])
     assert np.isnan(ratios[1]).tolist() == [False, True, False]
     assert math.isclose(ratios[5][2], (8 + 2.0**5) / 0.5)

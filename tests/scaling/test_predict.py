@@ -1,10 +1,12 @@
 """What a frozen prediction holds, what freezing and scoring refuse."""
 
 import hashlib
+import io
 import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from scaling import fit, predict
 from scaling.groups import Group, fit_group
 from scaling.predictions import Held, Prediction, held_of, held_out, load
 from scaling.records import Record, read_runs
-from tests.conftest import ROOT, asked
+from tests.conftest import ROOT, asked, figures_off
 from tests.helpers.scaling_runs import edit, law, strict, write_ladder, write_run
 
 BIG = 184_320
@@ -265,7 +267,7 @@ def test_a_prediction_waits_for_its_run(study: Path, capsys: pytest.CaptureFixtu
 @dataclass
 class Scored:
     """A study whose predicted run has come, and another seed of it, outside of the interval: the
-    groups of law.json before and after, and the page."""
+    groups of law.json before and after, and what was printed."""
 
     folder: Path
     before: dict
@@ -273,15 +275,18 @@ class Scored:
     page: str
 
 
-@pytest.fixture
-def scored(study: Path, no_figures: None, capsys: pytest.CaptureFixture) -> Scored:
-    asked(capsys, fit.main, study, "--predict", "big")
-    before = strict(study / "law/law.json")["groups"]
-    (made,) = load(study / "law")
-    write_big(study, loss=1.001 * made.loss)
-    write_big(study, "large", seed=2, loss=1.01 * made.high)
-    page = asked(capsys, fit.main, study, "--score")
-    return Scored(study, before, strict(study / "law/law.json")["groups"], page)
+@pytest.fixture(scope="module")
+def scored(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    folder = Path(shutil.copytree(finished, tmp_path_factory.mktemp("scored") / "study"))
+    page = io.StringIO()
+    with figures_off(), redirect_stdout(page):
+        assert fit.main([str(folder), "--predict", "big"]) == 0
+        before = strict(folder / "law/law.json")["groups"]
+        (made,) = load(folder / "law")
+        write_big(folder, loss=1.001 * made.loss)
+        write_big(folder, "large", seed=2, loss=1.01 * made.high)
+        assert fit.main([str(folder), "--score"]) == 0
+    return Scored(folder, before, strict(folder / "law/law.json")["groups"], page.getvalue())
 
 
 def test_what_is_predicted_is_in_no_fit(scored: Scored):
