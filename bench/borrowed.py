@@ -262,7 +262,7 @@ class Options:
     rehearse: bool = False  # tiny sizes on a CPU: says nothing about a GPU
     list: bool = False  # print the parts instead of running them
     report: bool = False  # print the results as Markdown
-    write: bool = False  # with report: put them into docs/speed.md
+    write: bool = False  # print them and put them into docs/speed.md and README.md
 
 
 @command(__doc__, Options)

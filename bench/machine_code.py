@@ -136,8 +136,8 @@ def arguments_of(
     Triton's signature, name -> type such as "*fp8e4nv", "i32" or "constexpr" (no parameter). Triton
     adds pointers of its own."""
     names = [name for name, kind in signature.items() if kind != "constexpr"]
-    unknown = sorted(set(float8_arguments) - set(names))
-    assert not unknown, f"no argument {unknown}"
+    absent_names = sorted(set(float8_arguments) - set(names))
+    assert not absent_names, f"no argument {absent_names}"
     entry = ptx[ptx.index(".entry") :].partition(")")[0]
     kinds = re.findall(r"\.param \.[a-z](\d+)(?: (\.ptr))?", entry)
     assert 0 <= len(kinds) - len(names) <= 2, (kinds, names)
@@ -211,8 +211,8 @@ def stray_bytes(
     for number, byte in enumerate(stored):
         is_copied = LOADED in byte and byte <= {LOADED, CONVERTED, 0}
         if byte != {CONVERTED} and not is_copied:
-            others = sorted(str(origin) for origin in byte - {CONVERTED, LOADED})
-            strays.append(Stray(instruction.place, number, names, tuple(others)))
+            origins = sorted(str(origin) for origin in byte - {CONVERTED, LOADED})
+            strays.append(Stray(instruction.place, number, names, tuple(origins)))
     return strays
 
 
@@ -339,8 +339,8 @@ class MachineState:
         for register in self.words.keys() | other.words.keys():
             state.words[register] = either(self.word(register), other.word(register))
         for register in self.pointers.keys() | other.pointers.keys():
-            both = (held.pointers.get(register, frozenset()) for held in (self, other))
-            state.pointers[register] = frozenset().union(*both)
+            pointers = (way.pointers.get(register, frozenset()) for way in (self, other))
+            state.pointers[register] = frozenset().union(*pointers)
         return state
 
 
@@ -610,8 +610,10 @@ class Follower:
             byte = state.shared | state.shared_new or frozenset({instruction.place})
         if n_bytes >= 4:
             return [(byte, byte, byte, byte)] * (n_bytes // 4)
-        rest = ZERO if not any(m.startswith("S") for m in instruction.modifiers) else byte
-        padded = [byte] * n_bytes + [rest] * (4 - n_bytes)
+        # a signed load repeats the sign in the upper bytes
+        is_signed = any(modifier.startswith("S") for modifier in instruction.modifiers)
+        filler = byte if is_signed else ZERO
+        padded = [byte] * n_bytes + [filler] * (4 - n_bytes)
         return [(padded[0], padded[1], padded[2], padded[3])]
 
     def _convert(self, instruction: Instruction, state: MachineState) -> Word:
@@ -634,21 +636,21 @@ class Follower:
             return self._unknown(instruction)
         pool = [*self._word(a, state), *self._word(c, state)]
         low, high, *_ = self._word(selector, state)
-        chosen: list[Byte] = []
+        permuted: list[Byte] = []
         for digits in (low, high):
             for shift in (0, 4):
-                chosen.append(self._chosen(instruction, pool, digits, shift))
-        return chosen[0], chosen[1], chosen[2], chosen[3]
+                permuted.append(self._chosen(instruction, pool, digits, shift))
+        return permuted[0], permuted[1], permuted[2], permuted[3]
 
     def _chosen(self, instruction: Instruction, pool: list[Byte], digits: Byte, shift: int) -> Byte:
         """The byte of `pool` that one digit of a selector chooses; with its highest bit it would
         spread a sign."""
-        chosen: Byte = frozenset()
+        origins: Byte = frozenset()
         for digit in digits:
             if isinstance(digit, str) or digit >> shift & 8:
                 return frozenset({instruction.place})
-            chosen |= pool[digit >> shift & 7]
-        return chosen
+            origins |= pool[digit >> shift & 7]
+        return origins
 
     def _combine_bits(self, instruction: Instruction, state: MachineState) -> Word:
         """LOP3: a function of three bits, given by its table. A byte counts as moved where the
@@ -711,11 +713,11 @@ class Follower:
         carry."""
         total: list[Byte] = []
         for operands in zip(*words, strict=True):
-            others = [byte for byte in operands if byte != ZERO]
-            if len(others) > 1:
+            nonzero = [byte for byte in operands if byte != ZERO]
+            if len(nonzero) > 1:
                 total += [frozenset({instruction.place})] * (4 - len(total))
                 break
-            total.append(others[0] if others else ZERO)
+            total.append(nonzero[0] if nonzero else ZERO)
         return total[0], total[1], total[2], total[3]
 
     def _move(self, instruction: Instruction, state: MachineState) -> Word:
@@ -774,8 +776,8 @@ def bit_of(values: list[int | None], bit: int, function: int) -> int | str:
     for row in range(8):
         bits = (row >> 2 & 1, row >> 1 & 1, row & 1)
         is_possible = all(
-            value is None or value >> bit & 1 == chosen
-            for value, chosen in zip(values, bits, strict=True)
+            value is None or value >> bit & 1 == bit_of_row
+            for value, bit_of_row in zip(values, bits, strict=True)
         )
         if is_possible:
             outcomes[bits] = function >> row & 1

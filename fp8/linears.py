@@ -115,8 +115,10 @@ class EmulatedMatmul(torch.autograd.Function):
         noise = noise_again = None
         if position is not None:
             noise = noise_at(g.shape, position, salt)
+            # an independent draw for the weight gradient: the salts of layers have 56 bits
             noise_again = noise_at(g.shape, position, salt + 2**60)
         multiplies_g_again = not (recipe.has_bf16_weight_grad or recipe.is_rotated)
+        # g rounded along the dimension that each of its two matmuls sums over
         qg, g_again = how.rounded_twice(g, recipe.grad, multiplies_g_again, noise)
 
         # the input gradient g w

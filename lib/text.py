@@ -63,6 +63,11 @@ def si(value: float) -> str:
     return f"{value:.3g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: "1 table", "2 tables"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def listed(items: Sequence[object], most: int = 6) -> str:
     """Items in a sentence, the first `most` of them and how many more."""
     text = ", ".join(map(str, items[:most]))

@@ -149,7 +149,7 @@ class _JsonText:
 
 def _parsed(raw: bytes) -> tuple[Any, Any]:
     """The value that JSON spells, bytes that are not UTF-8 as U+FFFD, and the same without those
-    bytes, None path there are none. Raises ValueError and RecursionError."""
+    bytes, None where there are none. Raises ValueError and RecursionError."""
     try:
         return DECODER.decode(raw.decode("utf-8-sig")), None
     except UnicodeDecodeError:

@@ -58,7 +58,7 @@ def read_file(
 
 
 def _problem(record: Record, columns: tuple[str, ...], is_strict: bool) -> tuple[str, str]:
-    """What keeps a row from being used, "" path nothing does, and the remedy for a wrong
+    """What keeps a row from being used, "" where nothing does, and the remedy for a wrong
     column."""
     if record.problem:
         return record.problem, ""
@@ -207,7 +207,7 @@ def _why_unreadable(path: str, error: Exception) -> str:
 
 
 def _refuse_wide_characters(head: bytes, path: str) -> None:
-    """Raises BadFile path the first bytes of a file are those of UTF-16 or UTF-32."""
+    """Raises BadFile where the first bytes of a file are those of UTF-16 or UTF-32."""
     nuls = head.count(0)
     # three of four bytes of Latin text are zero in UTF-32, one of two in UTF-16
     if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") or nuls > 0.6 * len(head):

@@ -94,14 +94,14 @@ class ParallelConfig:
     # ranks that share one copy of the weights (FSDP2); none = 1, replicas, where the model fits
     # each GPU whole, else all
     shard: int | None = above_zero(None)
-    # compare the weights of replicas, bit by bit, before each save and validation; false where GPUs of
-    # two kinds share a job and their weights drift apart in the last bits
+    # compare the weights of replicas, bit by bit, before each save and validation; false where GPUs
+    # of two kinds share a job and their weights drift apart in the last bits
     check_replicas: bool = True
     # several ranks: drop a block's gathered weights between forward and backward
     reshard: bool = True
     # keep each block's input and attention's output, compute the rest twice
     recompute: bool = False
-    # block starts sooner, several ranks always do
+    # block starts sooner; several ranks always compile block by block
     compile: bool | Literal["model", "block", "off"] = "model"
     # one CPU process: BF16 matmuls and attention in fp32, each result rounded once
     cpu_fp32: bool = False
@@ -294,8 +294,8 @@ class Config:
                 raise UserError(
                     f"data.tokens_per_step={self.data.tokens_per_step}{cut} cannot be shared by"
                     f" {world_size} ranks in micro-batches of {micro_batch} x"
-                    f" {self.model.n_ctx} tokens: it must be a multiple of {n * per_micro}; {remedy},"
-                    " or change the number of ranks"
+                    f" {self.model.n_ctx} tokens: it must be a multiple of {n * per_micro};"
+                    f" {remedy}, or change the number of ranks"
                 )
         return self.data.tokens_per_step // (parts * per_micro)
 

@@ -74,8 +74,9 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def checksums(tensors: Iterable[Any]) -> torch.Tensor:
-    """The sum of the bits of each fp32 tensor as whole numbers modulo 2^32, (tensors,) int32: exact,
-    so that its order does not matter; one bit changes it. Of a sharded tensor, this rank's part."""
+    """The sum of the bits of each fp32 tensor as whole numbers modulo 2^32, (tensors,) int32: it is
+    exact, so the order of the sum does not matter, and one bit changes it. Of a sharded tensor,
+    this rank's part."""
     sums = []
     for tensor in tensors:
         bits = _local(tensor).contiguous().view(torch.int32)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from lib.text import grid
+from lib.text import counted, grid
 
 LINES = 40  # that the console gets without --all
 
@@ -51,5 +51,5 @@ def format_page(
         parts.append(block)
         count += 1
     if count < len(blocks):
-        parts.append(f"{len(blocks) - count} more tables: --all")
+        parts.append(f"{counted(len(blocks) - count, 'more table')}: --all")
     return "\n\n".join([*parts, foot])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from lib.text import listed, si
+from lib.text import counted, listed, si
 from scaling.law_words import refusal_words
 from scaling.laws.refusals import Refusal
 from scaling.paired.reasons import Reason
@@ -63,10 +63,12 @@ SENTENCES: dict[str, Callable[..., str]] = {
     "trend_refutes": lambda exponents: f"the trend in {' and '.join(exponents)} refutes it",
     "power_law_fits_better": lambda: "the power law fits better by a likelihood of 100 to 1",
     "too_few_levels": lambda sizes, ratios, needed: (
-        f"{sizes} sizes and {ratios} ratios of tokens to parameters; an exponent needs {needed}"
+        f"{counted(sizes, 'size')} and {counted(ratios, 'ratio')} of tokens to parameters; an"
+        f" exponent needs {needed}"
     ),
     "too_few_pairs": lambda independent, needed: (
-        f"{independent} independent pairs; a law needs {needed}, such as two seeds at three sizes"
+        f"{counted(independent, 'independent pair')}; a law needs {needed}, such as two seeds at"
+        " three sizes"
     ),
     "no_power_law_fits": lambda why: f"no power law fits: {sentence_of(why)}",
     "gap_not_told": lambda: "the gap itself is not told from zero",

@@ -63,7 +63,7 @@ def power_surface(points: Points, target: tuple[float, float]) -> Rival | None:
         return None
     centres = float(np.log(points.N).mean()), float(np.log(points.D).mean())
     problem = Problem(_without_floor(points.N, points.D, centres), np.log(points.loss))
-    theta = _best(problem)
+    theta = _best(problem)  # ln A and ln B at the centres, alpha, beta
     log_loss, jacobian = problem.law(theta)
     residual = problem.y - log_loss
     at_target = _without_floor(np.array([target[0]]), np.array([target[1]]), centres)

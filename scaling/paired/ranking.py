@@ -79,12 +79,12 @@ class Ranking:
 def rank(pairs: Sequence[Pair], evaluation: str) -> Ranking:
     """The ranking of the recipes of `pairs` by how their gaps are under one evaluation."""
     pairs_of_recipe, left_out = _paired_recipes(pairs)
-    compared = compared_keys([list(pairs_of_key) for pairs_of_key in pairs_of_recipe.values()])
+    compared = compared_keys([list(pair_of_key) for pair_of_key in pairs_of_recipe.values()])
     gaps: dict[str, list[float]] = {}  # recipe -> its gaps where all are compared
-    for recipe, pairs_of_key in pairs_of_recipe.items():
-        missing = [key for key in compared if key not in pairs_of_key]
+    for recipe, pair_of_key in pairs_of_recipe.items():
+        missing = [key for key in compared if key not in pair_of_key]
         if compared and not missing:
-            gaps[recipe] = [pairs_of_key[key].gap[evaluation].log_percent for key in compared]
+            gaps[recipe] = [pair_of_key[key].gap[evaluation].log_percent for key in compared]
         else:
             left_out.append(LeftOut(recipe, reason("no_pair_at", cells=missing)))
     recipes: list[Ranked] = []
