@@ -294,8 +294,8 @@ class Config:
                 raise UserError(
                     f"data.tokens_per_step={self.data.tokens_per_step}{cut} cannot be shared by"
                     f" {world_size} ranks in micro-batches of {micro_batch} x"
-                    f" {self.model.n_ctx} tokens: it must be a multiple of {n * per_micro}; {remedy},"
-                    " or change the number of ranks"
+                    f" {self.model.n_ctx} tokens: it must be a multiple of {n * per_micro};"
+                    f" {remedy}, or change the number of ranks"
                 )
         return self.data.tokens_per_step // (parts * per_micro)
 
