@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.cells import DOCUMENTS, Cell, cell_from, precision_named
+from fp8.recipes import FP8Config
 from lib.errors import UserError
 from lib.files import read_rows, to_line
 
@@ -214,6 +215,9 @@ def _row_from(values: Mapping[str, Any]) -> CellRow:
             " with the code that wrote it"
         )
     _check_keys([f.name for f in fields(Cell)], values)
+    settings = values["fp8"]
+    if not isinstance(settings, dict) or not settings.keys() <= {f.name for f in fields(FP8Config)}:
+        raise UserError(f"has fp8={settings!r}, where keys of section fp8 were expected")
     head = {
         "cell": cell_from({f.name: values[f.name] for f in fields(Cell)}),
         "provenance": _made(Provenance, values),

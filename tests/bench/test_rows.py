@@ -115,6 +115,14 @@ def test_a_row_that_lacks_a_key_is_refused_by_name(key: str, tmp_path: Path) -> 
         rows_of(path)
 
 
+@pytest.mark.parametrize("settings", [5, ["recipe"], {"recipes": "mxfp8"}])
+def test_a_row_whose_fp8_is_no_section_is_refused(settings: object, tmp_path: Path) -> None:
+    path, values = tmp_path / "rows.jsonl", json.loads(row_line(timed_row()))
+    path.write_bytes(to_line(values | {"fp8": settings}))
+    with pytest.raises(UserError, match="rows.jsonl, row 1, has fp8=.*section fp8 were expected"):
+        rows_of(path)
+
+
 def test_every_key_of_a_line_is_described() -> None:
     page = schema_page()
     for key in json.loads(row_line(timed_row(PEER_CELL))) | json.loads(row_line(FAILED)):
