@@ -184,6 +184,8 @@ class GuardConfig:
 
 # ------------------------------------------------------------------------------------------ config
 
+MOST_SEQUENCES = 65_536  # of a micro-batch that an error proposes: a larger one is a typing error
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -302,10 +304,13 @@ class Config:
     def _largest_micro_batch(self, most: int, world_size: int) -> int | None:
         """The largest micro-batch, of at most so many sequences, in which ranks share each of the
         run's steps evenly; None where they cannot."""
-        for micro_batch in range(most, 0, -1):
-            per_micro = micro_batch * self.model.n_ctx * world_size
-            sizes = [stage.parts * per_micro for stage in self.ramp.stages]
-            if all(self.data.tokens_per_step % size == 0 for size in sizes):
+        sizes = [stage.parts * self.model.n_ctx * world_size for stage in self.ramp.stages]
+        if any(self.data.tokens_per_step % size for size in sizes):
+            return None
+        # sequences of a rank in each stage's step: the micro-batch divides all of them
+        shared = math.gcd(*(self.data.tokens_per_step // size for size in sizes))
+        for micro_batch in range(min(most, shared, MOST_SEQUENCES), 0, -1):
+            if shared % micro_batch == 0:
                 return micro_batch
         return None
 
