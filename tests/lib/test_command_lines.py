@@ -34,6 +34,7 @@ PATHS = {
     "docs.schemas.Options": "",
     "bench.peers.Options": "out check nanogpt nanochat torchtitan",
     "bench.data.Options": "folder",
+    "bench.emulation.Options": "",
     "bench.kernels.Options": "out",
     "bench.throughput.Options": "out check",
     "eval.export.Options": "run folder",
