@@ -144,7 +144,7 @@ class _Layout:
         # both rounded down to powers of two, half of that where the magnitude has the larger
         # mantissa.
         half_mantissa, exponent = math.frexp(largest)
-        one = 1 << self.bits.mantissa
-        carry = 2 * one - 1 - int(2 * half_mantissa * one)
+        leading_bit = 1 << self.bits.mantissa
+        carry = 2 * leading_bit - 1 - int(2 * half_mantissa * leading_bit)
         power = (amax + carry).bitwise_and_(self.bits.exponent_mask)
         return power.sub_((exponent - 1 - int(math.log2(lowest))) << self.bits.mantissa)

@@ -634,6 +634,11 @@ def test_steps_that_ranks_cannot_share_are_refused_with_what_they_can(tiny, word
         config.accumulation(ranks)
 
 
+def test_a_mistyped_micro_batch_is_answered_without_counting_down_from_it(tiny: Config) -> None:
+    with pytest.raises(UserError, match="; set data.micro_batch=16, or change"):
+        apply_overrides(tiny, ["model.n_ctx=32", "data.micro_batch=1000000000000"])
+
+
 @pytest.mark.parametrize(
     "bounds, inside, outside",
     [
