@@ -98,6 +98,23 @@ def test_a_token_keeps_its_noise_in_any_batch(noise: torch.Tensor):
     assert torch.equal(noise[100:200], noise_at((100, 64), torch.tensor(100), 5))
 
 
+def splitmix64(number: int) -> int:
+    """The generator's `number`-th output from state 0 (Steele et al. 2014), by Python's integers."""
+    z = number * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def test_noise_is_the_upper_24_bits_of_splitmix64() -> None:
+    """Also behind the first block of numbers."""
+    n_columns = 48
+    noise = noise_at((2000, n_columns), torch.tensor(10**12), 0)
+    for row, column in ((0, 0), (0, 47), (681, 47), (682, 0), (683, 5), (1999, 47)):
+        number = (10**12 + row) * n_columns + column
+        assert noise[row, column].item() == (splitmix64(number) >> 40) / 2**24
+
+
 def test_each_salt_has_its_own_noise(noise: torch.Tensor):
     assert not torch.equal(noise[:100], noise_at((100, 64), torch.tensor(0), 6))
 
