@@ -3,6 +3,7 @@
     python -m bench.emulation                           2.7M parameters, 4,096 tokens a step
     python -m bench.emulation recipes=mxfp8 rounds=20
     python -m bench.emulation compile=block             compiled, which takes minutes first
+    python -m bench.emulation cpu_fp32=true             on a CPU without BF16 units
 
 One thread, all arms in one process, a step of each in turns. CPU time and the best step of each
 count, since other work on the machine lengthens wall time at once and CPU time through its caches.
@@ -19,6 +20,7 @@ from bench.measuring import tokens_like_text
 from fp8.matmul import has_bf16_units
 from lib.command import command, run_command
 from lib.errors import UserError
+from lib.machine import keep_freed_memory
 from lib.text import grid
 
 MODEL = {"n_layer": 3, "n_head": 4, "n_embd": 256, "n_ffn": 768, "vocab_size": 257}
@@ -31,6 +33,7 @@ class Options:
     recipes: tuple[str, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
     rounds: int = 10  # timed steps of each arm, after one that warms up
     compile: Literal["off", "block", "model"] = "off"  # parallel.compile of all arms
+    cpu_fp32: bool = False  # parallel.cpu_fp32 of all arms, as the study on a CPU has it
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -41,9 +44,10 @@ class Options:
 def main(options: Options) -> str:
     """The table."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as runtime/parallel.py starts a run
     arms = {}
     for label in (BF16.label, *options.recipes):
-        arms[label] = _build(label, options.compile)
+        arms[label] = _build(label, options)
     x, y = tokens_like_text(SEQUENCES, T, MODEL["vocab_size"], torch.device("cpu"))
     first_s = {label: _step(arm, x, y) for label, arm in arms.items()}
     seconds: dict[str, list[float]] = {label: [] for label in arms}
@@ -53,7 +57,7 @@ def main(options: Options) -> str:
     return table(first_s, seconds)
 
 
-def _build(label: str, compile: str) -> Subject:
+def _build(label: str, options: Options) -> Subject:
     cell = our_cell(
         "emulation",
         label,
@@ -63,7 +67,7 @@ def _build(label: str, compile: str) -> Subject:
         device="cpu",
         model=MODEL,
     )
-    return build_ours(cell, torch.device("cpu"), compile)
+    return build_ours(cell, torch.device("cpu"), options.compile, options.cpu_fp32)
 
 
 def _step(arm: Subject, x: torch.Tensor, y: torch.Tensor) -> float:

@@ -30,6 +30,7 @@ from fp8.recipes import RECIPES, needs_precision_casts
 from fp8.selection import Casting, Layer, casting
 from fp8.sharded import is_wrapped
 from lib.errors import MachineError, UserError
+from lib.machine import keep_freed_memory
 from lib.sharding import is_dtensor, is_fsdp_module
 from model import GPT, Block
 from runtime import documents, optim
@@ -108,6 +109,8 @@ def start(config: Config, fits_whole: Fits = lambda size, device: True) -> World
     check_machine(config, device, _local_size(size))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     launcher = Launcher() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if size == 1:
         return World(0, 0, 1, device, launcher=launcher)
