@@ -160,10 +160,13 @@ def config_of(cell: Cell, compile: str = "block") -> Config:
     return load_config(ROOT / "configs" / f"gpt{base}_bf16.py", [*overrides, *cell.fp8.overrides])
 
 
-def build_ours(cell: Cell, device: torch.device, compile: str = "block") -> Subject:
+def build_ours(
+    cell: Cell, device: torch.device, compile: str = "block", cpu_fp32: bool = False
+) -> Subject:
     """Our model, built, compiled and initialised as train.py does it; its micro-step and update are
-    train.py's lines."""
+    train.py's lines. cpu_fp32: parallel.cpu_fp32."""
     config = config_of(cell, compile)
+    config = replace(config, parallel=replace(config.parallel, cpu_fp32=cpu_fp32))
     cast_by = selection.casting(config.fp8, device.type, has_whole_weights=True)
     selection.check_hardware(config.fp8, device, cast_by.is_ours)
     built = build(config, World(0, 0, 1, device))
