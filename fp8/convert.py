@@ -10,9 +10,10 @@ from fp8.head_loss import FP8Head, check_is_cross_entropy
 from fp8.kernels import BF16KernelLinear, ConstantScaleLinear, FP8KernelLinear
 from fp8.linears import EmulatedLinear, PrototypeLinear, torchao_linear
 from fp8.producers import fuse_producers
-from fp8.recipes import RECIPES, FP8Config, Recipe, for_loss_scale
+from fp8.recipes import RECIPES, FP8Config, Operand, Recipe, for_loss_scale
+from fp8.rounded_norm import RoundedNorm
 from fp8.selection import Layer, implementation, is_native, select
-from model import GPT, Linear
+from model import GPT, Linear, RMSNorm
 
 
 def convert(
@@ -41,6 +42,8 @@ def convert(
             assert isinstance(model, GPT)
             check_is_cross_entropy(model.loss_of_logits)
         model.set_submodule(layer.name, converted(linear, layer, recipe, config, device_type))
+        if recipe.norm:
+            _round_norm_before(model, layer.name, recipe.norm)
     if config.scaling == "bounded" and isinstance(model, GPT):
         fuse_producers(model)
     return layers
@@ -62,6 +65,15 @@ def converted(
     if computed_by == "matmul":
         return ConstantScaleLinear(linear, recipe)
     return EmulatedLinear(linear, recipe)
+
+
+def _round_norm_before(model: nn.Module, linear: str, operand: Operand) -> None:
+    """Let the norm before the Linear of this name, if there is one, round its weight."""
+    name = norm_before(linear)
+    if name:
+        norm = model.get_submodule(name)
+        assert isinstance(norm, RMSNorm)
+        model.set_submodule(name, RoundedNorm(norm, operand))
 
 
 def _computes_loss(layer: Layer, recipe: Recipe, config: FP8Config) -> bool:

@@ -51,7 +51,7 @@ def can_round(x: torch.Tensor, operand: Operand) -> bool:
     powers of two and found from largest magnitudes."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
-    if x.dtype not in BITS or x.ndim != 2 or operand.format in (None, E2M1):
+    if x.dtype not in BITS or x.ndim != 2 or operand.format in (None, E2M1) or operand.saturates:
         return False
     return operand.scaling == "block" or (operand.power_of_2 and operand.tile == (1, 1))
 

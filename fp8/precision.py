@@ -23,6 +23,7 @@ from fp8.bf16_in_fp32 import MatmulInFp32
 from fp8.copies import keep_gradients, kernel_linears, refresh_weight_copies, zero_gradients
 from fp8.delayed import DelayedScales
 from fp8.linears import set_position
+from fp8.rounded_norm import RoundedNorm
 from fp8.sharded import is_wrapped, reshard, unwrap
 
 
@@ -121,18 +122,23 @@ class PlainLinear(nn.Module):
 
 @contextlib.contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
-    """Within the block, every Linear of `model` multiplies in BF16, from the same weights,
-    uncompiled: a gap between two arms measured so is one between their weights. A run with
-    parallel.cpu_fp32 is evaluated by its own matmuls of BF16 values."""
+    """Within the block, every Linear of `model` multiplies in BF16, from the same weights, and no
+    norm rounds its own; uncompiled. A gap between two arms measured so is one between their
+    weights. A run with parallel.cpu_fp32 is evaluated by its own matmuls of BF16 values."""
     modules = list(model.named_modules())
     linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
+    norms = [module for _, module in modules if isinstance(module, RoundedNorm)]
     is_in_fp32 = getattr(model, "is_in_fp32", False)
     reshard(model)  # gathered weights have lost their fp32 shards
     for name, linear in linears.items():
         model.set_submodule(name, PlainLinear(linear, is_in_fp32))
+    for norm in norms:
+        norm.is_rounded = False
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for name, linear in linears.items():
             model.set_submodule(name, linear)
+        for norm in norms:
+            norm.is_rounded = True

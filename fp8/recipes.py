@@ -46,6 +46,9 @@ class Operand:
     # of "tile" and "block", along the dimension that stays and that which is summed over
     tile: tuple[int, int] = (1, 1)
     is_stochastic: bool = False  # rounded up with a probability that makes the mean exact
+    # "block" only: scaled as OCP's specification has it, by the power of two at the largest
+    # magnitude alone, so that magnitudes above 1.75 of E4M3's largest power of two saturate
+    saturates: bool = False
 
     @property
     def is_exact_in_bf16(self) -> bool:
@@ -86,6 +89,7 @@ class Recipe:
     has_bf16_input_grad: bool = False  # both operands of the input gradient stay in BF16
     # the operands of the weight gradient are multiplied by a Hadamard matrix before
     is_rotated: bool = False
+    norm: Operand | None = None  # of the weights of norms before its Linears; None: fp32, as BF16
     # the backward matmuls accumulate fast, as the forward one does; on a GPU. Set by a run's config
     fast_backward: bool = False
 
@@ -117,6 +121,8 @@ class Recipe:
             yield "our kernels scale whole tensors"
         if self.has_bf16_output and self.on_gpu != "emulated":
             yield "an emulation alone leaves the output in BF16"
+        if self.norm and self.on_gpu != "emulated":
+            yield "an emulation alone rounds the weights of norms"
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -335,6 +341,18 @@ _ALL = (
         on_gpu="emulated",
         scales="one per 32, powers of two",
         use="the same with gradients in E5M2",
+    ),
+    Recipe(
+        name="mxfp8_norms",
+        input=_MX,
+        weight=_MX,
+        grad=_MX,
+        norm=replace(_MX, saturates=True),
+        multiple=32,
+        on_gpu="emulated",
+        scales="one per 32, powers of two",
+        use="`mxfp8` with the norms' weights in MXFP8 too, by OCP's rule for the scale, a published"
+        " cause of instability (2506.20752)",
     ),
     Recipe(
         name="blockwise",

@@ -72,8 +72,11 @@ def _tile_scale(magnitude: torch.Tensor, operand: Operand) -> torch.Tensor:
     amax = magnitude.amax((1, 3), keepdim=True)
     largest = FORMATS[operand.format][0]
     if operand.scaling == "block":
-        # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
-        exponent = torch.ceil(torch.log2(amax.double() / largest))
+        # E8M0 holds 2^-127 .. 2^127
+        if operand.saturates:  # OCP Microscaling specification 1.0, section 6.3
+            exponent = torch.floor(torch.log2(amax.double())) - math.floor(math.log2(largest))
+        else:  # rounded so that nothing saturates (torchao's RCEIL mode)
+            exponent = torch.ceil(torch.log2(amax.double() / largest))
         return torch.exp2(-torch.where(amax > 0, exponent, -127).clamp(-127, 127)).float()
     if operand.format == E2M1:
         whole = scale_for(amax.amax() / largest, FORMATS[E4M3][0])

@@ -123,3 +123,9 @@ def test_the_forward_pass_rounds_for_the_backward_pass_only_where_there_is_one(
     with torch.no_grad():
         linear(x)
     assert rounded_dims == [(-1, 0), (-1, 0), (-1,), (-1,)]
+
+
+def test_a_scale_by_ocps_rule_is_left_to_the_formula() -> None:
+    operand = RECIPES["mxfp8_norms"].norm
+    assert operand is not None
+    assert not can_round(torch.ones(32, 32), operand)

@@ -139,6 +139,7 @@ OPERANDS = {
     "cscale": ((E4M3, 0), (E4M3, 6), (E5M2, 8), (E4M3, 6), (E5M2, 8), (E4M3, 0)),
     "mxfp8": (MX,) * 6,
     "mxfp8_e5m2": (MX, MX, MX_GRAD, MX, MX_GRAD, MX),
+    "mxfp8_norms": (MX,) * 6,
     "blockwise": (ROW_128, SQUARE_128, ROW_128, SQUARE_128, ROW_128, ROW_128),
     "blockwise_e5m2": (ROW_128, SQUARE_128, ROW_128_GRAD, SQUARE_128, ROW_128_GRAD, ROW_128),
     **dict.fromkeys(
