@@ -1,4 +1,4 @@
-"""What FP8 costs, measured on a CPU: five sizes over a factor of 36, four budgets, seven
+"""What FP8 costs, measured on a CPU: five sizes over a factor of 36, four budgets, eight
 precisions, repeated seeds.
 
     python studies/cpu/corpus.py FOLDER                  the text, equal to the byte; docs/study.md
@@ -12,7 +12,8 @@ Arms. tensorwise everywhere. mxfp8, and rowwise at the two smaller sizes: do fin
 mxfp8_e5m2 against mxfp8: do gradients need range or precision? tensorwise_gi_hp against tensorwise:
 how much does the input gradient's matmul cost? The positive control is nvfp4, four bits, whose cost
 of some per cent the study must see; its stochastic rounding is slow to emulate, so at 529k
-parameters it runs to 5 tokens per parameter only. Seeds: studies/cpu/power.py. Null runs sum the
+parameters it runs to 5 tokens per parameter only. A second positive control at the smallest size,
+mxfp8_norms, rounds the norms' weights too, a published cause of instability. Seeds: studies/cpu/power.py. Null runs sum the
 loss in other parts.
 
 Held out: the largest size. Freeze its predictions first (scaling/fit.py out/cpu --predict RUN),
@@ -68,6 +69,12 @@ study = Study(
             recipes=("bf16", "tensorwise", "mxfp8"),
             tokens_per_param=(5, 10),
             held_out=True,
+        ),
+        # added last: `only=cpu_30k_mxfp8_norms_*` trains these runs alone
+        Size(
+            config="configs/cpu_30k_bf16.py",
+            seeds=tuple(range(1, 19)),
+            recipes=("mxfp8_norms",),
         ),
     ),
     tokens_per_param=(5, 10, 20, 40),
