@@ -7,14 +7,19 @@ many as its source). check_kernel() follows every byte of a compiled kernel forw
 
 How: each byte of each register is a set of origins, one for each way through the code, and
 instructions that move bytes (PRMT, LOP3 with masks, shifts by whole bytes, moves, selects,
-shuffles, shared memory) move the sets. F2FP to E4M3 or E5M2 makes two bytes of origin CONVERTED.
-A store is one of float8 by the argument that its address is computed from. Branches and loops are
-followed until nothing changes.
+shuffles, shared memory, the stack) move the sets. F2FP to E4M3 or E5M2 makes two bytes of origin
+CONVERTED. A store is one of float8 by the argument that its address is computed from. Branches and
+loops are followed until nothing changes.
+
+The stack (local memory, where registers are spilled) is followed byte by byte at constant distances
+from the stack pointer; a load from an address that is not such a distance, from a byte that was not
+stored on every way, or behind a store to an unknown address is not proven. Subroutines are followed
+for each call, and each must return behind it.
 
 It fails where it does not know: an instruction that is not in its tables, an address from no
-argument, a byte that was computed with. What it cannot see: whether a byte is the right conversion
-(the interpreter and a GPU show that), scales, or masks; bytes of shared memory are not told apart,
-and those that are read are taken to be those written since the last barrier but one. Opcodes are
+argument, a byte that was computed with. What it cannot see: what is converted,
+whether a byte is the right conversion (the interpreter and a GPU show that), scales, or masks;
+bytes of shared memory are not told apart, and those that are read are taken to be those written since the last barrier but one. Opcodes are
 those of sm_90."""
 
 import re

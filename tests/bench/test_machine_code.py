@@ -268,6 +268,10 @@ THROUGH_THE_STACK = {
     "by another register": f"{SAVED}; IADD3 R12, R1, 0xc, RZ; MOV R13, R12; LDL R8, [R13+-0x4]",
     "by a move that multiplies": f"{SAVED}; IMAD.MOV.U32 R12, RZ, RZ, R1; LDL R8, [R12+0x8]",
     "by the pointer itself": f"MOV R12, c[0x0][0x28]; {SAVED}; LDL R8, [R12+-0x8]",
+    "by an address that two ways compute": (
+        f"{SAVED}; VIADD R12, R1, 0x10; VIADD R12, R12, 0xfffffff0; @P0 MOV R1, R12;"
+        " LDL R8, [R1+0x8]"
+    ),
     "half of a store of two": (
         f"{FRAME}; FMUL R9, R3, R3; MOV R10, R8; STL.64 [R1], R9; LDL R8, [R1+0x4]"
     ),
