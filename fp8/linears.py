@@ -132,7 +132,8 @@ class EmulatedMatmul(torch.autograd.Function):
 
         # the weight gradient g' x
         if recipe.has_bf16_weight_grad:
-            grad_w = (g.t() @ x).to(dtype)
+            x_bf16 = how.rounded(x, BF16_OPERAND)
+            grad_w = how.rounded(g, BF16_OPERAND).t().times(x_bf16, dtype)
         else:
             if recipe.is_rotated:
                 g, x = rotated(g), rotated(x)

@@ -39,11 +39,10 @@ MALLOC_SETTINGS = (
 
 def keep_freed_memory() -> None:
     """Let this process keep the memory that it frees, instead of giving it back to the system and
-    touching each of its pages anew in every step; without glibc nothing happens.
+    touching its pages anew in the next step; without glibc nothing happens.
 
-    A step on a CPU frees and allocates the same arrays again and again, most of them in the thread
-    of the backward pass, whose heap glibc empties at once. A step of 529k parameters takes a tenth
-    less CPU time so."""
+    It saves a CPU's steps their page faults: 8,500 of mxfp8's and 2,000 of BF16's at 2.7M
+    parameters and 1,024 tokens, 5 and 2 % of their CPU time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return

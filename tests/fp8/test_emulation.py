@@ -1,9 +1,12 @@
 """How a CPU emulates FP8: on its BF16 units or in fp32, each result rounded once; block by block,
 to the same bits."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch._inductor.config as inductor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8 import bf16_in_fp32, linears, rounding
 from fp8.linears import EmulatedLinear
@@ -113,6 +116,32 @@ def test_cpu_fp32_keeps_fp8_off_the_units(has_units: bool) -> None:
     assert holder[0].has_units == has_units
     bf16_in_fp32.convert(holder)
     assert not holder[0].has_units
+
+
+class DtypesOfMatmuls(TorchDispatchMode):
+    """Keeps the dtypes of what torch multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen |= {args[0].dtype, args[1].dtype}
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_cpu_fp32_multiplies_nothing_in_bf16(name: str) -> None:
+    """A CPU without BF16 units takes five times as long for it."""
+    holder = torch.nn.Sequential(EmulatedLinear(Linear(K, N), RECIPES[name]))
+    bf16_in_fp32.convert(holder)
+    x = torch.randn(M, K).bfloat16().requires_grad_()
+    with DtypesOfMatmuls() as dtypes:
+        holder(x).sum().backward()
+    assert dtypes.seen == {torch.float32}
 
 
 def test_a_product_is_scaled_before_it_is_rounded() -> None:
