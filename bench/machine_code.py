@@ -17,10 +17,10 @@ stored on every way, or behind a store to an unknown address is not proven. Subr
 for each call, and each must return behind it.
 
 It fails where it does not know: an instruction that is not in its tables, an address from no
-argument, a byte that was computed with. What it cannot see: what is converted,
-whether a byte is the right conversion (the interpreter and a GPU show that), scales, or masks;
-bytes of shared memory are not told apart, and those that are read are taken to be those written since the last barrier but one. Opcodes are
-those of sm_90."""
+argument, a byte that was computed with. What it cannot see: what is converted, whether a byte is
+the right conversion (the interpreter and a GPU show that), scales, or masks; bytes of shared memory
+are not told apart, and those that are read are taken to be those written since the last barrier but
+one. Opcodes are those of sm_90."""
 
 import re
 import subprocess
