@@ -346,7 +346,8 @@ def _resources(cubin: bytes) -> tuple[int, int]:
             text=True,
             check=True,
         )
-    return _usage(usage.stdout, "REG"), _usage(usage.stdout, "LOCAL")
+    # spills lie on the stack; LOCAL counts other memory
+    return _usage(usage.stdout, "REG"), _usage(usage.stdout, "STACK")
 
 
 def _usage(text: str, what: str) -> int:

@@ -7,15 +7,20 @@ many as its source). check_kernel() follows every byte of a compiled kernel forw
 
 How: each byte of each register is a set of origins, one for each way through the code, and
 instructions that move bytes (PRMT, LOP3 with masks, shifts by whole bytes, moves, selects,
-shuffles, shared memory) move the sets. F2FP to E4M3 or E5M2 makes two bytes of origin CONVERTED.
-A store is one of float8 by the argument that its address is computed from. Branches and loops are
-followed until nothing changes.
+shuffles, shared memory, the stack) move the sets. F2FP to E4M3 or E5M2 makes two bytes of origin
+CONVERTED. A store is one of float8 by the argument that its address is computed from. Branches and
+loops are followed until nothing changes.
+
+The stack (local memory, where registers are spilled) is followed byte by byte at constant distances
+from the stack pointer; a load from an address that is not such a distance, from a byte that was not
+stored on every way, or behind a store to an unknown address is not proven. Subroutines are followed
+for each call, and each must return behind it.
 
 It fails where it does not know: an instruction that is not in its tables, an address from no
-argument, a byte that was computed with. What it cannot see: whether a byte is the right conversion
-(the interpreter and a GPU show that), scales, or masks; bytes of shared memory are not told apart,
-and those that are read are taken to be those written since the last barrier but one. Opcodes are
-those of sm_90."""
+argument, a byte that was computed with. What it cannot see: what is converted, whether a byte is
+the right conversion (the interpreter and a GPU show that), scales, or masks; bytes of shared memory
+are not told apart, and those that are read are taken to be those written since the last barrier but
+one. Opcodes are those of sm_90."""
 
 import re
 import subprocess
@@ -39,6 +44,7 @@ ZERO: Byte = frozenset({0})
 ZEROS: Word = (ZERO, ZERO, ZERO, ZERO)
 PARAMETERS_AT = 0x210  # in constant bank 0 on sm_90, behind values of the driver
 STACK_POINTER_AT = 0x28
+STACK_POINTER = f"c[0x0][{STACK_POINTER_AT:#x}]"
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}  # a load or store's bits -> bytes
 
 
@@ -178,8 +184,10 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
     if proof.problems:
         return proof
     written: set[str] = set()
-    for (number, _), state in sorted(states_before(instructions, follower).items(), key=node_of):
-        instruction = instructions[number]
+    for node, state in sorted(states_before(instructions, follower).items(), key=node_of):
+        instruction = instructions[node[0]]
+        if instruction.name == "RET" and not is_right_return(instructions, node, state):
+            proof.problems.append(f"{instruction.place} does not return behind its call")
         if instruction.name not in STORES:
             continue
         pointers = follower.pointers_of_address(instruction, state)
@@ -271,6 +279,11 @@ def has_two_registers(instruction: Instruction) -> bool:
     """Whether the result of an instruction other than a load is 64 bits wide."""
     if instruction.name == "CS2R":
         return "32" not in instruction.modifiers
+    if instruction.name == "F2F":  # the format of the result comes before the operand's
+        formats = [modifier for modifier in instruction.modifiers if modifier in FLOATS]
+        return formats[:1] == ["F64"]
+    if instruction.name == "F2I":  # the operand alone may be of F64
+        return bool({"S64", "U64"} & set(instruction.modifiers))
     return instruction.name in DOUBLE or bool({"64", "WIDE", "F64"} & set(instruction.modifiers))
 
 
@@ -305,6 +318,8 @@ def from_origin(origin: str) -> Word:
 
 
 def either(a: Word, b: Word) -> Word:
+    if a == b:  # most often, where ways meet: quicker
+        return a
     w, x, y, z = (p | q for p, q in zip(a, b, strict=True))
     return w, x, y, z
 
@@ -318,6 +333,11 @@ class MachineState:
     pointers: dict[str, frozenset[Argument]] = field(default_factory=dict)
     shared: Byte = frozenset()  # what is read from shared memory
     shared_new: Byte = frozenset()  # what was written to it since the last barrier
+    # register -> how far its value lies behind the stack pointer at the start, modulo 2^32, in the
+    # registers that are known to hold such an address
+    stack_offsets: dict[str, int] = field(default_factory=dict)
+    # such an offset -> what the byte there holds; local memory, which is a thread's own
+    stack: dict[int, Byte] = field(default_factory=dict)
 
     def word(self, register: str) -> Word:
         if register.endswith("RZ"):
@@ -329,8 +349,18 @@ class MachineState:
         words = [self.word(register_at(register, number)) for number in range(-(-count // 4))]
         return [byte for word in words for byte in word][:count]
 
+    def stack_byte(self, offset: int) -> Byte:
+        return self.stack.get(offset) or frozenset({f"{stack_place(offset)}, never written"})
+
     def copy(self) -> "MachineState":
-        return MachineState(dict(self.words), dict(self.pointers), self.shared, self.shared_new)
+        return MachineState(
+            dict(self.words),
+            dict(self.pointers),
+            self.shared,
+            self.shared_new,
+            dict(self.stack_offsets),
+            dict(self.stack),
+        )
 
     def joined(self, other: "MachineState") -> "MachineState":
         """The state where two ways meet: each byte may have the origins of both."""
@@ -339,9 +369,21 @@ class MachineState:
         for register in self.words.keys() | other.words.keys():
             state.words[register] = either(self.word(register), other.word(register))
         for register in self.pointers.keys() | other.pointers.keys():
-            pointers = (way.pointers.get(register, frozenset()) for way in (self, other))
-            state.pointers[register] = frozenset().union(*pointers)
+            pointers = self.pointers.get(register, frozenset())
+            others = other.pointers.get(register, frozenset())
+            state.pointers[register] = pointers if pointers is others else pointers | others
+        for offset in self.stack.keys() | other.stack.keys():
+            state.stack[offset] = self.stack_byte(offset) | other.stack_byte(offset)
+        for register, offset in self.stack_offsets.items():
+            if other.stack_offsets.get(register) == offset:
+                state.stack_offsets[register] = offset
         return state
+
+
+def stack_place(offset: int) -> str:
+    """The words for a byte of the stack; the stack grows downwards."""
+    distance = offset - (1 << 32) if offset >> 31 else offset
+    return f"the stack's byte {distance}"
 
 
 # An instruction by its number, and the numbers to which the subroutines that it is in return.
@@ -352,7 +394,8 @@ def states_before(
     instructions: list[Instruction], follower: "Follower"
 ) -> dict[Node, MachineState]:
     """What holds before each instruction that is reached, over all ways to it; subroutines, such as
-    that of a division, for each call by itself."""
+    that of a division, for each call by itself. A return to elsewhere than behind the call goes
+    nowhere here: check_code() reports it."""
     successors = successors_of(instructions)
     states: dict[Node, MachineState] = {(0, ()): MachineState()}
     waiting: set[Node] = {(0, ())}
@@ -367,7 +410,7 @@ def states_before(
             assert number + 1 not in returns, "recursion"
             target = (target_number(instructions, instruction), (*returns, number + 1))
             reached.add(target)
-        if instruction.name == "RET" and returns:
+        if instruction.name == "RET" and is_right_return(instructions, node, states[node]):
             reached.add((returns[-1], returns[:-1]))
         for successor in reached:
             held = states.get(successor)
@@ -376,6 +419,19 @@ def states_before(
                 states[successor] = joined
                 waiting.add(successor)
     return states
+
+
+def is_right_return(instructions: list[Instruction], node: Node, state: MachineState) -> bool:
+    """Whether a RET, at `node`, goes behind the call that it returns from. Calls keep no address
+    themselves: the code before one puts it into a register."""
+    number, returns = node
+    instruction = instructions[number]
+    register, _, base = instruction.operands[0].partition(" ")
+    if not returns or "REL" not in instruction.modifiers or base != "0x0":
+        return False
+    address_behind_call = instructions[returns[-1]].address
+    values = [known_value(byte) for byte in state.bytes_of(register, 8)]
+    return values == list(address_behind_call.to_bytes(8, "little"))
 
 
 def target_number(instructions: list[Instruction], jump: Instruction) -> int:
@@ -456,15 +512,20 @@ STORES = ("STG", "ST")
 # These write no register that bytes could be taken from.
 WITHOUT_RESULT = (
     "BAR BRA BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FCHK FSETP DSETP HSETP2 ISETP"
-    " LDGDEPBAR MEMBAR NOP PLOP3 R2P RED RET ST STG STS STSM UISETP UPLOP3 WARPSYNC YIELD"
+    " LDGDEPBAR MEMBAR NOP PLOP3 R2P RED RET ST STG STL STS STSM UISETP UPLOP3 WARPSYNC YIELD"
 )
-LOADS = ("LDG", "LDS", "LDSM")
+LOADS = ("LDG", "LDL", "LDS", "LDSM")
 # These compute a new value, of one register or of two where a modifier says so; they move no bytes.
 COMPUTING = (
     "ATOMG B2R BMSK BREV DADD DFMA DMUL F2F F2I FADD FFMA FLO FMNMX FMUL FRND FSET FSWZADD HADD2"
-    " HFMA2 HMNMX2 HMUL2 HSET2 I2F I2FP I2I IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R"
+    " HMNMX2 HMUL2 HSET2 I2F I2FP I2I IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R"
     " S2UR UBMSK UBREV UFLO ULDC UP2UR UPOPC VABSDIFF VIADDMNMX VIMNMX VIMNMX3 VOTE VOTEU"
 )
+# These store through generic addresses, which may lie in local memory.
+GENERIC = ("RED", "ST")
+# These move an address or add numbers to it.
+STACK_ARITHMETIC = ("IADD3", "IMAD.MOV.U32", "LDC", "MOV", "VIADD")
+FLOATS = ("BF16", "F16", "F32", "F64")
 DOUBLE = ("DADD", "DFMA", "DMUL")  # 64 bits wide without a modifier that says so
 
 
@@ -488,6 +549,7 @@ class Follower:
             "VIADD": self._add,
             "LEA": self._shift_add,
             "ULEA": self._shift_add,
+            "HFMA2": self._half_constants,
             "MOV": self._move,
             "UMOV": self._move,
             "R2UR": self._move,
@@ -518,20 +580,30 @@ class Follower:
 
     def _do(self, instruction: Instruction, state: MachineState) -> None:
         name = instruction.name
+        stack_offset = self._stack_offset_of_result(instruction, state)
         if name == "BAR" and "ARV" not in instruction.modifiers:
             if state.shared_new:
                 state.shared, state.shared_new = state.shared_new, frozenset()
         elif name in ("STS", "STSM"):
             stored = state.bytes_of(instruction.operands[-1], width(instruction))
             state.shared_new = state.shared_new.union(*stored)
+        elif name == "STL":
+            self._store_to_stack(instruction, state)
+        elif name in GENERIC and not self.pointers_of_address(instruction, state):
+            self._spoil_stack(instruction, state)
         elif name in WITHOUT_RESULT.split():
             pass
         elif name in self.moves:
             self._write(instruction, state, [self.moves[name](instruction, state)])
+        elif name == "LDL":
+            self._load_from_stack(instruction, state)
         elif name in LOADS:
-            self._write(instruction, state, self._loaded(instruction, state))
+            loaded = self._loaded_bytes(instruction, state)
+            self._write(instruction, state, words_of_load(instruction, loaded))
         else:
             self._write(instruction, state, [from_origin(self._origin(instruction))])
+        if stack_offset is not None:
+            state.stack_offsets[instruction.operands[0]] = stack_offset
 
     def _write(self, instruction: Instruction, state: MachineState, words: list[Word]) -> None:
         """Write a result; the last word also to the second register of a wide result."""
@@ -549,9 +621,10 @@ class Follower:
             if not register.endswith("Z"):
                 state.words[register] = word
                 state.pointers[register] = pointers
+                state.stack_offsets.pop(register, None)
 
     def _origin(self, instruction: Instruction) -> str:
-        if instruction.operands[-1] == f"c[0x0][{STACK_POINTER_AT:#x}]":
+        if instruction.operands[-1] == STACK_POINTER:
             return f"{instruction.operands[0]}, the stack pointer"
         return instruction.place
 
@@ -585,6 +658,67 @@ class Follower:
         wide = [register_at(register, 1) for register in registers if f"{register}.64" in inner]
         return self._pointers([*registers, *wide], state)
 
+    # ------------------------------------------------------------------------------------- the stack
+
+    def _stack_offset_of_result(self, instruction: Instruction, state: MachineState) -> int | None:
+        """How far the result lies behind the stack pointer at the start, modulo 2^32: of the stack
+        pointer itself, and of one such address plus numbers. None for other results."""
+        if instruction.opcode not in STACK_ARITHMETIC:
+            return None
+        _, sources = split_destination(instruction)
+        n_addresses, offset = 0, 0
+        for source in sources:
+            if source == STACK_POINTER:
+                n_addresses += 1
+                continue
+            if source in state.stack_offsets:
+                n_addresses += 1
+                offset += state.stack_offsets[source]
+                continue
+            number = 0 if source == "RZ" else number_of(source)
+            if number is None:
+                return None
+            offset += number
+        return offset & 0xFFFFFFFF if n_addresses == 1 else None
+
+    def _stack_offsets(self, instruction: Instruction, state: MachineState) -> list[int] | None:
+        """Of the bytes that an LDL or STL moves; None where its address is not known."""
+        (addressed,) = (operand for operand in instruction.operands if "[" in operand)
+        address = re.fullmatch(r"\[(R\d+)(?:\+(-?0x[0-9a-f]+))?\]", addressed)
+        if address is None or address[1] not in state.stack_offsets:
+            return None
+        first = state.stack_offsets[address[1]] + int(address[2] or "0", 16)
+        return [(first + number) & 0xFFFFFFFF for number in range(width(instruction))]
+
+    def _store_to_stack(self, instruction: Instruction, state: MachineState) -> None:
+        offsets = self._stack_offsets(instruction, state)
+        if offsets is None:
+            self._spoil_stack(instruction, state)
+            return
+        stored = state.bytes_of(instruction.operands[-1], width(instruction))
+        state.stack.update(zip(offsets, stored, strict=True))
+
+    def _load_from_stack(self, instruction: Instruction, state: MachineState) -> None:
+        """LDL; with LU it is the last load of these bytes, whose memory need not keep them."""
+        is_last = "LU" in instruction.modifiers
+        offsets = self._stack_offsets(instruction, state)
+        if offsets is None:
+            loaded: list[Byte] = [frozenset({instruction.place})] * width(instruction)
+            if is_last:
+                self._spoil_stack(instruction, state)
+        else:
+            loaded = [state.stack_byte(offset) for offset in offsets]
+            if is_last:
+                given_up: Byte = frozenset({f"memory that {instruction.place} gave up"})
+                state.stack.update(dict.fromkeys(offsets, given_up))
+        self._write(instruction, state, words_of_load(instruction, loaded))
+
+    def _spoil_stack(self, instruction: Instruction, state: MachineState) -> None:
+        """What a store to an unknown address does: any byte may be another one afterwards."""
+        unknown: Byte = frozenset({f"{instruction.place}, which may go anywhere in the stack"})
+        for offset, byte in state.stack.items():
+            state.stack[offset] = byte | unknown
+
     # ------------------------------------------------------------------------------- moves of bytes
 
     def _word(self, operand: str, state: MachineState) -> Word:
@@ -599,22 +733,15 @@ class Follower:
     def _unknown(self, instruction: Instruction) -> Word:
         return from_origin(instruction.place)
 
-    def _loaded(self, instruction: Instruction, state: MachineState) -> list[Word]:
-        """The words that a load brings."""
-        n_bytes = width(instruction)
+    def _loaded_bytes(self, instruction: Instruction, state: MachineState) -> list[Byte]:
+        """The bytes that a load brings from global or shared memory."""
         if instruction.name == "LDG":
             pointers = self.pointers_of_address(instruction, state)
             is_float8 = bool(pointers) and all(argument.is_float8 for argument in pointers)
             byte: Byte = frozenset({LOADED if is_float8 else instruction.place})
         else:
             byte = state.shared | state.shared_new or frozenset({instruction.place})
-        if n_bytes >= 4:
-            return [(byte, byte, byte, byte)] * (n_bytes // 4)
-        # a signed load repeats the sign in the upper bytes
-        is_signed = any(modifier.startswith("S") for modifier in instruction.modifiers)
-        filler = byte if is_signed else ZERO
-        padded = [byte] * n_bytes + [filler] * (4 - n_bytes)
-        return [(padded[0], padded[1], padded[2], padded[3])]
+        return [byte] * width(instruction)
 
     def _convert(self, instruction: Instruction, state: MachineState) -> Word:
         """F2FP to float8: two values become the lower half, the upper half is the third operand's
@@ -726,6 +853,14 @@ class Follower:
         _, sources = split_destination(instruction)
         return self._word(sources[0], state)
 
+    def _half_constants(self, instruction: Instruction, state: MachineState) -> Word:
+        """HFMA2 of -0 times 0 plus two numbers in FP16, the upper first: how a constant is often
+        put into a register."""
+        _, sources = split_destination(instruction)
+        if sources == ["-RZ", "RZ", "0", "0"]:
+            return ZEROS
+        return self._unknown(instruction)
+
     def _select(self, instruction: Instruction, state: MachineState) -> Word:
         """SEL: one of two words."""
         _, (a, b) = split_destination(instruction)
@@ -740,6 +875,20 @@ class Follower:
         above = ZERO if "U32" in instruction.modifiers else frozenset({instruction.place})
         word = [*self._word(source, state)[: n_bits // 8], *[above] * 4]
         return word[0], word[1], word[2], word[3]
+
+
+def words_of_load(instruction: Instruction, loaded: list[Byte]) -> list[Word]:
+    """The words that a load writes, of the bytes that it brings; a narrow load writes a whole
+    word."""
+    if len(loaded) < 4:
+        is_signed = any(modifier.startswith("S") for modifier in instruction.modifiers)
+        # copies of the sign, which are no byte of the memory
+        filler = frozenset({instruction.place}) if is_signed else ZERO
+        loaded = [*loaded, *[filler] * (4 - len(loaded))]
+    return [
+        (loaded[first], loaded[first + 1], loaded[first + 2], loaded[first + 3])
+        for first in range(0, len(loaded), 4)
+    ]
 
 
 def shifted_left(word: Word, n_bytes: int) -> Word:

@@ -1,6 +1,9 @@
 """bench.compiler_plan; whole plans against docs/speed.md: tests/soak.py."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests.conftest import process
 
@@ -19,3 +22,23 @@ def test_blocks_of_producers_are_known_where_attention_is_a_stand_in():
     pytest.importorskip("triton")
     checked = process("-c", CHECK)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("maxnreg, has_spills", [(24, True), (128, False)])
+def test_spilled_registers_are_counted(
+    maxnreg: int, has_spills: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a kernel that is given too few registers, and of one that is given enough."""
+    pytest.importorskip("triton")
+    from bench.compiler_plan import _resources
+    from bench.machine_code import compiled_for_hopper
+    from tests.helpers.both_layouts import both_layouts
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x = torch.zeros(128, 64)
+    q, pairs = x.to(torch.uint8), torch.zeros(64, 64, dtype=torch.int16)
+    with compiled_for_hopper() as kernels:
+        both_layouts[(1,)](x, q, pairs, SIZE=64, FORM="moved", num_warps=4, maxnreg=maxnreg)
+    n_registers, spilled_bytes = _resources(kernels[0].asm["cubin"])
+    assert n_registers <= maxnreg
+    assert bool(spilled_bytes) == has_spills

@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bench.machine_code import (
     check_code,
     check_kernel,
     compiled_for_hopper,
+    disassemble,
 )
 from tests.conftest import ROOT
 
@@ -72,6 +74,7 @@ MOVED = {
         "STS [R20], R3; BAR.SYNC.DEFER_BLOCKING 0x0; LDS R2, [R20]; STS [R20], R8;"
         " BAR.SYNC.DEFER_BLOCKING 0x0; LDS R8, [R21]"
     ),
+    "conversions from fp64 beside it": "F2F.F32.F64 R7, R2; F2I.F64.TRUNC R7, R2",
     "a mask of zeros": "LOP3.LUT R9, R1, RZ, R8, 0xea, !PT; MOV R8, R9",
 }
 
@@ -133,6 +136,10 @@ NOT_PROVEN = {
     "LDS at": "LDS R8, [R20]",
     "DADD at": "DADD R7, R2, R10; NOP",  # R8 is its upper half
     "SGXT at": "SGXT R8, R8, 0x10",
+    "F2F.F64.F32 at": "F2F.F64.F32 R7, R2; NOP",  # R8 is its upper half
+    "F2I.S64.TRUNC at": "F2I.S64.TRUNC R7, R2; NOP",
+    "HFMA2.MMA at": "HFMA2.MMA R8, -RZ, RZ, 0, 5.9604644775390625e-08",
+    "LDS.S8 at": "STS [R20], R8; LDS.S8 R8, [R20]",  # copies of the sign
 }
 
 
@@ -203,15 +210,6 @@ def test_a_loop_is_followed_until_nothing_changes() -> None:
     assert len(problems) == 4 and all("FMUL" in problem for problem in problems)
 
 
-def test_a_subroutine_returns_to_its_call() -> None:
-    """Two calls, of which the first is made with a word that is no conversion."""
-    before = "FMUL R8, R3, R3; CALL.REL.NOINC 0x80"
-    after = f"{WORD}; CALL.REL.NOINC 0x80; {STORE}; EXIT"
-    assert checked(before, after, "FMUL R20, R3, R3; RET.REL.NODEC R22 0x0").problems == []
-    spoiled = checked(before, after, "FMUL R8, R3, R3; RET.REL.NODEC R22 0x0").problems
-    assert len(spoiled) == 4 and all("FMUL at 0x0080" in problem for problem in spoiled)
-
-
 @pytest.mark.parametrize(
     "code, words",
     [
@@ -259,6 +257,190 @@ def test_arguments_lie_where_their_sizes_say() -> None:
     ]
 
 
+# ----------------------------------------------------------------------------------- the stack
+
+FRAME = "LDC R1, c[0x0][0x28]; VIADD R1, R1, 0xfffffff0"  # of sixteen bytes
+SAVED = f"{FRAME}; STL [R1+0x8], R8; FMUL R8, R3, R3"
+
+THROUGH_THE_STACK = {
+    "a word": f"{SAVED}; LDL R8, [R1+0x8]",
+    "the last load": f"{SAVED}; LDL.LU R8, [R1+0x8]",
+    "by another register": f"{SAVED}; IADD3 R12, R1, 0xc, RZ; MOV R13, R12; LDL R8, [R13+-0x4]",
+    "by a move that multiplies": f"{SAVED}; IMAD.MOV.U32 R12, RZ, RZ, R1; LDL R8, [R12+0x8]",
+    "by the pointer itself": f"MOV R12, c[0x0][0x28]; {SAVED}; LDL R8, [R12+-0x8]",
+    "by an address that two ways compute": (
+        f"{SAVED}; VIADD R12, R1, 0x10; VIADD R12, R12, 0xfffffff0; @P0 MOV R1, R12;"
+        " LDL R8, [R1+0x8]"
+    ),
+    "half of a store of two": (
+        f"{FRAME}; FMUL R9, R3, R3; MOV R10, R8; STL.64 [R1], R9; LDL R8, [R1+0x4]"
+    ),
+    "half of a load of two": f"{SAVED}; STL [R1+0xc], R3; LDL.64 R8, [R1+0x8]",
+    "single bytes": (
+        f"{FRAME}; STL.U8 [R1], R8; LDL.U8 R9, [R1]; PRMT R9, R9, 0x3210, R3; PRMT R8, R9, 0x0, R9"
+    ),
+    "one half, in two bytes": (
+        f"{FRAME}; STL.U8 [R1], R8; STL.U8 [R1+0x1], R8; LDL.U16 R8, [R1]; PRMT R8, R8, 0x1010, R8"
+    ),
+    "under one predicate, other words before": (
+        f"{FRAME}; STL [R1], R8; @P0 STL [R1], R8; LDL R8, [R1]"
+    ),
+    "behind a store elsewhere": f"{SAVED}; STL [R1+0x4], R3; STL [R1+0xc], R3; LDL R8, [R1+0x8]",
+    "behind a store to an argument": (
+        f"{SAVED}; LDC.64 R20, c[0x0][0x228]; ST.E [R20.64], R3; LDL R8, [R1+0x8]"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", THROUGH_THE_STACK)
+def test_conversions_are_followed_through_the_stack(how: str) -> None:
+    assert checked(WORD, THROUGH_THE_STACK[how], STORE) == Proof(4)
+
+
+WRONG_FROM_THE_STACK = [
+    # a place that was not written, or not on every way
+    ("byte -4, never written", f"{SAVED}; LDL R8, [R1+0xc]"),
+    ("byte -8, never written", f"{FRAME}; LDL R8, [R1+0x8]"),
+    ("byte -8, never written", f"{FRAME}; @P0 STL [R1+0x8], R8; LDL R8, [R1+0x8]"),
+    ("byte -8, never written", f"{FRAME}; @P0 BRA 0x60; STL [R1+0x8], R8; LDL R8, [R1+0x8]"),
+    ("byte -6, never written", f"{FRAME}; STL.U16 [R1+0x8], R8; LDL R8, [R1+0x8]"),
+    ("byte 0, never written", f"{SAVED}; LDL R8, [R1+0x10]"),
+    # another value at the right place
+    ("R3, which was never written", f"{SAVED}; STL.U8 [R1+0xb], R3; LDL R8, [R1+0x8]"),
+    ("R3, which was never written", f"{SAVED}; STL.64 [R1+0x4], R2; LDL R8, [R1+0x8]"),
+    ("R3, which was never written", f"{SAVED}; @P0 STL [R1+0x8], R3; LDL R8, [R1+0x8]"),
+    ("R9, which was never written", f"{FRAME}; STL.64 [R1+0x8], R8; LDL.64 R7, [R1+0x8]; NOP"),
+    ("LDL.LU at 0x0060 gave up", f"{SAVED}; LDL.LU R9, [R1+0x8]; LDL R8, [R1+0x8]"),
+    ("LDL.LU at 0x0060 gave up", f"{SAVED}; @P0 LDL.LU R9, [R1+0x8]; LDL R8, [R1+0x8]"),
+    # bytes that are not those of the memory
+    ("LDL.S8 at", f"{SAVED}; LDL.S8 R8, [R1+0x8]"),
+    ("comes from 0", f"{SAVED}; LDL.U8 R8, [R1+0x8]"),
+    ("FMUL at", f"{SAVED}; @P0 LDL R8, [R1+0x8]"),
+    # an address that is not known
+    ("LDL at", f"{SAVED}; LDL R8, [R20]"),
+    ("LDL at", f"{SAVED}; LDL R8, [R1+UR4+0x8]"),
+    ("LDL at", f"{SAVED}; LDL R8, [UR4]"),
+    ("LDL at", f"{SAVED}; LDL R8, [0x8]"),
+    ("LDL at", f"{SAVED}; @P0 VIADD R1, R1, 0x8; LDL R8, [R1]"),
+    ("LDL at", f"{SAVED}; IADD3 R12, R1, R1, RZ; LDL R8, [R12]"),
+    ("LDL at", f"{SAVED}; IADD3 R12, R1, R20, RZ; LDL R8, [R12+0x8]"),
+    ("LDL at", f"{SAVED}; IADD3.X R12, R1, RZ, RZ, P0, !PT; LDL R8, [R12+0x8]"),
+    ("LDL at", f"{SAVED}; MOV R12, R1; FADD R12, R12, R3; LDL R8, [R12+0x8]"),
+    ("LDL at", f"{SAVED}; LDC R1, c[0x0][0x20]; LDL R8, [R1+-0x8]"),
+    ("LDL at", f"{FRAME}; MOV R12, 0x8; STL [R12], R8; LDL R8, [R12]"),
+    ("LDL at", f"{FRAME}; STL [R1], R8; VIADD R1, R1, 0x4; @P0 BRA 0x40; LDL R8, [R1+-0x4]"),
+    # a store that may have gone there
+    ("STL at 0x0060, which may", f"{SAVED}; STL [R20], R3; LDL R8, [R1+0x8]"),
+    ("STL at 0x0060, which may", f"{SAVED}; @P0 STL [R20], R3; LDL R8, [R1+0x8]"),
+    ("LDL.LU at 0x0060, which may", f"{SAVED}; LDL.LU R9, [R20]; LDL R8, [R1+0x8]"),
+    ("RED.E.ADD at 0x0060, which may", f"{SAVED}; RED.E.ADD [R20.64], R3; LDL R8, [R1+0x8]"),
+]
+
+
+@pytest.mark.parametrize("origin, code", WRONG_FROM_THE_STACK)
+def test_wrong_bytes_from_the_stack_are_named(origin: str, code: str) -> None:
+    problems = checked(WORD, code, STORE).problems
+    assert problems
+    assert all(", to q, comes from" in problem for problem in problems)
+    assert origin in problems[0]
+
+
+def test_a_generic_store_to_an_unknown_address_may_go_to_the_stack() -> None:
+    """Even of a conversion, which could go to any argument."""
+    store = "MOV R9, R8; ST.E [R20.64], R9"
+    assert checked(WORD, store, STORE).problems == []
+    problems = checked(WORD, FRAME, "STL [R1], R8", store, "LDL R8, [R1]", STORE).problems
+    assert len(problems) == 4 and all("ST.E at 0x0060, which may" in line for line in problems)
+
+
+# --------------------------------------------------------------------------------- subroutines
+
+RETURN = "RET.REL.NODEC R22 0x0"
+
+
+def two_calls(body: str, behind: str = "NOP", return_address: str = "0x50") -> str:
+    """Code that calls a subroutine twice: with a word in R8 that is no conversion and, at 0x90,
+    with one that is, which lies also at the stack's byte -4. It returns by R22 and R23, the first
+    time to `return_address`. behind: an instruction after the second call."""
+    return (
+        "LDC R1, c[0x0][0x28]; HFMA2.MMA R23, -RZ, RZ, 0, 0; FMUL R8, R3, R3;"
+        f" MOV R22, {return_address}; CALL.REL.NOINC 0xe0; {WORD}; STL [R1+-0x4], R8;"
+        f" MOV R22, 0xa0; CALL.REL.NOINC 0xe0; {behind}; {STORE}; EXIT; {body}"
+    )
+
+
+def test_a_subroutine_returns_to_its_call() -> None:
+    """The word of the first call is not taken for that of the second."""
+    assert checked(two_calls(f"FMUL R20, R3, R3; {RETURN}")) == Proof(4)
+    spoiled = checked(two_calls(f"FMUL R8, R3, R3; {RETURN}")).problems
+    assert len(spoiled) == 4 and all("FMUL at 0x00e0" in problem for problem in spoiled)
+
+
+@pytest.mark.parametrize(
+    "body, behind, origin",
+    [
+        ("MOV R9, R8", "MOV R8, R9", ""),
+        ("MOV R9, R8", "MOV R8, R10", "R10, which was never written"),
+        ("MOV R9, R8; FMUL R10, R3, R3", "MOV R8, R10", "FMUL at 0x00f0"),
+        ("@P0 MOV R9, R8", "MOV R8, R9", "R9, which was never written"),
+        ("FMUL R8, R3, R3", "LDL R8, [R1+-0x4]", ""),
+        ("FMUL R8, R3, R3", "LDL R8, [R1+-0x8]", "byte -8, never written"),
+        ("STL [R1+-0x4], R3", "LDL R8, [R1+-0x4]", "R3, which was never written"),
+        ("STL [R1+-0x8], R8", "LDL R8, [R1+-0x8]", ""),
+        ("VIADD R1, R1, 0x4", "LDL R8, [R1+-0x4]", "byte 4, never written"),
+    ],
+)
+def test_what_a_subroutine_leaves_is_followed(body: str, behind: str, origin: str) -> None:
+    """In registers and in the stack."""
+    problems = checked(two_calls(f"{body}; {RETURN}", behind)).problems
+    assert len(problems) == (4 if origin else 0)
+    assert origin in "".join(problems[:1])
+
+
+def test_a_return_address_may_lie_in_the_stack() -> None:
+    body = "STL [R1+-0x8], R22; FMUL R22, R3, R3; LDL R22, [R1+-0x8]"
+    assert checked(two_calls(f"{body}; {RETURN}")) == Proof(4)
+    wrong = body.replace("LDL R22, [R1+-0x8]", "LDL R22, [R1+-0xc]")
+    assert "does not return" in checked(two_calls(f"{wrong}; {RETURN}")).problems[0]
+
+
+def test_a_subroutine_may_call_another() -> None:
+    """At 0x100, which returns by R24 and R25; the outer one's result is its own."""
+    body = f"MOV R25, RZ; MOV R24, 0x110; CALL.REL.NOINC 0x120; {RETURN}"
+    inner = "FMUL R20, R3, R3; RET.REL.NODEC R24 0x0"
+    assert checked(two_calls(f"{body}; {inner}")) == Proof(4)
+    (problem,) = checked(two_calls(f"{body}; {inner.replace('R24', 'R22')}")).problems
+    assert "at 0x0130 does not return behind its call" in problem
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "NOP; RET.REL.NODEC R24 0x0",
+        "NOP; RET.REL.NODEC R22 0x10",
+        "NOP; RET.ABS.NODEC R22 0x0",
+        f"MOV R23, 0x1; {RETURN}",
+        f"FMUL R22, R3, R3; {RETURN}",
+        f"IADD3 R22, R22, 0x10, RZ; {RETURN}",
+        f"@P0 MOV R22, 0x60; {RETURN}",
+    ],
+)
+def test_a_return_to_elsewhere_than_behind_the_call_is_a_problem(body: str) -> None:
+    (problem,) = checked(two_calls(body)).problems
+    assert "at 0x00f0 does not return behind its call" in problem
+
+
+def test_a_call_with_a_wrong_return_address_is_a_problem() -> None:
+    problems = checked(two_calls(f"NOP; {RETURN}", return_address="0xa0")).problems
+    assert problems == ["RET.REL.NODEC at 0x00f0 does not return behind its call"]
+
+
+def test_a_return_from_no_call_is_a_problem() -> None:
+    assert checked(WORD, STORE, RETURN).problems == [
+        "RET.REL.NODEC at 0x0040 does not return behind its call"
+    ]
+
+
 # ----------------------------------------------------------------------------- the known fault
 
 BYTES_AND_PAIRS = [
@@ -287,16 +469,20 @@ def assembler_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def proof_of(form: str, size: int, warps: int) -> Proof:
-    """Of both_layouts(), compiled by this Triton."""
+def compiled(form: str, size: int, warps: int, **options: int) -> Any:
+    """both_layouts() for sm_90, by this Triton with its `options`."""
     from tests.helpers.both_layouts import both_layouts
 
     x = torch.zeros(2 * size, size)
     q, pairs = x.to(torch.uint8), torch.zeros(size, size, dtype=torch.int16)
     with compiled_for_hopper() as kernels:
-        both_layouts[(1,)](x, q, pairs, SIZE=size, FORM=form, num_warps=warps)
-    proof = check_kernel(kernels[0], ("q", "pairs"))
-    assert proof.n_bytes == 2 * q.numel() // (32 * warps)
+        both_layouts[(1,)](x, q, pairs, SIZE=size, FORM=form, num_warps=warps, **options)
+    return kernels[0]
+
+
+def proof_of(form: str, size: int, warps: int, **options: int) -> Proof:
+    proof = check_kernel(compiled(form, size, warps, **options), ("q", "pairs"))
+    assert proof.n_bytes == 4 * size * size // (32 * warps)
     return proof
 
 
@@ -320,3 +506,19 @@ def test_what_we_write_is_assembled_rightly(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert proof_of(form, size, warps).problems == []
+
+
+def test_spilled_registers_are_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a kernel that is given too few registers; not where nothing is stored to the stack."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    text = disassemble(compiled("moved", 64, 4, maxnreg=24).asm["cubin"])
+    stores = re.findall(r" (?:STL|STL.64) [^;]*;", text)
+    assert len(stores) >= 8
+    assert check_code(text, BYTES_AND_PAIRS) == Proof(128)
+    # the other stores are of values that are not converted yet
+    n_seen = sum(
+        bool(check_code(text.replace(store, " NOP ;"), BYTES_AND_PAIRS).problems)
+        for store in stores
+    )
+    assert n_seen >= len(stores) // 2
+    assert proof_of("repaired", 64, 4, maxnreg=24).problems == []
