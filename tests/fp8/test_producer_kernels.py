@@ -247,4 +247,4 @@ def test_kernels_compile_for_an_h100_without_spills(name: str, launched, tmp_pat
     usage = subprocess.check_output([cuobjdump, "-res-usage", tmp_path / "cubin"], text=True)
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     assert registers <= 128
-    assert "LOCAL:0" in usage, "spills"
+    assert "STACK:0 " in usage, "spills"
