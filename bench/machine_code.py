@@ -658,7 +658,7 @@ class Follower:
         wide = [register_at(register, 1) for register in registers if f"{register}.64" in inner]
         return self._pointers([*registers, *wide], state)
 
-    # ------------------------------------------------------------------------------------- the stack
+    # --------------------------------------------------------------------------------- the stack
 
     def _stack_offset_of_result(self, instruction: Instruction, state: MachineState) -> int | None:
         """How far the result lies behind the stack pointer at the start, modulo 2^32: of the stack

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from fp8.cpu_rounding import can_round, round_by_bits
 from fp8.matmul import has_bf16_units, scaled_mm_of_bf16
+from fp8.noise import noise_at
 from fp8.recipes import (
     BF16_OPERAND,
     FOR_BOTH_DIMENSIONS,
@@ -20,7 +21,7 @@ from fp8.recipes import (
     Operand,
     Recipe,
 )
-from fp8.rounding import fake_quantise, noise_at, quantise_whole, rotated
+from fp8.rounding import fake_quantise, quantise_whole, rotated
 from lib.errors import UserError
 
 

@@ -14,7 +14,8 @@ from model import RMSNorm
 
 
 class RoundedWeight(torch.autograd.Function):
-    """A norm's weight (n,) -> rounded as `operand` says, (n,) fp32; its gradient passes as it is."""
+    """A norm's weight (n,) -> rounded as `operand` says, (n,) fp32; its gradient passes
+    unchanged."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, operand: Operand) -> torch.Tensor:

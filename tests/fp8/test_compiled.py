@@ -13,9 +13,9 @@ from fp8.copies import refresh_weight_copies
 from fp8.delayed import DelayedScales
 from fp8.head_loss import FP8Head
 from fp8.linears import set_position
+from fp8.noise import noise_at
 from fp8.precision import in_bf16
 from fp8.recipes import RECIPES
-from fp8.rounding import noise_at
 from model import GPT, RMSNorm
 from runtime import parallel
 from runtime.config import Config, FP8Config

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8.linears import set_position, torchao_blockwise, torchao_mx
+from fp8.noise import noise_at
 from fp8.recipes import RECIPES, Operand, Recipe, from_label, multiple_of
-from fp8.rounding import fake_quantise, noise_at, rotated
+from fp8.rounding import fake_quantise, rotated
 from tests.helpers.fp8_models import (
     KERNELS,
     KINDS,

@@ -18,10 +18,10 @@ from fp8 import probe, selection
 from fp8.copies import refresh_weight_copies
 from fp8.head_loss import FP8HeadLoss
 from fp8.linears import set_position
+from fp8.noise import noise_at
 from fp8.probe import Probe, sequences, statistics
 from fp8.probe_rows import BlockRow, read_probe_rows
 from fp8.recipes import Operand
-from fp8.rounding import noise_at
 from lib.errors import UserError
 from runtime.checkpoint import checkpoints, seal
 from runtime.config import Config

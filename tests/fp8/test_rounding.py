@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from fp8.linears import set_position
+from fp8.noise import noise_at
 from fp8.recipes import E4M3, E5M2, RECIPES, Operand
-from fp8.rounding import fake_quantise, noise_at, rotated, scale_for
+from fp8.rounding import fake_quantise, rotated, scale_for
 from tests.helpers.fp8_models import build
 
 
