@@ -13,8 +13,8 @@ mxfp8_e5m2 against mxfp8: do gradients need range or precision? tensorwise_gi_hp
 how much does the input gradient's matmul cost? The positive control is nvfp4, four bits, whose cost
 of some per cent the study must see; its stochastic rounding is slow to emulate, so at 529k
 parameters it runs to 5 tokens per parameter only. A second positive control at the smallest size,
-mxfp8_norms, rounds the norms' weights too, a published cause of instability. Seeds: studies/cpu/power.py. Null runs sum the
-loss in other parts.
+mxfp8_norms, rounds the norms' weights too, a published cause of instability. Seeds:
+studies/cpu/power.py. Null runs sum the loss in other parts.
 
 Held out: the largest size. Freeze its predictions first (scaling/fit.py out/cpu --predict RUN),
 then train it by `--run only=cpu_1m_*`."""
