@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 # Where a byte may come from: a known value, 0 to 255, or a description in words.
@@ -338,6 +338,8 @@ class MachineState:
     stack_offsets: dict[str, int] = field(default_factory=dict)
     # such an offset -> what the byte there holds; local memory, which is a thread's own
     stack: dict[int, Byte] = field(default_factory=dict)
+    # and the pointers that the register was computed from whose byte it is
+    stack_pointers: dict[int, frozenset[Argument]] = field(default_factory=dict)
 
     def word(self, register: str) -> Word:
         if register.endswith("RZ"):
@@ -360,6 +362,7 @@ class MachineState:
             self.shared_new,
             dict(self.stack_offsets),
             dict(self.stack),
+            dict(self.stack_pointers),
         )
 
     def joined(self, other: "MachineState") -> "MachineState":
@@ -368,16 +371,28 @@ class MachineState:
         state.shared_new = self.shared_new | other.shared_new
         for register in self.words.keys() | other.words.keys():
             state.words[register] = either(self.word(register), other.word(register))
-        for register in self.pointers.keys() | other.pointers.keys():
-            pointers = self.pointers.get(register, frozenset())
-            others = other.pointers.get(register, frozenset())
-            state.pointers[register] = pointers if pointers is others else pointers | others
+        state.pointers = all_pointers(self.pointers, other.pointers)
+        state.stack_pointers = all_pointers(self.stack_pointers, other.stack_pointers)
         for offset in self.stack.keys() | other.stack.keys():
             state.stack[offset] = self.stack_byte(offset) | other.stack_byte(offset)
         for register, offset in self.stack_offsets.items():
             if other.stack_offsets.get(register) == offset:
                 state.stack_offsets[register] = offset
         return state
+
+
+Place = TypeVar("Place", str, int)  # a register or an offset
+
+
+def all_pointers(
+    a: dict[Place, frozenset[Argument]], b: dict[Place, frozenset[Argument]]
+) -> dict[Place, frozenset[Argument]]:
+    """The pointers of each place on either of two ways."""
+    joined = dict(a)
+    for place, pointers in b.items():
+        held = a.get(place, frozenset())
+        joined[place] = held if held is pointers else held | pointers
+    return joined
 
 
 def stack_place(offset: int) -> str:
@@ -695,8 +710,12 @@ class Follower:
         if offsets is None:
             self._spoil_stack(instruction, state)
             return
-        stored = state.bytes_of(instruction.operands[-1], width(instruction))
+        register = instruction.operands[-1]
+        stored = state.bytes_of(register, width(instruction))
         state.stack.update(zip(offsets, stored, strict=True))
+        for number, offset in enumerate(offsets):
+            source = register_at(register, number // 4)
+            state.stack_pointers[offset] = state.pointers.get(source, frozenset())
 
     def _load_from_stack(self, instruction: Instruction, state: MachineState) -> None:
         """LDL; with LU it is the last load of these bytes, whose memory need not keep them."""
@@ -712,12 +731,17 @@ class Follower:
                 given_up: Byte = frozenset({f"memory that {instruction.place} gave up"})
                 state.stack.update(dict.fromkeys(offsets, given_up))
         self._write(instruction, state, words_of_load(instruction, loaded))
+        for number, offset in enumerate(offsets or []):
+            register = register_at(split_destination(instruction)[0], number // 4)
+            if not register.endswith("Z"):
+                state.pointers[register] |= state.stack_pointers.get(offset, frozenset())
 
     def _spoil_stack(self, instruction: Instruction, state: MachineState) -> None:
         """What a store to an unknown address does: any byte may be another one afterwards."""
         unknown: Byte = frozenset({f"{instruction.place}, which may go anywhere in the stack"})
         for offset, byte in state.stack.items():
             state.stack[offset] = byte | unknown
+        state.stack_pointers.clear()
 
     # ------------------------------------------------------------------------------- moves of bytes
 

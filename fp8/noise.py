@@ -43,7 +43,7 @@ def noise_in_blocks(n_rows: int, n_columns: int, position: int, salt: int) -> np
     of_rows = rows[:, None] * np.uint64(n_columns) * gamma + _unsigned(salt)
     of_columns = np.arange(n_columns, dtype=np.uint64) * gamma
     noise = np.empty((n_rows, n_columns), dtype=np.float32)
-    height = max(1, NOISE_BLOCK // n_columns)
+    height = max(1, NOISE_BLOCK // max(1, n_columns))
     z_block, shifted_block = np.empty((2, min(height, n_rows), n_columns), dtype=np.uint64)
     for start in range(0, n_rows, height):
         block = noise[start : start + height]

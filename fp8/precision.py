@@ -127,7 +127,10 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     weights. A run with parallel.cpu_fp32 is evaluated by its own matmuls of BF16 values."""
     modules = list(model.named_modules())
     linears = {name: module for name, module in modules if isinstance(module, nn.Linear)}
-    norms = [module for _, module in modules if isinstance(module, RoundedNorm)]
+    # not those that a block around this one has switched off
+    norms = [
+        module for _, module in modules if isinstance(module, RoundedNorm) and module.is_rounded
+    ]
     is_in_fp32 = getattr(model, "is_in_fp32", False)
     reshard(model)  # gathered weights have lost their fp32 shards
     for name, linear in linears.items():

@@ -345,6 +345,34 @@ def test_wrong_bytes_from_the_stack_are_named(origin: str, code: str) -> None:
     assert origin in problems[0]
 
 
+SPILLED = f"{FRAME}; LDC.64 R4, c[0x0][0x218]; STL.64 [R1], R4"  # the address of q
+
+
+@pytest.mark.parametrize("guard", ["", "@P0 "])
+def test_a_store_to_an_address_from_the_stack_is_one_to_its_argument(guard: str) -> None:
+    """Also where it is another argument's on another way."""
+    load = f"LDC.64 R4, c[0x0][0x228]; {guard}LDL.64 R4, [R1]"
+    store = "STG.E desc[UR4][R4.64]"
+    assert checked(WORD, SPILLED, load, f"{store}, R8") == Proof(4)
+    problems = checked(WORD, SPILLED, load, f"{store}, R3").problems
+    names = "q or sums" if guard else "q"
+    assert len(problems) == 4 and all(f", to {names}, comes from R3" in line for line in problems)
+
+
+@pytest.mark.parametrize(
+    "between, is_known",
+    [("NOP", True), ("STL [R20], R3", False), ("STL.64 [R1], R6", False)],
+)
+def test_an_address_of_fp32_is_known_again_unless_it_may_be_another(
+    between: str, is_known: bool
+) -> None:
+    spilled = SPILLED.replace("0x218", "0x228")
+    load = f"{between}; LDL.64 R4, [R1]; STG.E desc[UR4][R4.64], R3"
+    problems = checked(spilled, load).problems
+    assert (problems == []) == is_known
+    assert all("to an unknown address" in problem for problem in problems)
+
+
 def test_a_generic_store_to_an_unknown_address_may_go_to_the_stack() -> None:
     """Even of a conversion, which could go to any argument."""
     store = "MOV R9, R8; ST.E [R20.64], R9"

@@ -120,3 +120,13 @@ def test_in_bf16_no_weight_is_rounded_and_then_they_are_again() -> None:
     with in_bf16(model), in_bf16(plain):
         assert torch.equal(model(tokens), plain(tokens))
     assert torch.equal(model(tokens), before)
+
+
+def test_in_bf16_within_in_bf16_ends_with_the_outer_one() -> None:
+    model = build("mxfp8_norms")
+    tokens = torch.randint(257, (2, 32), generator=torch.Generator().manual_seed(0))
+    with in_bf16(model):
+        before = model(tokens)
+        with in_bf16(model):
+            pass
+        assert torch.equal(model(tokens), before)

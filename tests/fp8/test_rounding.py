@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fp8.linears import set_position
-from fp8.noise import noise_at
+from fp8.noise import NOISE_BLOCK, noise_at
 from fp8.recipes import E4M3, E5M2, RECIPES, Operand
 from fp8.rounding import fake_quantise, rotated, scale_for
 from tests.helpers.fp8_models import build
@@ -101,7 +101,10 @@ def test_a_token_keeps_its_noise_in_any_batch(noise: torch.Tensor):
 
 def splitmix64(number: int) -> int:
     """The generator's `number`-th output from state 0 (Steele et al. 2014), by Python's integers."""
-    z = number * 0x9E3779B97F4A7C15 % 2**64
+    return finalised(number * 0x9E3779B97F4A7C15 % 2**64)
+
+
+def finalised(z: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return z ^ (z >> 31)
@@ -114,6 +117,23 @@ def test_noise_is_the_upper_24_bits_of_splitmix64() -> None:
     for row, column in ((0, 0), (0, 47), (681, 47), (682, 0), (683, 5), (1999, 47)):
         number = (10**12 + row) * n_columns + column
         assert noise[row, column].item() == (splitmix64(number) >> 40) / 2**24
+
+
+@pytest.mark.parametrize("position", [-5, 2**63 - 2, -(2**63)])
+@pytest.mark.parametrize("salt", [-3, 2**60 + 2**56 - 1, 2**63 - 1])
+def test_noise_wraps_at_64_bits(position: int, salt: int) -> None:
+    """Of rows wider than a block of numbers too."""
+    n_columns = NOISE_BLOCK + 3
+    noise = noise_at((3, n_columns), torch.tensor(position), torch.tensor(salt))
+    for row, column in ((0, 0), (1, 7), (2, n_columns - 1)):
+        number = (position + row) * n_columns + column
+        z = (number * 0x9E3779B97F4A7C15 + salt) % 2**64
+        assert noise[row, column].item() == (finalised(z) >> 40) / 2**24
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_of_nothing_there_is_no_noise(shape: tuple[int, int]) -> None:
+    assert noise_at(torch.Size(shape), torch.tensor(0), 5).shape == shape
 
 
 def test_each_salt_has_its_own_noise(noise: torch.Tensor):
