@@ -17,8 +17,9 @@ import torch
 from fp8.recipes import E2M1, Operand
 from fp8.rounding import EPS, FORMATS, scale_for
 
-# Values of a block. Fewer cost calls, more cost page faults: malloc returns large arrays to the
-# system, 33,000 pages a step of mxfp8 with 2^20 instead of 1,000.
+# Values of a block. Fewer cost calls, more leave the cache, and cost page faults where malloc
+# returns large arrays to the system: 33,000 a step of mxfp8 with 2^20, 1,000 with 2^18, without
+# lib.machine.keep_freed_memory().
 BLOCK = 2**18
 BIAS = 127  # added to the exponents of BF16 and fp32
 # Exponents of the largest magnitudes that are rounded here, apart from 0. Within, scale_for()

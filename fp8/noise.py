@@ -1,5 +1,5 @@
-"""The noise of stochastic rounding: a function of seed, layer and place alone, so that a resumed run
-and any number of ranks draw the same."""
+"""The noise of stochastic rounding: a function of seed, layer and place alone, so that a resumed
+run and any number of ranks draw the same."""
 
 import numpy as np
 import torch

@@ -1,8 +1,8 @@
 """Norms whose weights are rounded to FP8 with the Linears behind them.
 
-Such a norm saves nothing; it is a published cause of instability (2506.20752): a norm's
-weights lie near each other, so that a block of them shares a binade, and under OCP's rule for the
-scale those in its upper quarter all saturate to one value."""
+Such a norm saves nothing; it is a published cause of instability (2506.20752): a norm's weights lie
+near each other, so that a block of them shares a binade, and under OCP's rule for the scale those
+in its upper quarter all saturate to one value."""
 
 from typing import Any
 
