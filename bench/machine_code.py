@@ -16,11 +16,11 @@ from the stack pointer; a load from an address that is not such a distance, from
 stored on every way, or behind a store to an unknown address is not proven. Subroutines are followed
 for each call, and each must return behind it.
 
-It fails where it does not know: an instruction that is not in its tables, an address from no
-argument, a byte that was computed with. What it cannot see: what is converted, whether a byte is
-the right conversion (the interpreter and a GPU show that), scales, or masks; bytes of shared memory
-are not told apart, and those that are read are taken to be those written since the last barrier but
-one. Opcodes are those of sm_90."""
+It fails where it does not know: an instruction that is not in its tables, an address that on some
+way comes from no argument, a byte that was computed with. What it cannot see: what is converted,
+whether a byte is the right conversion (the interpreter and a GPU show that), scales, or masks;
+bytes of shared memory are not told apart, and those that are read are taken to be those written
+since the last barrier but one. Opcodes are those of sm_90."""
 
 import re
 import subprocess
@@ -58,6 +58,10 @@ class Argument:
     is_pointer: bool
     is_float8: bool  # whether it points to float8
     is_output: bool  # whether float8 must be stored to it
+
+
+# Stands beside the pointers of a value that on some way is computed from none.
+NO_ARGUMENT = Argument("an unknown address", 0, 0, False, False, False)
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
         if instruction.name not in STORES:
             continue
         pointers = follower.pointers_of_address(instruction, state)
-        if pointers and not any(argument.is_float8 for argument in pointers):
+        if are_known(pointers) and not any(argument.is_float8 for argument in pointers):
             continue
         written |= {argument.name for argument in pointers}
         strays = stray_bytes(instruction, state, pointers)
@@ -201,6 +205,11 @@ def check_code(text: str, arguments: Iterable[Argument]) -> Proof:
         if argument.is_output and argument.name not in written:
             proof.problems.append(f"no store to {argument.name} was found")
     return proof
+
+
+def are_known(pointers: Collection[Argument]) -> bool:
+    """Whether an address is computed from an argument on every way."""
+    return bool(pointers) and NO_ARGUMENT not in pointers
 
 
 def node_of(item: tuple[Any, Any]) -> Any:
@@ -388,11 +397,20 @@ def all_pointers(
     a: dict[Place, frozenset[Argument]], b: dict[Place, frozenset[Argument]]
 ) -> dict[Place, frozenset[Argument]]:
     """The pointers of each place on either of two ways."""
-    joined = dict(a)
-    for place, pointers in b.items():
-        held = a.get(place, frozenset())
-        joined[place] = held if held is pointers else held | pointers
+    joined = {}
+    for place in a.keys() | b.keys():
+        of_a, of_b = a.get(place, frozenset()), b.get(place, frozenset())
+        joined[place] = of_a if of_a is of_b else pointers_of_either([of_a, of_b])
     return joined
+
+
+def pointers_of_either(alternatives: Collection[frozenset[Argument]]) -> frozenset[Argument]:
+    """Of a value that is one of several, each with its pointers; NO_ARGUMENT is among them where
+    some have none and others do."""
+    pointers = frozenset().union(*alternatives)
+    if pointers and not all(alternatives):
+        pointers |= {NO_ARGUMENT}
+    return pointers
 
 
 def stack_place(offset: int) -> str:
@@ -536,6 +554,7 @@ COMPUTING = (
     " HMNMX2 HMUL2 HSET2 I2F I2FP I2I IABS IDP IMNMX ISET LDC MATCH MUFU P2R POPC REDUX S2R"
     " S2UR UBMSK UBREV UFLO ULDC UP2UR UPOPC VABSDIFF VIADDMNMX VIMNMX VIMNMX3 VOTE VOTEU"
 )
+SELECTS = ("SEL", "USEL", "FSEL")  # the result is one of two operands
 # These store through generic addresses, which may lie in local memory.
 GENERIC = ("RED", "ST")
 # These move an address or add numbers to it.
@@ -604,7 +623,7 @@ class Follower:
             state.shared_new = state.shared_new.union(*stored)
         elif name == "STL":
             self._store_to_stack(instruction, state)
-        elif name in GENERIC and not self.pointers_of_address(instruction, state):
+        elif name in GENERIC and not are_known(self.pointers_of_address(instruction, state)):
             self._spoil_stack(instruction, state)
         elif name in WITHOUT_RESULT.split():
             pass
@@ -629,6 +648,8 @@ class Follower:
         if len(words) == 1 and has_two_registers(instruction):
             words = words * 2
         pointers = self._pointers(sources, state)
+        if instruction.name in SELECTS:
+            pointers = pointers_of_either([self._pointers([source], state) for source in sources])
         if instruction.name in LOADS:
             pointers = frozenset()
         for number, word in enumerate(words):
@@ -731,10 +752,16 @@ class Follower:
                 given_up: Byte = frozenset({f"memory that {instruction.place} gave up"})
                 state.stack.update(dict.fromkeys(offsets, given_up))
         self._write(instruction, state, words_of_load(instruction, loaded))
-        for number, offset in enumerate(offsets or []):
-            register = register_at(split_destination(instruction)[0], number // 4)
-            if not register.endswith("Z"):
-                state.pointers[register] |= state.stack_pointers.get(offset, frozenset())
+        destination = split_destination(instruction)[0]
+        if destination.endswith("Z") or offsets is None:
+            return
+        for number in range(0, len(offsets), 4):
+            of_bytes = [
+                state.stack_pointers.get(offset, frozenset())
+                for offset in offsets[number : number + 4]
+            ]
+            register = register_at(destination, number // 4)
+            state.pointers[register] = pointers_of_either(of_bytes)
 
     def _spoil_stack(self, instruction: Instruction, state: MachineState) -> None:
         """What a store to an unknown address does: any byte may be another one afterwards."""
@@ -761,7 +788,7 @@ class Follower:
         """The bytes that a load brings from global or shared memory."""
         if instruction.name == "LDG":
             pointers = self.pointers_of_address(instruction, state)
-            is_float8 = bool(pointers) and all(argument.is_float8 for argument in pointers)
+            is_float8 = are_known(pointers) and all(argument.is_float8 for argument in pointers)
             byte: Byte = frozenset({LOADED if is_float8 else instruction.place})
         else:
             byte = state.shared | state.shared_new or frozenset({instruction.place})

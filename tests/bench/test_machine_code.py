@@ -31,6 +31,7 @@ ARGUMENTS = [
 CONVERT = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C"
 WORD = f"{CONVERT} R8, R3, R2, RZ; {CONVERT} R8, R3, R2, R8"  # four conversions in R8
 STORE = "LDC.64 R4, c[0x0][0x218]; STG.E desc[UR4][R4.64], R8"
+FRAME = "LDC R1, c[0x0][0x28]; VIADD R1, R1, 0xfffffff0"  # of sixteen bytes
 
 
 def checked(*code: str, arguments: Sequence[Argument] = ARGUMENTS) -> Proof:
@@ -235,6 +236,34 @@ def test_a_store_to_one_of_two_arguments_must_be_proven_too() -> None:
     assert "to q or sums" in first
 
 
+FP32_ADDRESS = "LDC.64 R4, c[0x0][0x228]"  # of "sums"
+PERHAPS_FP32 = {
+    "by a guard": f"MOV R4, R20; @P0 {FP32_ADDRESS}",
+    "by a branch": f"MOV R4, R20; @P0 BRA 0x30; {FP32_ADDRESS}",
+    "in a loop": f"NOP; MOV R4, R6; {FP32_ADDRESS.replace('R4', 'R6')}; @P0 BRA 0x10",
+    "by a select": f"{FP32_ADDRESS}; SEL R4, R4, R20, P0",
+    "from the stack, by a guard": (
+        f"{FRAME}; {FP32_ADDRESS}; @P0 STL.64 [R1], R4; LDL.64 R4, [R1]"
+    ),
+    "from the stack, in part": (
+        f"{FRAME}; {FP32_ADDRESS}; STL.64 [R1], R4; STL.U8 [R1], R20; LDL.64 R4, [R1]"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", PERHAPS_FP32)
+def test_a_store_whose_address_is_an_argument_on_one_way_alone_must_be_proven(how: str) -> None:
+    """On the other way it may go to float8."""
+    (first, *_) = checked(PERHAPS_FP32[how], "STG.E desc[UR4][R4.64], R3").problems
+    assert "to an unknown address or sums, comes from R3" in first
+
+
+def test_a_load_whose_address_is_an_argument_on_one_way_alone_is_none_of_float8() -> None:
+    load = "MOV R2, R20; @P0 LDC.64 R2, c[0x0][0x210]; LDG.E R8, desc[UR4][R2.64]"
+    (first, *_) = checked(load, STORE).problems
+    assert "comes from LDG.E at 0x0020" in first
+
+
 def test_an_output_that_nothing_is_stored_to_is_a_problem() -> None:
     q, *others = ARGUMENTS[1:]
     output = Argument("q", 8, 8, is_pointer=True, is_float8=True, is_output=True)
@@ -259,7 +288,6 @@ def test_arguments_lie_where_their_sizes_say() -> None:
 
 # ----------------------------------------------------------------------------------- the stack
 
-FRAME = "LDC R1, c[0x0][0x28]; VIADD R1, R1, 0xfffffff0"  # of sixteen bytes
 SAVED = f"{FRAME}; STL [R1+0x8], R8; FMUL R8, R3, R3"
 
 THROUGH_THE_STACK = {
