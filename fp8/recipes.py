@@ -50,6 +50,10 @@ class Operand:
     # magnitude alone, so that magnitudes above 1.75 of E4M3's largest power of two saturate
     saturates: bool = False
 
+    def __post_init__(self) -> None:
+        if self.saturates and self.scaling != "block":
+            raise ValueError(f"an operand of scaling={self.scaling!r} has no saturates=True")
+
     @property
     def is_exact_in_bf16(self) -> bool:
         """Whether dequantised values are BF16 numbers: where every scale is a power of two."""

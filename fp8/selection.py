@@ -250,6 +250,8 @@ def verdict_lines(
         f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters,"
         " in FP8"
     )
+    if any(RECIPES[layer.recipe].norm for layer in converted if layer.recipe):
+        lines.append(f"fp8: {recipe} rounds the weights of the norms before these Linears too")
     if converted and cast_by is not None:
         lines.append(cast_by.describe())
     if recipe == "auto" and not converted:

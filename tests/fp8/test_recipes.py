@@ -52,6 +52,11 @@ def model():
     return GPT.on_meta(GPTConfig(**SIZE))
 
 
+def test_an_operand_that_saturates_is_scaled_by_blocks() -> None:
+    with pytest.raises(ValueError, match="scaling='row' has no saturates=True"):
+        Operand(E4M3, "row", saturates=True)
+
+
 # --------------------------------------------------------------------- who computes it, and whether
 
 

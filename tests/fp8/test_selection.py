@@ -149,6 +149,13 @@ def test_the_printed_table_counts_what_the_modules_hold():
     assert "emulated" in lines[6]
 
 
+@pytest.mark.parametrize("recipe, is_said", [("mxfp8_norms", True), ("mxfp8", False)])
+def test_the_start_says_that_a_recipe_rounds_norms(recipe: str, is_said: bool) -> None:
+    lines = selection.verdict_lines(verdicts(recipe, None), recipe, "cpu")
+    sentence = f"fp8: {recipe} rounds the weights of the norms before these Linears too"
+    assert (sentence in lines) == is_said
+
+
 # --------------------------------------------------------------------------------------- the hardware
 
 
