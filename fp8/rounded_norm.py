@@ -28,8 +28,8 @@ class RoundedWeight(torch.autograd.Function):
 
 class RoundedNorm(RMSNorm):
     """Stands in the place of an RMSNorm and takes over its weight: the same Parameter under the
-    same name. `operand` says how it is rounded for the product with the normalised rows. FSDP2 casts
-    it to BF16 as it gathers it, so that it is rounded twice there."""
+    same name. `operand` says how it is rounded for the product with the normalised rows. FSDP2
+    casts it to BF16 as it gathers it, so that it is rounded twice there."""
 
     def __init__(self, norm: RMSNorm, operand: Operand):
         torch.nn.Module.__init__(self)  # RMSNorm's would make a weight

@@ -161,8 +161,8 @@ def test_ray_makes_the_same_shards(big, tmp_path: Path):
     ],
 )
 def test_the_compilers_plan_of_an_h100_is_what_docs_speed_says(row, settings):
-    """Matmuls, attention, other kernels, what is kept, in kB a token: bench/compiler_plan.py reaches
-    into torch's private parts."""
+    """Matmuls, attention, other kernels, what is kept, in kB a token: bench/compiler_plan.py
+    reaches into torch's private parts."""
     pytest.importorskip("triton")
     plan = process(
         "-m",

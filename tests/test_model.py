@@ -1,7 +1,7 @@
 """model.py: forward pass and gradients against a second implementation in numpy; initial weights,
 dtypes, counts and refusals against closed forms. That transformers computes the same bits, with
-Llama 3's RoPE too, and the same texts from a cache: tests/eval/test_export.py; several tokens behind a
-cache that texts share: tests/eval/test_lm.py."""
+Llama 3's RoPE too, and the same texts from a cache: tests/eval/test_export.py; several tokens
+behind a cache that texts share: tests/eval/test_lm.py."""
 
 import math
 from dataclasses import replace

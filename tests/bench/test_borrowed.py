@@ -1,5 +1,5 @@
-"""bench.borrowed: parts within a budget, what is kept of them, and the pages made from it. The parts
-here are processes of a line of Python."""
+"""bench.borrowed: parts within a budget, what is kept of them, and the pages made from it. The
+parts here are processes of a line of Python."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
-"""Tests of eval/core22.py: centered accuracies and their mean against published ones, the list against
-DCLM's table, a whole scoring on made-up data in the layouts of the data sets."""
+"""Tests of eval/core22.py: centered accuracies and their mean against published ones, the list
+against DCLM's table, a whole scoring on made-up data in the layouts of the data sets."""
 
 import random
 import sys

@@ -366,7 +366,8 @@ def test_an_export_that_fails_leaves_no_half_folder(
     assert export.main([str(tmp_path / "run"), str(tmp_path / "run/config.json/hf")]) == 1
     assert "run/config.json" in capsys.readouterr().err
     code = (
-        "import os, signal, sys; sys.modules['transformers'] = None\nfrom eval import export; from eval.hf import files\n"
+        "import os, signal, sys; sys.modules['transformers'] = None\n"
+        "from eval import export; from eval.hf import files\n"
         # all is written, nothing renamed
         "files.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(export.main(sys.argv[1:]))"

@@ -152,7 +152,8 @@ def test_demo_scores_are_the_models_own_and_are_kept(
     }
 
 
-# The command where importing transformers or accelerate, or opening a socket in Python, is an error.
+# The command where importing transformers or accelerate, or opening a socket in Python, is an
+# error.
 CLOSED = """import runpy, socket, sys
 class Block:
     def find_spec(name, *_):

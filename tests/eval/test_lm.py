@@ -1,6 +1,6 @@
-"""runtime/validation.py against torch's cross-entropy, its standard error by simulation; eval/lm.py:
-log-likelihoods and greedy texts against the model taken one token at a time; batches, shared
-contexts, ranks, stop requests."""
+"""runtime/validation.py against torch's cross-entropy, its standard error by simulation;
+eval/lm.py: log-likelihoods and greedy texts against the model taken one token at a time; batches,
+shared contexts, ranks, stop requests."""
 
 import math
 import random

@@ -1,5 +1,5 @@
-"""fp8.scaling=delayed: scales simulated in fp64 from the amaxes of past steps, what leaves them alone,
-resumes. A NaN on one rank: fp8/test_sharded.py; compiled: fp8/test_compiled.py."""
+"""fp8.scaling=delayed: scales simulated in fp64 from the amaxes of past steps, what leaves them
+alone, resumes. A NaN on one rank: fp8/test_sharded.py; compiled: fp8/test_compiled.py."""
 
 import json
 import math
@@ -166,7 +166,7 @@ def test_of_a_head_with_a_fused_loss_the_input_alone_has_a_scale(steps: list[See
         assert set(seen.scales) - set(seen.simulated) <= {"head.x"}
 
 
-# ------------------------------------------------------------------------------ what leaves no trace
+# ----------------------------------------------------------------------------- what leaves no trace
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 0.0, float("inf")])

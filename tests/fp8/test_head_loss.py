@@ -1,5 +1,6 @@
 """The head's cross-entropy in one with its FP8 matmuls, against fp64; a model's loss is the same
-whether its head fuses it or not. Models whose loss is another one are refused: fp8/test_recipes.py."""
+whether its head fuses it or not. Models whose loss is another one are refused:
+fp8/test_recipes.py."""
 
 from dataclasses import dataclass, replace
 
@@ -138,7 +139,7 @@ def test_gradients_through_the_log_sum_exp_are_those_of_fp64(masked: bool):
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
-def test_backward_matmuls_of_the_head_accumulate_fast_where_asked(is_fast: bool, matmuls):  # noqa: F811
+def test_the_heads_backward_matmuls_accumulate_fast_where_asked(is_fast: bool, matmuls):  # noqa: F811
     head_loss(*head_case(), replace(RECIPES["tensorwise"], fast_backward=is_fast))
     assert matmuls == due(is_fast)
 

@@ -1,5 +1,5 @@
-"""Operators and Linears built on our kernels, against torchao and against themselves without lasting
-copies. The kernels: fp8/test_triton_kernels.py; compiled: fp8/test_compiled.py; sharded:
+"""Operators and Linears built on our kernels, against torchao and against themselves without
+lasting copies. The kernels: fp8/test_triton_kernels.py; compiled: fp8/test_compiled.py; sharded:
 runtime/test_two_ranks.py."""
 
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_one_byte_a_value_is_kept_for_the_backward_pass(
     assert 0 <= scales <= 16
 
 
-# ----------------------------------------------------------------------------- copies of the weights
+# ---------------------------------------------------------------------------- copies of the weights
 
 
 def step(model: GPT, x: torch.Tensor, y: torch.Tensor) -> tuple[float, list[torch.Tensor]]:

@@ -36,7 +36,7 @@ Format = torch.dtype | str | None
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 MANTISSA_AND_LEAST_EXPONENT = {E4M3: (3, -6), E5M2: (2, -14), E2M1: (1, 0)}
 
-# ----------------------------------------------------------------------------- the reference in fp64
+# ---------------------------------------------------------------------------- the reference in fp64
 
 
 def rounded(x: torch.Tensor, format: Format, noise: torch.Tensor | None = None) -> torch.Tensor:

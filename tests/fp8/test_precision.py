@@ -1,5 +1,5 @@
-"""Precision, the one object between FP8 and a training loop: an order that is broken is told of, and
-an evaluation in BF16 leaves the model as it was."""
+"""Precision, the one object between FP8 and a training loop: an order that is broken is told of,
+and an evaluation in BF16 leaves the model as it was."""
 
 import pytest
 import torch

@@ -66,7 +66,8 @@ def read(path: Path):
 
 
 def reference(x: torch.Tensor, operand, noise=None):
-    """By the independent rounding of fp8/test_linears.py; scales sorted, the lower median of them."""
+    """By the independent rounding of fp8/test_linears.py; scales sorted, the lower median of
+    them."""
     x = x.detach().double().flatten(0, -2)
     q, scale = quantised(x, operand, 1, noise)
     ordered, largest = scale.flatten().sort().values, LARGEST[operand[0]]

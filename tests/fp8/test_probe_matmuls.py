@@ -1,5 +1,5 @@
-"""The signal-to-noise ratio of each matmul that the probe reports, against fp64 products of operands
-rounded by numpy's own arithmetic."""
+"""The signal-to-noise ratio of each matmul that the probe reports, against fp64 products of
+operands rounded by numpy's own arithmetic."""
 
 import math
 

@@ -71,7 +71,7 @@ def assert_equal(taken: Taken, expected: Taken) -> None:
     assert taken.history == expected.history
 
 
-# -------------------------------------------------------------- the numerics are those of the modules
+# ------------------------------------------------------------ the numerics are those of the modules
 
 
 def test_a_mask_reaches_attention_as_it_does_the_modules():
@@ -268,7 +268,7 @@ def test_a_compiled_model_computes_what_eager_does(is_whole):
             assert distance(taken.gradients[name], gradient) < 2e-2, name
 
 
-# ---------------------------------------------------------------------------------- scales of a bound
+# -------------------------------------------------------------------------------- scales of a bound
 
 
 @pytest.mark.parametrize("C", [48, 64, 80])

@@ -237,7 +237,8 @@ def test_losses_that_are_no_plain_cross_entropy_are_told_from_it(loss: Callable[
 
 
 def test_every_recipe_has_a_reference():
-    """tests/fp8/test_linears.py multiplies by each in fp64, from operands that are spelled out there."""
+    """tests/fp8/test_linears.py multiplies by each in fp64, from operands that are spelled out
+    there."""
     assert set(OPERANDS) == set(RECIPES)
     assert set(KERNELS) == {f"{r.name}+kernels" for r in RECIPES.values() if r.has_kernels}
 

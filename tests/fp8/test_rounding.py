@@ -1,4 +1,5 @@
-"""Rounding to FP8 against torch's casts; what nvfp4 has besides: rotation and stochastic rounding."""
+"""Rounding to FP8 against torch's casts; what nvfp4 has besides: rotation and stochastic
+rounding."""
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_the_rotation_makes_no_constant_one_value():
     assert rotated(torch.ones(64, 1)).abs().max() < 3
 
 
-# ------------------------------------------------------------------- the noise of stochastic rounding
+# ----------------------------------------------------------------- the noise of stochastic rounding
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,8 @@ def test_a_token_keeps_its_noise_in_any_batch(noise: torch.Tensor):
 
 
 def splitmix64(number: int) -> int:
-    """The generator's `number`-th output from state 0 (Steele et al. 2014), by Python's integers."""
+    """The generator's `number`-th output from state 0 (Steele et al. 2014), by Python's
+    integers."""
     return finalised(number * 0x9E3779B97F4A7C15 % 2**64)
 
 

@@ -156,7 +156,7 @@ def test_the_start_says_that_a_recipe_rounds_norms(recipe: str, is_said: bool) -
     assert (sentence in lines) == is_said
 
 
-# --------------------------------------------------------------------------------------- the hardware
+# ------------------------------------------------------------------------------------- the hardware
 
 
 @pytest.mark.parametrize(

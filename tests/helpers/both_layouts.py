@@ -1,6 +1,6 @@
 """A Triton kernel that rounds to float8 and uses each value twice, as a cast to both layouts does:
-ptxas 12.8 and 12.9 assemble it wrongly for sm_90, unless the values are clamped in one way, or moved
-behind its back."""
+ptxas 12.8 and 12.9 assemble it wrongly for sm_90, unless the values are clamped in one way, or
+moved behind its back."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
-"""Report each change that this process makes on disk, before it is made: what the faults on disk are
-built from."""
+"""Report each change that this process makes on disk, before it is made: what the faults on disk
+are built from."""
 
 import itertools
 import os

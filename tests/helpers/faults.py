@@ -4,8 +4,8 @@ the faults that are built in.
 A run is a process, or one per rank, forked off one that has imported train.py already, in a process
 group of its own; kill() takes the whole group, as the end of a machine would. `python -m
 tests.helpers.faults FAULT ... CONFIG.py section.key=value ...` is one rank of it. A fault is one of
-FAULTS and its arguments, joined by colons. Steps count from 1 and are steps of the data: what is injected
-belongs to the tokens, so a run that goes over the same tokens again meets it again."""
+FAULTS and its arguments, joined by colons. Steps count from 1 and are steps of the data: what is
+injected belongs to the tokens, so a run that goes over the same tokens again meets it again."""
 
 import errno
 import faulthandler
@@ -209,7 +209,8 @@ def train_as_rank(configs: Sequence[Config]) -> None:
 
 
 def launch_environment(rank: int, ranks: int, port: int) -> dict[str, object]:
-    """The variables by which a launcher tells one of `ranks` processes of this machine its place."""
+    """The variables by which a launcher tells one of `ranks` processes of this machine its
+    place."""
     return {
         "RANK": rank,
         "LOCAL_RANK": rank,

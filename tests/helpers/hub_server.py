@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 from tests.helpers.text_files import write_rows
 
 URL = re.compile(
-    r"(/api)?/datasets/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?"
+    r"(/api)?/datasets/(?P<repo>[^/]+/[^/]+)"
+    r"(/(?P<what>revision|tree|resolve)/(?P<at>[^/]+)/?(?P<path>.*))?"
 )
 ERRORS = {
     "gated": (401, "GatedRepo"),

@@ -34,8 +34,8 @@ def interpreter_repaired(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     interpreter's rounding to FP8 and BF16 repaired and every address checked.
 
     The interpreter (3.6 to 3.9) truncates FP8's subnormals, rounds ties away from zero, loses NaN
-    and some carries; BF16 it truncates. Hardware rounds as torch does, which tests/test_gpu.py asserts by value. All else
-    is the interpreter's."""
+    and some carries; BF16 it truncates. Hardware rounds as torch does, which tests/test_gpu.py
+    asserts by value. All else is the interpreter's."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton import language as tl
     from triton.runtime import interpreter

@@ -235,7 +235,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
         ),
         (COMPILED + "model.loss_chunk=100", "model.loss_chunk=100 .* 16"),
         ("model.loss_chunk=100", None),
-        # 96 at n_ctx 64, 4 sequences: 10 times the head's gradient, compiled by torch 2.13 on a CPU.
+        # 96 at n_ctx 64, 4 sequences: 10 times the head's gradient, by torch 2.13 on a CPU.
         # What is advised must be allowed.
         (COMPILED + "model.loss_chunk=48", "take 32, or none"),
         *[

@@ -535,7 +535,7 @@ def test_the_folder_of_a_tokenizer_may_move(wide, wide_shards):
     assert wide_config(wide_shards, "gpt2", 50257).identity() != identity
 
 
-# ----------------------------------------------------------------------------- prompts and responses
+# ---------------------------------------------------------------------------- prompts and responses
 
 # tests/runtime/test_chat.py has the rows that spell special tokens.
 SPELLED = [

@@ -335,12 +335,12 @@ def rollbacks(config: Config) -> list[tuple[int, int]]:
             1,
             "guard.skips=3 eval.every=6 data.ramp=0.4:0.25 data.micro_batch=2",
         ),
-        # Validated after step 8, where it was saved too. On two ranks the validation has left weights
-        # gathered: those of the checkpoint must be gathered anew.
+        # Validated after step 8, where it was saved too. On two ranks the validation has left
+        # weights gathered: those of the checkpoint must be gathered anew.
         ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.reshard=false"),
         ("nan_weight:8:0", "move_data:5:4", [(8, 4)], None, 2, "parallel.shard=1"),
-        # A tenfold loss that lasts. Killed after the rollback, before a save has noted that the data
-        # moved on.
+        # A tenfold loss that lasts. Killed after the rollback, before a save has noted that the
+        # data moved on.
         (
             "scale_loss:22:24:10",
             "move_data:21:4",
@@ -567,8 +567,8 @@ def arm(request: pytest.FixtureRequest, base):
     scratch = changed(trunk, f"run=scratch{ranks} steps={SHORT} optim.warmup_share={2 / SHORT}")
     branch = changed(
         scratch,
-        f"run=branch{ranks} start_from={trunk.run_dir}/checkpoints/step_{FORK:08d} checkpoint.every=1"
-        " checkpoint.at=()",
+        f"run=branch{ranks} start_from={trunk.run_dir}/checkpoints/step_{FORK:08d}"
+        " checkpoint.every=1 checkpoint.at=()",
     )
     for config in (trunk, scratch):
         finish(config, ranks=ranks)

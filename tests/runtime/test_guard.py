@@ -352,7 +352,7 @@ def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path: Path, ex
     assert (folder / "diagnosis.json").exists() is exists
 
 
-# -------------------------------------------------------------------------------------- guard.layers
+# ------------------------------------------------------------------------------------- guard.layers
 
 
 def layers_of(rng: random.Random, factor: float = 1.0):

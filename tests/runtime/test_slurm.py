@@ -40,7 +40,8 @@ echo "scontrol $*" >> "$STUBS/calls"
 PYTHON = f"""#!/bin/bash
 [ "$1" = -c ] && [ -n "${{READ:-}}" ] && exec {sys.executable} "$@"
 [ "$1" = -c ] && echo "$RUN" && exit 0
-echo "task $RANK/$LOCAL_RANK/$LOCAL_WORLD_SIZE/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $*" >> "$STUBS/calls"
+ranks="$RANK/$LOCAL_RANK/$LOCAL_WORLD_SIZE/$WORLD_SIZE"
+echo "task $ranks $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $*" >> "$STUBS/calls"
 eval "$TASK"
 """
 

@@ -1,6 +1,7 @@
 """runtime/training_step.py: the z-loss, beside the loss and never in it, and the gradient norms of
-layers, the same on any number of ranks. Tested elsewhere: the z-loss in one kernel with the head's matmul
-(tests/fp8/test_head_loss.py), and how the guard judges the norms (tests/runtime/test_guard.py)."""
+layers, the same on any number of ranks. Tested elsewhere: the z-loss in one kernel with the head's
+matmul (tests/fp8/test_head_loss.py), and how the guard judges the norms
+(tests/runtime/test_guard.py)."""
 
 import json
 from collections.abc import Callable

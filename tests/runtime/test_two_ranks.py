@@ -1,5 +1,6 @@
-"""Sharding, weights gathered as float8, our kernels, compilation by blocks: two gloo ranks do it all
-once, in look(); the tests read what they saw. NaNs: fp8/test_sharded.py; faults: test_faults.py."""
+"""Sharding, weights gathered as float8, our kernels, compilation by blocks: two gloo ranks do it
+all once, in look(); the tests read what they saw. NaNs: fp8/test_sharded.py; faults:
+test_faults.py."""
 
 import json
 import shutil
@@ -431,7 +432,8 @@ def test_one_process_and_bf16_weights_give_the_summarys_loss(ranks: SimpleNamesp
 
 @pytest.mark.parametrize("way", ["kept", "gw_hp", "wide_heads"])
 def test_an_evaluation_in_bf16_ends_even_after_an_error(ranks: SimpleNamespace, way: str):
-    """Weights that are gathered as float8 evaluate in BF16 as plain ones, and train on as before."""
+    """Weights that are gathered as float8 evaluate in BF16 as plain ones, and train on as
+    before."""
     float8, plain = ranks.gathered[way]["float8"], ranks.gathered[way]["plain"]
     assert float8["in_bf16"] == plain["in_bf16"] == plain["as_trained"] == plain["after_bf16"]
     assert float8["as_trained"] == float8["after_bf16"] != float8["in_bf16"]

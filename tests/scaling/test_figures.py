@@ -133,7 +133,8 @@ def scored(step: int, kind: str = "tasks", **scores: float) -> dict:
 
 @pytest.fixture(scope="module")
 def scored_run(tmp_path_factory: pytest.TempPathFactory) -> Figure:
-    """A run with two tasks and a perplexity, a scoring that was undone and one that was repeated."""
+    """A run with two tasks and a perplexity, a scoring that was undone and one that was
+    repeated."""
     rows = [
         row(1),
         row(2),

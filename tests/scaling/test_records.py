@@ -252,7 +252,7 @@ def test_runs_that_count_differently_are_refused_with_the_remedy(counted: Path):
     check_comparable(read_runs([counted / "x", counted / "y"], "total")[0])
 
 
-# -------------------------------------------------------------- what weights were rounded to FP8 from
+# ------------------------------------------------------------ what weights were rounded to FP8 from
 
 
 def cast_from(source: str | None, recipe: str = "tensorwise") -> dict[str, Any]:

@@ -131,12 +131,14 @@ def test_the_design_keeps_what_the_study_promises(power):
             assert np.mean(means > halves) > 0.5
 
 
-CNXML = b"""<document xmlns="http://cnx.rice.edu/cnxml" xmlns:m="http://www.w3.org/1998/Math/MathML"><title>Forces</title>
+CNXML = b"""<document xmlns="http://cnx.rice.edu/cnxml"
+ xmlns:m="http://www.w3.org/1998/Math/MathML"><title>Forces</title>
 <metadata><x>left out</x></metadata><content><note><label>Note</label>
 <title>A title</title><para>One   <emphasis>line</emphasis>,<newline/>
 no picture<media><image/> alt</media>: <m:math><m:mn>3</m:mn><m:mi>x</m:mi></m:math>.</para></note>
 <para><title>Strategy</title>Go <list><item>one</item><item>two</item></list></para>
-<table><row><entry>a\xc2\xa0b</entry><entry><para>c</para><para>d</para></entry></row></table></content></document>"""
+<table><row><entry>a\xc2\xa0b</entry><entry><para>c</para><para>d</para></entry></row></table></content>
+</document>"""
 
 
 def test_a_module_becomes_lines_of_text_without_metadata_and_pictures():
@@ -165,7 +167,7 @@ def test_short_texts_and_second_copies_are_left_out():
     ]
 
 
-# --------------------------------------------------------------------------- another kind of machine
+# -------------------------------------------------------------------------- another kind of machine
 
 
 @pytest.fixture(scope="module")
