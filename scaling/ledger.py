@@ -444,9 +444,10 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
     for (size, arm), group in groups.items():
         hours = _hours_of(group, rows, entries, timing)
         total_done += hours.done_h
-        total_left += hours.left_h
+        total_left += 0.0 if math.isnan(hours.left_h) else hours.left_h
         counts = [str(len(group)), str(hours.runs_done)]
-        lines.append([size, arm, *counts, f"{hours.done_h:.2f}", f"{hours.left_h:.2f}"])
+        left = "unknown" if math.isnan(hours.left_h) else f"{hours.left_h:.2f}"
+        lines.append([size, arm, *counts, f"{hours.done_h:.2f}", left])
     done_runs = sum(row.run in entries for row in rows)
     machines = sorted({kind_of(entry) for entry in entries.values()})
     text = [
@@ -471,7 +472,7 @@ class Hours(NamedTuple):
 
     runs_done: int
     done_h: float  # as measured
-    left_h: float  # of the others, estimated
+    left_h: float  # of the others, estimated; nan: of some of them nothing is known
 
 
 def _hours_of(group: list[Row], rows: list[Row], entries: dict[str, Entry], timing: dict) -> Hours:

@@ -245,6 +245,14 @@ def test_the_table_counts_hours_by_size_and_arm(done: Callable[..., str]) -> Non
     assert "4 of 4 runs are done" in table
 
 
+def test_hours_of_an_arm_that_nothing_was_measured_of_are_unknown(
+    command: Callable[..., str],
+) -> None:
+    table = command()
+    assert "| a    | bf16       | 2    | 0    | 0.00       | unknown    |" in table
+    assert "nan" not in table
+
+
 def test_pairs_of_two_kinds_of_machines_are_counted(
     done: Callable[..., str], tmp_path: Path
 ) -> None:
