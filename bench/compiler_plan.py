@@ -123,9 +123,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _describe_built(built: Mapping[str, tuple[int, int]]) -> str:
-    """A line on the kernels; built: registers a thread and bytes of its spills by kernel."""
+    """A line on the kernels; built: registers a thread and bytes of its spills, by kernel and the
+    number of its configuration."""
     most_registers, _ = max(built.values())
-    spilled = [name for name, (_, spilled_bytes) in built.items() if spilled_bytes]
+    spilled = [f"{name}: {n_bytes} bytes" for name, (_, n_bytes) in built.items() if n_bytes]
     return (
         f"  {len(built)} kernels built for sm_90, at most {most_registers} registers a thread;"
         f" spills: {', '.join(spilled) or 'none'}"

@@ -24,6 +24,14 @@ def test_blocks_of_producers_are_known_where_attention_is_a_stand_in():
     assert checked.returncode == 0, checked.stderr
 
 
+def test_kernels_that_spill_are_named_with_their_bytes() -> None:
+    pytest.importorskip("triton")
+    from bench.compiler_plan import _describe_built
+
+    line = _describe_built({"norm (0)": (80, 0), "norm (1)": (101, 12)})
+    assert line.endswith("at most 101 registers a thread; spills: norm (1): 12 bytes")
+
+
 @pytest.mark.parametrize("maxnreg, has_spills", [(24, True), (128, False)])
 def test_spilled_registers_are_counted(
     maxnreg: int, has_spills: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
