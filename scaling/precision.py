@@ -26,6 +26,7 @@ from lib.plots import write_with
 from lib.text import listed
 from lib.values import FilePath
 from scaling import gap_predictions
+from scaling.budget_figure import draw_budgets
 from scaling.pages import format_page
 from scaling.paired.gap_law import fit_gaps
 from scaling.paired.gaps import FinishedRun, Pair
@@ -52,7 +53,7 @@ FOR_TABLES = ("arm", "pair", "base", "d")  # options
 @dataclass(frozen=True, kw_only=True)
 class Options:
     paths: tuple[FilePath, ...] = ()  # a folder of runs such as out/study, or run folders
-    # folder for precision.json, precision.png, precision.svg (default: PATH/law)
+    # folder for precision.json and the figures precision and budgets (default: PATH/law)
     out: FilePath | None = None
     # runs: bf16 (both arms through BF16 matmuls; the default) or as_trained. Table: its column
     loss: str = ""
@@ -230,11 +231,17 @@ def _freeze(
 def _write(
     result: PrecisionResult, notes: Notes, folder: Path, lines: list[str], is_all: bool
 ) -> str:
-    """Write the figure and precision.json; the page. lines: what is said of predictions."""
+    """Write the figures and precision.json; the page. lines: what is said of predictions."""
+    wrote = []
+    budgets = draw_budgets(result) if result.sizes else None
+    if budgets is not None:
+        wrote.append(write_with(folder, "budgets", budgets, {}))
     figure = draw_precision(result) if result.sizes else None
-    wrote = write_with(folder, "precision", figure, {"precision.json": worded(result)})
+    wrote.append(write_with(folder, "precision", figure, {"precision.json": worded(result)}))
     headline, *blocks = format_tables(result)
-    return format_page([headline, notes.format(is_all)], blocks, "\n".join([*lines, wrote]), is_all)
+    return format_page(
+        [headline, notes.format(is_all)], blocks, "\n".join([*lines, *wrote]), is_all
+    )
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def draw_precision(result: PrecisionResult) -> Figure:
     laws beside them count."""
     words = words_of(result.table, result.loss)
     looks = _looks(result.common)
-    percents = _drawn_gaps(result, _places(result.sizes), "percent")
-    nats = _drawn_gaps(result, [size.params_total for size in result.sizes], "nats")
+    percents = drawn_gaps(result, _places(result.sizes), "percent")
+    nats = drawn_gaps(result, [size.params_total for size in result.sizes], "nats")
     nulls = _nulls(result.null, words.seed)
     limit = gap_limit(percents, result.margin)
     is_log = _is_log(result.margin, limit)
@@ -79,7 +79,7 @@ def draw_precision(result: PrecisionResult) -> Figure:
         (7.4, 3.8),
         1,
         2,
-        _title(result, words),
+        gap_title(result, words),
         _caption(ratio, is_log, has_arrows),
         handles,
         4,
@@ -93,7 +93,8 @@ def draw_precision(result: PrecisionResult) -> Figure:
     return settle(figure)
 
 
-def _title(result: PrecisionResult, words: Words) -> str:
+def gap_title(result: PrecisionResult, words: Words) -> str:
+    """What the gaps of a figure are, and how many."""
     estimates = [
         gap.bf16 if result.loss == "bf16" else gap.as_trained for gap in result.common.values()
     ]
@@ -151,7 +152,7 @@ def _places(sizes: Sequence[SizeGap]) -> list[float]:
     return places
 
 
-def _drawn_gaps(
+def drawn_gaps(
     result: PrecisionResult, places: Sequence[float], unit: Literal["percent", "nats"]
 ) -> list[DrawnGap]:
     """A marker for each row of sizes, in per cent of the loss or in nats."""

@@ -102,6 +102,14 @@ class GapLaw:
     # "power law", "effective parameters", or None: the pairs do not tell which fits better
     better_form: str | None = None
 
+    def gap_at(self, N: float, D: np.ndarray) -> np.ndarray:
+        """The power law's gap in per cent at N parameters and D tokens; an exponent that was not
+        fitted is 0."""
+        assert self.k is not None
+        a = 0.0 if self.a is None else self.a.value
+        b = 0.0 if self.b is None else self.b.value
+        return self.k * (N / self.N0) ** -a * (D / N / self.ratio0) ** b
+
 
 @dataclass(frozen=True)
 class GapFormForecast:
