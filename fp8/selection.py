@@ -250,17 +250,27 @@ def verdict_lines(
         f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters,"
         " in FP8"
     )
+    if not converted:
+        if recipe == "auto":
+            lines.append(
+                "fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16"
+            )
+        return lines
     if any(RECIPES[layer.recipe].norm for layer in converted if layer.recipe):
         lines.append(f"fp8: {recipe} rounds the weights of the norms before these Linears too")
-    if converted and cast_by is not None:
+    if cast_by is not None:
         lines.append(cast_by.describe())
-    if recipe == "auto" and not converted:
-        lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
-    if converted and device_type == "cpu":
-        lines.append("fp8: emulated on this CPU: real numerics, slower than BF16")
-    elif _is_emulated_on_this_gpu(recipe):
-        lines.append("fp8: emulated on this GPU: real numerics, slower than BF16")
+    emulated_on = _emulated_on(recipe, device_type)
+    if emulated_on:
+        lines.append(f"fp8: emulated on this {emulated_on}: real numerics, slower than BF16")
     return lines
+
+
+def _emulated_on(recipe: str, device_type: str) -> str:
+    """The kind of device, for people, on which the recipe is emulated; "" where it is not."""
+    if device_type == "cpu":
+        return "CPU"
+    return "GPU" if _is_emulated_on_this_gpu(recipe) else ""
 
 
 def _is_emulated_on_this_gpu(recipe: str) -> bool:

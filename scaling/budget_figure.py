@@ -51,13 +51,10 @@ def draw_budgets(result: PrecisionResult) -> Figure | None:
         _handles(looks, gaps, result),
         5,
     )
+    rows = list(zip(result.sizes, gaps, strict=True))
     for panel, recipe in zip(panels.flat, recipes, strict=False):
-        drawn = [
-            (size, gap)
-            for size, gap in zip(result.sizes, gaps, strict=True)
-            if size.recipe == recipe
-        ]
-        _draw_recipe(panel, result, recipe, drawn, looks, ratios)
+        rows_of_recipe = [(size, gap) for size, gap in rows if size.recipe == recipe]
+        _draw_recipe(panel, result, recipe, rows_of_recipe, looks, ratios)
     for panel in panels.flat[len(recipes) :]:
         panel.set_visible(False)
     for panel in panels[:, 0]:
@@ -103,7 +100,7 @@ def _draw_recipe(
     panel: Axes,
     result: PrecisionResult,
     recipe: str,
-    drawn: Sequence[tuple[SizeGap, DrawnGap]],
+    rows: Sequence[tuple[SizeGap, DrawnGap]],
     looks: dict[float, dict],
     ratios: Sequence[float],
 ) -> None:
@@ -115,12 +112,12 @@ def _draw_recipe(
         for end in ends[1:]:
             panel.axhline(end, **MARGIN_LINE, zorder=1)
     for N, style in looks.items():
-        of_size = [gap for size, gap in drawn if size.N == N]
+        of_size = [gap for size, gap in rows if size.N == N]
         draw_gaps(panel, of_size, style)
         ends += [end for gap in of_size for end in gap.ends]
     law = result.gap_laws.get(recipe)
     if law is not None:
-        _draw_law(panel, law, sorted({size.N for size, _ in drawn}), looks, ratios)
+        _draw_law(panel, law, sorted({size.N for size, _ in rows}), looks, ratios)
     panel.set(
         xscale="log",
         xlim=(min(ratios) / 1.5, max(ratios) * 1.5),
@@ -139,12 +136,12 @@ def _draw_law(
     ratios: Sequence[float],
 ) -> None:
     """The law over the ratios: a line a size where the gap changes with size, else one."""
-    at = np.geomspace(min(ratios), max(ratios), 60)
+    curve = np.geomspace(min(ratios), max(ratios), 60)
     if not law.trend or law.k is None:
-        panel.plot(at, np.full_like(at, law.constant), color=GREY, **LAW_LINE)
+        panel.plot(curve, np.full_like(curve, law.constant), color=GREY, **LAW_LINE)
         return
     if law.a is None:
-        panel.plot(at, law.gap_at(law.N0, at * law.N0), color=GREY, **LAW_LINE)
+        panel.plot(curve, law.gap_at(law.N0, curve * law.N0), color=GREY, **LAW_LINE)
         return
     for N in sizes:
-        panel.plot(at, law.gap_at(N, at * N), color=looks[N]["color"], **LAW_LINE)
+        panel.plot(curve, law.gap_at(N, curve * N), color=looks[N]["color"], **LAW_LINE)
