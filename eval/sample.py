@@ -84,8 +84,7 @@ def main(options: Options) -> None:
         options.run, options.device, options.dtype, options.fp8, options.step
     )
     if options.fp8 != "off":
-        # how many Linears, and what this device makes of it
-        for line in selection.verdict_lines(layers, options.fp8, device.type)[-2:]:
+        for line in selection.total_lines(layers, options.fp8, device.type):
             print(line, file=sys.stderr)
     ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx
     if len(ids) > n_ctx:

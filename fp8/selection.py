@@ -237,19 +237,26 @@ def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
 def verdict_lines(
     layers: list[Layer], recipe: str, device_type: str, cast_by: Casting | None = None
 ) -> list[str]:
-    """The verdicts as printed lines: one per group of like-named Linears, the total, who casts
-    where that is told, then warnings."""
+    """The verdicts as printed lines: one per group of like-named Linears, then total_lines()."""
     groups = Counter((_pattern(layer.name), *layer.shape, layer.verdict) for layer in layers)
     lines = [
         f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}"
         for (pattern, k, n, verdict), count in groups.items()
     ]
+    return lines + total_lines(layers, recipe, device_type, cast_by)
+
+
+def total_lines(
+    layers: list[Layer], recipe: str, device_type: str, cast_by: Casting | None = None
+) -> list[str]:
+    """How much is in FP8; what else the recipe rounds, who casts, where that is told, and whether
+    it is emulated."""
     converted = [layer for layer in layers if layer.recipe]
     share = sum(layer.params for layer in converted) / sum(layer.params for layer in layers)
-    lines.append(
+    lines = [
         f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters,"
         " in FP8"
-    )
+    ]
     if not converted:
         if recipe == "auto":
             lines.append(
