@@ -20,7 +20,8 @@ It fails where it does not know: an instruction that is not in its tables, an ad
 way comes from no argument, a byte that was computed with. What it cannot see: what is converted,
 whether a byte is the right conversion (the interpreter and a GPU show that), scales, or masks;
 bytes of shared memory are not told apart, and those that are read are taken to be those written
-since the last barrier but one. Opcodes are those of sm_90."""
+since the last barrier but one. A minimum, LOP3 or PRMT that picks one of two addresses counts as
+computed from both. Opcodes are those of sm_90."""
 
 import re
 import subprocess

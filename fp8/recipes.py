@@ -52,7 +52,7 @@ class Operand:
 
     def __post_init__(self) -> None:
         if self.saturates and self.scaling != "block":
-            raise ValueError(f"an operand of scaling={self.scaling!r} has no saturates=True")
+            raise ValueError(f"saturates=True needs scaling='block', not {self.scaling!r}")
 
     @property
     def is_exact_in_bf16(self) -> bool:

@@ -440,22 +440,28 @@ def status(rows: list[Row], entries: dict[str, Entry], home: Path) -> str:
     for row in rows:
         groups[row.size, arm_label(row)].append(row)
     lines = [["size", "arm", "runs", "done", "hours done", "hours left"]]
-    total_done, total_left = 0.0, 0.0
+    total_done, total_left, n_unknown = 0.0, 0.0, 0
     for (size, arm), group in groups.items():
         hours = _hours_of(group, rows, entries, timing)
         total_done += hours.done_h
-        total_left += 0.0 if math.isnan(hours.left_h) else hours.left_h
+        if math.isnan(hours.left_h):
+            n_unknown += len(group) - hours.runs_done
+        else:
+            total_left += hours.left_h
         counts = [str(len(group)), str(hours.runs_done)]
         left = "unknown" if math.isnan(hours.left_h) else f"{hours.left_h:.2f}"
         lines.append([size, arm, *counts, f"{hours.done_h:.2f}", left])
     done_runs = sum(row.run in entries for row in rows)
+    remain = f"{total_left:.1f} h remain"
+    if n_unknown:
+        remain = f"at least {remain}, unknown for {n_unknown} runs"
     machines = sorted({kind_of(entry) for entry in entries.values()})
     text = [
         grid(lines),
         "",
         (
             f"{done_runs} of {len(rows)} runs are done, {total_done:.1f} h of one core;"
-            f" {total_left:.1f} h remain. Machines: {'; '.join(machines) or 'none yet'}."
+            f" {remain}. Machines: {'; '.join(machines) or 'none yet'}."
         ),
     ]
     mixed = mixed_pairs(entries)

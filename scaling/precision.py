@@ -8,7 +8,8 @@
     python scaling/precision.py out/study --score               # holds the runs against it
     python scaling/precision.py --points losses.csv --arm precision --pair seed --loss val_loss
 
-Prints each recipe's gap over all sizes with its verdict, which recipe is the best
+Writes the figures precision and, with three budgets at a size, budgets (gaps against tokens per
+parameter). Prints each recipe's gap over all sizes with its verdict, which recipe is the best
 (scaling/paired/ranking.py says by which rule), the gap per size beside the null (BF16 against BF16
 with another seed, and with the same one rounded differently), what the gap costs in compute under
 two laws. Intervals are over independent pairs and hold for this validation set.
@@ -232,12 +233,14 @@ def _write(
     result: PrecisionResult, notes: Notes, folder: Path, lines: list[str], is_all: bool
 ) -> str:
     """Write the figures and precision.json; the page. lines: what is said of predictions."""
-    wrote = []
-    budgets = draw_budgets(result) if result.sizes else None
+    figure = draw_precision(result) if result.sizes else None
+    wrote = [write_with(folder, "precision", figure, {"precision.json": worded(result)})]
+    budgets = draw_budgets(result)
     if budgets is not None:
         wrote.append(write_with(folder, "budgets", budgets, {}))
-    figure = draw_precision(result) if result.sizes else None
-    wrote.append(write_with(folder, "precision", figure, {"precision.json": worded(result)}))
+    else:  # one of other pairs would stand beside the new precision.json
+        for form in ("png", "svg"):
+            (folder / f"budgets.{form}").unlink(missing_ok=True)
     headline, *blocks = format_tables(result)
     return format_page(
         [headline, notes.format(is_all)], blocks, "\n".join([*lines, *wrote]), is_all

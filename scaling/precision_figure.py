@@ -202,11 +202,15 @@ def _null_handles(nulls: Sequence[DrawnNull], margin: Margin | None) -> list[Lin
     }
     handles = [Line2D([], [], color=null.colour, **style, label=null.label) for null in nulls]
     if margin is not None:
-        label = f"margin, ±{margin.percent:g} %"
-        if not margin.is_declared:
-            label += ", after the fact"
-        handles.append(Line2D([], [], **MARGIN_LINE, label=label))
+        handles.append(margin_handle(margin))
     return handles
+
+
+def margin_handle(margin: Margin) -> Line2D:
+    label = f"margin, ±{margin.percent:g} %"
+    if not margin.is_declared:
+        label += ", after the fact"
+    return Line2D([], [], **MARGIN_LINE, label=label)
 
 
 def _draw_percents(

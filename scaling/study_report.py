@@ -171,20 +171,17 @@ def _sections(
         "Predictions": (
             _format_predictions(predictions, folder) if predictions or has_held_out else ""
         ),
-        "FP8 against BF16": _format_file(folder, "precision", has_arms, _format_precision)
-        + _format_budgets(folder),
+        "FP8 against BF16": _format_file(folder, "precision", has_arms, _format_precision),
         "Learning rate": _format_file(folder, "learning_rate", is_sweep, _format_learning_rate),
     }
 
 
 def _format_precision(path: Path) -> str:
-    return "\n\n".join(format_tables(read_precision(path)))
-
-
-def _format_budgets(folder: Path) -> str:
-    """The figure of gaps against tokens per parameter, where precision.py has drawn one."""
-    picture = f"{LAW_FOLDER}/budgets.png"
-    return f"\n\n![budgets]({picture})" if (folder / picture).exists() else ""
+    """Its tables, and the second figure of precision.py where it has drawn one."""
+    blocks = format_tables(read_precision(path))
+    if path.with_name("budgets.png").is_file():
+        blocks.append(f"![budgets]({LAW_FOLDER}/budgets.png)")
+    return "\n\n".join(blocks)
 
 
 def _format_learning_rate(path: Path) -> str:

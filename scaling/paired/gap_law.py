@@ -103,8 +103,8 @@ class GapLaw:
     better_form: str | None = None
 
     def gap_at(self, N: float, D: np.ndarray) -> np.ndarray:
-        """The power law's gap in per cent at N parameters and D tokens; an exponent that was not
-        fitted is 0."""
+        """The power law's gap at N parameters and D tokens, in per cent as it was fitted, 100
+        ln(L_FP8 / L_BF16); an exponent that was not fitted is 0."""
         assert self.k is not None
         a = 0.0 if self.a is None else self.a.value
         b = 0.0 if self.b is None else self.b.value
@@ -254,8 +254,8 @@ def fit_gap(points: GapPoints, surface: Surface | None, no_surface: Reason | str
         ratio0=_reference(ratios),
         pair_count=len(points.percent),
         trajectory_count=len(np.unique(points.trajectory)),
-        size_count=_levels(points.N),
-        ratio_count=_levels(ratios),
+        size_count=len(levels(points.N)),
+        ratio_count=len(levels(ratios)),
     )
     try:
         cells = cells_of(points)
@@ -527,12 +527,14 @@ def _reference(values: np.ndarray) -> float:
     return float(f"{nearest:.1e}")
 
 
-def _levels(values: np.ndarray) -> int:
-    """Distinct values; within 5 % they are one, as a budget is rounded up to whole steps."""
-    count, remaining = 0, np.sort(values)
+def levels(values: np.ndarray) -> list[float]:
+    """The lowest of each group of values within 5 %, ascending: as a budget is rounded up to whole
+    steps, they are one."""
+    lowest, remaining = [], np.sort(values)
     while len(remaining):
-        count, remaining = count + 1, remaining[remaining > ONE_RAY * remaining[0]]
-    return count
+        lowest.append(float(remaining[0]))
+        remaining = remaining[remaining > ONE_RAY * remaining[0]]
+    return lowest
 
 
 def _beyond(values: np.ndarray, value: float) -> float:

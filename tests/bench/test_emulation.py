@@ -1,6 +1,8 @@
 """bench/emulation.py: steps of each arm in turns, and the table of the best."""
 
+import mmap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +46,32 @@ def test_a_config_file_gives_the_model_and_its_micro_batch(
     assert emulation.main(["config=configs/cpu_30k_bf16.py", "recipes=mxfp8", "rounds=1"]) == 0
     assert built == [(32, 128, 1024)] * 2
     assert "| mxfp8 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word, calls", [("true", 1), ("false", 0)])
+def test_freed_memory_is_kept_unless_the_command_says_otherwise(
+    word: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = mock.Mock()
+    monkeypatch.setattr(emulation, "keep_freed_memory", keep)
+    monkeypatch.setattr(emulation, "DEFAULT", Shape(TINY, sequences=2, T=32))
+    words = ["recipes=mxfp8", "rounds=1", f"keep_freed_memory={word}"]
+    assert emulation.main(words) == 0
+    assert keep.call_count == calls
+
+
+def test_a_step_counts_the_page_faults_of_its_own() -> None:
+    """Of a step that touches 4 MiB for the first time, not those of the process."""
+
+    def touch(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        memory = mmap.mmap(-1, 1024 * mmap.PAGESIZE)
+        for page in range(1024):
+            memory[page * mmap.PAGESIZE] = 1
+        return x.sum()
+
+    arm = mock.Mock(micro_step=touch)
+    step = emulation._step(arm, torch.zeros(2), torch.zeros(2))
+    assert 1024 <= step.page_faults < 1200
 
 
 def test_no_timed_step_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,6 +242,10 @@ PERHAPS_FP32 = {
     "by a branch": f"MOV R4, R20; @P0 BRA 0x30; {FP32_ADDRESS}",
     "in a loop": f"NOP; MOV R4, R6; {FP32_ADDRESS.replace('R4', 'R6')}; @P0 BRA 0x10",
     "by a select": f"{FP32_ADDRESS}; SEL R4, R4, R20, P0",
+    "by a select of uniform registers": (
+        "ULDC.64 UR6, c[0x0][0x228]; USEL UR6, UR6, UR8, UP0; MOV R4, UR6"
+    ),
+    "by a select of floats": f"{FP32_ADDRESS}; FSEL R4, R4, R20, P0",
     "from the stack, by a guard": (
         f"{FRAME}; {FP32_ADDRESS}; @P0 STL.64 [R1], R4; LDL.64 R4, [R1]"
     ),
@@ -407,6 +411,12 @@ def test_a_generic_store_to_an_unknown_address_may_go_to_the_stack() -> None:
     assert checked(WORD, store, STORE).problems == []
     problems = checked(WORD, FRAME, "STL [R1], R8", store, "LDL R8, [R1]", STORE).problems
     assert len(problems) == 4 and all("ST.E at 0x0060, which may" in line for line in problems)
+
+
+def test_so_may_a_generic_store_to_what_is_an_argument_on_one_way() -> None:
+    store = "@P0 LDC.64 R20, c[0x0][0x228]; ST.E [R20.64], R8"
+    problems = checked(WORD, FRAME, "STL [R1], R8", store, "LDL R8, [R1]", STORE).problems
+    assert any("ST.E at 0x0060, which may" in line for line in problems)
 
 
 # --------------------------------------------------------------------------------- subroutines

@@ -52,9 +52,10 @@ def model():
     return GPT.on_meta(GPTConfig(**SIZE))
 
 
-def test_an_operand_that_saturates_is_scaled_by_blocks() -> None:
-    with pytest.raises(ValueError, match="scaling='row' has no saturates=True"):
-        Operand(E4M3, "row", saturates=True)
+@pytest.mark.parametrize("scaling", ["tensor", "row", "tile", "constant"])
+def test_an_operand_that_saturates_is_scaled_by_blocks(scaling: Any) -> None:
+    with pytest.raises(ValueError, match=f"needs scaling='block', not '{scaling}'"):
+        Operand(E4M3, scaling, saturates=True)
 
 
 # --------------------------------------------------------------------- who computes it, and whether

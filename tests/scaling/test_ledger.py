@@ -3,6 +3,7 @@ its row to the bit."""
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -250,7 +251,15 @@ def test_hours_of_an_arm_that_nothing_was_measured_of_are_unknown(
 ) -> None:
     table = command()
     assert "| a    | bf16       | 2    | 0    | 0.00       | unknown    |" in table
-    assert "nan" not in table
+    assert "at least 0.0 h remain, unknown for 4 runs." in table
+
+
+def test_hours_that_are_known_are_added_up(command: Callable[..., str], tmp_path: Path) -> None:
+    timing = {"microseconds_per_token": {"a": {"bf16": 1e6, "tensorwise": 1e6}}}
+    (tmp_path / "rows").mkdir(exist_ok=True)
+    (tmp_path / "rows/timing.json").write_text(json.dumps(timing))
+    (hours,) = re.findall(r"; ([\d.]+) h remain\. Machines", command())
+    assert float(hours) > 0
 
 
 def test_pairs_of_two_kinds_of_machines_are_counted(
