@@ -9,7 +9,8 @@ The rows lie in studies/<study>/runs.jsonl: what summary.json says, the validati
 the machine's kind, CPU seconds. They are all that lasts: --run begins by writing them back, so a
 run with a row is never trained again, also on another machine. Checkpoints stay below out/<study>/
 until a trunk has all of its branches; on a machine without them a branch is trained from scratch,
-to the same weights. Each run has one thread, so that the order of its sums is fixed.
+to the same weights. Each run has one thread, so that the order of its sums is fixed. Several
+commands may train one study side by side, each with an out= of its own.
 
 studies/<study>/study.json is what was declared before the first run. Exit code: 0 all is done or
 equal, 1 a run failed or its repeat differs, 2 a mistake in the command, 3 not all is done."""
@@ -313,16 +314,27 @@ def _train_family(
     deadline: float,
 ) -> Literal["done", "failed", "stopped"]:
     """Train a trunk and its branches, and add their rows; up to the first one that does not
-    finish."""
+    finish. What another command has added to the rows meanwhile is not trained again."""
     for row in family:
+        _take_over(entries, home, folder)
         if row.run in entries:
             continue
         code, cpu_s = train(row, rows, folder, options, deadline)
         if not sweep.summary_of(row, folder):
             return "failed" if code == 1 else "stopped"
-        entries[row.run] = entry_from(folder / row.run, cpu_s)
-        append(entries[row.run], home / "runs.jsonl")
+        _take_over(entries, home, folder)
+        if row.run not in entries:
+            entries[row.run] = entry_from(folder / row.run, cpu_s)
+            append(entries[row.run], home / "runs.jsonl")
     return "done"
+
+
+def _take_over(entries: dict[str, Entry], home: Path, folder: Path) -> None:
+    """Add the rows that came since the last look to `entries`, and write them below `folder`."""
+    on_disk = read_entries(home / "runs.jsonl")
+    if on_disk.keys() != entries.keys():
+        entries.update(on_disk)
+        restore(entries, home, folder)
 
 
 def families(rows: list[Row]) -> list[list[Row]]:

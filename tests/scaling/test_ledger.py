@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,6 +239,27 @@ def test_a_study_may_not_change(
 ) -> None:
     other = write_study(tmp_path, changed(tiny, words), margin=margin)
     assert message in done("--run", study=other, code=2)
+
+
+def test_two_commands_train_no_run_twice(
+    command: Callable[..., str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other command finishes the second run while the first is trained here, and the third
+    while this one trains it too."""
+    of_other = {row["run"]: row for row in rows_of(finished)}
+    train_here = ledger.train
+
+    def beside_another(row: Row, *arguments: Any) -> tuple[int, float]:
+        ended = train_here(row, *arguments)
+        for name in {RUNS[0]: RUNS[1:2], RUNS[2]: RUNS[2:3]}.get(row.run, []):
+            with open(tmp_path / "rows/runs.jsonl", "a") as file:
+                file.write(json.dumps(of_other[name]) + "\n")
+        return ended
+
+    monkeypatch.setattr(ledger, "train", beside_another)
+    command("--run", study=finished / "study_tiny.py")
+    assert command.trained == [RUNS[0], RUNS[2], RUNS[3]]
+    assert sorted(row["run"] for row in rows_of(tmp_path)) == sorted(RUNS)
 
 
 def test_the_table_counts_hours_by_size_and_arm(done: Callable[..., str]) -> None:
