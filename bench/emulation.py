@@ -26,6 +26,7 @@ from lib.command import command, run_command
 from lib.errors import UserError
 from lib.machine import keep_freed_memory
 from lib.text import grid
+from lib.values import FilePath
 from runtime.config import load_config
 
 
@@ -63,7 +64,9 @@ class Options:
     rounds: int = 10  # timed steps of each arm, after one that warms up
     compile: Literal["off", "block", "model"] = "off"  # parallel.compile of all arms
     cpu_fp32: bool = False  # parallel.cpu_fp32 of all arms, as the study on a CPU has it
-    config: str | None = None  # file whose model and micro-batch are taken; none: 2.7M parameters
+    config: FilePath | None = (
+        None  # file whose model and micro-batch are taken; none: 2.7M parameters
+    )
     keep_freed_memory: bool = True  # as a run on a CPU does
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ PATHS = {
     "docs.schemas.Options": "",
     "bench.peers.Options": "out check nanogpt nanochat torchtitan",
     "bench.data.Options": "folder",
-    "bench.emulation.Options": "",
+    "bench.emulation.Options": "config",
     "bench.kernels.Options": "out",
     "bench.throughput.Options": "out check",
     "eval.export.Options": "run folder",
