@@ -48,7 +48,7 @@ def assert_same_bits(computed: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
-@pytest.mark.parametrize("block", [2**11, 2**18])
+@pytest.mark.parametrize("block", [2**11, 3000, 2**18])
 def test_each_layout_has_the_bits_of_fake_quantise(
     operand: Operand, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +72,21 @@ def test_what_it_cannot_round_is_left_to_fake_quantise(operand: Operand, value: 
 def test_blocks_too_small_for_a_normal_scale_are_left_to_fake_quantise() -> None:
     x = torch.full((32, 32), 2.0**-120, dtype=torch.bfloat16)
     assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None
+
+
+def test_zeros_do_not_hide_a_block_too_small_for_a_normal_scale() -> None:
+    x = torch.zeros(32, 96, dtype=torch.bfloat16)
+    x[:, 32:64] = 2.0**-120
+    x[:, 64:] = 1.0
+    assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None
+
+
+@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+def test_a_matrix_of_zeros_is_rounded(operand: Operand) -> None:
+    layouts = round_by_bits(torch.zeros(64, 64, dtype=torch.bfloat16), operand, -1, 0)
+    assert layouts is not None
+    for computed in layouts:
+        assert_same_bits(computed, torch.zeros(64, 64, dtype=torch.bfloat16))
 
 
 def test_a_transposed_matrix_is_rounded_as_its_copy() -> None:
