@@ -3,6 +3,7 @@
     python scaling/precision.py out/study        # every finished run under it, into out/study/law
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
     python scaling/precision.py out/study --all  # every table, else as many as 40 lines hold
+    python scaling/precision.py out/study compare=mxfp8_e5m2:mxfp8    # one recipe minus another
     python scaling/precision.py out/study at=1.5e9:20           # freezes each gap at N:RATIO
     python scaling/precision.py out/study predict=cpu_1m_mxfp8_t5_s1   # that of a run to come
     python scaling/precision.py out/study --score               # holds the runs against it
@@ -29,6 +30,7 @@ from lib.values import FilePath
 from scaling import gap_predictions
 from scaling.budget_figure import draw_budgets
 from scaling.pages import format_page
+from scaling.paired.differences import pairs_between
 from scaling.paired.gap_law import fit_gaps
 from scaling.paired.gaps import FinishedRun, Pair
 from scaling.pairing import pair_runs
@@ -73,6 +75,8 @@ class Options:
     # N:RATIO such as 1.5e9:20, parameters and tokens for each; freezes each arm's gap there
     at: str = ""
     score: bool = False  # compare the frozen gaps in out with the pairs that have come
+    # RECIPE:OTHER, two recipes (arms) whose paired difference is wanted, such as mxfp8_e5m2:mxfp8
+    compare: tuple[str, ...] = ()
     all: bool = False  # print every table
 
     def __post_init__(self) -> None:
@@ -84,6 +88,13 @@ class Options:
             self._check_table()
         else:
             self._check_runs()
+        for text in self.compare:
+            names = text.split(":")
+            if len(names) != 2 or not all(names) or names[0] == names[1]:
+                raise UserError(
+                    f"compare={text!r} must be two different recipes with a colon between them,"
+                    " such as mxfp8_e5m2:mxfp8"
+                )
 
     def _check_table(self) -> None:
         for name in ("arm", "pair", "loss"):
@@ -155,7 +166,8 @@ def _analyse_runs(options: Options, folder: Path) -> str:
     if options.score:
         lines += gap_predictions.score(folder, fp8_pairs)
     margin = read_margin(records, options.margin)
-    result = analyse(records, pairs, evaluation, margin, held_out=held_runs)
+    compared = _compared(options.compare, fp8_pairs)
+    result = analyse(records, pairs, evaluation, margin, held_out=held_runs, compared=compared)
     inputs = [
         {"run_id": run.run_id, "recipe": run.recipe, "summary_sha256": run.summary_sha256}
         for run in records
@@ -186,6 +198,7 @@ def _analyse_table(options: Options, folder: Path) -> str:
         margin,
         columns=table_pairs.columns,
         held_out=held_runs,
+        compared=_compared(options.compare, table_pairs.pairs),
     )
     remarks = _table_remarks(table_pairs, held_runs, bool(options.n))
     if not options.n:
@@ -205,6 +218,26 @@ def _table_remarks(table_pairs: TablePairs, held_runs: list[str], has_sizes: boo
             " figure"
         )
     return remarks
+
+
+def _compared(texts: Sequence[str], pairs: Sequence[Pair]) -> list[tuple[str, str]]:
+    """The recipes of compare=. Raises UserError where one has no pair, or two share none."""
+    known = sorted({pair.fp8.recipe for pair in pairs})
+    compared = []
+    for text in texts:
+        recipe, minus = text.split(":")
+        unknown = [name for name in (recipe, minus) if name not in known]
+        if unknown:
+            raise UserError(
+                f"compare={text}: no pair has {listed(unknown)}; there are {listed(known)}"
+            )
+        if not pairs_between(pairs, recipe, minus):
+            raise UserError(
+                f"compare={text}: the two share no baseline run, so nothing is paired; train both"
+                " at a size, budget and seed"
+            )
+        compared.append((recipe, minus))
+    return compared
 
 
 def _freeze(

@@ -10,6 +10,7 @@ from typing import Any
 from lib.text import si
 from scaling.gap_words import TableColumns
 from scaling.paired.cost import Cost, Surfaces, Throughput, cost_of_gap, surfaces, throughput
+from scaling.paired.differences import pairs_between
 from scaling.paired.equivalence import Equivalence, judge_equivalence
 from scaling.paired.estimates import Estimate, grouped, smallest_seen, tost
 from scaling.paired.gap_law import GapLaw, fit_gaps
@@ -68,6 +69,28 @@ class SizeGap(Place):
 
 
 @dataclass(frozen=True)
+class SizeDifference:
+    """The difference of two recipes at one size, over all of its budgets, per cent of the loss of
+    the second."""
+
+    N: int  # parameters by the study's convention
+    pairs: int  # how many
+    bf16: Estimate  # of both runs evaluated through BF16 matmuls
+    as_trained: Estimate  # of each run evaluated in the precision that it was trained in
+    verdict: str  # in words
+
+
+@dataclass(frozen=True)
+class RecipeDifference:
+    """The gap of one recipe minus that of another, over the pairs that both have."""
+
+    recipe: str  # whose gap
+    minus: str  # whose gap is subtracted
+    gap: RecipeGap  # the difference over all sizes, 100 ln(L_recipe / L_minus), per cent
+    sizes: list[SizeDifference]  # the same at each size
+
+
+@dataclass(frozen=True)
 class RankingResult:
     """Which recipe is the best."""
 
@@ -114,6 +137,7 @@ class PrecisionResult:
     no_own_law: str | None  # why the BF16 runs give none
     pairs: list[PairResult]  # the pairs behind it, nulls apart
     table: TableColumns | None = None  # null: of runs
+    differences: list[RecipeDifference] = field(default_factory=list)  # those asked for
     notes: list[str] = field(default_factory=list)  # what was left out, or is worth knowing
     inputs: list[dict[str, str]] = field(default_factory=list)  # runs or the table, with sha256
 
@@ -139,10 +163,11 @@ def analyse(
     *,
     columns: TableColumns | None = None,
     held_out: Collection[str] = (),
+    compared: Sequence[tuple[str, str]] = (),
 ) -> PrecisionResult:
     """The result but for notes and inputs, gaps in per cent of the BF16 loss; `evaluation`: which
     is judged; columns: of a table, None for runs; held_out: run_ids of FP8 runs that enter no law
-    of the gap."""
+    of the gap; compared: recipes whose differences are asked for, which share pairs."""
     repeats = [pair for pair in pairs if pair.fp8.is_baseline]
     fp8_pairs = [pair for pair in pairs if not pair.fp8.is_baseline]
     laws = baseline_laws(records, evaluation, "BF16" if columns is None else columns.baseline)
@@ -166,6 +191,10 @@ def analyse(
         no_own_law=sentence_of(laws.no_own_law),
         pairs=[_pair_result(pair) for pair in fp8_pairs],
         table=columns,
+        differences=[
+            _difference(pairs_between(fp8_pairs, *recipes), *recipes, evaluation, margin)
+            for recipes in compared
+        ],
     )
 
 
@@ -237,6 +266,21 @@ def _recipe_gap(pairs: Sequence[Pair], evaluation: str, margin: Margin | None) -
         smallest_seen=_smallest_seen(gap),
         equivalence=equivalence,
     )
+
+
+def _difference(
+    pairs: Sequence[Pair], recipe: str, minus: str, evaluation: str, margin: Margin | None
+) -> RecipeDifference:
+    """Of pairs_between()."""
+    sizes = []
+    # a table may give no N
+    with_size = [pair for pair in pairs if pair.fp8.N > 1]
+    for N, members in grouped(with_size, lambda pair: pair.fp8.N):
+        gaps = mean_gaps(members, "percent")
+        # no test of equivalence: budgets are pooled, and a short one would hide a long one's gap
+        verdict = format_verdict(gaps[evaluation], None, None, is_idle(members))
+        sizes.append(SizeDifference(N, len(members), gaps["bf16"], gaps["as_trained"], verdict))
+    return RecipeDifference(recipe, minus, _recipe_gap(pairs, evaluation, margin), sizes)
 
 
 def _size_gap(

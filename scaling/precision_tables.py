@@ -10,7 +10,14 @@ from scaling.pages import format_table
 from scaling.paired.cost import SMALLEST, Cost
 from scaling.paired.estimates import Estimate
 from scaling.paired.gaps import Place
-from scaling.precision_result import PrecisionResult, RankingResult, RecipeGap, SizeGap
+from scaling.precision_result import (
+    PrecisionResult,
+    RankingResult,
+    RecipeDifference,
+    RecipeGap,
+    SizeDifference,
+    SizeGap,
+)
 from scaling.reason_words import SENTENCES, sentence_of
 from scaling.verdicts import format_equivalence
 
@@ -21,7 +28,10 @@ def format_tables(result: PrecisionResult) -> list[str]:
     """The headline first: common gap, ranking, gap per size beside the nulls, its cost. A table
     without N and D has neither of the last two."""
     words = words_of(result.table, result.loss)
-    blocks = [_format_headline(result, words)]
+    headline = _format_headline(result, words)
+    if result.differences:  # which were asked for
+        headline += "\n\n" + _format_differences(result.differences, words)
+    blocks = [headline]
     if len(result.common) > 1:
         blocks.append(_format_ranking(result.ranking, words))
     if words.has_sizes:
@@ -110,6 +120,27 @@ def _format_margin(result: PrecisionResult) -> str:
     if result.margin is None:
         return "No margin was declared: no equivalence test."
     return f"Margin ±{result.margin.percent:g} %: {result.margin.source}."
+
+
+def _format_differences(differences: Sequence[RecipeDifference], words: Words) -> str:
+    """A row for each difference over all sizes, and below it one for each size."""
+    rows = []
+    for difference in differences:
+        name = f"{difference.recipe} minus {difference.minus}"
+        parts: list[tuple[str, RecipeGap | SizeDifference]] = [("all", difference.gap)]
+        if words.has_sizes:
+            parts += [(si(size.N), size) for size in difference.sizes]
+        for place, part in parts:
+            row: dict[str, object] = {"difference": name}
+            if words.has_sizes:
+                row[words.N] = place
+            judged = getattr(part, next(iter(words.gap_columns)))
+            row["independent pairs"] = f"{judged.n} of {part.pairs}"
+            for evaluation, heading in words.gap_columns.items():
+                row[heading] = format_estimate(getattr(part, evaluation))
+            row["verdict"] = part.verdict
+            rows.append(row)
+    return f"{format_table(rows)}\n\nOver the pairs that both have; {words.dependent} count once."
 
 
 # ----------------------------------------------------------------------------------- other tables

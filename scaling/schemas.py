@@ -34,7 +34,9 @@ from scaling.precision_result import (
     PairResult,
     PrecisionResult,
     RankingResult,
+    RecipeDifference,
     RecipeGap,
+    SizeDifference,
     SizeGap,
 )
 from scaling.rate_sweep import Base, Optimum, RateResult, RateRow, Sweep
@@ -61,6 +63,8 @@ SECTIONS: dict[str, type] = {
     "precision.json: `common`, each": RecipeGap,
     "precision.json: `equivalence`": Equivalence,
     "precision.json: `equivalence.parts`, each": Part,
+    "precision.json: `differences`, each": RecipeDifference,
+    "precision.json: `differences.sizes`, each": SizeDifference,
     "precision.json: `ranking`": RankingResult,
     "precision.json: `ranking.recipes`, each": Ranked,
     "precision.json: `ranking.left_out`, each": LeftOut,

@@ -2,6 +2,7 @@
 
 estimates    means of independent values, their t-intervals, equivalence, power
 gaps         the gap of an FP8 run to the BF16 run that shares everything else, over tokens and size
+differences  pairs of two recipes, for the gap of one minus that of the other
 nulls        what two BF16 runs differ by: of other seeds, or of one seed rounded differently
 equivalence  whether a gap lies within a margin at every size
 ranking      which recipe is the best, by a rule declared beforehand

@@ -52,6 +52,7 @@ def fake_pair(
     bf16, fp8 = (
         FakeRun(
             run_id=f"{recipe}_{N}_{seed}",
+            pair_id=f"{N}_{D}_{seed}",
             recipe=recipe,
             is_baseline=arm == "b",
             N=N,

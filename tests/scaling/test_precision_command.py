@@ -235,6 +235,84 @@ def test_two_margins_are_refused(tmp_path: Path, capsys: Capsys, no_figures: Non
 # ---------------------------------------------------------------------------------------- mistakes
 
 
+# ----------------------------------------------------------------------- differences of two recipes
+
+OTHER_GAPS = (0.006, 0.009, 0.011)  # nats
+
+
+@pytest.fixture
+def two_recipes(tmp_path: Path, no_figures: None) -> Path:
+    """Three seeds at a size, and of the second recipe two at another."""
+    write_seeds(tmp_path, GAPS, "mxfp8")
+    write_seeds(tmp_path, OTHER_GAPS, "mxfp8_e5m2")
+    write_seeds(tmp_path, GAPS[:2], "mxfp8", params=90_000)
+    write_seeds(tmp_path, OTHER_GAPS[1:], "mxfp8_e5m2", params=90_000)
+    return tmp_path
+
+
+def test_a_difference_is_the_paired_t_test_of_two_recipes_losses(
+    two_recipes: Path, capsys: Capsys
+) -> None:
+    page, _ = run(capsys, two_recipes, "compare=mxfp8_e5m2:mxfp8")
+    first, second = np.add(BF16, OTHER_GAPS), np.add(BF16, GAPS)
+    interval = ttest_1samp(100 * (first - second) / second, 0).confidence_interval()
+    mean, half = (interval.low + interval.high) / 2, (interval.high - interval.low) / 2
+    cells_of_size = row(page, "38.9k", "difference")
+    assert cells_of_size[:4] == [
+        "mxfp8_e5m2 minus mxfp8",
+        "38.9k",
+        "3 of 3",
+        f"{mean:+.3f} ± {half:.3f}",
+    ]
+    assert cells_of_size[-1].startswith("undecided")
+
+
+def test_a_difference_over_all_sizes_is_of_logarithms(two_recipes: Path, capsys: Capsys) -> None:
+    _, result = run(capsys, two_recipes, "compare=mxfp8_e5m2:mxfp8")
+    (difference,) = result["differences"]
+    first, second = np.add(BF16, OTHER_GAPS), np.add(BF16, GAPS)
+    logs = [
+        *np.log(first / second),
+        np.log((BF16[0] + OTHER_GAPS[1]) / (BF16[0] + GAPS[0])),
+        np.log((BF16[1] + OTHER_GAPS[2]) / (BF16[1] + GAPS[1])),
+    ]
+    assert difference["gap"]["bf16"]["mean"] == pytest.approx(100 * np.mean(logs), rel=1e-6)
+    assert difference["gap"]["bf16"]["n"] == difference["gap"]["pairs"] == 5
+
+
+def test_a_difference_of_pooled_budgets_is_not_tested_for_equivalence(
+    two_recipes: Path, capsys: Capsys
+) -> None:
+    page, _ = run(capsys, two_recipes, "compare=mxfp8_e5m2:mxfp8", "margin=99")
+    assert "equivalent" in row(page, "all", "difference")[-1]
+    assert "equivalent" not in row(page, "38.9k", "difference")[-1]
+
+
+def test_without_compare_there_is_no_difference(two_recipes: Path, capsys: Capsys) -> None:
+    page, result = run(capsys, two_recipes)
+    assert "| difference" not in page
+    assert result["differences"] == []
+
+
+@pytest.mark.parametrize(
+    "compare, sentence",
+    [
+        ("mxfp8", "must be two different recipes"),
+        ("mxfp8:", "must be two different recipes"),
+        ("mxfp8:mxfp8", "must be two different recipes"),
+        ("mxfp8:nvfp4", "no pair has nvfp4; there are mxfp8, mxfp8_e5m2, rowwise"),
+        ("mxfp8:rowwise", "the two share no baseline run"),
+    ],
+)
+def test_recipes_that_cannot_be_compared_are_a_sentence(
+    two_recipes: Path, capsys: Capsys, compare: str, sentence: str
+) -> None:
+    write_seeds(two_recipes, GAPS[:1], "rowwise", params=150_000)
+    page = asked(capsys, precision.main, two_recipes, f"compare={compare}", code=2)
+    assert sentence in page
+    assert not (two_recipes / "law").exists()
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

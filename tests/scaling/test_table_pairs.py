@@ -134,6 +134,35 @@ def test_the_page_speaks_of_the_tables_own_arms_and_columns(
     assert "two float runs" in output
 
 
+def test_a_difference_speaks_of_the_tables_own_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    words = other_table(tmp_path / "t.csv", curve=(0.5, 0.75, 1.0))
+    output = asked(capsys, precision.main, *words, "compare=int4:int8")
+    table = output[output.index("| difference") :].split("more table")[0]
+    assert not [word for word in OWN_WORDS if word in table]
+    header = table.split("\n")[0]
+    for column in ("size", "independent pairs", "gap in perplexity_nats [%]"):
+        assert f"| {column} " in header
+    assert "points of one curve count once" in table
+    gaps = np.array([*GAPS.values()])
+    expected = np.mean(100 * np.log((100 + 2 * gaps) / (100 + gaps)))
+    (difference,) = strict(tmp_path / "out/precision.json")["differences"]
+    assert difference["gap"]["bf16"]["mean"] == pytest.approx(expected)
+
+
+def test_a_difference_without_sizes_has_one_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    words = other_table(tmp_path / "t.csv")
+    of_one_size = (tmp_path / "t.csv").read_text().splitlines()[:10]
+    (tmp_path / "t.csv").write_text("\n".join(of_one_size))
+    words = [word for word in words if word not in ("--n", "size", "--d", "seen")]
+    output = asked(capsys, precision.main, *words, "compare=int4:int8")
+    assert output.count("| int4 minus int8 ") == 1
+    assert strict(tmp_path / "out/precision.json")["differences"][0]["sizes"] == []
+
+
 def test_a_page_without_sizes_speaks_of_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:
