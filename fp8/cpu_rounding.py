@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8.recipes import E2M1, Operand
-from fp8.rounding import EPS, FORMATS, scale_for
+from fp8.rounding import EPS, FORMATS, fake_quantise, scale_for
 
 # Values of a block, found by trials: more leave the cache (a megabyte of BF16 here), fewer cost
 # calls, 29 of torch's for two layouts of each. lib.machine.keep_freed_memory() keeps blocks of this
@@ -54,9 +54,9 @@ BITS = {torch.bfloat16: Bits(torch.int16, 7), torch.float32: Bits(torch.int32, 2
 
 
 def can_round(x: torch.Tensor, operand: Operand) -> bool:
-    """Whether round_by_bits() may round x: a matrix on a CPU, not compiled, with scales that are
-    powers of two and found from largest magnitudes."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    """Whether round_by_bits() may round x: a matrix on a CPU, with scales that are powers of two
+    and found from largest magnitudes."""
+    if x.device.type != "cpu":
         return False
     if x.dtype not in BITS or x.ndim != 2 or operand.format in (None, E2M1) or operand.saturates:
         return False
@@ -92,6 +92,30 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
     if not all(layout.is_ordinary() for layout in layouts):
         return None
     return results
+
+
+@torch.library.custom_op("nanofp8::rounded_on_cpu", mutates_args=())
+def rounded_in_graph(
+    x: torch.Tensor,
+    format: torch.dtype,
+    scaling: str,
+    tile: Sequence[int],
+    dims: Sequence[int],
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """fake_quantise(x, operand, dim, dtype=dtype) for each of `dims`, of x (M, N) and an operand
+    for which can_round(). An operator, for compiled code: the loops that Inductor makes of the
+    formula take twice as long."""
+    operand = Operand(format, scaling, power_of_2=True, tile=(tile[0], tile[1]))  # type: ignore
+    layouts = round_by_bits(x, operand, *dims)
+    if layouts is None:
+        return [fake_quantise(x, operand, dim, dtype=dtype) for dim in dims]
+    return [layout.to(dtype) for layout in layouts]
+
+
+@rounded_in_graph.register_fake
+def _(x, format, scaling, tile, dims, dtype):  # type: ignore[no-untyped-def]
+    return [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in dims]
 
 
 class _Layout:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from fp8.cpu_rounding import can_round, round_by_bits
+from fp8.cpu_rounding import can_round, round_by_bits, rounded_in_graph
 from fp8.matmul import has_bf16_units, scaled_mm_of_bf16
 from fp8.noise import noise_at
 from fp8.recipes import (
@@ -193,11 +193,17 @@ class Rounding:
 
     def _by_bits(self, x: torch.Tensor, operand: Operand, *dims: int) -> list[Rounded] | None:
         """x for each of `dims` where round_by_bits() rounds it."""
-        values = round_by_bits(x, operand, *dims) if can_round(x, operand) else None
-        if values is None:
+        if not can_round(x, operand):
             return None
         dtype = emulation_dtype(self.recipe, x.device.type, self.dtype, self._is_on_units(x))
-        return [Rounded(q.to(dtype)) for q in values]
+        if torch.compiler.is_compiling():
+            assert isinstance(operand.format, torch.dtype)
+            layouts = rounded_in_graph(
+                x, operand.format, operand.scaling, operand.tile, dims, dtype
+            )
+            return [Rounded(q) for q in layouts]
+        values = round_by_bits(x, operand, *dims)
+        return None if values is None else [Rounded(q.to(dtype)) for q in values]
 
     def _is_on_units(self, x: torch.Tensor) -> bool:
         return self.has_units and not x.is_cuda and self.dtype == torch.bfloat16
@@ -221,7 +227,7 @@ class EmulatedLinear(ConvertedLinear):
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """(M, K) -> (M, N)"""
-        is_on_cpu = rows.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_on_cpu = rows.device.type == "cpu"
         return EmulatedMatmul.apply(
             rows,
             self.weight,

@@ -1,12 +1,14 @@
 """fp8/cpu_rounding.py: to the same bits as fake_quantise(), whose formula it goes around."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from fp8 import cpu_rounding, linears
-from fp8.cpu_rounding import can_round, round_by_bits
+from fp8.cpu_rounding import can_round, round_by_bits, rounded_in_graph
 from fp8.linears import EmulatedLinear
 from fp8.recipes import RECIPES, Operand
 from fp8.rounding import fake_quantise
@@ -144,3 +146,49 @@ def test_a_scale_by_ocps_rule_is_left_to_the_formula() -> None:
     operand = RECIPES["mxfp8_norms"].norm
     assert operand is not None
     assert not can_round(torch.ones(32, 32), operand)
+
+
+# --------------------------------------------------------------------------------- in compiled code
+
+
+def arguments_of(
+    x: torch.Tensor, operand: Operand, dims: list[int], dtype: torch.dtype
+) -> tuple[object, ...]:
+    return x, operand.format, operand.scaling, list(operand.tile), dims, dtype
+
+
+@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+def test_the_operator_is_what_torch_asks_of_one(operand: Operand) -> None:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.library.opcheck(rounded_in_graph, arguments_of(x, operand, [-1, 0], torch.float32))
+
+
+@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [1.0, torch.nan, torch.inf, 2.0**70])
+def test_the_operator_computes_fake_quantise(
+    operand: Operand, dtype: torch.dtype, value: float
+) -> None:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[3, 3] = value
+    layouts = rounded_in_graph(*arguments_of(x, operand, [-1, 0], dtype))
+    for dim, computed in zip((-1, 0), layouts, strict=True):
+        expected = fake_quantise(x, operand, dim, dtype=dtype)
+        torch.testing.assert_close(computed, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "mxfp8"])
+def test_compiled_code_rounds_each_operand_once_by_the_operator(name: str) -> None:
+    """Of x and w in the forward pass, of g in the backward pass, both layouts each."""
+    calls = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: object) -> Callable:
+        targets = [str(node.target) for node in graph.graph.nodes]
+        calls.append(targets.count("nanofp8.rounded_on_cpu.default"))
+        return make_boxed_func(graph.forward)
+
+    linear = EmulatedLinear(Linear(128, 256), RECIPES[name])
+    backend = aot_autograd(fw_compiler=counting)
+    compiled = torch.compile(linear, fullgraph=True, dynamic=False, backend=backend)
+    compiled(torch.randn(128, 128).bfloat16().requires_grad_()).sum().backward()
+    assert calls == [2, 1]
