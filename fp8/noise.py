@@ -4,7 +4,8 @@ run and any number of ranks draw the same."""
 import numpy as np
 import torch
 
-# SplitMix64 (Steele et al. 2014), as signed 64-bit numbers.
+# SplitMix64 (Steele et al. 2014), as signed 64-bit numbers. Its last step, z ^ (z >> 31), is left
+# out: it changes none of the upper 24 bits, which alone are used.
 GOLDEN_GAMMA = -0x61C8864680B583EB
 FIRST_FACTOR = -0x40A7B892E31B1A47
 SECOND_FACTOR = -0x6B2FB644ECCEEE15
@@ -23,7 +24,6 @@ def noise_at(shape: torch.Size, position: torch.Tensor, salt: torch.Tensor | int
     z = (rows[:, None] * shape[1] + columns) * GOLDEN_GAMMA + salt
     z = (z ^ _shifted(z, 30)) * FIRST_FACTOR
     z = (z ^ _shifted(z, 27)) * SECOND_FACTOR
-    z = z ^ _shifted(z, 31)
     return ((z >> 40) & 0xFFFFFF).float() * 2.0**-24
 
 
@@ -52,10 +52,10 @@ def noise_in_blocks(n_rows: int, n_columns: int, position: int, salt: int) -> np
         for bits, factor in zip((30, 27), factors, strict=True):
             z ^= np.right_shift(z, np.uint64(bits), out=shifted)
             z *= factor
-        z ^= np.right_shift(z, np.uint64(31), out=shifted)
         z >>= np.uint64(40)
         # signed: a CPU converts those to floating point in one instruction
-        np.multiply(z.view(np.int64), np.float32(2.0**-24), out=block, casting="unsafe")
+        np.copyto(block, z.view(np.int64), casting="unsafe")
+        block *= np.float32(2.0**-24)
     return noise
 
 

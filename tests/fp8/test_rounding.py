@@ -7,7 +7,7 @@ import torch
 
 from fp8.linears import set_position
 from fp8.noise import NOISE_BLOCK, noise_at
-from fp8.recipes import E4M3, E5M2, RECIPES, Operand
+from fp8.recipes import E2M1, E4M3, E5M2, RECIPES, Operand
 from fp8.rounding import fake_quantise, rotated, scale_for
 from tests.helpers.fp8_models import build
 
@@ -156,3 +156,27 @@ def test_what_the_format_holds_stays_whatever_the_noise():
     largest_noise = torch.full((1, 16), 1 - 2**-24)
     rounded = fake_quantise(exact, RECIPES["nvfp4"].grad, noise=largest_noise)
     assert rounded.tolist() == exact.tolist()
+
+
+def test_stochastic_rounding_goes_up_where_the_noise_is_below_the_share_of_the_way() -> None:
+    """Multiples of 1/64 and noise in multiples of 1/32: many shares equal their noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-384, 385, (512, 16), generator=generator) / 64
+    x[:, 0], x[:, 1], x[::2, 2] = 6.0, -0.0, 0.0  # 6: the scale is 1
+    noise = torch.randint(0, 32, x.shape, generator=generator) / 32
+    rounded = fake_quantise(x, Operand(E2M1, "constant", is_stochastic=True), noise=noise)
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = np.unique([-magnitudes, magnitudes])
+    above = np.searchsorted(grid, x.numpy(), side="right").clip(max=len(grid) - 1)
+    lower, upper = grid[above - 1], grid[above]
+    is_up = noise.numpy() < (x.numpy() - lower) / (upper - lower)
+    expected = np.where(is_up, upper, lower)
+    np.testing.assert_array_equal(rounded.numpy(), expected)
+
+
+def test_stochastic_rounding_makes_no_negative_zero() -> None:
+    x = torch.tensor([[-0.0, 0.0, -0.1, -0.4] * 4])
+    for noise in (0.0, 0.5):
+        operand = Operand(E2M1, "constant", is_stochastic=True)
+        rounded = fake_quantise(x, operand, noise=torch.full(x.shape, noise))
+        assert not rounded[rounded == 0].signbit().any()
