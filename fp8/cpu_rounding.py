@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8.recipes import E2M1, Operand
+from fp8.recipes import E2M1, E4M3, E5M2, Format, Operand
 from fp8.rounding import EPS, FORMATS, fake_quantise, scale_for
 
 # Values of a block, found by trials: more leave the cache (a megabyte of BF16 here), fewer cost
@@ -44,13 +44,38 @@ class Bits:
         """Those of 2^exponent."""
         return (BIAS + exponent) << self.mantissa
 
-    def number(self, value: int) -> torch.Tensor:
-        """() A Python number would be converted in every call: 4 us, a fifth of the time that a
-        block's operation takes."""
-        return torch.tensor(value, dtype=self.ints, device="cpu")
-
 
 BITS = {torch.bfloat16: Bits(torch.int16, 7), torch.float32: Bits(torch.int32, 23)}
+
+
+class Constants:
+    """What rounding to a float8 format needs of numbers that have these bits.
+
+    Integers are tensors (): a Python number would be converted in every call, which takes 4 us, a
+    fifth of what an operation takes on a block."""
+
+    def __init__(self, format: Format, bits: Bits):
+        self.largest, self.lowest, eps = FORMATS[format]
+        self.steps = 1.5 * 2**bits.mantissa * eps  # steps of the format
+        self.exponent_mask = _number(bits.exponent_mask, bits)
+        # The scale is the largest power of two by which nothing exceeds `largest`: the quotient of
+        # both rounded down to powers of two, half of that where the magnitude has the larger
+        # mantissa.
+        half_mantissa, exponent = math.frexp(self.largest)
+        leading_bit = 1 << bits.mantissa
+        self.carry = _number(2 * leading_bit - 1 - int(2 * half_mantissa * leading_bit), bits)
+        self.exponent = _number((exponent - 1 - int(math.log2(self.lowest))) << bits.mantissa, bits)
+
+
+def _number(value: int, bits: Bits) -> torch.Tensor:
+    return torch.tensor(value, dtype=bits.ints, device="cpu")
+
+
+CONSTANTS: dict[tuple[Format | None, torch.dtype], Constants] = {
+    (format, dtype): Constants(format, bits)
+    for format in (E4M3, E5M2)
+    for dtype, bits in BITS.items()
+}
 
 
 def can_round(x: torch.Tensor, operand: Operand) -> bool:
@@ -69,13 +94,14 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
     bits = BITS[x.dtype]
     rows_of_tile = operand.tile[1]
     height = max(1, BLOCK // x.shape[1] // rows_of_tile) * rows_of_tile
-    blocks = x.split(height)
+    blocks = _blocks(x, height)
     results = [torch.empty(x.shape, dtype=x.dtype) for _ in dims]
+    constants = CONSTANTS[operand.format, x.dtype]
     layouts = [
-        _Layout(operand, dim % 2, bits, result.split(height))
+        _Layout(operand, dim % 2, bits, constants, _blocks(result, height))
         for dim, result in zip(dims, results, strict=True)
     ]
-    mask = bits.number(bits.exponent_mask)
+    mask = constants.exponent_mask
     for i, block in enumerate(blocks):
         magnitude = block.abs()
         power = torch.bitwise_and(magnitude.view(bits.ints), mask)
@@ -92,6 +118,11 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
     if not all(layout.is_ordinary() for layout in layouts):
         return None
     return results
+
+
+def _blocks(x: torch.Tensor, height: int) -> Sequence[torch.Tensor]:
+    """Of so many rows, the last with fewer; views."""
+    return [x] if len(x) <= height else x.split(height)  # no call where there is one block
 
 
 @torch.library.custom_op("nanofp8::rounded_on_cpu", mutates_args=())
@@ -121,25 +152,24 @@ def _(x, format, scaling, tile, dims, dtype):  # type: ignore[no-untyped-def]
 class _Layout:
     """A matrix rounded for a matmul that sums over its dimension `dim`."""
 
-    def __init__(self, operand: Operand, dim: int, bits: Bits, results: Sequence[torch.Tensor]):
+    def __init__(
+        self,
+        operand: Operand,
+        dim: int,
+        bits: Bits,
+        constants: Constants,
+        results: Sequence[torch.Tensor],
+    ):
         self.operand = operand
         self.dim = dim
         self.bits = bits
+        self.constants = constants
         self.results = results  # blocks of rows, still empty
         self.amaxes: list[torch.Tensor] = []  # of the blocks, as bits
         # Whether a block of rows has all that its scales depend on.
         self.is_scaled_within_rows = operand.scaling == "block" or (
             operand.scaling == "row" and dim == 1
         )
-        assert operand.format is not None
-        self.largest, self.lowest, eps = FORMATS[operand.format]
-        self.steps = 1.5 * 2**bits.mantissa * eps
-        # of _least_normal()
-        half_mantissa, exponent = math.frexp(self.largest)
-        leading_bit = 1 << bits.mantissa
-        self.carry = bits.number(2 * leading_bit - 1 - int(2 * half_mantissa * leading_bit))
-        self.mask = bits.number(bits.exponent_mask)
-        self.exponent = bits.number((exponent - 1 - int(math.log2(self.lowest))) << bits.mantissa)
 
     def tiles(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         """A view of rows, and its dimensions along which values share a scale."""
@@ -161,7 +191,7 @@ class _Layout:
     def is_ordinary(self) -> bool:
         """Whether all largest magnitudes are 0 or from 2^LEAST to 2^GREATEST; no NaN is, of either
         sign."""
-        amax = torch.cat(self.amaxes)
+        amax = torch.cat(self.amaxes) if len(self.amaxes) > 1 else self.amaxes[0]
         least, greatest = map(int, amax.aminmax())
         if least == 0:
             least = int(amax.masked_fill(amax == 0, self.bits.power(LEAST)).amin())
@@ -172,17 +202,16 @@ class _Layout:
         or below its magnitudes. Nothing saturates, by the scale."""
         tiles = torch.maximum(self.tiles(power)[0], self._least_normal(amax))
         power = tiles.view(x.dtype).view(x.shape)
-        torch.add(x, power, alpha=self.steps, out=self.results[i])
-        self.results[i].sub_(power, alpha=self.steps)
+        torch.add(x, power, alpha=self.constants.steps, out=self.results[i])
+        self.results[i].sub_(power, alpha=self.constants.steps)
 
     def _least_normal(self, amax: torch.Tensor) -> torch.Tensor:
         """The format's least normal value over the scale, from the largest magnitude; both as bits.
         Where all values are 0, which every step leaves as they are, it may be any number."""
+        constants = self.constants
         if self.operand.scaling != "block" and amax.dtype == torch.int32:
             # its logarithm in fp32 rounds a magnitude just above a power of two's multiple down
-            scale = scale_for(amax.view(torch.float32), self.largest, power_of_2=True)
-            return scale.reciprocal_().mul_(self.lowest).view(torch.int32)
-        # The scale is the largest power of two by which nothing exceeds `largest`: the quotient of
-        # both rounded down to powers of two, half of that where the magnitude has the larger
-        # mantissa.
-        return (amax + self.carry).bitwise_and_(self.mask).sub_(self.exponent)
+            scale = scale_for(amax.view(torch.float32), constants.largest, power_of_2=True)
+            return scale.reciprocal_().mul_(constants.lowest).view(torch.int32)
+        power = (amax + constants.carry).bitwise_and_(constants.exponent_mask)
+        return power.sub_(constants.exponent)
