@@ -34,16 +34,12 @@ NOT_TEXT = {"preamble.tex", "macros.tex", "configuration.tex"}
 LINES = {"para", "title", "caption", "item", "meaning", "entry"}  # elements whose text is one line
 PARTS = {
     "section",
-    "note",
-    "figure",
     "list",
     "row",
     "problem",
     "solution",
     "exercise",
     "definition",
-    "quote",
-    "equation",
     "example",
     "table",
     "glossary",
@@ -133,23 +129,29 @@ def prose(clones: Path) -> Iterator[dict[str, str]]:
 
 def flatten(cnxml: bytes) -> str:
     """The text of a module."""
-    text = re.sub(r"[ \t]+", " ", text_of(ElementTree.fromstring(cnxml)))
-    return squeeze(text)
+    return squeeze(text_of(ElementTree.fromstring(cnxml)).replace("\t", " "))
 
 
 def text_of(element: ElementTree.Element) -> str:
-    """The text of an element and all in it, without what follows it."""
+    """The text of an element and all in it, without what follows it; spaces of other widths and
+    no-break spaces stay."""
     kind = str(element.tag).rpartition("}")[2]
     if kind in LEFT_OUT:
         return ""
     if kind == "math":
         return " ".join(" ".join(element.itertext()).split())
     text = (element.text or "") + "".join(text_of(child) + (child.tail or "") for child in element)
-    if kind == "entry":  # a cell keeps its no-break spaces
-        return re.sub(r"[ \t\r\n]+", " ", text).strip() + "\n\n"
     if kind in LINES:
-        return " ".join(text.split()) + "\n\n"
+        return in_one_line(text).strip() + "\n\n"
+    if kind == "term":
+        return in_one_line(text)
+    if kind == "equation":
+        return text.strip() + "\n\n"
     return text + "\n\n" if kind in PARTS else text
+
+
+def in_one_line(text: str) -> str:
+    return re.sub(r"[ \t\r\n]+", " ", text)
 
 
 # ------------------------------------------------------------------------------------------- LaTeX
