@@ -79,9 +79,9 @@ CONSTANTS: dict[tuple[Format | None, torch.dtype], Constants] = {
 
 
 def can_round(x: torch.Tensor, operand: Operand) -> bool:
-    """Whether round_by_bits() may round x: a matrix on a CPU, with scales that are powers of two
-    and found from largest magnitudes."""
-    if x.device.type != "cpu":
+    """Whether round_by_bits() may round x: a matrix on a CPU, not empty, with scales that are
+    powers of two and found from largest magnitudes."""
+    if x.device.type != "cpu" or not x.numel():
         return False
     if x.dtype not in BITS or x.ndim != 2 or operand.format in (None, E2M1) or operand.saturates:
         return False
@@ -104,17 +104,17 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
     mask = constants.exponent_mask
     for i, block in enumerate(blocks):
         magnitude = block.abs()
-        power = torch.bitwise_and(magnitude.view(bits.ints), mask)
+        power_bits = torch.bitwise_and(magnitude.view(bits.ints), mask)
         for layout in layouts:
             layout.amaxes.append(layout.amax(magnitude))
             if layout.is_scaled_within_rows:
-                layout.round(i, block, power, layout.amaxes[i])
+                layout.round(i, block, power_bits, layout.amaxes[i])
     for layout in layouts:
         if not layout.is_scaled_within_rows:
             layout.amaxes = [torch.stack(layout.amaxes).amax(0)]
             for i, block in enumerate(blocks):
-                power = torch.bitwise_and(block.view(bits.ints), mask)
-                layout.round(i, block, power, layout.amaxes[0])
+                power_bits = torch.bitwise_and(block.view(bits.ints), mask)
+                layout.round(i, block, power_bits, layout.amaxes[0])
     if not all(layout.is_ordinary() for layout in layouts):
         return None
     return results
@@ -125,7 +125,7 @@ def _blocks(x: torch.Tensor, height: int) -> Sequence[torch.Tensor]:
     return [x] if len(x) <= height else x.split(height)  # no call where there is one block
 
 
-@torch.library.custom_op("nanofp8::rounded_on_cpu", mutates_args=())
+@torch.library.custom_op("nanofp8::rounded_in_graph", mutates_args=())
 def rounded_in_graph(
     x: torch.Tensor,
     format: torch.dtype,
@@ -140,7 +140,8 @@ def rounded_in_graph(
     operand = Operand(format, scaling, power_of_2=True, tile=(tile[0], tile[1]))  # type: ignore
     layouts = round_by_bits(x, operand, *dims)
     if layouts is None:
-        return [fake_quantise(x, operand, dim, dtype=dtype) for dim in dims]
+        # contiguous, as the compiled code was promised by the function below
+        return [fake_quantise(x, operand, dim, dtype=dtype).contiguous() for dim in dims]
     return [layout.to(dtype) for layout in layouts]
 
 
@@ -197,10 +198,10 @@ class _Layout:
             least = int(amax.masked_fill(amax == 0, self.bits.power(LEAST)).amin())
         return self.bits.power(LEAST) <= least and greatest < self.bits.power(GREATEST)
 
-    def round(self, i: int, x: torch.Tensor, power: torch.Tensor, amax: torch.Tensor) -> None:
-        """Round block i, x, to nearest, ties to even; `power` are the bits of the powers of two at
-        or below its magnitudes. Nothing saturates, by the scale."""
-        tiles = torch.maximum(self.tiles(power)[0], self._least_normal(amax))
+    def round(self, i: int, x: torch.Tensor, power_bits: torch.Tensor, amax: torch.Tensor) -> None:
+        """Round block i, x, to nearest, ties to even; power_bits: of the powers of two at or below
+        its magnitudes. Nothing saturates, by the scale."""
+        tiles = torch.maximum(self.tiles(power_bits)[0], self._least_normal(amax))
         power = tiles.view(x.dtype).view(x.shape)
         torch.add(x, power, alpha=self.constants.steps, out=self.results[i])
         self.results[i].sub_(power, alpha=self.constants.steps)

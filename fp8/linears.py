@@ -198,12 +198,10 @@ class Rounding:
         dtype = emulation_dtype(self.recipe, x.device.type, self.dtype, self._is_on_units(x))
         if torch.compiler.is_compiling():
             assert isinstance(operand.format, torch.dtype)
-            layouts = rounded_in_graph(
-                x, operand.format, operand.scaling, operand.tile, dims, dtype
-            )
-            return [Rounded(q) for q in layouts]
-        values = round_by_bits(x, operand, *dims)
-        return None if values is None else [Rounded(q.to(dtype)) for q in values]
+            values = rounded_in_graph(x, operand.format, operand.scaling, operand.tile, dims, dtype)
+            return [Rounded(q) for q in values]
+        by_bits = round_by_bits(x, operand, *dims)
+        return None if by_bits is None else [Rounded(q.to(dtype)) for q in by_bits]
 
     def _is_on_units(self, x: torch.Tensor) -> bool:
         return self.has_units and not x.is_cuda and self.dtype == torch.bfloat16

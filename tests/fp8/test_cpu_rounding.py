@@ -76,6 +76,23 @@ def test_blocks_too_small_for_a_normal_scale_are_left_to_fake_quantise() -> None
     assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None
 
 
+@pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize(
+    "value, is_rounded",
+    [
+        (2.0**64, False),
+        (2.0**64 - 2.0**56, True),  # BF16's next below
+        (2.0**-39, True),
+        (2.0**-39 - 2.0**-47, False),
+    ],
+)
+def test_largest_magnitudes_from_2_to_the_minus_39_to_below_2_to_the_64_are_rounded(
+    operand: Operand, value: float, is_rounded: bool
+) -> None:
+    x = torch.full((32, 32), value, dtype=torch.bfloat16)
+    assert (round_by_bits(x, operand, -1, 0) is not None) == is_rounded
+
+
 def test_zeros_do_not_hide_a_block_too_small_for_a_normal_scale() -> None:
     x = torch.zeros(32, 96, dtype=torch.bfloat16)
     x[:, 32:64] = 2.0**-120
@@ -142,6 +159,11 @@ def test_the_forward_pass_rounds_for_the_backward_pass_only_where_there_is_one(
     assert rounded_dims == [(-1, 0), (-1, 0), (-1,), (-1,)]
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+def test_an_empty_matrix_is_left_to_fake_quantise(shape: tuple[int, int]) -> None:
+    assert not can_round(torch.zeros(shape), RECIPES["mxfp8"].input)
+
+
 def test_a_scale_by_ocps_rule_is_left_to_the_formula() -> None:
     operand = RECIPES["mxfp8_norms"].norm
     assert operand is not None
@@ -158,9 +180,18 @@ def arguments_of(
 
 
 @pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
-def test_the_operator_is_what_torch_asks_of_one(operand: Operand) -> None:
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "transposed"])
+@pytest.mark.parametrize("value", [1.0, torch.nan], ids=["by_bits", "by_formula"])
+def test_the_operator_is_what_torch_asks_of_one(
+    operand: Operand, is_transposed: bool, value: float
+) -> None:
+    """Strides among it, which compiled code relies on."""
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    torch.library.opcheck(rounded_in_graph, arguments_of(x, operand, [-1, 0], torch.float32))
+    x[3, 3] = value
+    x = x.t() if is_transposed else x
+    tests = ("test_schema", "test_faketensor")
+    arguments = arguments_of(x, operand, [-1, 0], torch.float32)
+    torch.library.opcheck(rounded_in_graph, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("operand", OPERANDS.values(), ids=OPERANDS)
@@ -184,7 +215,7 @@ def test_compiled_code_rounds_each_operand_once_by_the_operator(name: str) -> No
 
     def counting(graph: torch.fx.GraphModule, inputs: object) -> Callable:
         targets = [str(node.target) for node in graph.graph.nodes]
-        calls.append(targets.count("nanofp8.rounded_on_cpu.default"))
+        calls.append(targets.count("nanofp8.rounded_in_graph.default"))
         return make_boxed_func(graph.forward)
 
     linear = EmulatedLinear(Linear(128, 256), RECIPES[name])
