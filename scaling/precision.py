@@ -88,13 +88,6 @@ class Options:
             self._check_table()
         else:
             self._check_runs()
-        for text in self.compare:
-            names = text.split(":")
-            if len(names) != 2 or not all(names) or names[0] == names[1]:
-                raise UserError(
-                    f"compare={text!r} must be two different recipes with a colon between them,"
-                    " such as mxfp8_e5m2:mxfp8"
-                )
 
     def _check_table(self) -> None:
         for name in ("arm", "pair", "loss"):
@@ -162,11 +155,12 @@ def _analyse_runs(options: Options, folder: Path) -> str:
     remarks = list(skipped)
     if held_runs:
         remarks.append(f"held out of the law of the gap: {listed(held_runs)}")
+    # before anything is written
+    margin = read_margin(records, options.margin)
+    compared = recipes_compared(options.compare, fp8_pairs, "bf16")
     lines = _freeze(options, records, allowed, folder, evaluation)
     if options.score:
         lines += gap_predictions.score(folder, fp8_pairs)
-    margin = read_margin(records, options.margin)
-    compared = _compared(options.compare, fp8_pairs)
     result = analyse(records, pairs, evaluation, margin, held_out=held_runs, compared=compared)
     inputs = [
         {"run_id": run.run_id, "recipe": run.recipe, "summary_sha256": run.summary_sha256}
@@ -186,11 +180,14 @@ def _analyse_table(options: Options, folder: Path) -> str:
     )
     frozen = gap_predictions.load(folder) if options.n else []
     allowed, held_out = gap_predictions.without_held_out(table_pairs.pairs, frozen)
+    held_runs = [pair.fp8.run_id for pair in held_out]
+    # before anything is written
+    margin = read_margin([], options.margin)
+    baseline = table_pairs.columns.baseline
+    compared = recipes_compared(options.compare, table_pairs.pairs, baseline)
     lines = _freeze(options, table_pairs.runs, allowed, folder, "bf16")
     if options.score:
         lines += gap_predictions.score(folder, table_pairs.pairs)
-    held_runs = [pair.fp8.run_id for pair in held_out]
-    margin = read_margin([], options.margin)
     result = analyse(
         table_pairs.runs,
         table_pairs.pairs,
@@ -198,7 +195,7 @@ def _analyse_table(options: Options, folder: Path) -> str:
         margin,
         columns=table_pairs.columns,
         held_out=held_runs,
-        compared=_compared(options.compare, table_pairs.pairs),
+        compared=compared,
     )
     remarks = _table_remarks(table_pairs, held_runs, bool(options.n))
     if not options.n:
@@ -220,24 +217,39 @@ def _table_remarks(table_pairs: TablePairs, held_runs: list[str], has_sizes: boo
     return remarks
 
 
-def _compared(texts: Sequence[str], pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """The recipes of compare=. Raises UserError where one has no pair, or two share none."""
+def recipes_compared(
+    texts: Sequence[str], pairs: Sequence[Pair], baseline: str
+) -> list[tuple[str, str]]:
+    """The two recipes of each text of compare=, as the runs call them; baseline: the arm that all
+    gaps are to. Raises UserError where one has no pair, or the two share none."""
     known = sorted({pair.fp8.recipe for pair in pairs})
     compared = []
-    for text in texts:
-        recipe, minus = text.split(":")
-        unknown = [name for name in (recipe, minus) if name not in known]
-        if unknown:
-            raise UserError(
-                f"compare={text}: no pair has {listed(unknown)}; there are {listed(known)}"
-            )
+    for text in dict.fromkeys(texts):
+        recipe, minus = _two_recipes(text, known, baseline)
         if not pairs_between(pairs, recipe, minus):
             raise UserError(
-                f"compare={text}: the two share no baseline run, so nothing is paired; train both"
-                " at a size, budget and seed"
+                f"compare={text}: {recipe} and {minus} share no {baseline} run, so nothing is"
+                " paired; train both at one size, budget and seed"
             )
         compared.append((recipe, minus))
     return compared
+
+
+def _two_recipes(text: str, known: Sequence[str], baseline: str) -> tuple[str, str]:
+    """Those at both sides of a colon; names may hold colons themselves."""
+    splits = [(text[:i], text[i + 1 :]) for i, letter in enumerate(text) if letter == ":"]
+    for recipe, minus in splits:
+        if recipe in known and minus in known and recipe != minus:
+            return recipe, minus
+    if any(baseline in names for names in splits):
+        raise UserError(
+            f"compare={text}: {baseline} is what every gap is to, so the other's gap is the"
+            " difference already; compare two of the others"
+        )
+    raise UserError(
+        f"compare={text} must be two different recipes with a colon between them, such as"
+        f" mxfp8_e5m2:mxfp8; there are {listed(known)}"
+    )
 
 
 def _freeze(

@@ -37,7 +37,8 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class RecipeGap:
-    """The gap of one recipe over all sizes, 100 ln(L_FP8 / L_BF16), per cent."""
+    """The gap of one recipe over all sizes, 100 ln(L_FP8 / L_BF16), per cent; of a difference,
+    100 ln(L_recipe / L_minus)."""
 
     bf16: Estimate  # of both runs evaluated through BF16 matmuls
     as_trained: Estimate  # of each run evaluated in the precision that it was trained in
@@ -86,7 +87,7 @@ class RecipeDifference:
 
     recipe: str  # whose gap
     minus: str  # whose gap is subtracted
-    gap: RecipeGap  # the difference over all sizes, 100 ln(L_recipe / L_minus), per cent
+    gap: RecipeGap  # over all sizes
     sizes: list[SizeDifference]  # the same at each size
 
 
@@ -137,7 +138,8 @@ class PrecisionResult:
     no_own_law: str | None  # why the BF16 runs give none
     pairs: list[PairResult]  # the pairs behind it, nulls apart
     table: TableColumns | None = None  # null: of runs
-    differences: list[RecipeDifference] = field(default_factory=list)  # those asked for
+    # of two recipes each, where compare= asked for them
+    differences: list[RecipeDifference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was left out, or is worth knowing
     inputs: list[dict[str, str]] = field(default_factory=list)  # runs or the table, with sha256
 

@@ -30,7 +30,7 @@ def format_tables(result: PrecisionResult) -> list[str]:
     words = words_of(result.table, result.loss)
     headline = _format_headline(result, words)
     if result.differences:  # which were asked for
-        headline += "\n\n" + _format_differences(result.differences, words)
+        headline += "\n\n" + _format_differences(result.differences, result.loss, words)
     blocks = [headline]
     if len(result.common) > 1:
         blocks.append(_format_ranking(result.ranking, words))
@@ -39,7 +39,7 @@ def format_tables(result: PrecisionResult) -> list[str]:
     return blocks
 
 
-def _judged(gap: RecipeGap | SizeGap, evaluation: str) -> Estimate:
+def _judged(gap: RecipeGap | SizeGap | SizeDifference, evaluation: str) -> Estimate:
     return gap.bf16 if evaluation == "bf16" else gap.as_trained
 
 
@@ -122,7 +122,9 @@ def _format_margin(result: PrecisionResult) -> str:
     return f"Margin ±{result.margin.percent:g} %: {result.margin.source}."
 
 
-def _format_differences(differences: Sequence[RecipeDifference], words: Words) -> str:
+def _format_differences(
+    differences: Sequence[RecipeDifference], evaluation: str, words: Words
+) -> str:
     """A row for each difference over all sizes, and below it one for each size."""
     rows = []
     for difference in differences:
@@ -134,13 +136,17 @@ def _format_differences(differences: Sequence[RecipeDifference], words: Words) -
             row: dict[str, object] = {"difference": name}
             if words.has_sizes:
                 row[words.N] = place
-            judged = getattr(part, next(iter(words.gap_columns)))
-            row["independent pairs"] = f"{judged.n} of {part.pairs}"
-            for evaluation, heading in words.gap_columns.items():
-                row[heading] = format_estimate(getattr(part, evaluation))
+            row["independent pairs"] = f"{_judged(part, evaluation).n} of {part.pairs}"
+            for name_of_loss, heading in words.gap_columns.items():
+                heading = heading.replace("gap", "difference", 1)
+                row[heading] = format_estimate(getattr(part, name_of_loss))
             row["verdict"] = part.verdict
             rows.append(row)
-    return f"{format_table(rows)}\n\nOver the pairs that both have; {words.dependent} count once."
+    text = (
+        f"Over the pairs that both have; {words.dependent} count once. Over all sizes a difference"
+        " is 100 ln(loss / loss of the second), at a size in per cent of the second's loss."
+    )
+    return f"{format_table(rows)}\n\n{text}"
 
 
 # ----------------------------------------------------------------------------------- other tables

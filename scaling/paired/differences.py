@@ -1,7 +1,8 @@
 """Set two recipes side by side: pairs in which one recipe's run takes the place of the BF16 run.
 
-Gaps of two recipes to BF16 share the BF16 run, whose luck drops out of their difference. So it is
-told more sharply than two intervals that overlap could tell it."""
+Gaps of two recipes to BF16 share the BF16 run, whose luck drops out of their difference: its
+interval can be narrower than those of both gaps. Overlapping intervals do not show that two recipes
+are equal."""
 
 from collections.abc import Sequence
 
@@ -27,7 +28,9 @@ def _baseline_key(pair: Pair) -> tuple[str, int, int]:
 def _between(first: Pair, second: Pair) -> Pair:
     """first's FP8 run beside second's."""
     gaps = {name: _gap_between(first, second, name) for name in first.gap}
-    return Pair(second.fp8, first.fp8, gaps, None, first.n_converted, first.is_switched)
+    n_converted = max(first.n_converted, second.n_converted)  # one run in FP8 makes a difference
+    is_switched = first.is_switched or second.is_switched
+    return Pair(second.fp8, first.fp8, gaps, None, n_converted, is_switched)
 
 
 def _gap_between(first: Pair, second: Pair, evaluation: str) -> Gap:

@@ -232,9 +232,6 @@ def test_two_margins_are_refused(tmp_path: Path, capsys: Capsys, no_figures: Non
     assert "0.25, 0.5" in asked(capsys, precision.main, *words, code=2)
 
 
-# ---------------------------------------------------------------------------------------- mistakes
-
-
 # ----------------------------------------------------------------------- differences of two recipes
 
 OTHER_GAPS = (0.006, 0.009, 0.011)  # nats
@@ -300,17 +297,34 @@ def test_without_compare_there_is_no_difference(two_recipes: Path, capsys: Capsy
         ("mxfp8", "must be two different recipes"),
         ("mxfp8:", "must be two different recipes"),
         ("mxfp8:mxfp8", "must be two different recipes"),
-        ("mxfp8:nvfp4", "no pair has nvfp4; there are mxfp8, mxfp8_e5m2, rowwise"),
-        ("mxfp8:rowwise", "the two share no baseline run"),
+        ("mxfp8:nvfp4", "there are mxfp8, mxfp8_e5m2, rowwise"),
+        ("mxfp8:bf16", "bf16 is what every gap is to"),
+        ("mxfp8:rowwise", "mxfp8 and rowwise share no bf16 run"),
     ],
 )
 def test_recipes_that_cannot_be_compared_are_a_sentence(
     two_recipes: Path, capsys: Capsys, compare: str, sentence: str
 ) -> None:
     write_seeds(two_recipes, GAPS[:1], "rowwise", params=150_000)
-    page = asked(capsys, precision.main, two_recipes, f"compare={compare}", code=2)
+    arguments = (f"compare={compare}", "at=8e8:20")  # which would freeze a prediction
+    page = asked(capsys, precision.main, two_recipes, *arguments, code=2)
     assert sentence in page
     assert not (two_recipes / "law").exists()
+
+
+def test_a_margin_that_cannot_be_is_refused_before_a_prediction_is_frozen(
+    two_recipes: Path, capsys: Capsys
+) -> None:
+    asked(capsys, precision.main, two_recipes, "margin=200", "at=8e8:20", code=2)
+    assert not (two_recipes / "law").exists()
+
+
+def test_a_difference_asked_for_twice_is_given_once(two_recipes: Path, capsys: Capsys) -> None:
+    _, result = run(capsys, two_recipes, "compare=mxfp8_e5m2:mxfp8,mxfp8_e5m2:mxfp8")
+    assert len(result["differences"]) == 1
+
+
+# ---------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(

@@ -142,13 +142,30 @@ def test_a_difference_speaks_of_the_tables_own_columns(
     table = output[output.index("| difference") :].split("more table")[0]
     assert not [word for word in OWN_WORDS if word in table]
     header = table.split("\n")[0]
-    for column in ("size", "independent pairs", "gap in perplexity_nats [%]"):
+    for column in ("size", "independent pairs", "difference in perplexity_nats [%]"):
         assert f"| {column} " in header
     assert "points of one curve count once" in table
     gaps = np.array([*GAPS.values()])
     expected = np.mean(100 * np.log((100 + 2 * gaps) / (100 + gaps)))
     (difference,) = strict(tmp_path / "out/precision.json")["differences"]
     assert difference["gap"]["bf16"]["mean"] == pytest.approx(expected)
+
+
+def test_a_difference_takes_names_with_colons_and_spaces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    words = other_table(tmp_path / "t.csv", arms=("fp8:e4m3", "fp8 e5m2"))
+    asked(capsys, precision.main, *words, "compare=fp8 e5m2:fp8:e4m3")
+    (difference,) = strict(tmp_path / "out/precision.json")["differences"]
+    assert (difference["recipe"], difference["minus"]) == ("fp8 e5m2", "fp8:e4m3")
+
+
+def test_the_tables_baseline_cannot_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    words = other_table(tmp_path / "t.csv")
+    page = asked(capsys, precision.main, *words, "compare=int4:float", code=2)
+    assert "float is what every gap is to" in page
 
 
 def test_a_difference_without_sizes_has_one_row(

@@ -1,10 +1,12 @@
 """scaling/paired/differences.py: the gap of one recipe minus that of another, over shared pairs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from scaling.paired.differences import pairs_between
-from scaling.paired.gaps import Gap, Pair, independent_gaps
+from scaling.paired.gaps import Gap, Pair, independent_gaps, is_idle
 from tests.helpers.paired_runs import FakeRun, fake_pair
 
 
@@ -59,3 +61,23 @@ def test_branches_of_one_trunk_count_once() -> None:
             pairs.append(fake_pair(0.0, D=budget, trunk=trunk, seed=seed, recipe="nvfp4"))
     differences = independent_gaps(pairs_between(pairs, "mxfp8", "nvfp4"), "bf16", "nats")
     assert sorted(differences) == pytest.approx([0.1, 0.5])
+
+
+def test_pairs_of_other_sizes_and_budgets_are_apart_though_they_share_an_id() -> None:
+    """As in a table whose pair column is a seed."""
+    pairs = []
+    for recipe, factor in (("mxfp8", 1), ("nvfp4", 3)):
+        for N, D, gap in ((10, 1, 0.1), (20, 1, 0.2), (20, 2, 0.4)):
+            pair = fake_pair(factor * gap, N=N, D=D, recipe=recipe)
+            pairs.append(replace(pair, bf16=replace(pair.bf16, pair_id="seed 1")))
+    nats = [pair.gap["bf16"].nats for pair in pairs_between(pairs, "nvfp4", "mxfp8")]
+    assert nats == pytest.approx([0.2, 0.4, 0.8])
+
+
+@pytest.mark.parametrize("recipes", [("auto", "mxfp8"), ("mxfp8", "auto")])
+def test_a_difference_to_an_arm_that_converted_nothing_is_one(recipes: tuple[str, str]) -> None:
+    pairs = [fake_pair(0.0, recipe="auto", linears=0), fake_pair(0.2, recipe="mxfp8", linears=8)]
+    assert not is_idle(pairs_between(pairs, *recipes))
+    switched = [replace(pairs[0], is_switched=True), pairs[0]]
+    switched[1] = replace(pairs[0], fp8=replace(pairs[0].fp8, recipe="mxfp8"))
+    assert not is_idle(pairs_between(switched, *recipes))
