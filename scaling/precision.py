@@ -157,7 +157,7 @@ def _analyse_runs(options: Options, folder: Path) -> str:
         remarks.append(f"held out of the law of the gap: {listed(held_runs)}")
     # before anything is written
     margin = read_margin(records, options.margin)
-    compared = recipes_compared(options.compare, fp8_pairs, "bf16")
+    compared = _recipes_compared(options.compare, fp8_pairs, "bf16")
     lines = _freeze(options, records, allowed, folder, evaluation)
     if options.score:
         lines += gap_predictions.score(folder, fp8_pairs)
@@ -184,7 +184,7 @@ def _analyse_table(options: Options, folder: Path) -> str:
     # before anything is written
     margin = read_margin([], options.margin)
     baseline = table_pairs.columns.baseline
-    compared = recipes_compared(options.compare, table_pairs.pairs, baseline)
+    compared = _recipes_compared(options.compare, table_pairs.pairs, baseline)
     lines = _freeze(options, table_pairs.runs, allowed, folder, "bf16")
     if options.score:
         lines += gap_predictions.score(folder, table_pairs.pairs)
@@ -217,15 +217,15 @@ def _table_remarks(table_pairs: TablePairs, held_runs: list[str], has_sizes: boo
     return remarks
 
 
-def recipes_compared(
+def _recipes_compared(
     texts: Sequence[str], pairs: Sequence[Pair], baseline: str
 ) -> list[tuple[str, str]]:
     """The two recipes of each text of compare=, as the runs call them; baseline: the arm that all
     gaps are to. Raises UserError where one has no pair, or the two share none."""
-    known = sorted({pair.fp8.recipe for pair in pairs})
+    recipes = sorted({pair.fp8.recipe for pair in pairs})
     compared = []
     for text in dict.fromkeys(texts):
-        recipe, minus = _two_recipes(text, known, baseline)
+        recipe, minus = _two_recipes(text, recipes, baseline)
         if not pairs_between(pairs, recipe, minus):
             raise UserError(
                 f"compare={text}: {recipe} and {minus} share no {baseline} run, so nothing is"
@@ -235,11 +235,11 @@ def recipes_compared(
     return compared
 
 
-def _two_recipes(text: str, known: Sequence[str], baseline: str) -> tuple[str, str]:
+def _two_recipes(text: str, recipes: Sequence[str], baseline: str) -> tuple[str, str]:
     """Those at both sides of a colon; names may hold colons themselves."""
     splits = [(text[:i], text[i + 1 :]) for i, letter in enumerate(text) if letter == ":"]
     for recipe, minus in splits:
-        if recipe in known and minus in known and recipe != minus:
+        if recipe in recipes and minus in recipes and recipe != minus:
             return recipe, minus
     if any(baseline in names for names in splits):
         raise UserError(
@@ -248,7 +248,7 @@ def _two_recipes(text: str, known: Sequence[str], baseline: str) -> tuple[str, s
         )
     raise UserError(
         f"compare={text} must be two different recipes with a colon between them, such as"
-        f" mxfp8_e5m2:mxfp8; there are {listed(known)}"
+        f" mxfp8_e5m2:mxfp8; there are {listed(recipes)}"
     )
 
 
