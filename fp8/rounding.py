@@ -181,8 +181,9 @@ def _round(x: torch.Tensor, format: Format, noise: torch.Tensor | None = None) -
     stays.
 
     Equal in every value to x.clamp(-largest, largest).to(format).float(), which a CPU computes one
-    by one, but for the sign of zero: -0 and what underflows from below become +0. With `noise` each
-    value goes down or up: up where its noise is below its share of the way."""
+    by one, but for the sign of zero: -0 and what underflows from below become +0. With `noise`,
+    from 0 to 1 (exclusive), each value goes down or up: up where its noise is below its share of
+    the way."""
     largest, lowest, eps = FORMATS[format]
     x.clamp_(-largest, largest)
     # of two, at or below |x|

@@ -238,17 +238,28 @@ def _recipes_compared(
 def _two_recipes(text: str, recipes: Sequence[str], baseline: str) -> tuple[str, str]:
     """Those at both sides of a colon; names may hold colons themselves."""
     splits = [(text[:i], text[i + 1 :]) for i, letter in enumerate(text) if letter == ":"]
-    for recipe, minus in splits:
-        if recipe in recipes and minus in recipes and recipe != minus:
-            return recipe, minus
-    if any(baseline in names for names in splits):
+    different = [names for names in splits if all(names) and names[0] != names[1]]
+    with_pairs = [names for names in different if set(names) <= set(recipes)]
+    if len(with_pairs) == 1:
+        return with_pairs[0]
+    there_are = f"there are {listed(recipes)}"
+    if with_pairs:
+        readings = listed([f"{recipe} and {minus}" for recipe, minus in with_pairs])
         raise UserError(
-            f"compare={text}: {baseline} is what every gap is to, so the other's gap is the"
-            " difference already; compare two of the others"
+            f"compare={text} can be read as {readings}: give one of the arms a name without a colon"
         )
+    for recipe, minus in different:
+        if baseline in (recipe, minus) and {recipe, minus} <= {baseline, *recipes}:
+            raise UserError(
+                f"compare={text}: {baseline} is what every gap is to, so the other's gap is the"
+                " difference already; compare two of the others"
+            )
+    if len(different) == 1:
+        unknown = [name for name in different[0] if name not in recipes]
+        raise UserError(f"compare={text}: no pair has {' or '.join(unknown)}; {there_are}")
     raise UserError(
         f"compare={text} must be two different recipes with a colon between them, such as"
-        f" mxfp8_e5m2:mxfp8; there are {listed(recipes)}"
+        f" mxfp8_e5m2:mxfp8; {there_are}"
     )
 
 

@@ -87,7 +87,7 @@ class RecipeDifference:
 
     recipe: str  # whose gap
     minus: str  # whose gap is subtracted
-    gap: RecipeGap  # over all sizes
+    gap: RecipeGap  # the difference over all sizes, 100 ln(L_recipe / L_minus), per cent
     sizes: list[SizeDifference]  # the same at each size
 
 

@@ -133,8 +133,8 @@ def flatten(cnxml: bytes) -> str:
 
 
 def text_of(element: ElementTree.Element) -> str:
-    """The text of an element and all in it, without what follows it; spaces of other widths and
-    no-break spaces stay."""
+    """The text of an element and all in it, without what follows it; within a line spaces of other
+    widths and no-break spaces stay."""
     kind = str(element.tag).rpartition("}")[2]
     if kind in LEFT_OUT:
         return ""

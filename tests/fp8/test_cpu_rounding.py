@@ -71,6 +71,16 @@ def test_what_it_cannot_round_is_left_to_fake_quantise(operand: Operand, value: 
         assert round_by_bits(x, operand, dim) is None
 
 
+@pytest.mark.parametrize("n_blocks", [2, 3])
+def test_nan_in_the_last_block_is_left_to_fake_quantise(
+    n_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_rounding, "BLOCK", 32 * 64)
+    x = torch.ones(32 * n_blocks, 64, dtype=torch.bfloat16)
+    x[-1, 3] = torch.nan
+    assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None
+
+
 def test_blocks_too_small_for_a_normal_scale_are_left_to_fake_quantise() -> None:
     x = torch.full((32, 32), 2.0**-120, dtype=torch.bfloat16)
     assert round_by_bits(x, RECIPES["mxfp8"].input, -1) is None

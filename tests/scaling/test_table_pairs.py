@@ -160,6 +160,14 @@ def test_a_difference_takes_names_with_colons_and_spaces(
     assert (difference["recipe"], difference["minus"]) == ("fp8 e5m2", "fp8:e4m3")
 
 
+def test_two_readings_of_a_difference_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
+) -> None:
+    words = other_table(tmp_path / "t.csv", arms=("a", "b:c", "a:b", "c"))
+    page = asked(capsys, precision.main, *words, "compare=a:b:c", code=2)
+    assert "can be read as a and b:c, a:b and c" in page
+
+
 def test_the_tables_baseline_cannot_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:

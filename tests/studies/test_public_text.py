@@ -23,6 +23,11 @@ def text_of(body: str) -> str:
         ("<para>one\n  two</para><para>three</para>", "one two\n\nthree"),
         ("<title>Title</title><list><item>a</item>\n<item>b</item></list>", "Title\n\na\n\nb"),
         ("<row><entry>1 </entry><entry>2</entry></row>", "1\n\n2"),
+        ("<list>a</list>b<example>c</example>d", "a\n\nbc\n\nd"),
+        ("<row>a</row>b<glossary>c</glossary>d", "a\n\nbc\n\nd"),
+        # at the ends of a line they are left out
+        ("<para>\u00a0 a \u00a0</para>", "a"),
+        ("<equation>\na\nb\n</equation>", "a\nb"),
         # no-break spaces and spaces of other widths stay within a line
         ("<para>7.91\u00a0\u00d7\u2003or</para>", "7.91\u00a0\u00d7\u2003or"),
         # outside a line only tabs become spaces
