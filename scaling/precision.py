@@ -242,24 +242,30 @@ def _two_recipes(text: str, recipes: Sequence[str], baseline: str) -> tuple[str,
     with_pairs = [names for names in different if set(names) <= set(recipes)]
     if len(with_pairs) == 1:
         return with_pairs[0]
-    there_are = f"there are {listed(recipes)}"
     if with_pairs:
         readings = listed([f"{recipe} and {minus}" for recipe, minus in with_pairs])
         raise UserError(
             f"compare={text} can be read as {readings}: give one of the arms a name without a colon"
         )
-    for recipe, minus in different:
-        if baseline in (recipe, minus) and {recipe, minus} <= {baseline, *recipes}:
-            raise UserError(
+    raise UserError(_why_not_compared(text, different, recipes, baseline))
+
+
+def _why_not_compared(
+    text: str, different: Sequence[tuple[str, str]], recipes: Sequence[str], baseline: str
+) -> str:
+    """Of a text without two recipes that have pairs; different: its readings as two names."""
+    for names in different:
+        if baseline in names and set(names) <= {baseline, *recipes}:
+            return (
                 f"compare={text}: {baseline} is what every gap is to, so the other's gap is the"
                 " difference already; compare two of the others"
             )
     if len(different) == 1:
         unknown = [name for name in different[0] if name not in recipes]
-        raise UserError(f"compare={text}: no pair has {' or '.join(unknown)}; {there_are}")
-    raise UserError(
+        return f"compare={text}: no pair has {' or '.join(unknown)}; there are {listed(recipes)}"
+    return (
         f"compare={text} must be two different recipes with a colon between them, such as"
-        f" mxfp8_e5m2:mxfp8; {there_are}"
+        f" mxfp8_e5m2:mxfp8; there are {listed(recipes)}"
     )
 
 
