@@ -12,6 +12,7 @@ in a CPU's cache costs more than the arithmetic."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,16 +56,20 @@ class Constants:
     fifth of what an operation takes on a block."""
 
     def __init__(self, format: Format, bits: Bits):
+        self.bits = bits
         self.largest, self.lowest, eps = FORMATS[format]
-        self.steps = 1.5 * 2**bits.mantissa * eps  # steps of the format
+        self.steps = 1.5 * 2**bits.mantissa * eps  # of the format, times a value's power of two
         self.exponent_mask = _number(bits.exponent_mask, bits)
         # The scale is the largest power of two by which nothing exceeds `largest`: the quotient of
         # both rounded down to powers of two, half of that where the magnitude has the larger
         # mantissa.
         half_mantissa, exponent = math.frexp(self.largest)
         leading_bit = 1 << bits.mantissa
+        # added to a magnitude, goes to the next power of two where its mantissa is the larger one
         self.carry = _number(2 * leading_bit - 1 - int(2 * half_mantissa * leading_bit), bits)
-        self.exponent = _number((exponent - 1 - int(math.log2(self.lowest))) << bits.mantissa, bits)
+        # from that power of two down to the least normal value over the scale
+        octaves = exponent - 1 - int(math.log2(self.lowest))
+        self.to_least_normal = _number(octaves << bits.mantissa, bits)
 
 
 def _number(value: int, bits: Bits) -> torch.Tensor:
@@ -98,7 +103,7 @@ def round_by_bits(x: torch.Tensor, operand: Operand, *dims: int) -> list[torch.T
     results = [torch.empty(x.shape, dtype=x.dtype) for _ in dims]
     constants = CONSTANTS[operand.format, x.dtype]
     layouts = [
-        _Layout(operand, dim % 2, bits, constants, _blocks(result, height))
+        _Layout(operand, dim % 2, constants, _blocks(result, height))
         for dim, result in zip(dims, results, strict=True)
     ]
     mask = constants.exponent_mask
@@ -137,12 +142,15 @@ def rounded_in_graph(
     """fake_quantise(x, operand, dim, dtype=dtype) for each of `dims`, of x (M, N) and an operand
     for which can_round(). An operator, for compiled code: the loops that Inductor makes of the
     formula take twice as long."""
-    operand = Operand(format, scaling, power_of_2=True, tile=(tile[0], tile[1]))  # type: ignore
-    layouts = round_by_bits(x, operand, *dims)
-    if layouts is None:
+    # every scale that can_round() allows is a power of two
+    tiles: Any = tuple(tile)
+    how: Any = scaling  # one of Operand's words
+    operand = Operand(format, how, power_of_2=True, tile=tiles)
+    rounded = round_by_bits(x, operand, *dims)
+    if rounded is None:
         # contiguous, as the compiled code was promised by the function below
         return [fake_quantise(x, operand, dim, dtype=dtype).contiguous() for dim in dims]
-    return [layout.to(dtype) for layout in layouts]
+    return [values.to(dtype) for values in rounded]
 
 
 @rounded_in_graph.register_fake
@@ -157,13 +165,12 @@ class _Layout:
         self,
         operand: Operand,
         dim: int,
-        bits: Bits,
         constants: Constants,
         results: Sequence[torch.Tensor],
     ):
         self.operand = operand
         self.dim = dim
-        self.bits = bits
+        self.bits = constants.bits
         self.constants = constants
         self.results = results  # blocks of rows, still empty
         self.amaxes: list[torch.Tensor] = []  # of the blocks, as bits
@@ -215,4 +222,4 @@ class _Layout:
             scale = scale_for(amax.view(torch.float32), constants.largest, power_of_2=True)
             return scale.reciprocal_().mul_(constants.lowest).view(torch.int32)
         power = (amax + constants.carry).bitwise_and_(constants.exponent_mask)
-        return power.sub_(constants.exponent)
+        return power.sub_(constants.to_least_normal)

@@ -138,8 +138,8 @@ def _format_differences(
                 row[words.N] = place
             row["independent pairs"] = f"{_judged(part, evaluation).n} of {part.pairs}"
             for name_of_loss, heading in words.gap_columns.items():
-                heading = heading.replace("gap", "difference", 1)
-                row[heading] = format_estimate(getattr(part, name_of_loss))
+                of_loss = heading.removeprefix("gap")
+                row[f"difference{of_loss}"] = format_estimate(getattr(part, name_of_loss))
             row["verdict"] = part.verdict
             rows.append(row)
     text = (

@@ -122,6 +122,13 @@ def other_table(
     return ["--points", path, *columns.split(), "--out", path.parent / "out", "margin=1", "--all"]
 
 
+def table_of_one_size(path: Path) -> list:
+    """other_table() cut to one size and read without N and D."""
+    words = other_table(path)
+    path.write_text("\n".join(path.read_text().splitlines()[:10]))
+    return [word for word in words if word not in ("--n", "size", "--d", "seen")]
+
+
 @pytest.mark.parametrize("curve", [(1.0,), (0.5, 0.75, 1.0)])
 def test_the_page_speaks_of_the_tables_own_arms_and_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None, curve: Sequence[float]
@@ -179,10 +186,7 @@ def test_the_tables_baseline_cannot_be_compared(
 def test_a_difference_without_sizes_has_one_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:
-    words = other_table(tmp_path / "t.csv")
-    of_one_size = (tmp_path / "t.csv").read_text().splitlines()[:10]
-    (tmp_path / "t.csv").write_text("\n".join(of_one_size))
-    words = [word for word in words if word not in ("--n", "size", "--d", "seen")]
+    words = table_of_one_size(tmp_path / "t.csv")
     output = asked(capsys, precision.main, *words, "compare=int4:int8")
     assert output.count("| int4 minus int8 ") == 1
     assert strict(tmp_path / "out/precision.json")["differences"][0]["sizes"] == []
@@ -191,10 +195,7 @@ def test_a_difference_without_sizes_has_one_row(
 def test_a_page_without_sizes_speaks_of_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_figures: None
 ) -> None:
-    words = other_table(tmp_path / "t.csv")
-    of_one_size = (tmp_path / "t.csv").read_text().splitlines()[:10]
-    (tmp_path / "t.csv").write_text("\n".join(of_one_size))
-    words = [word for word in words if word not in ("--n", "size", "--d", "seen")]
+    words = table_of_one_size(tmp_path / "t.csv")
     output = asked(capsys, precision.main, *words)
     assert "over all pairs" in output and "The same pairs for all" in output
     assert "largest common budget" not in output and "decade" not in output
