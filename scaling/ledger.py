@@ -32,7 +32,6 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from fp8.trained_precision import read_precision
 from lib.command import command, run_command
@@ -43,6 +42,7 @@ from lib.text import grid, nearest
 from lib.values import FilePath
 from runtime.config import Config, apply_overrides, load_config, positive
 from scaling import sweep
+from scaling.cpu_kind import Instructions, Kind, computing_as, kind_for
 from scaling.declaration import write_declaration
 from scaling.records import read_json
 from scaling.run_states import arm_label, from_scratch
@@ -58,8 +58,6 @@ ELSEWHERE = 1e-2
 # a step's time.
 START_S, FORWARD_SHARE = 10.0, 0.35
 NOT_KEPT = ("layers_recipes", "layers_kernels", "layers_skipped")  # of summary.json's precision
-# Instructions that decide by which kernels a CPU multiplies, and so in which order it sums.
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +71,9 @@ class Options:
     limit: float | None = None
     out: FilePath = "out"  # holds <study>/<run>/
     rows: FilePath | None = None  # folder of runs.jsonl and study.json; none = studies/<study>
+    # of the CPU's vector instructions: "pair" those that trained the BF16 run of the same size and
+    # seed, where this CPU has them, "avx2" AVX2 alone, "native" all that it has
+    instructions: Instructions = "pair"
 
     def __post_init__(self) -> None:
         problems = positive(self, "limit")
@@ -80,21 +81,6 @@ class Options:
             raise UserError(problems[0])
         if self.run + self.restore + (self.repeat is not None) > 1:
             raise UserError("--run, --restore and --repeat are three commands: give one of them")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """The kind of a machine: runs of one kind are equal to the bit."""
-
-    vendor: str  # the CPU's, such as AuthenticAMD; libraries choose their kernels by it too
-    model: str  # the CPU's name; not compared
-    capability: str  # instructions that torch's own kernels use, such as AVX2
-    flags: tuple[str, ...]  # those of CPU_FLAGS that the CPU has
-
-    def is_like(self, kind: "Kind") -> bool:
-        """Whether both are equal in all that decides a run's bits."""
-        keys = ("vendor", "capability", "flags")
-        return all(getattr(self, key) == getattr(kind, key) for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,25 +181,8 @@ def check_known(entries: dict[str, Entry], rows: list[Row], home: Path) -> None:
             )
 
 
-def machine_kind() -> Kind:
-    """Of this machine; on another system than Linux what `platform` tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    facts: dict[str, str] = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
-    present = facts.get("flags", "").split()
-    return Kind(
-        vendor=facts.get("vendor_id", platform.machine()),
-        model=facts.get("model name", platform.processor()),
-        capability=torch.backends.cpu.get_cpu_capability(),
-        flags=tuple(flag for flag in CPU_FLAGS if flag in present),
-    )
-
-
-def entry_from(run_dir: Path, cpu_s: float) -> Entry:
-    """The row of a finished run."""
+def entry_from(run_dir: Path, cpu_s: float, kind: Kind) -> Entry:
+    """The row of a finished run. kind: as which this machine computed it."""
     summary = read_json(run_dir / "summary.json")
     summary["precision"] = {
         key: value for key, value in summary["precision"].items() if key not in NOT_KEPT
@@ -221,7 +190,7 @@ def entry_from(run_dir: Path, cpu_s: float) -> Entry:
     return Entry(
         schema_version=SCHEMA_VERSION,
         run=run_dir.name,
-        machine=machine_kind(),
+        machine=kind,
         python=platform.python_version(),
         numpy=np.__version__,
         cpu_s=round(cpu_s, 1),
@@ -319,14 +288,25 @@ def _train_family(
         _take_over(entries, home, folder)
         if row.run in entries:
             continue
-        code, cpu_s = train(row, rows, folder, options, deadline)
+        kind = kind_for(options.instructions, _kind_of_partner(row, rows, entries))
+        with computing_as(kind):
+            code, cpu_s = train(row, rows, folder, options, deadline)
         if not sweep.summary_of(row, folder):
             return "failed" if code == 1 else "stopped"
         _take_over(entries, home, folder)
         if row.run not in entries:
-            entries[row.run] = entry_from(folder / row.run, cpu_s)
+            entries[row.run] = entry_from(folder / row.run, cpu_s, kind)
             append(entries[row.run], home / "runs.jsonl")
     return "done"
+
+
+def _kind_of_partner(row: Row, rows: list[Row], entries: dict[str, Entry]) -> Kind | None:
+    """That of a BF16 run of the row's size and seed; none is done: None."""
+    for run in rows:
+        is_partner = run.is_baseline and (run.size, run.seed) == (row.size, row.seed)
+        if is_partner and run.run in entries:
+            return entries[run.run].machine
+    return None
 
 
 def _take_over(entries: dict[str, Entry], home: Path, folder: Path) -> None:
@@ -383,7 +363,8 @@ def repeat(name: str, rows: list[Row], entries: dict[str, Entry], options: Optio
         raise UserError(f"{name} has no row yet: nothing to compare a repeat with")
     os.environ["OMP_NUM_THREADS"] = "1"
     row = from_scratch(by_name[name])
-    with tempfile.TemporaryDirectory() as temporary:
+    kind = kind_for("pair", entries[name].machine)
+    with tempfile.TemporaryDirectory() as temporary, computing_as(kind):
         folder = Path(temporary)
         code, _ = train(row, rows, folder, replace(options, out=temporary), math.inf)
         if not sweep.summary_of(row, folder):
@@ -392,7 +373,7 @@ def repeat(name: str, rows: list[Row], entries: dict[str, Entry], options: Optio
             )
             print(reason, file=sys.stderr)
             return 1
-        again = entry_from(folder / name, 0.0)
+        again = entry_from(folder / name, 0.0, kind)
     comparison = compare(entries[name], again)
     print(comparison.text)
     return 0 if comparison.is_equal else 1
@@ -436,10 +417,7 @@ def compare(entry: Entry, again: Entry) -> Comparison:
 
 def kind_of(entry: Entry) -> str:
     """For people: what decides a run's bits."""
-    flags = [flag for flag in entry.machine.flags if flag.startswith(("avx512_", "amx"))]
-    return " ".join(
-        [entry.machine.vendor, entry.machine.capability, *flags, f"torch {entry.summary['torch']}"]
-    )
+    return f"{entry.machine} torch {entry.summary['torch']}"
 
 
 # ------------------------------------------------------------------------------------------ status

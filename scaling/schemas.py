@@ -3,10 +3,11 @@
 A test compares the page with schema_page()."""
 
 from lib.schema import schema_table
+from scaling.cpu_kind import Kind
 from scaling.declaration import Declaration
 from scaling.gap_predictions import GapPrediction, GapScore, GapTarget, PairInput
 from scaling.gap_words import TableColumns
-from scaling.ledger import Entry, Kind
+from scaling.ledger import Entry
 from scaling.paired.cost import Cost, Surface, Throughput
 from scaling.paired.equivalence import Equivalence, Part
 from scaling.paired.estimates import Estimate

@@ -3,6 +3,7 @@ its row to the bit."""
 
 import functools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import train
 from lib.files import read_rows
 from model import GPTConfig
 from runtime.config import Config
-from scaling import ledger, precision, sweep
-from scaling.ledger import Entry, compare, machine_kind, read_entries
+from scaling import cpu_kind, ledger, precision, sweep
+from scaling.cpu_kind import Kind, machine_kind
+from scaling.ledger import Entry, compare, read_entries
 from scaling.study import Row
 from tests.conftest import asked, changed, figures_off, tiny_config, write_config
 from tests.helpers.scaling_runs import strict
@@ -350,6 +352,53 @@ def test_a_row_has_its_cpu_time_machine_and_version(entry: Entry) -> None:
     assert entry.cpu_s == 1.5
     assert entry.machine == machine_kind()
     assert asdict(entry)["schema_version"] == 1
+
+
+NEW = Kind(vendor="AuthenticAMD", model="new", capability="AVX512", flags=("avx2", "avx512f"))
+
+
+@pytest.fixture
+def told(command: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ATEN_CPU_CAPABILITY tells each run that is trained, on a CPU with AVX-512."""
+    capabilities, train_run = [], ledger.train
+
+    def noting(*arguments: Any) -> tuple[int, float]:
+        capabilities.append(os.environ.get("ATEN_CPU_CAPABILITY", "its own"))
+        return train_run(*arguments)
+
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(cpu_kind, "machine_kind", lambda: NEW)
+    monkeypatch.setattr(ledger, "train", noting)
+    return capabilities
+
+
+def kinds_of(tmp_path: Path) -> list[str]:
+    return [row["machine"]["capability"] for row in rows_of(tmp_path)]
+
+
+def test_a_run_is_trained_as_its_pairs_bf16_run_was(
+    command: Callable[..., str], told: list[str], tmp_path: Path
+) -> None:
+    command("--run", "only=a_bf16_t1_s1", "instructions=avx2", code=0)
+    command("--run")
+    assert told == ["avx2"] * 4 and kinds_of(tmp_path) == ["AVX2"] * 4
+
+
+def test_without_a_pair_a_run_has_all_instructions_of_the_cpu(
+    command: Callable[..., str], told: list[str], tmp_path: Path
+) -> None:
+    command("--run")
+    assert told == ["its own"] * 4 and kinds_of(tmp_path) == ["AVX512"] * 4
+
+
+def test_a_repeat_is_trained_as_its_row_was(
+    command: Callable[..., str], told: list[str], tmp_path: Path
+) -> None:
+    command("--run", "only=a_bf16_t1_s1", "instructions=avx2")
+    assert "a_bf16_t1_s1 on the same kind of machine: equal to the bit" in command(
+        "repeat=a_bf16_t1_s1"
+    )
+    assert told == ["avx2"] * 2
 
 
 def test_the_validation_blocks_of_a_row_give_its_loss(entry: Entry) -> None:
