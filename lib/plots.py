@@ -102,6 +102,14 @@ STYLES = (
         "linestyle": (0, (2, 4)),
         "linewidth": 1.0,
     },
+    {  # no colour of Okabe and Ito: their yellow is lost on white
+        "color": "#882255",
+        "shades": "Purples",
+        "marker": "h",
+        "markersize": 4.0,
+        "linestyle": (0, (4, 1, 1, 1, 1, 1)),
+        "linewidth": 1.0,
+    },
 )
 
 

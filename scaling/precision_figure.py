@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ GAP_ROOM = 1.2  # the axis ends at so many times the farthest gap
 MARGIN_ROOM = 1.3  # or at so many times the margin: its lines keep off the edges
 MOST_MARGINS = 4  # an axis longer than so many margins is logarithmic beyond the margin
 MOST_TICKS = 4  # on one side beyond the margin
+MOST_MARKERS = 40  # more hide each other
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,13 @@ LAWS = (
 def draw_precision(result: PrecisionResult) -> Figure:
     """Left: each gap in per cent at its size; rows that share a size stand side by side, more
     tokens further right. Right: each gap above 0 in nats at its total parameters, as the published
-    laws beside them count."""
+    laws beside them count. Of more than MOST_MARKERS gaps each recipe's with the most tokens at a
+    size are shown; the figure budgets has all of them."""
     words = words_of(result.table, result.loss)
+    title = gap_title(result, words)
+    is_crowded = len(result.sizes) > MOST_MARKERS
+    if is_crowded:
+        result = replace(result, sizes=_with_most_tokens(result.sizes))
     looks = _looks(result.common)
     percents = drawn_gaps(result, _places(result.sizes), "percent")
     nats = drawn_gaps(result, [size.params_total for size in result.sizes], "nats")
@@ -79,8 +85,8 @@ def draw_precision(result: PrecisionResult) -> Figure:
         (7.4, 3.8),
         1,
         2,
-        gap_title(result, words),
-        _caption(ratio, is_log, has_arrows),
+        title,
+        _caption(ratio, is_log, has_arrows, is_crowded),
         handles,
         4,
     )
@@ -132,11 +138,24 @@ def _looks(recipes: Iterable[str]) -> dict[str, dict]:
     return looks
 
 
-def _caption(ratio: float, is_log: bool, has_arrows: bool) -> str:
+def _with_most_tokens(sizes: Sequence[SizeGap]) -> list[SizeGap]:
+    """Of each recipe at each size the row with the most tokens."""
+    most: dict[tuple[str, int], SizeGap] = {}
+    for size in sizes:
+        key = (size.recipe, size.N)
+        if key not in most or size.tokens > most[key].tokens:
+            most[key] = size
+    return list(most.values())
+
+
+def _caption(ratio: float, is_log: bool, has_arrows: bool, is_crowded: bool) -> str:
+    which = "at each size further right: more tokens"
+    if is_crowded:
+        which = "of each recipe at each size the gap with the most tokens"
     beyond = "; beyond the margin the axis is logarithmic" if is_log else ""
     arrows = " (arrows: bars down to 0 or below)" if has_arrows else ""
     return (
-        f"Left, at each size further right: more tokens{beyond}. Right: gaps above 0{arrows} and"
+        f"Left, {which}{beyond}. Right: gaps above 0{arrows} and"
         f" published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were"
         " fitted to."
     )

@@ -1,5 +1,6 @@
 """scaling/precision_figure.py: gaps, nulls, margin and published laws stand where they belong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 
 from scaling import precision
+from scaling.paired.estimates import Estimate
 from scaling.paired.gaps import Pair
 from scaling.paired.published import kumar_gap, sun_gap
 from scaling.pairing import pair_runs
@@ -204,3 +206,30 @@ def test_the_axis_has_ticks_and_holds_the_gaps_whatever_they_are(panel: Axes) ->
     ticks = [tick for tick in panel.get_yticks() if low <= tick <= high]
     assert 0 in ticks and len(ticks) >= 3
     assert all(low < mean < high for _, mean, *_ in errorbars(panel))
+
+
+def test_a_crowded_figure_shows_the_gaps_with_the_most_tokens(drawn: Drawn) -> None:
+    sizes = [
+        replace(
+            size,
+            tokens=budget * size.tokens,
+            bf16=Estimate(1, size.bf16.mean + budget),
+        )
+        for budget in (1, 20, *range(2, 20))
+        for size in drawn.result.sizes
+    ]
+    left, _ = draw_precision(replace(drawn.result, sizes=sizes)).axes
+    means = [mean for _, mean, _, _ in errorbars(left, ORANGE)]
+    expected = [size.bf16.mean + 20 for size in drawn.result.sizes if size.recipe == "tensorwise"]
+    assert means == pytest.approx(expected)
+
+
+def test_forty_gaps_are_all_shown(drawn: Drawn) -> None:
+    sizes = [
+        replace(size, tokens=budget * size.tokens)
+        for budget in range(1, 14)
+        for size in drawn.result.sizes
+    ]
+    left, _ = draw_precision(replace(drawn.result, sizes=sizes)).axes
+    n_shown = sum(len(errorbars(left, colour)) for colour in (ORANGE, GREEN))
+    assert n_shown == len(sizes) == 39
