@@ -9,8 +9,9 @@ The rows lie in studies/<study>/runs.jsonl: what summary.json says, the validati
 the machine's kind, CPU seconds. They are all that lasts: --run begins by writing them back, so a
 run with a row is never trained again, also on another machine. Checkpoints stay below out/<study>/
 until a trunk has all of its branches; on a machine without them a branch is trained from scratch,
-to the same weights. Each run has one thread, so that the order of its sums is fixed. Several
-commands may train one study side by side, each with an out= of its own.
+to the same weights. Each run has one thread, so that the order of its sums is fixed, and follows
+the BF16 run of its size and seed where that kept to AVX2 (scaling/cpu_kind.py). Several commands
+may train one study side by side, each with an out= of its own.
 
 studies/<study>/study.json is what was declared before the first run. Exit code: 0 all is done or
 equal, 1 a run failed or its repeat differs, 2 a mistake in the command, 3 not all is done."""
