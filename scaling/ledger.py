@@ -13,8 +13,12 @@ to the same weights. Each run has one thread, so that the order of its sums is f
 the BF16 run of its size and seed where that kept to AVX2 (scaling/cpu_kind.py). Several commands
 may train one study side by side, each with an out= of its own.
 
-studies/<study>/study.json is what was declared before the first run. Exit code: 0 all is done or
-equal, 1 a run failed or its repeat differs, 2 a mistake in the command, 3 not all is done."""
+studies/<study>/study.json is what was declared before the first run; predictions that were frozen
+before their runs (prediction_*.json, gap_prediction_*.json) are kept in studies/<study>/law, and
+written back to out/<study>/law, where --run looks for those of held-out runs.
+
+Exit code: 0 all is done or equal, 1 a run failed or its repeat differs, 2 a mistake in the command,
+3 not all is done."""
 
 import json
 import math
@@ -45,7 +49,7 @@ from runtime.config import Config, apply_overrides, load_config, positive
 from scaling import sweep
 from scaling.cpu_kind import Instructions, Kind, computing_as, kind_for
 from scaling.declaration import write_declaration
-from scaling.records import read_json
+from scaling.records import LAW_FOLDER, read_json
 from scaling.run_states import arm_label, from_scratch
 from scaling.study import Row, Study, expand, load_study
 
@@ -216,13 +220,14 @@ def blocks_of(path: Path, sources: list[str]) -> dict[str, dict[str, list[float]
 
 
 def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
-    """Write study.json and every row's summary.json and val_losses.npz below `folder`, where they
-    are not there yet.
+    """Write study.json, frozen predictions and every row's summary.json and val_losses.npz below
+    `folder`, where they are not there yet. Raises UserError where a prediction there is another.
 
     A restored run has a block of validation sequences where the run itself had each sequence."""
     folder.mkdir(parents=True, exist_ok=True)
     if (home / "study.json").exists():
         shutil.copyfile(home / "study.json", folder / "study.json")
+    _restore_predictions(home / LAW_FOLDER, folder / LAW_FOLDER)
     for name, entry in entries.items():
         run_dir = folder / name
         if (run_dir / "summary.json").exists():
@@ -234,6 +239,18 @@ def restore(entries: dict[str, Entry], home: Path, folder: Path) -> None:
         arrays: dict[str, Any] = {"source": number, **columns}
         np.savez(run_dir / "val_losses.npz", **arrays)
         write_json(run_dir / "summary.json", entry.summary)
+
+
+def _restore_predictions(kept: Path, folder: Path) -> None:
+    """Copy the frozen predictions of `kept`, of losses and of gaps, into `folder`."""
+    for path in sorted(kept.glob("*prediction_*.json")):
+        copy = folder / path.name
+        if copy.exists() and copy.read_bytes() != path.read_bytes():
+            raise UserError(
+                f"{copy} is another prediction than {path}, which was frozen first: move it away"
+            )
+        folder.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 # ---------------------------------------------------------------------------------------- training

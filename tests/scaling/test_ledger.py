@@ -187,6 +187,38 @@ def test_a_restored_declaration_keeps_its_date(done: Callable[..., str], tmp_pat
     assert "before the runs" in precision_of(tmp_path)["margin"]["source"]
 
 
+PREDICTIONS = ["gap_prediction_b_tensorwise_t1_s1.json", "prediction_b_bf16_t1_s1.json"]
+
+
+@pytest.fixture
+def frozen(done: Callable[..., str], tmp_path: Path) -> Path:
+    """The study's folder of laws, with two frozen predictions."""
+    folder = tmp_path / "rows/law"
+    folder.mkdir()
+    for name in PREDICTIONS:
+        (folder / name).write_text(name)
+    (folder / "law.json").write_text("{}")
+    return folder
+
+
+def test_frozen_predictions_are_restored(
+    frozen: Path, done: Callable[..., str], tmp_path: Path
+) -> None:
+    done("--restore")
+    restored = {path.name: path.read_text() for path in (tmp_path / "out/tiny/law").iterdir()}
+    assert restored == {name: name for name in PREDICTIONS}
+
+
+def test_another_prediction_is_not_overwritten(
+    frozen: Path, done: Callable[..., str], tmp_path: Path
+) -> None:
+    law = tmp_path / "out/tiny/law"
+    law.mkdir()
+    (law / PREDICTIONS[1]).write_text("made anew")
+    assert "is another prediction than" in done("--restore", code=2)
+    assert (law / PREDICTIONS[1]).read_text() == "made anew"
+
+
 def test_a_repeat_is_equal_to_the_bit(done: Callable[..., str]) -> None:
     assert "equal to the bit" in done("repeat=a_tensorwise_t0.5_s1")
 
