@@ -390,18 +390,18 @@ NEW = Kind(vendor="AuthenticAMD", model="new", capability="AVX512", flags=("avx2
 
 
 @pytest.fixture
-def told(command: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def capabilities(command: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ATEN_CPU_CAPABILITY tells each run that is trained, on a CPU with AVX-512."""
-    capabilities, train_run = [], ledger.train
+    seen, train_run = [], ledger.train
 
     def noting(*arguments: Any) -> tuple[int, float]:
-        capabilities.append(os.environ.get("ATEN_CPU_CAPABILITY", "its own"))
+        seen.append(os.environ.get("ATEN_CPU_CAPABILITY", "its own"))
         return train_run(*arguments)
 
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     monkeypatch.setattr(cpu_kind, "machine_kind", lambda: NEW)
     monkeypatch.setattr(ledger, "train", noting)
-    return capabilities
+    return seen
 
 
 def kinds_of(tmp_path: Path) -> list[str]:
@@ -409,28 +409,28 @@ def kinds_of(tmp_path: Path) -> list[str]:
 
 
 def test_a_run_is_trained_as_its_pairs_bf16_run_was(
-    command: Callable[..., str], told: list[str], tmp_path: Path
+    command: Callable[..., str], capabilities: list[str], tmp_path: Path
 ) -> None:
     command("--run", "only=a_bf16_t1_s1", "instructions=avx2", code=0)
     command("--run")
-    assert told == ["avx2"] * 4 and kinds_of(tmp_path) == ["AVX2"] * 4
+    assert capabilities == ["avx2"] * 4 and kinds_of(tmp_path) == ["AVX2"] * 4
 
 
 def test_without_a_pair_a_run_has_all_instructions_of_the_cpu(
-    command: Callable[..., str], told: list[str], tmp_path: Path
+    command: Callable[..., str], capabilities: list[str], tmp_path: Path
 ) -> None:
     command("--run")
-    assert told == ["its own"] * 4 and kinds_of(tmp_path) == ["AVX512"] * 4
+    assert capabilities == ["its own"] * 4 and kinds_of(tmp_path) == ["AVX512"] * 4
 
 
 def test_a_repeat_is_trained_as_its_row_was(
-    command: Callable[..., str], told: list[str], tmp_path: Path
+    command: Callable[..., str], capabilities: list[str], tmp_path: Path
 ) -> None:
     command("--run", "only=a_bf16_t1_s1", "instructions=avx2")
     assert "a_bf16_t1_s1 on the same kind of machine: equal to the bit" in command(
         "repeat=a_bf16_t1_s1"
     )
-    assert told == ["avx2"] * 2
+    assert capabilities == ["avx2"] * 2
 
 
 def test_the_validation_blocks_of_a_row_give_its_loss(entry: Entry) -> None:
