@@ -1,13 +1,17 @@
 """eval/precision.py, FP8 in eval/sample.py and eval/harness.py, on two real runs, one trained in
 each precision."""
 
+import contextlib
+import io
 import math
 import os
 import shutil
 import types
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,11 +20,12 @@ import torch
 
 import train
 from eval import harness, inference, precision, sample
+from eval.inference import Inference
 from fp8.probe import statistics
 from fp8.recipes import RECIPES
 from lib.errors import UserError
 from lib.files import read_rows
-from model import KVCache
+from model import GPT, KVCache
 from runtime.checkpoint import load_model
 from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
 from runtime.data import Data
@@ -31,16 +36,15 @@ from tests.helpers.eval_runs import call, greedy_text, refused
 from tests.helpers.scaling_runs import edit
 from tests.helpers.scaling_runs import strict as read_json
 
-EIGHT = [
-    f"layers.{i}.{name}"
-    for i in range(2)
-    for name in ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
-]
+LINEARS_OF_A_BLOCK = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+EIGHT = [f"layers.{i}.{name}" for i in range(2) for name in LINEARS_OF_A_BLOCK]
+OWN_CHOICE = {name for name in EIGHT if not name.endswith("attn.out")} | {"head"}
 
 
 @pytest.fixture(scope="module")
-def trained(data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A BF16 run and an FP8 run with a choice of Linears of its own, as train.py leaves them."""
+def trained(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BF16 run and an FP8 run with a choice of Linears of its own, as train.py leaves them. They
+    are only read; what is written goes into a copy."""
     folder = tmp_path_factory.mktemp("inference")
     config = replace(
         tiny_config(data_dir, folder / "out"),
@@ -49,252 +53,556 @@ def trained(data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
         optim=OptimConfig(lr=3e-2),
         log=LogConfig(every=100),
     )
-    own = FP8Config(recipe="tensorwise", skip=("attn.out",), head=True)
-    for each in (config, replace(config, run="fp8", fp8=own)):
-        assert train.main([str(write_config(each, folder / f"{each.run}.py"))]) == 0
+    own_choice = FP8Config(recipe="tensorwise", skip=("attn.out",), head=True)
+    for run_config in (config, replace(config, run="fp8", fp8=own_choice)):
+        file = write_config(run_config, folder / f"{run_config.run}.py")
+        assert train.main([str(file)]) == 0
     return folder / "out"
 
 
+def copy_of(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the runs that all tests of a fixture share."""
+    return shutil.copytree(trained, tmp_path_factory.mktemp("runs") / "out")
+
+
 @pytest.fixture
-def runs(trained, tmp_path: Path):
-    with mock.patch.dict(os.environ):  # which the harness changes
-        yield shutil.copytree(trained, tmp_path / "out")
+def runs(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the runs that a test may change."""
+    return shutil.copytree(trained, tmp_path / "out")
 
 
-def by_hand(run: Path, recipe: str, names):
+@dataclass
+class Printed:
+    out: str
+    err: str
+
+
+def printed_by(command: ModuleType, *arguments: object) -> Printed:
+    """What a command prints, which must succeed. For fixtures that several tests share, where
+    capsys cannot be had."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ),  # which the harness changes
+    ):
+        call(command, *arguments)
+    return Printed(out.getvalue(), err.getvalue())
+
+
+def load(run: Path, recipe: str = "off") -> Inference:
+    return inference.load_for_inference(str(run), "cpu", "bfloat16", recipe)
+
+
+# ------------------------------------------------------------------------------------ the logits
+
+
+def by_hand(run: Path, recipe: str, names: Iterable[str]) -> GPT:
     """The run's plain model, the named Linears replaced by a matmul in fp64, both operands
     quantised without any code of ours."""
     model, _ = load_model(run)
     for name in names:
-
-        def forward(self, x: torch.Tensor):
-            (of_x, of_weight, *_), rows = OPERANDS[recipe], x.reshape(-1, x.size(-1))
-            y = quantised(rows, of_x, 1)[0] @ quantised(self.weight, of_weight, 1)[0].T
-            return y.view(*x.shape[:-1], -1).to(x.dtype)
-
         module = model.get_submodule(name)
-        module.forward = types.MethodType(forward, module)
+        module.forward = types.MethodType(forward_by_hand(recipe), module)
     return model
 
 
-def load(run: Path, recipe: str = "off"):
-    return inference.load_for_inference(str(run), "cpu", "bfloat16", recipe)
+def forward_by_hand(recipe: str) -> Callable[[torch.nn.Linear, torch.Tensor], torch.Tensor]:
+    of_x, of_weight, *_ = OPERANDS[recipe]
+
+    def forward(linear: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        rows, _ = quantised(x.reshape(-1, x.size(-1)), of_x, 1)
+        weight, _ = quantised(linear.weight, of_weight, 1)
+        y = rows @ weight.T
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+    return forward
 
 
-def logits_with_cache(model, ids):
+def logits_of_the_whole(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).double()
+
+
+def logits_with_cache(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     """(B, T, V): two tokens at once, then one at a time from the cache."""
     cache = KVCache()
-    return torch.cat(
-        [model(part, cache=cache) for part in (ids[:, :2], *ids[:, 2:].split(1, 1))], 1
-    ).double()
+    parts = (ids[:, :2], *ids[:, 2:].split(1, 1))
+    return torch.cat([model(part, cache=cache) for part in parts], 1).double()
 
 
-@pytest.mark.parametrize("recipe", NATIVE)
-@torch.no_grad()
-def test_logits_are_those_of_explicit_quantisation_with_and_without_cache(runs, recipe):
-    loaded = load(runs / "bf16", recipe)
-    assert [layer.name for layer in loaded.layers if layer.recipe] == EIGHT
-    ids = torch.randint(80, (3, 12), generator=torch.Generator().manual_seed(0))
-    plain, reference = load_model(runs / "bf16")[0], by_hand(runs / "bf16", recipe, EIGHT)
-    for run_model in (
-        lambda m: m(ids).double(),
-        lambda m: logits_with_cache(m, ids),
-        lambda m: logits_with_cache(m, ids[:1]),
-    ):
-        got, want, unquantised = (run_model(m) for m in (loaded.model, reference, plain))
-        wrong, effect = (got - want).norm() / want.norm(), (unquantised - want).norm() / want.norm()
-        assert wrong < 0.25 * effect, (
-            f"{wrong:.1e} from explicit quantisation, whose whole effect is {effect:.1e}"
-        )
-
-    # What a Linear quantises (tests/fp8/test_linears.py) is its fp32 weight, not a BF16 copy, as in
-    # training.
-    weight = plain.layers[1].mlp.down.weight
-    assert weight.dtype == torch.float32 and torch.equal(
-        loaded.model.layers[1].mlp.down.weight, weight
-    )
+def logits_of_one_row_with_cache(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    return logits_with_cache(model, ids[:1])
 
 
-def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
-    config = read_json(path := runs / "fp8" / "config.json")
-    edit(path, fp8=config["fp8"] | {"all_gather": True})  # which one process need not do
-    model, _, _, layers, _ = load(runs / "fp8", "tensorwise")
-    converted = {layer.name for layer in layers if layer.recipe}
-    assert converted == {
-        f"layers.{i}.{m}" for i in range(2) for m in ("attn.qkv", "mlp.gate_up", "mlp.down")
-    } | {"head"}
-    assert model.head.weight is model.wte.weight  # tied, hence the embedding is fp32 too
-    kept = {
-        name.removesuffix(".weight")
-        for name, p in model.named_parameters()
-        if p.dtype == torch.float32
-    }
-    assert kept == converted - {"head"} | {"wte"} and {p.dtype for p in model.parameters()} == {
-        torch.float32,
-        torch.bfloat16,
-    }
-    plain, cast_at_use = (
-        load(runs / "bf16").model,
-        load_model(runs / "bf16", compute_dtype=torch.bfloat16)[0],
-    )
-    assert {p.dtype for p in plain.parameters()} == {
-        torch.bfloat16
-    } and plain.cos.dtype == torch.float32
-    assert torch.equal(plain(torch.arange(20)[None]), cast_at_use(torch.arange(20)[None]))
+@dataclass
+class Converted:
+    """The BF16 run's model in a recipe: as eval loads it, converted by hand, and not converted."""
+
+    loaded: Inference
+    by_hand: GPT
+    plain: GPT
 
 
-def test_losses_are_those_that_training_reported_and_the_gap_is_paired(
-    runs, capsys: pytest.CaptureFixture[str]
-):
-    call(precision, runs / "fp8", "recipes=tensorwise,rowwise")
-    out = capsys.readouterr().out
-    record, summary = (
-        read_json(runs / "fp8" / name) for name in ("eval/precision.json", "summary.json")
-    )
-    tensorwise = record["fp8"]["tensorwise"]
-    assert (
-        record["bf16"]["loss"] == summary["loss_bf16"]
-        and record["bf16"]["loss_se"] == summary["loss_bf16_se_seq"]
-    )
-    assert tensorwise["loss"] == summary["loss_as_trained"] != summary["loss_bf16"]
-    # attn.out skipped
-    assert set(tensorwise["layers"]) == set(summary["precision"]["layers_converted"])
-    # another recipe: its defaults, without the head
-    assert len(record["fp8"]["rowwise"]["layers"]) == 8
-    with np.load(runs / "fp8" / "val_losses.npz") as losses:  # sources in sorted order: code, web
-        gap = [(losses["as_trained"] - losses["bf16"])[losses["source"] == s] / 32 for s in (0, 1)]
-    mean = 0.25 * gap[0].mean() + 0.75 * gap[1].mean()
-    error = math.hypot(
-        *(w * g.std(ddof=1) / math.sqrt(len(g)) for w, g in zip((0.25, 0.75), gap, strict=True))
-    )
-    found = [tensorwise[f"difference{end}"] for end in ("", "_se", "_percent")]
-    assert found == pytest.approx([mean, error, 100 * mean / summary["loss_bf16"]], rel=1e-6)
-    assert (
-        error < record["bf16"]["loss_se"] / 5
-        and f"{mean:+.5f} ± {error:.5f} |" in out
-        and "fp8: emulated on this CPU" in out
-    )
+@pytest.fixture(scope="module", params=NATIVE)
+def converted(trained: Path, request: pytest.FixtureRequest) -> Converted:
+    run = trained / "bf16"
+    plain, _ = load_model(run)
+    return Converted(load(run, request.param), by_hand(run, request.param, EIGHT), plain)
 
 
-def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys: pytest.CaptureFixture[str]):
-    recipes = ["tensorwise", "cscale", "mxfp8", "auto"]
-    call(precision, runs / "bf16", f"recipes={','.join(recipes)}", "micro_batch=5")
-    record, out = read_json(runs / "bf16/eval/precision.json"), capsys.readouterr().out
-    assert (
-        record["step"] == 8
-        and record["micro_batch"] == 5
-        and record["sequences"] == {"code": 10, "web": 10}
-    )
-    # no timings of a CPU
-    assert record["fp8"]["auto"]["difference"] == 0 and "THIS RUN IS BF16" in out
-    model, _ = load_model(runs / "bf16")
-    for recipe in recipes[:3]:  # what a row's numbers are: tests/fp8/test_probe.py
-        rows = read_rows(runs / "bf16" / "eval" / f"probe_{recipe}.jsonl")
-        assert [row.get("layer", row.get("block")) for row in rows] == [*EIGHT, 0, 1] and {
-            row["step"] for row in rows
-        } == {8}
-        for row in rows[:8]:  # nothing of gradients
-            assert (
-                row.keys()
-                == {"schema_version", "kind", "step", "layer", "recipe", "evaluated_in"}
-                | {"weight", "activation", "output_sqnr"}
-                and row["recipe"] == row["evaluated_in"] == recipe
-            )
-            assert (
-                row["weight"]["amax"] == model.get_submodule(row["layer"]).weight.abs().max()
-                and row["activation"]["amax"]
-            )
-    val, seen = Data(read_config(runs / "bf16"), load_tokenizer("byte").sha256).val, []
-    quantised_model = load(runs / "bf16", "mxfp8").model
-    quantised_model.layers[0].attn.qkv.register_forward_pre_hook(
-        lambda module, x: seen.append(statistics(x[0], RECIPES["mxfp8"].input).tolist())
-    )
-    quantised_model(
-        torch.cat(
-            [val[source].batch(i, i + 1)[0] for i in range(3) for source in ("code", "web")][:5]
-        )
-    )
-    assert [*rows[0]["activation"].values()] == seen[0], "the sources take turns in what is probed"
-
-
-def test_tasks_are_scored_through_fp8_matmuls(runs, capsys: pytest.CaptureFixture[str]):
-    for arguments in ([], ["fp8=rowwise"], ["fp8=rowwise", "limit=3"]):
-        call(harness, runs / "bf16", "tasks=val_ppl", *arguments)
-    out = capsys.readouterr().out
-    assert out.count("8 of 9 Linears") == 2 and "layers.*.mlp.down" in out and "-> rowwise" in out
-    plain, rowwise = (
-        read_json(runs / "bf16" / "eval" / f"val_ppl{end}.json") for end in ("", "_fp8_rowwise")
-    )
-    assert (
-        (plain["fp8"], rowwise["fp8"]) == ("off", "rowwise")
-        and plain["layers_fp8"] == []
-        and len(rowwise["layers_fp8"]) == 8
-    )
-    a, b = (record["tasks"]["val_ppl"]["bits_per_byte"] for record in (plain, rowwise))
-    assert a != b == pytest.approx(a, rel=0.02) and plain["step"] == 8
-
-
-def test_a_sample_in_fp8_is_the_converted_models(runs, capsys: pytest.CaptureFixture[str]):
-    call(sample, runs / "bf16", "ab", "tokens=12", "temperature=0", "fp8=rowwise")
-    out, err = capsys.readouterr()
-    reference = by_hand(runs / "bf16", "rowwise", EIGHT)
-    assert out == "ab" + greedy_text(reference.eval(), b"ab", 12) + "\n"
-    assert "8 of 9 Linears" in err and "slower than BF16" in err and len(err.splitlines()) == 2
-
-
-def test_all_arms_are_of_one_checkpoint_though_the_run_writes_another(
-    runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """It is null in JSON and nan in the table."""
-
-    def broken(run: Path, *arguments: object):
-        loaded = inference.load_for_inference(run, *arguments)
-        if arguments[2] != "off":
-            loaded.model.layers[0].mlp.down.weight.data.fill_(math.nan)
-        shutil.copytree(
-            f"{run}/checkpoints/step_00000008",
-            f"{run}/checkpoints/step_00000009",
-            dirs_exist_ok=True,
-        )
-        return loaded
-
-    monkeypatch.setattr(precision, "load_for_inference", broken)
-    (runs / "bf16" / "summary.json").unlink()  # a run that is not finished has none
-    call(precision, runs / "bf16", "recipes=rowwise")
-    arm = (record := read_json(runs / "bf16/eval/precision.json"))["fp8"]["rowwise"]
-    assert (
-        arm["loss"] is None and arm["difference_se"] is None and "| nan " in capsys.readouterr().out
-    )
-    assert [record["step"], arm["step"], load(runs / "bf16").step] == [8, 8, 9]
+def test_a_recipe_converts_the_linears_of_all_blocks(converted: Converted) -> None:
+    layers = converted.loaded.layers
+    assert [layer.name for layer in layers if layer.recipe] == EIGHT
 
 
 @pytest.mark.parametrize(
-    "entry, argument",
-    [(harness, "fp8=rowwise"), (sample, "fp8=rowwise"), (precision, "recipes=rowwise")],
+    "logits_of", [logits_of_the_whole, logits_with_cache, logits_of_one_row_with_cache]
 )
-def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(
-    runs,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    entry: ModuleType,
-    argument: str,
-):
-    monkeypatch.setattr(
-        inference, "load_model", lambda *a, **k: pytest.fail("the checkpoint was read")
-    )
-    arguments = [runs / "bf16", argument, *["tasks=demo"] * (entry is harness)]
-    config = read_json(path := runs / "bf16" / "config.json")
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "fp8.selection.check_hardware",
-            mock.Mock(side_effect=UserError("rowwise not on this device")),
+@torch.no_grad()
+def test_logits_are_those_of_explicit_quantisation(
+    logits_of: Callable[[GPT, torch.Tensor], torch.Tensor], converted: Converted
+) -> None:
+    """Their distance is small beside the whole effect of the quantisation."""
+    ids = torch.randint(80, (3, 12), generator=torch.Generator().manual_seed(0))
+    reference = logits_of(converted.by_hand, ids)
+    distance = (logits_of(converted.loaded.model, ids) - reference).norm()
+    effect = (logits_of(converted.plain, ids) - reference).norm()
+    assert distance < 0.25 * effect
+
+
+def test_an_fp8_linear_quantises_its_fp32_weight_as_in_training(converted: Converted) -> None:
+    """No BF16 copy of it. What a Linear quantises: tests/fp8/test_linears.py."""
+    weight = converted.plain.layers[1].mlp.down.weight
+    assert weight.dtype == torch.float32
+    assert torch.equal(converted.loaded.model.layers[1].mlp.down.weight, weight)
+
+
+# ---------------------------------------------------------------------------- dtypes of weights
+
+
+@pytest.fixture(scope="module")
+def own_choice(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Inference:
+    """The FP8 run in its own recipe; as if trained with fp8.all_gather, which one process need not
+    do."""
+    run = copy_of(trained, tmp_path_factory) / "fp8"
+    config = read_json(run / "config.json")
+    edit(run / "config.json", fp8=config["fp8"] | {"all_gather": True})
+    return load(run, "tensorwise")
+
+
+def test_the_runs_own_recipe_converts_its_own_choice_of_linears(own_choice: Inference) -> None:
+    assert {layer.name for layer in own_choice.layers if layer.recipe} == OWN_CHOICE
+
+
+def test_a_converted_head_stays_tied_to_the_embedding(own_choice: Inference) -> None:
+    assert own_choice.model.head.weight is own_choice.model.wte.weight
+
+
+def test_only_weights_of_converted_linears_are_stored_in_fp32(own_choice: Inference) -> None:
+    """The head's is the embedding's."""
+    in_fp32 = set()
+    for name, p in own_choice.model.named_parameters():
+        if p.dtype == torch.float32:
+            in_fp32.add(name.removesuffix(".weight"))
+    assert in_fp32 == OWN_CHOICE - {"head"} | {"wte"}
+
+
+def test_weights_outside_the_converted_linears_are_stored_in_bf16(own_choice: Inference) -> None:
+    dtypes = {p.dtype for p in own_choice.model.parameters()}
+    assert dtypes == {torch.float32, torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def in_bf16(trained: Path) -> GPT:
+    return load(trained / "bf16").model
+
+
+def test_without_fp8_all_weights_are_stored_in_bf16(in_bf16: GPT) -> None:
+    assert {p.dtype for p in in_bf16.parameters()} == {torch.bfloat16}
+
+
+def test_rope_tables_stay_in_fp32(in_bf16: GPT) -> None:
+    assert in_bf16.cos.dtype == torch.float32
+
+
+def test_stored_bf16_gives_the_numbers_of_weights_cast_at_use(trained: Path, in_bf16: GPT) -> None:
+    cast_at_use, _ = load_model(trained / "bf16", compute_dtype=torch.bfloat16)
+    ids = torch.arange(20)[None]
+    assert torch.equal(in_bf16(ids), cast_at_use(ids))
+
+
+# -------------------------------------------------------------- eval.precision on the FP8 run
+
+
+@dataclass
+class Measured:
+    """What eval.precision wrote and printed of a run."""
+
+    run: Path
+    record: dict[str, Any]
+    out: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return read_json(self.run / "summary.json")
+
+
+def measure(run: Path, *arguments: str) -> Measured:
+    printed = printed_by(precision, run, *arguments)
+    return Measured(run, read_json(run / "eval/precision.json"), printed.out)
+
+
+@pytest.fixture(scope="module")
+def of_fp8_run(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return measure(copy_of(trained, tmp_path_factory) / "fp8", "recipes=tensorwise,rowwise")
+
+
+def test_the_loss_in_bf16_is_that_which_training_reported(of_fp8_run: Measured) -> None:
+    assert of_fp8_run.record["bf16"]["loss"] == of_fp8_run.summary["loss_bf16"]
+
+
+def test_the_error_in_bf16_is_that_which_training_reported(of_fp8_run: Measured) -> None:
+    assert of_fp8_run.record["bf16"]["loss_se"] == of_fp8_run.summary["loss_bf16_se_seq"]
+
+
+def test_the_loss_in_the_runs_recipe_is_that_which_training_reported(
+    of_fp8_run: Measured,
+) -> None:
+    assert of_fp8_run.record["fp8"]["tensorwise"]["loss"] == of_fp8_run.summary["loss_as_trained"]
+
+
+def test_the_losses_in_fp8_and_bf16_differ(of_fp8_run: Measured) -> None:
+    assert of_fp8_run.summary["loss_as_trained"] != of_fp8_run.summary["loss_bf16"]
+
+
+def test_the_runs_own_recipe_is_measured_on_its_own_choice_of_linears(
+    of_fp8_run: Measured,
+) -> None:
+    layers = of_fp8_run.record["fp8"]["tensorwise"]["layers"]
+    assert set(layers) == set(of_fp8_run.summary["precision"]["layers_converted"])
+
+
+def test_another_recipe_is_measured_on_its_defaults(of_fp8_run: Measured) -> None:
+    """Without the head."""
+    assert len(of_fp8_run.record["fp8"]["rowwise"]["layers"]) == 8
+
+
+@dataclass
+class Gap:
+    mean: float
+    error: float
+
+
+@pytest.fixture(scope="module")
+def paired_gap(of_fp8_run: Measured) -> Gap:
+    """FP8 minus BF16, from the sequences' losses that training wrote."""
+    mean, variance = 0.0, 0.0
+    with np.load(of_fp8_run.run / "val_losses.npz") as losses:
+        gaps = (losses["as_trained"] - losses["bf16"]) / 32  # per token
+        for source, weight in (0, 0.25), (1, 0.75):  # in sorted order: code, web
+            gaps_of_source = gaps[losses["source"] == source]
+            mean += weight * gaps_of_source.mean()
+            variance += weight**2 * gaps_of_source.var(ddof=1) / len(gaps_of_source)
+    return Gap(mean, math.sqrt(variance))
+
+
+def test_the_difference_is_the_mean_over_the_sequences(
+    of_fp8_run: Measured, paired_gap: Gap
+) -> None:
+    tensorwise = of_fp8_run.record["fp8"]["tensorwise"]
+    assert tensorwise["difference"] == pytest.approx(paired_gap.mean, rel=1e-6)
+
+
+def test_the_error_of_the_difference_is_paired(of_fp8_run: Measured, paired_gap: Gap) -> None:
+    tensorwise = of_fp8_run.record["fp8"]["tensorwise"]
+    assert tensorwise["difference_se"] == pytest.approx(paired_gap.error, rel=1e-6)
+
+
+def test_the_difference_in_percent_is_of_the_loss_in_bf16(
+    of_fp8_run: Measured, paired_gap: Gap
+) -> None:
+    tensorwise = of_fp8_run.record["fp8"]["tensorwise"]
+    percent = 100 * paired_gap.mean / of_fp8_run.summary["loss_bf16"]
+    assert tensorwise["difference_percent"] == pytest.approx(percent, rel=1e-6)
+
+
+def test_a_paired_error_is_far_below_that_of_the_loss(
+    of_fp8_run: Measured, paired_gap: Gap
+) -> None:
+    assert paired_gap.error < of_fp8_run.record["bf16"]["loss_se"] / 5
+
+
+def test_the_table_has_the_difference_with_its_error(of_fp8_run: Measured, paired_gap: Gap) -> None:
+    assert f"{paired_gap.mean:+.5f} ± {paired_gap.error:.5f} |" in of_fp8_run.out
+
+
+def test_emulation_is_said(of_fp8_run: Measured) -> None:
+    assert "fp8: emulated on this CPU" in of_fp8_run.out
+
+
+# -------------------------------------------------- eval.precision on the BF16 run, its probes
+
+
+PROBED = ["tensorwise", "cscale", "mxfp8"]
+
+
+@pytest.fixture(scope="module")
+def of_bf16_run(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    recipes = ",".join([*PROBED, "auto"])
+    run = copy_of(trained, tmp_path_factory) / "bf16"
+    return measure(run, f"recipes={recipes}", "micro_batch=5")
+
+
+def probe_rows(measured: Measured, recipe: str) -> list[dict[str, Any]]:
+    return read_rows(measured.run / "eval" / f"probe_{recipe}.jsonl")
+
+
+@pytest.mark.parametrize(
+    "key, value", [("step", 8), ("micro_batch", 5), ("sequences", {"code": 10, "web": 10})]
+)
+def test_the_record_says_what_was_evaluated(key: str, value: Any, of_bf16_run: Measured) -> None:
+    assert of_bf16_run.record[key] == value
+
+
+def test_auto_converts_nothing_on_a_cpu(of_bf16_run: Measured) -> None:
+    """No timings of a CPU are known, by which it would choose."""
+    assert of_bf16_run.record["fp8"]["auto"]["difference"] == 0
+
+
+def test_a_recipe_that_converts_nothing_is_said_to_be_bf16(of_bf16_run: Measured) -> None:
+    assert "THIS RUN IS BF16" in of_bf16_run.out
+
+
+@pytest.mark.parametrize("recipe", PROBED)
+def test_a_probe_has_a_row_each_linear_and_each_block(recipe: str, of_bf16_run: Measured) -> None:
+    rows = probe_rows(of_bf16_run, recipe)
+    assert [row.get("layer", row.get("block")) for row in rows] == [*EIGHT, 0, 1]
+
+
+@pytest.mark.parametrize("recipe", PROBED)
+def test_a_probes_rows_are_of_the_checkpoints_step(recipe: str, of_bf16_run: Measured) -> None:
+    assert {row["step"] for row in probe_rows(of_bf16_run, recipe)} == {8}
+
+
+@pytest.mark.parametrize("recipe", PROBED)
+def test_a_probes_row_holds_nothing_of_gradients(recipe: str, of_bf16_run: Measured) -> None:
+    """What a row's numbers are: tests/fp8/test_probe.py."""
+    origin = {"schema_version", "kind", "step", "layer", "recipe", "evaluated_in"}
+    for row in probe_rows(of_bf16_run, recipe)[:8]:
+        assert row.keys() == origin | {"weight", "activation", "output_sqnr"}
+
+
+@pytest.mark.parametrize("recipe", PROBED)
+def test_a_probes_row_names_the_recipe(recipe: str, of_bf16_run: Measured) -> None:
+    for row in probe_rows(of_bf16_run, recipe)[:8]:
+        assert row["recipe"] == recipe
+        assert row["evaluated_in"] == recipe
+
+
+@pytest.mark.parametrize("recipe", PROBED)
+def test_a_probe_is_of_the_runs_own_weights(recipe: str, of_bf16_run: Measured) -> None:
+    model, _ = load_model(of_bf16_run.run)
+    for row in probe_rows(of_bf16_run, recipe)[:8]:
+        assert row["weight"]["amax"] == model.get_submodule(row["layer"]).weight.abs().max()
+
+
+@pytest.mark.parametrize("recipe", PROBED)
+def test_a_probe_has_seen_activations(recipe: str, of_bf16_run: Measured) -> None:
+    for row in probe_rows(of_bf16_run, recipe)[:8]:
+        assert row["activation"]["amax"]
+
+
+def test_sources_take_turns_in_the_batch_that_is_probed(of_bf16_run: Measured) -> None:
+    """Five sequences: code, web, code, web, code."""
+    val = Data(read_config(of_bf16_run.run), load_tokenizer("byte").sha256).val
+    turns = [("code", 0), ("web", 0), ("code", 1), ("web", 1), ("code", 2)]
+    inputs = []
+    for source, i in turns:
+        x, _ = val[source].batch(i, i + 1)
+        inputs.append(x)
+    statistics_of_inputs = []
+
+    def watch(module: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        activation = statistics(arguments[0], RECIPES["mxfp8"].input)
+        statistics_of_inputs.append(activation.tolist())
+
+    model = load(of_bf16_run.run, "mxfp8").model
+    model.layers[0].attn.qkv.register_forward_pre_hook(watch)
+    model(torch.cat(inputs))
+    first_row = probe_rows(of_bf16_run, "mxfp8")[0]
+    assert [*first_row["activation"].values()] == statistics_of_inputs[0]
+
+
+# ----------------------------------------------------------------------- tasks and samples in FP8
+
+
+@dataclass
+class Scored:
+    """The BF16 run's scores on val_ppl through BF16 matmuls and through rowwise ones."""
+
+    plain: dict[str, Any]
+    rowwise: dict[str, Any]
+    out: str  # of these two and of a third, which is limited
+
+
+@pytest.fixture(scope="module")
+def scored(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    run = copy_of(trained, tmp_path_factory) / "bf16"
+    out = ""
+    for arguments in ([], ["fp8=rowwise"], ["fp8=rowwise", "limit=3"]):
+        out += printed_by(harness, run, "tasks=val_ppl", *arguments).out
+    plain = read_json(run / "eval/val_ppl.json")
+    return Scored(plain, read_json(run / "eval/val_ppl_fp8_rowwise.json"), out)
+
+
+def test_a_scoring_in_fp8_says_how_many_linears_it_converts(scored: Scored) -> None:
+    assert scored.out.count("8 of 9 Linears") == 2
+
+
+def test_a_scoring_in_fp8_names_the_linears_that_it_converts(scored: Scored) -> None:
+    assert "layers.*.mlp.down" in scored.out
+    assert "-> rowwise" in scored.out
+
+
+def test_a_scoring_records_its_recipe(scored: Scored) -> None:
+    assert scored.plain["fp8"] == "off"
+    assert scored.rowwise["fp8"] == "rowwise"
+
+
+def test_a_scoring_records_the_linears_that_it_converted(scored: Scored) -> None:
+    assert scored.plain["layers_fp8"] == []
+    assert len(scored.rowwise["layers_fp8"]) == 8
+
+
+def test_tasks_are_scored_through_fp8_matmuls(scored: Scored) -> None:
+    """Which move the score, but not far."""
+    plain = scored.plain["tasks"]["val_ppl"]["bits_per_byte"]
+    rowwise = scored.rowwise["tasks"]["val_ppl"]["bits_per_byte"]
+    assert rowwise != plain
+    assert rowwise == pytest.approx(plain, rel=0.02)
+
+
+def test_a_scoring_records_the_step(scored: Scored) -> None:
+    assert scored.plain["step"] == 8
+
+
+@pytest.fixture(scope="module")
+def sampled(trained: Path) -> Printed:
+    """The BF16 run's continuation of "ab" through rowwise matmuls."""
+    arguments = ("tokens=12", "temperature=0", "fp8=rowwise")
+    return printed_by(sample, trained / "bf16", "ab", *arguments)
+
+
+def test_a_sample_in_fp8_is_the_converted_models(trained: Path, sampled: Printed) -> None:
+    reference = by_hand(trained / "bf16", "rowwise", EIGHT)
+    assert sampled.out == "ab" + greedy_text(reference.eval(), b"ab", 12) + "\n"
+
+
+@pytest.mark.parametrize("words", ["8 of 9 Linears", "slower than BF16"])
+def test_a_sample_in_fp8_says_so_on_stderr(words: str, sampled: Printed) -> None:
+    assert words in sampled.err
+
+
+def test_a_sample_in_fp8_says_no_more_than_two_lines(sampled: Printed) -> None:
+    assert len(sampled.err.splitlines()) == 2
+
+
+# --------------------------------------------- a model that diverged, a run that goes on
+
+
+@pytest.fixture(scope="module")
+def diverged(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """eval.precision of a run that is not finished, which writes checkpoint 9 while its checkpoint
+    8 is evaluated, and whose FP8 model has NaN weights."""
+    run = copy_of(trained, tmp_path_factory) / "bf16"
+    (run / "summary.json").unlink()
+    load_for_inference = inference.load_for_inference
+
+    def load_broken(*arguments: Any) -> Inference:
+        loaded = load_for_inference(*arguments)
+        _, _, _, recipe, *_ = arguments
+        if recipe != "off":
+            loaded.model.layers[0].mlp.down.weight.data.fill_(math.nan)
+        checkpoints = run / "checkpoints"
+        shutil.copytree(
+            checkpoints / "step_00000008", checkpoints / "step_00000009", dirs_exist_ok=True
         )
-        assert "rowwise not on this device" in refused(capsys, entry, *arguments)
-    edit(path.parent / "summary.json", val_sha256="0")
-    assert entry is not precision or "holds other validation tokens" in refused(
-        capsys, entry, *arguments
-    )
-    edit(path, model=config["model"] | {"n_ffn": 72})
-    assert "fp8.recipe=rowwise cannot convert layers.*.mlp.down of 72 x 32" in refused(
-        capsys, entry, *arguments
-    )
+        return loaded
+
+    with mock.patch.object(precision, "load_for_inference", load_broken):
+        return measure(run, "recipes=rowwise")
+
+
+@pytest.mark.parametrize("key", ["loss", "difference_se"])
+def test_nan_is_null_in_the_record(key: str, diverged: Measured) -> None:
+    assert diverged.record["fp8"]["rowwise"][key] is None
+
+
+def test_nan_is_nan_in_the_table(diverged: Measured) -> None:
+    assert "| nan " in diverged.out
+
+
+def test_all_precisions_are_of_one_checkpoint_though_the_run_writes_another(
+    diverged: Measured,
+) -> None:
+    assert diverged.record["step"] == 8
+    assert diverged.record["fp8"]["rowwise"]["step"] == 8
+    assert load(diverged.run).step == 9
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def no_checkpoint_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("the checkpoint was read")
+
+    monkeypatch.setattr(inference, "load_model", fail)
+
+
+EACH_COMMAND = pytest.mark.parametrize(
+    "command, arguments",
+    [
+        (harness, ["fp8=rowwise", "tasks=demo"]),
+        (sample, ["fp8=rowwise"]),
+        (precision, ["recipes=rowwise"]),
+    ],
+)
+
+
+@EACH_COMMAND
+def test_a_recipe_that_the_device_lacks_is_refused_before_the_checkpoint_is_read(
+    command: ModuleType,
+    arguments: list[str],
+    runs: Path,
+    no_checkpoint_is_read: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check = mock.Mock(side_effect=UserError("rowwise not on this device"))
+    monkeypatch.setattr("fp8.selection.check_hardware", check)
+    message = refused(capsys, command, runs / "bf16", *arguments)
+    assert "rowwise not on this device" in message
+
+
+@EACH_COMMAND
+def test_a_model_that_a_recipe_cannot_convert_is_refused_before_the_checkpoint_is_read(
+    command: ModuleType,
+    arguments: list[str],
+    runs: Path,
+    no_checkpoint_is_read: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = runs / "bf16/config.json"
+    edit(path, model=read_json(path)["model"] | {"n_ffn": 72})
+    message = refused(capsys, command, runs / "bf16", *arguments)
+    assert "fp8.recipe=rowwise cannot convert layers.*.mlp.down of 72 x 32" in message
+
+
+def test_other_validation_tokens_are_refused_before_the_checkpoint_is_read(
+    runs: Path, no_checkpoint_is_read: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(runs / "bf16/summary.json", val_sha256="0")
+    message = refused(capsys, precision, runs / "bf16", "recipes=rowwise")
+    assert "holds other validation tokens" in message
