@@ -1,10 +1,16 @@
 """bench/peers.py against small stand-ins with the interfaces of nanoGPT, nanochat and torchtitan,
 whose code is never here."""
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,77 +20,87 @@ import torch.nn.functional as F
 
 import model as our_model
 from bench import peer_models, peers
-from bench.cells import Cell, config_of
+from bench.cells import Cell, Subject, config_of
 from bench.measuring import measure_cell
-from bench.peer_models import BESIDE, OURS, PRECISIONS, build_peer
+from bench.peer_models import BESIDE, OURS, build_peer
 from bench.peers import peer_groups
+from bench.rows import Measurement
 from lib.errors import UserError
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
-MATMUL = 2 * 128 * 128 + 160 * 128 + 12  # of the stand-ins, two blocks 128 wide, a gate of 12
+VOCAB = 160
+MATMUL = 2 * 128 * 128 + VOCAB * 128 + 12  # of the stand-ins, two blocks 128 wide, a gate of 12
+
+
+# --------------------------------------------------------------------------------- the stand-ins
 
 
 class Titan(nn.Module):
-    asked = None
+    optimizer_arguments: tuple | None = None  # that a peer's code has asked for its optimizer with
 
-    def __init__(self, config):
+    def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
-        C, L = (
-            (config.dim, config.n_layers)
-            if hasattr(config, "dim")
-            else (config.n_embd, config.n_layer)
-        )
-        self.embedding, self.output = (
-            nn.Embedding(config.vocab_size, C),
-            nn.Linear(C, config.vocab_size, bias=False),
-        )
+        if hasattr(config, "dim"):
+            C, L = config.dim, config.n_layers
+        else:
+            C, L = config.n_embd, config.n_layer
+        self.embedding = nn.Embedding(config.vocab_size, C)
+        self.output = nn.Linear(C, config.vocab_size, bias=False)
         self.layers = nn.ModuleDict({str(i): nn.Linear(C, C, bias=False) for i in range(L)})
-        self.gate, self.scale = nn.Linear(12, 1, bias=False), nn.Parameter(torch.zeros(1))
+        self.gate = nn.Linear(12, 1, bias=False)
+        self.scale = nn.Parameter(torch.zeros(1))
 
-    def init_weights(self, buffer_device=None):
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
         for name, p in self.named_parameters():
-            nn.init.normal_(p, std=0.0 if "layers" in name or name == "scale" else 0.02)
+            is_zero = "layers" in name or name == "scale"
+            nn.init.normal_(p, std=0.0 if is_zero else 0.02)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.embedding(x)
         h = h * (1 + self.gate(h[..., :12])) * (1 + self.scale)
         for layer in self.layers.values():
             h = h + layer(h)
         return self.output(h)
 
-    def configure_optimizers(self, *positional: object, **named: object):
-        self.asked = positional or tuple(named.values())
+    def configure_optimizers(self, *positional: Any, **named: Any) -> torch.optim.Optimizer:
+        self.optimizer_arguments = positional or tuple(named.values())
         return torch.optim.SGD(self.parameters(), lr=positional[1] if positional else 0.1)
 
 
 class Chat(Titan):
     setup_optimizer = Titan.configure_optimizers
 
-    def forward(self, x, targets):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return cross_entropy(super().forward(x), targets)
 
 
 class Nano(Titan):
-    def __init__(self, config):
+    def __init__(self, config: SimpleNamespace) -> None:
         super().__init__(config)
-        assert not (config.bias or config.dropout)
+        assert not config.bias
+        assert not config.dropout
         self.embedding.weight = self.output.weight
 
-    def forward(self, x, targets):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = super().forward(x)
         return logits, cross_entropy(logits, targets)
 
 
-def convert_to_float8_training(module, *, config=None, module_filter_fn=None):
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    config: str,
+    module_filter_fn: Callable[[nn.Module, str], bool],
+) -> None:
     assert config == "tensorwise"
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear) and module_filter_fn(child, name):
             child.__class__ = type("Float8Linear", (nn.Linear,), {})
 
 
-def cross_entropy(logits, targets):
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -113,165 +129,402 @@ FILES = {
 }
 
 
-def make(peer, folder):
+def write_checkout(peer: str, folder: Path) -> str:
     for name, text in FILES[peer].items():
-        (path := folder / name).parent.mkdir(parents=True, exist_ok=True)
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return str(folder)
 
 
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch):
-    """What a peer changes in its process is put back; what it would compile runs as it is, and is
-    noted."""
-    precision, noted = torch.get_float32_matmul_precision(), []
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(torch, "compile", lambda model, **how: noted.append(how) or model)
-    with mock.patch.dict(os.environ):
-        yield noted
-    torch.set_float32_matmul_precision(precision)
-    for name in [
-        n for n in sys.modules if n.partition(".")[0] in ("nanogpt_model", "nanochat", "torchtitan")
-    ]:
-        del sys.modules[name]
-
-
-def cell(folder, peer, precision=None, vocab=160):
-    """A cell of two blocks 128 wide, and its checkout."""
-    small = {"n_layers": 2, "dim": 128} if peer == "torchtitan" else {"n_layer": 2, "n_embd": 128}
+def peer_cell(folder: Path, peer: str, precision: str | None = None, vocab: int = VOCAB) -> Cell:
+    """A cell of two blocks 128 wide, and its checkout; three micro-batches a step."""
+    sizes = {"n_layers": 2, "dim": 128} if peer == "torchtitan" else {"n_layer": 2, "n_embd": 128}
     return Cell(
         size=f"{peer}_toy",
         micro_batch=2,
         T=16,
         tokens_per_step=96,
         device="cpu",
-        model=small | {"vocab_size": vocab},
-        peer=make(peer, folder),
+        model=sizes | {"vocab_size": vocab},
+        peer=write_checkout(peer, folder),
         peer_name=peer,
         peer_precision=precision,
     )
 
 
-# What is compiled, what the optimizer is asked for, how far a parameter moves where each gradient
-# is 3: nanoGPT's stand-in by the rate times a norm clipped to 1, nanochat's by 0.1 x 3, not
-# clipped, AdamW by the rate.
-@pytest.mark.parametrize(
-    "peer, precision, how, asked, moves",
-    [
-        ("nanogpt", None, [{}], (0.1, 6e-4, (0.9, 0.95), "cpu"), 6e-4 / (MATMUL + 1) ** 0.5),
-        # its four rates, weight decay
-        ("nanochat", "bf16", [{"dynamic": False}], (0.008, 0.3, 0.5, 0.02, 0.28), 0.3),
-        ("torchtitan", "bf16", [{"fullgraph": True}] * 2 + [{}], None, 8e-4),
-    ],
-)
-def test_a_peer_trains_as_its_script_does(tmp_path, compiled, peer, precision, how, asked, moves):
-    subject = build_peer(cell(tmp_path / "peer", peer, precision), CPU)
-    assert compiled == how and subject.vocab == 160
-    x, y = torch.randint(0, 160, (2, 2, 16), generator=torch.Generator().manual_seed(1))
-    loss, parameters = subject.micro_step(x, y), list(subject.model.parameters())
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=peer != "nanogpt"):
+@contextmanager
+def process_stays() -> Iterator[list[dict[str, Any]]]:
+    """What a peer changes in its process is put back; what it would compile runs as it is: yields
+    the list of torch.compile's options."""
+    compile_options = []
+
+    def note(model: Any, **options: Any) -> Any:
+        compile_options.append(options)
+        return model
+
+    precision = torch.get_float32_matmul_precision()
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
+        patch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(torch, "compile", note)
+        yield compile_options
+    torch.set_float32_matmul_precision(precision)
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("nanogpt_model", "nanochat", "torchtitan"):
+            del sys.modules[name]
+
+
+# ------------------------------------------------------------------------- a peer's training step
+
+
+@dataclass
+class Script:
+    """What a peer's own training script does."""
+
+    peer: str
+    precision: str | None
+    compile_options: list[dict[str, Any]]
+    optimizer_arguments: tuple | None  # None: AdamW of torch's own
+    moves: float  # how far a parameter moves where each gradient is 3
+
+
+SCRIPTS = [
+    # the stand-in's SGD: the rate times a norm clipped to 1
+    Script("nanogpt", None, [{}], (0.1, 6e-4, (0.9, 0.95), "cpu"), 6e-4 / (MATMUL + 1) ** 0.5),
+    # its four rates, weight decay; the stand-in's SGD: 0.1 x 3, not clipped
+    Script("nanochat", "bf16", [{"dynamic": False}], (0.008, 0.3, 0.5, 0.02, 0.28), 0.3),
+    # AdamW: the rate
+    Script("torchtitan", "bf16", [{"fullgraph": True}] * 2 + [{}], None, 8e-4),
+]
+
+
+@dataclass
+class Trained:
+    """A peer after two micro-steps of the same tokens and an update whose gradients were all set to
+    3; and what its process had then."""
+
+    script: Script
+    subject: Subject
+    compile_options: list[dict[str, Any]]
+    loss: torch.Tensor
+    gradients: list[torch.Tensor]
+    expected_loss: torch.Tensor
+    expected_gradients: list[torch.Tensor]
+    moved: torch.Tensor
+    allow_tf32: bool
+    matmul_precision: str
+    hf_hub_offline: str | None
+
+
+@pytest.fixture(scope="module", params=SCRIPTS, ids=[script.peer for script in SCRIPTS])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    script = request.param
+    folder = tmp_path_factory.mktemp("peer")
+    with process_stays() as compile_options:
+        subject = build_peer(peer_cell(folder, script.peer, script.precision), CPU)
+        return train(script, subject, compile_options)
+
+
+def train(script: Script, subject: Subject, compile_options: list[dict[str, Any]]) -> Trained:
+    x, y = torch.randint(0, VOCAB, (2, 2, 16), generator=torch.Generator().manual_seed(1))
+    loss = subject.micro_step(x, y)
+    parameters = list(subject.model.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=script.peer != "nanogpt"):
         mean = cross_entropy(Titan.forward(subject.model, x), y)
-    assert loss.shape == () and not loss.requires_grad and loss == mean
-    want = torch.autograd.grad(mean / 3, parameters)  # a step is three micro-batches
-    subject.micro_step(x, y)  # adds up
-    torch.testing.assert_close([p.grad for p in parameters], [2 * g for g in want])
+    of_a_micro_step = torch.autograd.grad(mean / 3, parameters)  # a step is three micro-batches
+    subject.micro_step(x, y)
+    gradients = [p.grad.clone() for p in parameters]
     before = nn.utils.parameters_to_vector(parameters).detach()
     for p in parameters:
         p.grad.fill_(3.0)
     subject.update()
-    moved = nn.utils.parameters_to_vector(parameters).detach() - before
-    torch.testing.assert_close(moved.abs(), torch.full_like(moved, moves), rtol=0.02, atol=0)
-    assert all(p.grad is None for p in parameters)
-    assert subject.model.asked == asked and (asked or type(subject.optimizer) is torch.optim.AdamW)
-    assert peer != "nanogpt" or torch.backends.cuda.matmul.allow_tf32
-    assert peer != "nanochat" or (
-        torch.get_float32_matmul_precision(),
-        os.environ["HF_HUB_OFFLINE"],
-    ) == ("high", "1")
-
-
-def test_a_peers_fp8_converts_what_its_script_does_from_equal_weights(tmp_path: Path):
-    def converted(model):
-        return {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
-
-    chat, titan = tmp_path / "chat", tmp_path / "titan"
-    bf16, fp8 = (build_peer(cell(chat, "nanochat", kind), CPU) for kind in ("bf16", "fp8"))
-    assert all(map(torch.equal, bf16.model.parameters(), fp8.model.parameters()))
-    # No matrix is zero, its matmuls would be timed on zeros; all else is as nanochat has it.
-    assert fp8.model.layers["0"].weight.std().item() == pytest.approx(0.4 / 128**0.5, rel=0.05)
-    assert (
-        fp8.model.output.weight.std().item() == pytest.approx(0.02, rel=0.05)
-        and not fp8.model.scale.any()
-    )
-    assert (
-        "window_pattern L; 2 weights that begin at zero" in fp8.describe[1]
-        and "attention by torch" in fp8.describe[1]
-    )
-    # the gate of 12 x 1 is too narrow
-    assert converted(fp8.model) == {"layers.0", "layers.1", "output"}
-    for vocab in (161, 112):  # no multiple of 16; below 128: the head stays
-        narrow = build_peer(cell(chat, "nanochat", "fp8", vocab), CPU)
-        assert converted(narrow.model) == {"layers.0", "layers.1"}
-    titans = build_peer(cell(titan, "torchtitan", "fp8"), CPU)
-    assert converted(titans.model) == {"layers.0", "layers.1"}
-    # FLOPs are counted as ours are, lookups count nothing.
-    assert (
-        bf16.counts
-        == fp8.counts
-        == {
-            "params_matmul": MATMUL,
-            "params_total": MATMUL + 160 * 128 + 1,
-            # 12 L H D T
-            "flops_per_token": 6 * MATMUL + 12 * 2 * 128 * 16,
-        }
+    return Trained(
+        script,
+        subject,
+        compile_options,
+        loss,
+        gradients,
+        expected_loss=mean,
+        expected_gradients=[2 * gradient for gradient in of_a_micro_step],
+        moved=nn.utils.parameters_to_vector(parameters).detach() - before,
+        allow_tf32=torch.backends.cuda.matmul.allow_tf32,
+        matmul_precision=torch.get_float32_matmul_precision(),
+        hf_hub_offline=os.environ.get("HF_HUB_OFFLINE"),
     )
 
 
-def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
-    measured = measure_cell(cell(tmp_path / "peer", "nanogpt"))
-    losses = measured.losses
-    assert len(losses) == 8 and losses[-1] < losses[0] and len(measured.steps_s) >= 2
-    assert measured.params_matmul == measured.params_total - 1 == MATMUL  # the tied head once
+def test_a_peer_is_compiled_as_by_its_script(trained: Trained) -> None:
+    assert trained.compile_options == trained.script.compile_options
+
+
+def test_a_peer_has_the_vocabulary_of_its_cell(trained: Trained) -> None:
+    assert trained.subject.vocab == VOCAB
+
+
+def test_a_micro_step_returns_the_mean_loss(trained: Trained) -> None:
+    assert trained.loss.shape == ()
+    assert trained.loss == trained.expected_loss
+
+
+def test_the_loss_of_a_micro_step_is_detached(trained: Trained) -> None:
+    assert not trained.loss.requires_grad
+
+
+def test_gradients_of_micro_steps_add_up_to_their_share_of_a_step(trained: Trained) -> None:
+    torch.testing.assert_close(trained.gradients, trained.expected_gradients)
+
+
+def test_an_update_clips_and_moves_as_by_the_peers_script(trained: Trained) -> None:
+    expected = torch.full_like(trained.moved, trained.script.moves)
+    torch.testing.assert_close(trained.moved.abs(), expected, rtol=0.02, atol=0)
+
+
+def test_an_update_drops_the_gradients(trained: Trained) -> None:
+    for p in trained.subject.model.parameters():
+        assert p.grad is None
+
+
+def test_the_optimizer_is_that_of_the_peers_script(trained: Trained) -> None:
+    expected = trained.script.optimizer_arguments
+    assert trained.subject.model.optimizer_arguments == expected
+    if expected is None:
+        assert type(trained.subject.optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("trained", SCRIPTS[:1], indirect=True, ids=["nanogpt"])
+def test_nanogpt_allows_tf32(trained: Trained) -> None:
+    assert trained.allow_tf32
+
+
+@pytest.mark.parametrize("trained", SCRIPTS[1:2], indirect=True, ids=["nanochat"])
+def test_nanochat_has_a_high_matmul_precision(trained: Trained) -> None:
+    assert trained.matmul_precision == "high"
+
+
+@pytest.mark.parametrize("trained", SCRIPTS[1:2], indirect=True, ids=["nanochat"])
+def test_nanochat_downloads_nothing(trained: Trained) -> None:
+    assert trained.hf_hub_offline == "1"
+
+
+# ------------------------------------------------------------------------------------ peers' FP8
+
+
+@pytest.fixture
+def building() -> Iterator[None]:
+    """For tests that build a peer."""
+    with process_stays():
+        yield
+
+
+def converted(model: nn.Module) -> set[str]:
+    """The names of the Linears in FP8."""
+    modules = model.named_modules()
+    return {name for name, module in modules if type(module).__name__ == "Float8Linear"}
+
+
+@dataclass
+class Chats:
+    bf16: Subject
+    fp8: Subject
+
+
+@pytest.fixture(scope="module")
+def nanochat(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    """nanochat's stand-in in both precisions."""
+    folder = tmp_path_factory.mktemp("nanochat")
+    with process_stays():
+        bf16 = build_peer(peer_cell(folder, "nanochat", "bf16"), CPU)
+        return Chats(bf16, build_peer(peer_cell(folder, "nanochat", "fp8"), CPU))
+
+
+def test_a_peers_fp8_begins_with_the_weights_of_its_bf16(nanochat: Chats) -> None:
+    of_fp8 = nanochat.fp8.model.parameters()
+    for p, q in zip(nanochat.bf16.model.parameters(), of_fp8, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_matrices_that_nanochat_begins_at_zero_get_random_values(nanochat: Chats) -> None:
+    """Else their matmuls would be timed on zeros."""
+    weight = nanochat.fp8.model.layers["0"].weight
+    assert weight.std().item() == pytest.approx(0.4 / 128**0.5, rel=0.05)
+
+
+def test_all_else_begins_as_nanochat_has_it(nanochat: Chats) -> None:
+    model = nanochat.fp8.model
+    assert model.output.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not model.scale.any()
+
+
+@pytest.mark.parametrize(
+    "words", ["window_pattern L; 2 weights that begin at zero", "attention by torch"]
+)
+def test_what_is_not_nanochats_is_said(words: str, nanochat: Chats) -> None:
+    assert words in nanochat.fp8.describe[1]
+
+
+def test_nanochats_fp8_converts_all_but_narrow_linears(nanochat: Chats) -> None:
+    """The gate of 12 x 1 is too narrow."""
+    assert converted(nanochat.fp8.model) == {"layers.0", "layers.1", "output"}
+
+
+# no multiple of 16; below 128
+@pytest.mark.parametrize("vocab", [161, 112])
+def test_nanochats_fp8_leaves_a_head_of_unfit_size(
+    vocab: int, building: None, tmp_path: Path
+) -> None:
+    subject = build_peer(peer_cell(tmp_path, "nanochat", "fp8", vocab), CPU)
+    assert converted(subject.model) == {"layers.0", "layers.1"}
+
+
+def test_torchtitans_fp8_leaves_the_head(building: None, tmp_path: Path) -> None:
+    subject = build_peer(peer_cell(tmp_path, "torchtitan", "fp8"), CPU)
+    assert converted(subject.model) == {"layers.0", "layers.1"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_peers_flops_are_counted_as_ours_are(precision: str, nanochat: Chats) -> None:
+    """Lookups count nothing."""
+    assert getattr(nanochat, precision).counts == {
+        "params_matmul": MATMUL,
+        "params_total": MATMUL + VOCAB * 128 + 1,
+        # 12 L H D T
+        "flops_per_token": 6 * MATMUL + 12 * 2 * 128 * 16,
+    }
+
+
+# ------------------------------------------------------------------------------------- measuring
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
+    with process_stays():
+        return measure_cell(peer_cell(tmp_path_factory.mktemp("measured"), "nanogpt"))
+
+
+def test_a_peer_trains_as_many_steps_as_ours(measured: Measurement) -> None:
+    assert len(measured.losses) == 8
+
+
+def test_a_peers_loss_falls(measured: Measurement) -> None:
+    assert measured.losses[-1] < measured.losses[0]
+
+
+def test_a_peers_steps_are_timed(measured: Measurement) -> None:
+    assert len(measured.steps_s) >= 2
+
+
+def test_a_peers_tied_head_is_counted_once(measured: Measurement) -> None:
+    assert measured.params_matmul == MATMUL
+    assert measured.params_total == MATMUL + 1  # its scale
+
+
+def test_nanogpts_model_py_does_not_take_the_place_of_ours(measured: Measurement) -> None:
     assert sys.modules["model"] is our_model
 
 
-def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path: Path):
-    for peer in FILES:
-        with pytest.raises(UserError, match="give a checkout of https://github.com/"):
-            peer_models.check_checkout(peer, str(tmp_path))
-    folder = make("nanochat", tmp_path)
-    assert peer_models.check_checkout("nanochat", folder).startswith(
-        "nanochat at an unknown commit"
-    )
+# ------------------------------------------------------------------------------------- checkouts
+
+
+@pytest.mark.parametrize("peer", FILES)
+def test_what_is_no_checkout_is_refused(peer: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give a checkout of https://github.com/"):
+        peer_models.check_checkout(peer, str(tmp_path))
+
+
+def test_a_checkout_without_git_is_at_an_unknown_commit(tmp_path: Path) -> None:
+    folder = write_checkout("nanochat", tmp_path)
+    description = peer_models.check_checkout("nanochat", folder)
+    assert description.startswith("nanochat at an unknown commit")
+
+
+def test_a_checkout_is_named_by_its_tag(tmp_path: Path) -> None:
+    folder = write_checkout("nanochat", tmp_path)
     for words in ("init -q", "-c user.name=x -c user.email=x commit --allow-empty -qm x", "tag v7"):
         subprocess.run(["git", "-C", folder, *words.split(" ")], check=True)
     assert peer_models.check_checkout("nanochat", folder).startswith("nanochat at v7;")
 
 
-def test_the_groups_hold_ours_beside_theirs_where_ours_does_the_same_work():
-    for ours, size, theirs in (
+# ---------------------------------------------------------------------------------------- groups
+
+TWINS = pytest.mark.parametrize(
+    "ours, size, theirs",
+    [
         ("ours_d12", "125m", "nanochat_d12"),
         ("ours_d26", "1p5b", "nanochat_d26"),
         ("ours_toy", "toy", "nanogpt_toy"),
-    ):
-        (_, their), config = BESIDE[size][theirs], GPTConfig(**OURS[ours], n_ctx=1024)
-        assert all(getattr(config, key) == their[key] for key in ("n_layer", "n_head", "n_embd"))
-        C, L, V = their["n_embd"], their["n_layer"], their.get("vocab_size", 32768)
-        flops = GPT.on_meta(config).counts()["flops_per_token"]
-        assert flops == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
-    h100, toy = (peer_groups(suite, dict.fromkeys(FILES, "/x")) for suite in ("h100", "toy"))
-    for group in (*h100, *toy):
-        assert (
-            group[0].label == "bf16" and len(group) > 1 and config_of(group[0]).fp8.recipe == "off"
-        )
-        assert all(
-            one.model and one.tokens_per_step % (one.micro_batch * one.T) == 0
-            for one in group
-            if one.peer
-        )
-    timed = {(one.peer_name, one.peer_precision) for group in h100 for one in group if one.peer}
-    assert timed == {(peer, kind) for peer, kinds in PRECISIONS.items() for kind in kinds}
-    assert [one.label for one in toy[0]] == ["bf16", "nanogpt", "nanochat_bf16", "torchtitan_bf16"]
+    ],
+)
+
+
+@TWINS
+def test_our_model_beside_a_peers_has_its_dimensions(ours: str, size: str, theirs: str) -> None:
+    _, dimensions = BESIDE[size][theirs]
+    config = GPTConfig(**OURS[ours], n_ctx=1024)
+    for key in "n_layer", "n_head", "n_embd":
+        assert getattr(config, key) == dimensions[key]
+
+
+@TWINS
+def test_our_model_beside_a_peers_does_the_same_work(ours: str, size: str, theirs: str) -> None:
+    _, dimensions = BESIDE[size][theirs]
+    C, L = dimensions["n_embd"], dimensions["n_layer"]
+    V = dimensions.get("vocab_size", 32768)
+    counts = GPT.on_meta(GPTConfig(**OURS[ours], n_ctx=1024)).counts()
+    flops = 6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024
+    assert counts["flops_per_token"] == pytest.approx(flops, rel=0.01)
+
+
+def groups(suite: str) -> list[list[Cell]]:
+    """With a checkout of every peer."""
+    return peer_groups(suite, dict.fromkeys(FILES, "/x"))
+
+
+EACH_SUITE = pytest.mark.parametrize("suite", ["h100", "toy"])
+
+
+@EACH_SUITE
+def test_every_group_begins_with_our_bf16(suite: str) -> None:
+    for baseline, *_ in groups(suite):
+        assert baseline.label == "bf16"
+        assert config_of(baseline).fp8.recipe == "off"
+
+
+@EACH_SUITE
+def test_every_group_compares_something_with_it(suite: str) -> None:
+    for group in groups(suite):
+        assert len(group) > 1
+
+
+@EACH_SUITE
+def test_a_peers_step_is_a_whole_number_of_micro_batches_of_a_model(suite: str) -> None:
+    for cell in itertools.chain(*groups(suite)):
+        if cell.peer:
+            assert cell.model
+            assert cell.tokens_per_step % (cell.micro_batch * cell.T) == 0
+
+
+def test_every_peer_is_timed_in_all_its_precisions() -> None:
+    cells = itertools.chain(*groups("h100"))
+    timed = {(cell.peer_name, cell.peer_precision) for cell in cells if cell.peer}
+    assert timed == {
+        ("nanogpt", None),
+        ("nanochat", "bf16"),
+        ("nanochat", "fp8"),
+        ("torchtitan", "bf16"),
+        ("torchtitan", "fp8"),
+    }
+
+
+def test_the_toy_group_has_no_fp8_of_peers() -> None:
+    (group,) = groups("toy")
+    labels = [cell.label for cell in group]
+    assert labels == ["bf16", "nanogpt", "nanochat_bf16", "torchtitan_bf16"]
+
+
+def test_our_model_at_nanochats_dimensions_is_timed_beside_nanochat_alone() -> None:
     assert len(peer_groups("h100", {"nanogpt": "/x"})) == 2
-    assert peers.main([]) == 2  # no checkout is named
+
+
+def test_a_call_that_names_no_checkout_is_refused() -> None:
+    assert peers.main([]) == 2
